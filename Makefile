@@ -1,0 +1,42 @@
+# Two commands on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format bench clean
+
+help: ## say what can be made here
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
+
+# torch first and by itself: a range would fetch the newest build, whatever its size.
+$(BIN)/lockstep: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing $(TORCH) and lockstep into $(VENV) (a minute or two) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "setuptools>=77"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+install: $(BIN)/lockstep ## put lockstep into .venv
+
+demo: install ## train on real handwritten digits with two processes
+	@$(BIN)/lockstep train digits -n 2
+
+test: install ## run the whole test suite
+	@$(BIN)/python -m pytest
+
+check: install ## format, lint and types
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+format: install ## put the code into its form
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: install ## measure, and write the results into benchmarks/
+	@$(BIN)/python benchmarks/replicas.py
+
+clean: ## remove what was built
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,0 +1,33 @@
+"""Lockstep trains PyTorch models on many processes, with the same bits however many there are.
+
+The public names, in reading order. They are imported when they are first used,
+so that a command that needs no torch does not wait for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.errors import LockstepError as LockstepError
+
+# name -> the module that defines it
+PUBLIC = {
+    "LockstepError": "errors",
+}
+
+__version__ = "0.1.0"
+__all__ = [*PUBLIC, "__version__"]  # noqa: PLE0604 (the names are computed once, above)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"lockstep.{PUBLIC[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *PUBLIC})

@@ -1,0 +1,55 @@
+"""The command `lockstep`: finds the subcommand, and turns errors into one sentence.
+
+Subcommands are imported when they are called, so that `lockstep --help` answers
+at once, without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from lockstep.errors import LockstepError
+
+COMMANDS = {
+    "run": "run a script or module on N ranks",
+    "train": "train a recipe on real data",
+}
+
+
+class Commands(click.Group):
+    """The subcommands by name; each lives in `lockstep.commands.NAME` as `command`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in reading order."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return one subcommand."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"lockstep.commands.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the subcommands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="torch-lockstep", prog_name="lockstep")
+def cli() -> None:
+    """Train PyTorch models on many processes, with the same bits however many there are."""
+
+
+def main() -> None:
+    """Run the command line; exit with 0 (good), 1 (the work failed) or 2 (used wrongly)."""
+    try:
+        cli.main(standalone_mode=True)
+    except LockstepError as error:
+        click.echo(f"lockstep: {error}", err=True)
+        sys.exit(error.exit_status)

@@ -1,0 +1,1 @@
+"""Adding across ranks: the tree, and the exact reduction over any backend."""

@@ -1,0 +1,1 @@
+"""The commands of `lockstep`, one a file; each docstring is the help text."""

@@ -1,0 +1,1 @@
+"""Which samples a rank computes, and in which order: the cut, the order, the loader."""

@@ -1,0 +1,97 @@
+"""What can go wrong, drawn.
+
+    LockstepError                     one sentence: who, what, where, what to do next
+    ├── UsageError                    exit status 2: used wrongly; nothing was started
+    │   ├── PlaceError                the environment contradicts itself about who this rank is
+    │   ├── LayoutError               ranks, replicas and micro-batches that do not fit together
+    │   └── DatasetError              a dataset that cannot be used as asked
+    └── WorkError                     exit status 1: the work failed
+        ├── RankError                 a rank raised, exited or was killed
+        ├── RendezvousError           ranks that did not find each other in time
+        ├── DisagreementError         ranks hold different models, data or settings
+        ├── FileError                 a data file that is damaged, or a place that cannot be written
+        ├── SampleError               the dataset raised while a sample was loaded
+        ├── LossError                 a loss that is no scalar, no number, or that raised
+        ├── GradientError             a gradient that cannot be added exactly
+        └── BufferError               a buffer whose results cannot be merged
+
+Every message is written for the person who runs the program: the launcher and
+the command line print it alone, without a traceback.
+"""
+
+__all__ = [
+    "BufferError",
+    "DatasetError",
+    "DisagreementError",
+    "FileError",
+    "GradientError",
+    "LayoutError",
+    "LockstepError",
+    "LossError",
+    "PlaceError",
+    "RankError",
+    "RendezvousError",
+    "SampleError",
+    "UsageError",
+    "WorkError",
+]
+
+
+class LockstepError(Exception):
+    """Any error of Lockstep; `exit_status` is what a command ends with."""
+
+    exit_status = 1
+
+
+class UsageError(LockstepError, ValueError):
+    """Lockstep was used in a way that cannot work."""
+
+    exit_status = 2
+
+
+class PlaceError(UsageError):
+    """The environment variables contradict each other about who this rank is."""
+
+
+class LayoutError(UsageError):
+    """The numbers of ranks, replicas, stages and micro-batches do not fit."""
+
+
+class DatasetError(UsageError):
+    """A dataset that cannot be used as asked: empty, of unknown length, cut wrongly."""
+
+
+class WorkError(LockstepError, RuntimeError):
+    """The work was begun and failed."""
+
+
+class RankError(WorkError):
+    """A rank raised, exited with a status, or was killed by a signal."""
+
+
+class RendezvousError(WorkError):
+    """The ranks did not find each other before the deadline."""
+
+
+class DisagreementError(WorkError):
+    """The ranks hold different models, data or settings."""
+
+
+class FileError(WorkError):
+    """A data file that is damaged, or a place that cannot be read or written."""
+
+
+class SampleError(WorkError):
+    """The dataset raised while a sample was loaded; the message names its index."""
+
+
+class LossError(WorkError):
+    """A loss that is no scalar, is not finite, or that raised."""
+
+
+class GradientError(WorkError):
+    """A gradient that cannot be added exactly (sparse, or of another dtype than its peers)."""
+
+
+class BufferError(WorkError):
+    """A buffer whose results differ between micro-batches and cannot be merged."""

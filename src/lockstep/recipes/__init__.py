@@ -1,0 +1,1 @@
+"""Ready training jobs on real data, one a file."""

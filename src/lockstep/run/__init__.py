@@ -1,0 +1,1 @@
+"""Starting and ending: who this rank is, the world, the launcher."""

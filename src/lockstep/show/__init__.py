@@ -1,0 +1,1 @@
+"""Seeing: what a run records, and how it is shown."""

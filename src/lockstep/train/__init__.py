@@ -1,0 +1,1 @@
+"""Training: micro-batches in, the same bits out, whatever the layout."""
