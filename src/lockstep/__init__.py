@@ -18,7 +18,7 @@ PUBLIC = {
 }
 
 __version__ = "0.1.0"
-__all__ = [*PUBLIC, "__version__"]  # noqa: PLE0604 (the names are computed once, above)
+__all__ = [*PUBLIC, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

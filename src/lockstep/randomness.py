@@ -55,22 +55,18 @@ def isolated(device: torch.device | None = None, *, everything: bool = False) ->
     depend on which micro-batch this rank happened to compute last. `everything`
     includes `random` and numpy.
     """
-    cuda = (
-        torch.cuda.default_generators[device.index or 0]
-        if device is not None and device.type == "cuda"
-        else None
-    )
+    generators = [torch.default_generator]
+    if device is not None and device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    states = [generator.get_state() for generator in generators]
     numpy = sys.modules.get("numpy") if everything else None
-    cpu_state = torch.default_generator.get_state()
-    cuda_state = cuda.get_state() if cuda is not None else None
     python_state = random.getstate() if everything else None
     numpy_state = numpy.random.get_state() if numpy is not None else None
     try:
         yield
     finally:
-        torch.default_generator.set_state(cpu_state)
-        if cuda is not None:
-            cuda.set_state(cuda_state)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
         if python_state is not None:
             random.setstate(python_state)
         if numpy is not None:

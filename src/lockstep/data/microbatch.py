@@ -12,6 +12,7 @@ empty one. Nothing here knows of processes; plain values in, plain values out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 __all__ = ["Batch", "Microbatch", "leaves", "owned", "spans"]
@@ -26,7 +27,7 @@ def spans(total: int, parts: int) -> list[range]:
         raise ValueError(f"cannot cut {total} things into {parts} parts")
     small, larger = divmod(total, parts)
     starts = [part * small + min(part, larger) for part in range(parts + 1)]
-    return [range(lo, hi) for lo, hi in zip(starts, starts[1:], strict=False)]
+    return [range(lo, hi) for lo, hi in pairwise(starts)]
 
 
 def leaves(samples: int, microbatches: int) -> int:
