@@ -1,0 +1,101 @@
+"""Buckets: which tensors are added in one message, and where each lies in it.
+
+    bucket   | w0 ......... | b0 | w1 ................ |pad|     offsets are multiples
+    slices   |   rank 0     |   rank 1    |   rank 2       |     of 64 bytes, and so are
+                                                                 the ends of the slices
+
+A rank adds one slice for everybody. A tensor may cross the end of a slice: each
+of its *pieces* then goes to another rank. All of this is arithmetic on sizes,
+so every rank finds the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["ALIGNMENT", "Bucket", "Member", "Piece", "pieces", "plan", "slice_length"]
+
+ALIGNMENT = 64
+"""Bytes. Kernels may choose their path by alignment, so nothing starts anywhere else."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """Tensor number `index`, `numel` elements from element `offset` of its bucket."""
+
+    index: int
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors of one dtype that travel together; `length` in elements."""
+
+    dtype: torch.dtype
+    members: tuple[Member, ...]
+    length: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of member number `member`, at `offset` of slice `slice`."""
+
+    member: int
+    start: int
+    stop: int
+    slice: int
+    offset: int
+
+
+def _rounded(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def plan(numels: Sequence[int], dtypes: Sequence[torch.dtype], capacity: int) -> list[Bucket]:
+    """Pack tensors into buckets of at most `capacity` bytes, the last tensor first.
+
+    Gradients appear roughly in the reverse order of the parameters, so the
+    bucket that is complete first comes first. A bucket has one dtype; a tensor
+    larger than `capacity` has a bucket of its own.
+    """
+    buckets: list[Bucket] = []
+    open_members: dict[torch.dtype, list[Member]] = {}
+    lengths: dict[torch.dtype, int] = {}
+
+    def close(dtype: torch.dtype) -> None:
+        buckets.append(Bucket(dtype, tuple(open_members.pop(dtype)), lengths.pop(dtype)))
+
+    for index in reversed(range(len(numels))):
+        dtype = dtypes[index]
+        room = _rounded(numels[index], ALIGNMENT // dtype.itemsize)
+        if dtype in lengths and (lengths[dtype] + room) * dtype.itemsize > capacity:
+            close(dtype)
+        offset = lengths.get(dtype, 0)
+        open_members.setdefault(dtype, []).append(Member(index, numels[index], offset))
+        lengths[dtype] = offset + room
+    for dtype in list(open_members):
+        close(dtype)
+    return buckets
+
+
+def slice_length(bucket: Bucket, ranks: int) -> int:
+    """Return the elements of a slice when `ranks` ranks share the bucket's additions."""
+    return _rounded(-(-bucket.length // ranks), ALIGNMENT // bucket.dtype.itemsize)
+
+
+def pieces(bucket: Bucket, ranks: int) -> list[Piece]:
+    """Cut every member at the ends of the slices; empty tensors have no piece."""
+    length = slice_length(bucket, ranks)
+    found: list[Piece] = []
+    for number, member in enumerate(bucket.members):
+        start = 0
+        while start < member.numel:
+            slice_, offset = divmod(member.offset + start, length)
+            stop = min(member.numel, start + length - offset)
+            found.append(Piece(number, start, stop, slice_, offset))
+            start = stop
+    return found

@@ -1,0 +1,240 @@
+"""The exact sum: a bucket added over the ranks along the tree, on any backend.
+
+Every rank holds some nodes of the tree for every tensor of the bucket (one node
+each where the ranks divide the leaves evenly, several otherwise). One exchange
+brings slice j of all nodes to rank j, which adds them in tree order, element by
+element; one gather brings the sums to everybody:
+
+    rank 0 holds {01, 2}    rank 1 holds {3, 45}    rank 2 holds {67}
+
+    (1) launch   all-to-all   rank j receives slice j of 01, 2, 3, 45, 67
+    (2) combine  add          slice j of ((01 + (2 + 3)) + (45 + 67))
+    (3) gather   all-gather   everybody receives every slice
+
+The traffic is a ring all-reduce's when each rank holds one node, and k times the
+first half of it when ranks hold k (1.7 times a ring's for 8 leaves on 3 ranks).
+A tensor without a value in some leaf is absent from the sum, not zero, so that
+-0.0 stays -0.0: behind each rank's slices one byte for each node and tensor says
+whether it is present.
+
+    message of one rank to rank j     | node 0, slice j | node 1, slice j | flags |
+
+Only movement and addition are asked of the backend and of torch. All bytes
+travel as `uint8`; each addition rounds to the tensor's own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.bucket import ALIGNMENT, Bucket, pieces, slice_length
+from lockstep.comm.transfer import all_gather_single, as_bytes
+from lockstep.comm.tree import Node, total
+
+__all__ = ["ExactSum", "add_present", "exact_sums", "in_layout_of", "in_memory_order"]
+
+Values = Sequence[torch.Tensor | None]
+"""One entry for each tensor of the whole list that buckets index into."""
+
+
+def add_present(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    """Add two tensors, in the memory of `left`; what is absent (None) adds nothing."""
+    if left is None or right is None:
+        return left if right is None else right
+    return left.add_(right)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether the elements fill a block of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as a vector, without a copy, in the order they lie in memory.
+
+    Where there are gaps or overlaps it is a copy, in logical order.
+    """
+    if not _is_dense(tensor):
+        return tensor.reshape(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def in_layout_of(vector: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """View a vector made by `in_memory_order` in the shape and memory format of `model`."""
+    if not _is_dense(model):
+        return vector.view(model.shape)
+    return vector.as_strided(model.shape, model.stride())
+
+
+class ExactSum:
+    """The exact sum of one bucket; its buffers are kept and used again.
+
+    `holders` lists the nodes that each rank of the group holds; together they
+    cover `leaves` leaves. Ranks must make the same calls in the same order.
+
+    Parameters:
+        bucket: the plan, indexing into lists of tensors.
+        holders: for every rank of the group, the nodes it holds, ascending.
+        leaves: the number of leaves of the tree.
+        device: where the tensors lie.
+        group: the process group, the default one if None.
+        divisor: divide the sum by this number before it is gathered.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        holders: Sequence[Sequence[Node]],
+        leaves: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        divisor: int = 1,
+    ) -> None:
+        self.bucket, self.holders, self.leaves = bucket, holders, leaves
+        self._group, self._divisor = group, divisor
+        self._rank, ranks = dist.get_rank(group), len(holders)
+        self._pieces = pieces(bucket, ranks)
+        self._length = slice_length(bucket, ranks)
+        slice_bytes = self._length * bucket.dtype.itemsize
+        # What each rank sends to every other: its nodes' slices, then the flags.
+        self._widths = [
+            len(nodes) * slice_bytes + -(-len(nodes) * len(bucket.members) // ALIGNMENT) * ALIGNMENT
+            for nodes in holders
+        ]
+        mine = self._widths[self._rank]
+        # Zeros once: the gaps between the members are added too, and must stay numbers.
+        self._out = torch.zeros(ranks, mine, dtype=torch.uint8, device=device)
+        self._in = torch.empty(sum(self._widths), dtype=torch.uint8, device=device)
+        self._result = torch.empty(ranks * self._length, dtype=bucket.dtype, device=device)
+        self._work: dist.Work | None = None
+        self._present: list[bool] = []
+
+    def launch(self, held: Mapping[Node, Values]) -> None:
+        """Begin (1): copy this rank's nodes into the message and start the exchange.
+
+        `held` maps each of this rank's nodes to a list of tensors, None where
+        absent; the bucket's members are picked from it by index.
+        """
+        nodes = self.holders[self._rank]
+        members = self.bucket.members
+        slices = self._length * self.bucket.dtype.itemsize
+        flags = bytearray()
+        for number, node in enumerate(nodes):
+            values = held[node]
+            flags += bytes(values[member.index] is not None for member in members)
+            rows = self._out[:, number * slices : (number + 1) * slices].view(self.bucket.dtype)
+            flat: dict[int, torch.Tensor] = {}
+            for piece in self._pieces:
+                value = values[members[piece.member].index]
+                if value is None:
+                    continue
+                if piece.member not in flat:
+                    flat[piece.member] = in_memory_order(value)
+                source = flat[piece.member][piece.start : piece.stop]
+                rows[piece.slice, piece.offset : piece.offset + source.numel()].copy_(source)
+        if flags:
+            start = len(nodes) * slices
+            presence = torch.frombuffer(flags, dtype=torch.uint8)
+            self._out[:, start : start + len(flags)].copy_(presence)
+        self._work = dist.all_to_all_single(
+            self._in,
+            self._out.view(-1),
+            output_split_sizes=self._widths,
+            input_split_sizes=[self._out.shape[1]] * len(self.holders),
+            group=self._group,
+            async_op=True,
+        )
+
+    def combine(self) -> None:
+        """Do (2) and begin (3): add my slice along the tree, and start the gather."""
+        assert self._work is not None
+        self._work.wait()
+        slices, flags = self._received()
+        self._present = [any(column) for column in zip(*flags.values(), strict=True)]
+        if all(all(row) for row in flags.values()):
+            whole: dict[Node, torch.Tensor | None] = dict(slices)
+            mine = total(whole, self.leaves, add_present)
+            assert mine is not None
+        else:
+            mine = self._combine_members(slices, flags)
+        if self._divisor != 1:
+            mine.div_(self._divisor)
+        self._work = all_gather_single(
+            as_bytes(self._result), as_bytes(mine), group=self._group, async_op=True
+        )
+
+    def _received(self) -> tuple[dict[Node, torch.Tensor], dict[Node, list[bool]]]:
+        """Split what arrived into my slice of every node, and its members' presence."""
+        members = len(self.bucket.members)
+        slice_bytes = self._length * self.bucket.dtype.itemsize
+        slices: dict[Node, torch.Tensor] = {}
+        flags: dict[Node, list[bool]] = {}
+        for nodes, message in zip(self.holders, self._in.split(self._widths), strict=True):
+            presence = message[len(nodes) * slice_bytes :].tolist()
+            for number, node in enumerate(nodes):
+                values = message[number * slice_bytes : (number + 1) * slice_bytes]
+                slices[node] = values.view(self.bucket.dtype)
+                row = presence[number * members : (number + 1) * members]
+                flags[node] = [flag == 1 for flag in row]
+        return slices, flags
+
+    def _combine_members(
+        self, slices: Mapping[Node, torch.Tensor], flags: Mapping[Node, Sequence[bool]]
+    ) -> torch.Tensor:
+        """Add member by member, where some are absent from some nodes."""
+        mine = torch.zeros(self._length, dtype=self.bucket.dtype, device=self._result.device)
+        for piece in self._pieces:
+            if piece.slice != self._rank or not self._present[piece.member]:
+                continue
+            part = slice(piece.offset, piece.offset + piece.stop - piece.start)
+            values = {
+                node: values[part] if flags[node][piece.member] else None
+                for node, values in slices.items()
+            }
+            added = total(values, self.leaves, add_present)
+            assert added is not None
+            mine[part] = added
+        return mine
+
+    def gather(self) -> list[tuple[int, torch.Tensor | None]]:
+        """Finish (3): return (index, sum) of every member, None where no rank had a value.
+
+        The sums are vectors in the order of memory that the values were given
+        in, 64-byte aligned views of a buffer that the next use overwrites.
+        """
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+        return [
+            (
+                member.index,
+                self._result[member.offset : member.offset + member.numel] if present else None,
+            )
+            for member, present in zip(self.bucket.members, self._present, strict=True)
+        ]
+
+
+def exact_sums(
+    sums: Sequence[ExactSum], held: Mapping[Node, Values]
+) -> list[tuple[int, torch.Tensor | None]]:
+    """Add several buckets, the exchange of each overlapping the additions of the one before.
+
+    The order of the calls, the same on every rank, is
+
+        launch 0, launch 1, combine 0, launch 2, combine 1, ..., combine last, gather all
+    """
+    for number, current in enumerate(sums):
+        current.launch(held)
+        if number:
+            sums[number - 1].combine()
+    if sums:
+        sums[-1].combine()
+    return [pair for each in sums for pair in each.gather()]

@@ -1,0 +1,109 @@
+"""Moving bytes: small messages that everybody gets, and one rank's tensors for all.
+
+Everything travels as `uint8`, so that any dtype works on any backend, and in
+contiguous buffers of our own: Gloo broadcasts non-contiguous tensors wrongly
+without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "all_gather_bytes",
+    "all_gather_single",
+    "as_bytes",
+    "broadcast_tensors",
+    "message_device",
+]
+
+# torch 2.13 renamed the call and warns of the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+PAGE = 1024
+"""Bytes of a small message that travel in one exchange, its length included."""
+
+PIECE = 32 << 20
+"""Bytes of the buffer that a broadcast is cut into."""
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as a vector of bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return the device that small messages of `group` must lie on (NCCL alone wants a GPU)."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def all_gather_bytes(message: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Return every rank's message, in rank order.
+
+    The messages may differ in length. Everybody sends one page, which begins with
+    the message's length; only if some message is longer than a page there is a
+    second exchange, as wide as the longest.
+    """
+    if dist.get_world_size(group) == 1:
+        return [message]
+    header = len(message).to_bytes(8, "little")
+    pages = _gather_equal((header + message)[:PAGE].ljust(PAGE, b"\0"), group)
+    lengths = [int.from_bytes(page[:8], "little") for page in pages]
+    if max(lengths) > PAGE - 8:
+        bodies = _gather_equal(message.ljust(max(lengths), b"\0"), group)
+    else:
+        bodies = [page[8:] for page in pages]
+    return [body[:length] for body, length in zip(bodies, lengths, strict=True)]
+
+
+def _gather_equal(message: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Gather messages that are equally long on all ranks."""
+    width, ranks = len(message), dist.get_world_size(group)
+    device = message_device(group)
+    mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
+    everyone = torch.empty(ranks * width, dtype=torch.uint8, device=device)
+    all_gather_single(everyone, mine, group=group)
+    gathered = everyone.cpu().numpy().tobytes()
+    return [gathered[rank * width : (rank + 1) * width] for rank in range(ranks)]
+
+
+def _packets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors by device into packets of about `PIECE` bytes."""
+    packets: list[list[torch.Tensor]] = []
+    sizes: dict[torch.device, int] = {}
+    current: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        device = tensor.device
+        if device not in current or sizes[device] + tensor.nbytes > PIECE:
+            current[device], sizes[device] = [], 0
+            packets.append(current[device])
+        current[device].append(tensor)
+        sizes[device] += tensor.nbytes
+    return packets
+
+
+@torch.no_grad()
+def broadcast_tensors(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Overwrite `tensors` on every rank with those of the group's first rank, bit for bit.
+
+    Shapes and dtypes must be the same on all ranks; strides may differ.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    for packet in _packets(tensor for tensor in tensors if tensor.numel()):
+        flat = torch.cat([as_bytes(tensor.detach().contiguous()) for tensor in packet])
+        dist.broadcast(flat, source, group=group)
+        if dist.get_rank(group) == 0:
+            continue
+        sizes = [tensor.nbytes for tensor in packet]
+        for tensor, part in zip(packet, flat.split(sizes), strict=True):
+            # A clone, because a view of another dtype must start at a multiple of its size.
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

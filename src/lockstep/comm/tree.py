@@ -1,0 +1,95 @@
+"""The tree: in which order M values are added, whoever holds them.
+
+    node(lo, hi) = node(lo, mid) + node(mid, hi)
+    mid - lo     = the largest power of two below hi - lo
+
+        0   1   2   3   4   5   6                leaves = 7
+        └─01┘   └─23┘   └─45┘   │
+          └──0123─┘       └─456─┘
+                └────0-6────┘
+
+The shape depends on the number of leaves alone. A tree whose last leaves are
+missing is the tree of the leaves that are left, so a short batch needs no rule
+of its own. Three ranks that own leaves 0-2, 3-5 and 6 hold the nodes {01, 2},
+{3, 45} and {6}; what remains is added across ranks (`lockstep.comm.exact`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+__all__ = ["Fold", "Node", "nodes_of", "split", "total"]
+
+Node = tuple[int, int]
+"""A node by its leaves: (lo, hi) covers lo, lo + 1, ..., hi - 1."""
+
+Value = TypeVar("Value")
+
+
+def split(lo: int, hi: int) -> int:
+    """Return the leaf at which node (lo, hi), of at least two leaves, parts in two."""
+    return lo + (1 << (hi - lo - 1).bit_length() - 1)
+
+
+@lru_cache(maxsize=64)
+def _parents(leaves: int) -> dict[Node, tuple[Node, Node]]:
+    """Map every node but the root to its (sibling, parent)."""
+    found: dict[Node, tuple[Node, Node]] = {}
+    pending = [(0, leaves)]
+    while pending:
+        lo, hi = node = pending.pop()
+        if hi - lo < 2:
+            continue
+        left, right = (lo, split(lo, hi)), (split(lo, hi), hi)
+        found[left], found[right] = (right, node), (left, node)
+        pending += [left, right]
+    return found
+
+
+def nodes_of(owned: range, leaves: int) -> list[Node]:
+    """Return the largest nodes that lie wholly in `owned`: what its owner can add alone."""
+
+    def visit(lo: int, hi: int) -> Iterable[Node]:
+        if hi <= owned.start or owned.stop <= lo:
+            return
+        if owned.start <= lo and hi <= owned.stop:
+            yield (lo, hi)
+            return
+        yield from visit(lo, split(lo, hi))
+        yield from visit(split(lo, hi), hi)
+
+    return list(visit(0, leaves)) if owned else []
+
+
+class Fold(Generic[Value]):
+    """Values that arrive leaf by leaf or node by node, added as soon as siblings meet.
+
+    Like the digits of a binary counter, at most log2(leaves) + 1 partial sums are
+    held when leaves arrive in order. `add(left, right)` may reuse the memory of
+    `left`; it is always called with the left sibling first.
+    """
+
+    def __init__(self, leaves: int, add: Callable[[Value, Value], Value]) -> None:
+        self.nodes: dict[Node, Value] = {}
+        self._parents = _parents(leaves)
+        self._add = add
+
+    def put(self, node: Node, value: Value) -> None:
+        """Take the value of one node, and add what can now be added."""
+        while node in self._parents and self._parents[node][0] in self.nodes:
+            sibling, parent = self._parents[node]
+            other = self.nodes.pop(sibling)
+            value = self._add(value, other) if node < sibling else self._add(other, value)
+            node = parent
+        self.nodes[node] = value
+
+
+def total(values: Mapping[Node, Value], leaves: int, add: Callable[[Value, Value], Value]) -> Value:
+    """Add the nodes in `values`, which together cover all leaves, along the tree."""
+    fold = Fold(leaves, add)
+    for node in sorted(values):
+        fold.put(node, values[node])
+    (result,) = fold.nodes.values()
+    return result
