@@ -1,0 +1,344 @@
+"""Reading a record back, also one that is still being written, or whose run died.
+
+A reader forgives: a truncated last line, lines that are no JSON, kinds and
+fields that it does not know, missing fields, a newer version. What it passed
+over it says in `Run.remarks`. The steps come as columns, for there may be a
+million of them (2.5 s, 240 MB of text).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from lockstep.errors import FileError, UsageError
+from lockstep.show.record import FILE, VERSION
+
+__all__ = ["PARTS", "Run", "State", "Steps", "read"]
+
+Column = npt.NDArray[np.float64]
+State = Literal["done", "failed", "running", "died"]
+Line = dict[str, Any]
+
+PARTS = ("compute", "communication", "waiting", "data")
+"""What a step's seconds are spent on, in the order of a row of `ranks`."""
+
+SCALARS = ("t", "step", "epoch", "loss", "samples", "seconds", "lr")
+BLOCK = 1 << 20  # bytes read at a time
+YOUNG = 120.0  # seconds without a line after which a run on another host counts as dead
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a run as columns of equal length; NaN where a line has no value.
+
+    `ranks` has the shape [steps, ranks, 4]: seconds a rank spent on each of `PARTS`.
+    """
+
+    t: Column
+    step: Column
+    epoch: Column
+    loss: Column
+    samples: Column
+    seconds: Column
+    lr: Column
+    metrics: dict[str, Column]
+    ranks: Column
+
+    def __len__(self) -> int:
+        """Return how many steps there are."""
+        return len(self.step)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A record, read. `state` is "running" while its writer lives, "died" if it left no end."""
+
+    folder: Path
+    header: Line
+    steps: Steps
+    epochs: list[Line] = field(default_factory=list)
+    warnings: list[Line] = field(default_factory=list)
+    end: Line | None = None
+    state: State = "done"
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The run's name: its folder's."""
+        return str(self.header.get("name") or self.folder.name)
+
+    @property
+    def layout(self) -> Line:
+        """The header's `layout`, or an empty one."""
+        return mapping(self.header.get("layout"))
+
+    @property
+    def environment(self) -> Line:
+        """The header's `environment`, or an empty one."""
+        return mapping(self.header.get("environment"))
+
+
+def read(folder: Path) -> Run:
+    """Read the record of the run in `folder` (or the record's own path).
+
+    Raises:
+        UsageError: there is no record.
+        FileError: it cannot be read, or holds not one line of a record.
+    """
+    path = Path(folder)
+    path = path / FILE if path.is_dir() else path
+    gathered = Gathered()
+    with patient_collector():
+        try:
+            with path.open("rb") as file:
+                gathered.take_all(file)
+                locked = is_locked(file.fileno())
+                age = time.time() - os.fstat(file.fileno()).st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            raise UsageError(f"{folder} holds no run: there is no {path}") from None
+        except OSError as error:
+            raise FileError(f"{path} cannot be read ({error.strerror})") from None
+    if gathered.bad and not gathered.good:
+        raise FileError(f"{path} is not the record of a run: none of its lines is one of a record")
+    return gathered.run(path.parent, locked, age)
+
+
+class Gathered:
+    """What the lines read so far amount to."""
+
+    def __init__(self) -> None:
+        self.header: Line = {}
+        self.epochs: list[Line] = []
+        self.warnings: list[Line] = []
+        self.end: Line | None = None
+        self.blocks: list[Columns] = []
+        self.good = 0
+        self.bad = 0
+        self.truncated = False
+
+    def take_all(self, file: Any) -> None:
+        """Read `file` to its end, a block of lines at a time."""
+        while lines := file.readlines(BLOCK):
+            if not lines[-1].endswith(b"\n") and not is_json(lines[-1]):
+                self.truncated = True
+                lines.pop()
+            self.take(list(self.objects(lines)))
+
+    def objects(self, lines: list[bytes]) -> Iterator[Any]:
+        """Parse lines; those that are no JSON are counted and skipped."""
+        try:
+            yield from orjson.loads(b"[" + b",".join(lines) + b"]")
+        except orjson.JSONDecodeError:
+            for line in lines:
+                try:
+                    yield orjson.loads(line)
+                except orjson.JSONDecodeError:
+                    self.bad += bool(line.strip())
+
+    def take(self, objects: list[Any]) -> None:
+        """Sort one block of parsed lines by kind."""
+        steps = []
+        for line in objects:
+            kind = line.get("kind") if isinstance(line, dict) else None
+            if kind == "step":
+                steps.append(line)
+            elif kind is None:
+                self.bad += 1
+            else:
+                self.good += 1
+                self.take_other(kind, line)
+        if steps:
+            self.good += len(steps)
+            self.blocks.append(columns(steps))
+
+    def take_other(self, kind: str, line: Line) -> None:
+        """Take a line that is no step; an unknown kind is passed over."""
+        if kind == "run" and not self.header:
+            self.header = line
+        elif kind == "epoch":
+            self.epochs.append(line)
+        elif kind == "warning":
+            self.warnings.append(line)
+        elif kind == "end":
+            self.end = line
+
+    def run(self, folder: Path, locked: bool | None, age: float) -> Run:
+        """Return the run, with its state and remarks."""
+        state = self.state(locked, age)
+        return Run(
+            folder, self.header, join(self.blocks), self.epochs, self.warnings, self.end, state,
+            list(self.remarks(state)),
+        )  # fmt: skip
+
+    def state(self, locked: bool | None, age: float) -> State:
+        """Tell how the run stands.
+
+        The lock is the truth on the host that wrote the record, and whenever it is
+        held; otherwise (another host, a file system without locks) a young last
+        line means a run that is still going.
+        """
+        if self.end is not None:
+            return "done" if self.end.get("state") == "done" else "failed"
+        here = mapping(self.header.get("environment")).get("hostname") == os.uname().nodename
+        if locked or (not (here and locked is False) and age < YOUNG):
+            return "running"
+        return "died"
+
+    def remarks(self, state: State) -> Iterator[str]:
+        """Say what was passed over in reading."""
+        version = self.header.get("version", VERSION)
+        if isinstance(version, (int, float)) and version > VERSION:
+            yield (
+                f"The record is of version {version}, this lockstep reads version {VERSION}: "
+                f"what is new in it is not shown. A newer lockstep shows it."
+            )
+        if not self.header:
+            yield "The record has no first line about the run itself."
+        if self.truncated and state != "running":
+            yield "The record's last line is cut off, and was skipped."
+        if self.bad:
+            yield f"{self.bad} lines of the record could not be read, and were skipped."
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One block of steps as columns; `ranks` is [steps, ranks, 4]."""
+
+    scalars: dict[str, Column]
+    metrics: dict[str, Column]
+    ranks: Column
+
+
+def columns(steps: list[Line]) -> Columns:
+    """Turn the lines of some steps into columns."""
+    scalars = {name: column(steps, name) for name in SCALARS}
+    metrics = column_dicts([line.get("metrics") for line in steps])
+    return Columns(scalars, metrics, rank_rows([line.get("ranks") for line in steps]))
+
+
+def column(lines: list[Any], name: str) -> Column:
+    """Return one field of `lines` as numbers."""
+    try:
+        values = [line[name] for line in lines]
+    except KeyError:
+        values = [line.get(name) for line in lines]
+    return numbers(values)
+
+
+def column_dicts(values: list[Any]) -> dict[str, Column]:
+    """Turn a list of dicts of numbers into columns by key, in order of appearance."""
+    dicts = values if all(type(value) is dict for value in values) else list(map(mapping, values))
+    names = dict.fromkeys(chain.from_iterable(dicts))
+    return {str(name): column(dicts, name) for name in names}
+
+
+def rank_rows(values: list[Any]) -> Column:
+    """Turn the rows of some steps' ranks into [steps, ranks, 4]; NaN where there is none."""
+    try:
+        regular: Column = np.array(values, dtype=np.float64)
+        if regular.ndim == 3 and regular.shape[2] == len(PARTS):
+            return regular
+    except (ValueError, TypeError):
+        pass  # ranks came or went, or some steps have none: row by row
+    lists = [value if isinstance(value, list) else [] for value in values]
+    ragged = np.full((len(lists), max(map(len, lists), default=0), len(PARTS)), np.nan)
+    for step, rows in enumerate(lists):
+        for rank, row in enumerate(rows):
+            if isinstance(row, list) and len(row) == len(PARTS):
+                ragged[step, rank] = numbers(row)
+    return ragged
+
+
+def numbers(values: list[Any]) -> Column:
+    """Return `values` as float64; NaN for what is no number."""
+    try:
+        return np.array(values, dtype=np.float64).reshape(len(values))
+    except (ValueError, TypeError):
+        return np.array([number(value) for value in values])
+
+
+def number(value: Any) -> float:
+    """Return `value` as a float; NaN if it is no number."""
+    try:
+        return float(value)
+    except (ValueError, TypeError):
+        return math.nan
+
+
+def join(blocks: list[Columns]) -> Steps:
+    """Put blocks of columns together."""
+    names = dict.fromkeys(chain.from_iterable(block.metrics for block in blocks))
+    world = max((block.ranks.shape[1] for block in blocks), default=0)
+    return Steps(
+        **{name: concatenated([block.scalars[name] for block in blocks]) for name in SCALARS},
+        metrics={
+            name: concatenated(
+                [block.metrics.get(name, np.full(len(block.ranks), np.nan)) for block in blocks]
+            )
+            for name in names
+        },
+        ranks=np.concatenate([widened(block.ranks, world) for block in blocks])
+        if blocks
+        else np.empty((0, 0, len(PARTS))),
+    )
+
+
+def concatenated(parts: list[Column]) -> Column:
+    """Concatenate, also nothing."""
+    return np.concatenate(parts) if parts else np.empty(0)
+
+
+def widened(rows: Column, world: int) -> Column:
+    """Give [steps, ranks, 4] more ranks, filled with NaN."""
+    return np.pad(rows, ((0, 0), (0, world - rows.shape[1]), (0, 0)), constant_values=np.nan)
+
+
+def mapping(value: Any) -> Line:
+    """Return `value` if it is a dict, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def is_json(line: bytes) -> bool:
+    """Whether a last line without its newline is whole nevertheless."""
+    try:
+        orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
+def is_locked(descriptor: int) -> bool | None:
+    """Whether a recorder holds the file; None where the file system cannot tell."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
+
+
+@contextlib.contextmanager
+def patient_collector() -> Iterator[None]:
+    """Keep the garbage collector from walking a million young dicts again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
