@@ -1,0 +1,69 @@
+"""The workers: who prepares the items of an epoch, this process or torch's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import closing
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.data.microbatch import mapped
+from lockstep.data.samples import Item
+from lockstep.errors import SampleError
+from lockstep.randomness import isolated
+
+__all__ = ["Items", "in_process", "in_workers", "seeded_in_process"]
+
+Items = Generator[Item, None, None]
+
+
+def in_process(source: Iterable[Item], pin_memory: bool) -> Items:
+    """Prepare the items in this process, one when it is asked for."""
+    for item in source:
+        yield mapped(torch.Tensor.pin_memory, item) if pin_memory else item
+
+
+def seeded_in_process(source: Iterable[Item], pin_memory: bool) -> Items:
+    """Do so without touching the random numbers of the user's own code, once an item."""
+    with closing(in_process(source, pin_memory)) as items:
+        while True:
+            with isolated(everything=True):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+
+def in_workers(
+    source: Any, numbers: range | None, workers: int, pin_memory: bool, timeout: float, seed: int
+) -> Items:
+    """Let torch's workers prepare `source[number]`, or iterate `source` where there is no number.
+
+    The workers have ended when the generator has, however it ends. Raises
+    SampleError where one dies, or gives nothing for `timeout` seconds.
+    """
+    loader: DataLoader[Item] = DataLoader(
+        source,
+        batch_size=None,
+        sampler=numbers,
+        num_workers=workers,
+        collate_fn=_unchanged,
+        pin_memory=pin_memory,
+        timeout=timeout,
+        # torch draws the workers' seed here, and not from the user's generator
+        generator=torch.Generator().manual_seed(seed),
+    )
+    items = iter(loader)
+    try:
+        yield from items
+    except RuntimeError as error:  # torch's only sign of a worker that died or is silent
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        raise SampleError(f"a loader worker failed: {words[0]}") from None
+    finally:
+        cast(Any, items)._shutdown_workers()
+
+
+def _unchanged(item: Any) -> Any:
+    return item
