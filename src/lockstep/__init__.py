@@ -10,10 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.data.partition import partition as partition
     from lockstep.errors import LockstepError as LockstepError
 
 # name -> the module that defines it
 PUBLIC = {
+    "partition": "data.partition",
     "LockstepError": "errors",
 }
 
