@@ -15,9 +15,9 @@ import contextlib
 import hashlib
 import random
 import struct
-import sys
 from collections.abc import Iterator
 
+import numpy
 import torch
 
 __all__ = ["isolated", "key", "seed_all", "seed_torch"]
@@ -40,11 +40,10 @@ def seed_torch(seed: int, device: torch.device | None = None) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed what a dataset may draw from: torch (CPU), `random`, and numpy where it is loaded."""
+    """Seed what a dataset may draw from: torch (CPU), `random`, and numpy's global generator."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed & 0xFFFF_FFFF)
+    numpy.random.seed(seed & 0xFFFF_FFFF)
 
 
 @contextlib.contextmanager
@@ -59,9 +58,8 @@ def isolated(device: torch.device | None = None, *, everything: bool = False) ->
     if device is not None and device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
     states = [generator.get_state() for generator in generators]
-    numpy = sys.modules.get("numpy") if everything else None
     python_state = random.getstate() if everything else None
-    numpy_state = numpy.random.get_state() if numpy is not None else None
+    numpy_state = numpy.random.get_state() if everything else None
     try:
         yield
     finally:
@@ -69,5 +67,5 @@ def isolated(device: torch.device | None = None, *, everything: bool = False) ->
             generator.set_state(state)
         if python_state is not None:
             random.setstate(python_state)
-        if numpy is not None:
+        if numpy_state is not None:
             numpy.random.set_state(numpy_state)

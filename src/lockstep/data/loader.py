@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lockstep.data.agreement import UNKNOWN, Description, check
-from lockstep.data.microbatch import Batch, Microbatch, aligned, leaves
+from lockstep.data.microbatch import Batch, Microbatch, leaves
 from lockstep.data.order import Epoch, order
 from lockstep.data.samples import Collate, Failure, Item, Samples, Share, Tensors
 from lockstep.data.sampling import check_sampler, grouped, sampled
@@ -238,7 +238,7 @@ class Batches:
             size=size,
             leaves=leaves(size, self._share.microbatches),
             microbatches=tuple(
-                Microbatch(index, len(piece), aligned(part))
+                Microbatch(index, len(piece), part)
                 for (index, piece), part in zip(pieces, parts, strict=True)
             ),
             epoch=self.epoch,

@@ -30,6 +30,8 @@ __all__ = ["Collate", "Failure", "Item", "Samples", "Share", "Tensors"]
 
 Collate = Callable[[list[Any]], Any]
 
+NOT_THE_USERS = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+
 
 @dataclass(frozen=True)
 class Share:
@@ -55,9 +57,15 @@ class Failure:
         """Say that `what` raised `error`, and where."""
         words = str(error).strip().splitlines()
         said = f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-        return cls(f"{what} raised {said}{place}")
+        return cls(f"{what} raised {said}{_place(error)}")
+
+
+def _place(error: Exception) -> str:
+    """Say where in the user's own code `error` was raised: not in torch, not here."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(NOT_THE_USERS):
+            return f", at {os.path.basename(frame.filename)}:{frame.lineno}"
+    return ""
 
 
 Item = tuple[int, list[Any]] | Failure

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Generator, Iterable
 from contextlib import closing
+from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.data.microbatch import mapped
+from lockstep.data.microbatch import aligned, mapped
 from lockstep.data.samples import Item
 from lockstep.errors import SampleError
 from lockstep.randomness import isolated
@@ -33,7 +36,7 @@ def seeded_in_process(source: Iterable[Item], pin_memory: bool) -> Items:
                 item = next(items, None)
             if item is None:
                 return
-            yield item
+            yield aligned(item)
 
 
 def in_workers(
@@ -56,14 +59,52 @@ def in_workers(
         generator=torch.Generator().manual_seed(seed),
     )
     items = iter(loader)
+    _translate_deaths()
     try:
-        yield from items
-    except RuntimeError as error:  # torch's only sign of a worker that died or is silent
-        words = str(error).strip().splitlines() or [type(error).__name__]
-        raise SampleError(f"a loader worker failed: {words[0]}") from None
+        for item in items:
+            yield aligned(item)  # here, and not in the worker: moving to this process moves it
+    except SampleError:
+        raise
+    except RuntimeError as error:  # torch's only sign of a worker that is silent
+        raise _failed(error) from None
     finally:
         cast(Any, items)._shutdown_workers()
 
 
 def _unchanged(item: Any) -> Any:
     return item
+
+
+def _failed(error: RuntimeError) -> SampleError:
+    words = str(error).strip().splitlines() or [type(error).__name__]
+    if "timed out" in words[0]:
+        return SampleError(
+            f"the loader workers gave no batch: {words[0]}; "
+            "look for a sample that blocks, or raise the loader's timeout"
+        )
+    return SampleError(
+        f"a loader worker failed: {words[0].strip().rstrip('.')}; "
+        "out of memory, or a crash in the dataset's own code, are the usual reasons"
+    )
+
+
+def _translate_deaths() -> None:
+    """Let a killed worker raise SampleError, wherever this process is when it hears of it.
+
+    torch's handler of SIGCHLD, set with the first workers, raises a plain
+    RuntimeError in the main thread: often in the middle of a training step.
+    """
+    torchs = signal.getsignal(signal.SIGCHLD)
+    if threading.current_thread() is not threading.main_thread() or not callable(torchs):
+        return
+    if getattr(torchs, "translates_deaths", False):
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        try:
+            torchs(number, frame)
+        except RuntimeError as error:
+            raise _failed(error) from None
+
+    handler.translates_deaths = True  # type: ignore[attr-defined]
+    signal.signal(signal.SIGCHLD, handler)
