@@ -12,9 +12,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.data.partition import partition as partition
     from lockstep.errors import LockstepError as LockstepError
+    from lockstep.run.launch import launch as launch
+    from lockstep.run.world import World as World
+    from lockstep.run.world import init as init
+    from lockstep.run.world import local_rank as local_rank
+    from lockstep.run.world import local_world_size as local_world_size
+    from lockstep.run.world import rank as rank
+    from lockstep.run.world import shutdown as shutdown
+    from lockstep.run.world import world as world
+    from lockstep.run.world import world_size as world_size
 
 # name -> the module that defines it
 PUBLIC = {
+    "launch": "run.launch",
+    "init": "run.world",
+    "World": "run.world",
+    "world": "run.world",
+    "rank": "run.world",
+    "world_size": "run.world",
+    "local_rank": "run.world",
+    "local_world_size": "run.world",
+    "shutdown": "run.world",
     "partition": "data.partition",
     "LockstepError": "errors",
 }

@@ -1,0 +1,256 @@
+"""What a rank does from its first instruction to its last.
+
+A task arrives as a message and descriptors: stdin, stdout, stderr, the socket on
+which the rank reports to the launcher, and a parcel with the pickled function
+(`task` "function"), or a script, module or program to run. It is done here, in
+the process that the template forked, or by a fresh interpreter (`fresh`).
+
+The life line is the reading end of a pipe whose only writing end the template
+holds. When that breaks, the kernel itself kills the rank's process group: also
+when the rank is stopped, or deep in a computation that never looks around.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import io
+import json
+import os
+import pickle
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from lockstep.errors import LockstepError
+from lockstep.run.channel import Channel, Message, adopt, parcel, unpack
+
+__all__ = ["Task", "finish", "main"]
+
+F_SETSIG = 10  # fcntl's number on Linux: which signal an asynchronous descriptor sends
+LONGEST_REPORT = 1 << 16  # characters of a message or traceback that are sent on
+STORE_PATIENCE = timedelta(seconds=300)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process's work: the launcher's message, its descriptors, the life line."""
+
+    message: Message
+    descriptors: list[int]
+    life: int
+
+    def run(self) -> int:
+        """Do the work in this process and return the exit status."""
+        with contextlib.suppress(PermissionError):  # the template was faster
+            os.setpgid(0, 0)
+        hang_on(self.life)
+        if self.message["kind"] == "store":
+            return serve_store(self.descriptors[0], self.message["port"])
+        *streams, report, work = self.descriptors
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        os.chdir(self.message["cwd"])
+        if self.message["task"] == "program":
+            return execute(self.message)
+        if self.message["fresh"]:
+            return execute_afresh(self.message, report, work, self.life)
+        _dress(self.message)
+        return work_and_report(self.message, adopt(report), work)
+
+
+def hang_on(life: int) -> None:
+    """Have this process group killed when the writing end of `life` is closed."""
+    try:
+        # A description of its own: the signal's addressee belongs to it, and the
+        # other ranks share the one that was inherited.
+        own = os.open(f"/proc/self/fd/{life}", os.O_RDONLY)
+        fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(own, F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    except OSError:  # not Linux
+        threading.Thread(target=_wait_for_end, args=(life,), daemon=True).start()
+
+
+def _wait_for_end(life: int) -> None:
+    os.read(life, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def serve_store(listening: int, port: int) -> int:
+    """Serve the ranks' TCPStore on the bound socket `listening` until killed."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host = "127.0.0.1"  # ignored by the server, which has its socket
+    store = TCPStore(
+        host, port, None, True, STORE_PATIENCE, wait_for_workers=False, master_listen_fd=listening
+    )
+    while store:
+        signal.pause()
+    return 0
+
+
+def execute(message: Message) -> int:
+    """Become another program (`--no-python`)."""
+    try:
+        os.execvpe(message["target"], [message["target"], *message["argv"]], message["environ"])
+    except OSError as error:
+        print(f"lockstep: cannot run {message['target']!r}: {error.strerror}", file=sys.stderr)
+        return 127
+
+
+def execute_afresh(message: Message, report: int, work: int, life: int) -> int:
+    """Become a fresh interpreter that does the same task (start method "spawn")."""
+    for descriptor in (report, work, life):
+        os.set_inheritable(descriptor, True)
+    order = {**message, "environ": None, "path": [*sys.path, *message["path"]]}
+    code = (
+        f"import sys; sys.path[:] = {order['path']!r}; from lockstep.run.rank import main; "
+        f"main({json.dumps(order)!r}, {report}, {work})"
+    )
+    os.execve(sys.executable, [sys.executable, *message["flags"], "-c", code], message["environ"])
+
+
+def main(order: str, report: int, work: int) -> None:
+    """Do a task in a fresh interpreter; its streams, folder and variables are in place."""
+    message = json.loads(order)
+    sys.argv[:] = message["argv"]
+    finish(work_and_report(message, adopt(report), work))
+
+
+def finish(status: int) -> NoReturn:
+    """End this process as an interpreter does, but without taking the modules apart.
+
+    A forked rank shares torch's pages with the template; destroying every object
+    in them would copy them first, which takes a second. What a program may rely
+    on is done: threads are joined, exit functions run, files written out.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        _write_out()
+    finally:
+        os._exit(status)
+
+
+def _write_out() -> None:
+    """Write out files that the program left open; the template's own objects are frozen."""
+    for thing in [*gc.get_objects(), sys.stdout, sys.stderr]:
+        # By type(): asking an object for its class may run code, for example a lazy import's.
+        if issubclass(type(thing), io.BufferedWriter | io.BufferedRandom | io.TextIOWrapper):
+            with contextlib.suppress(OSError, ValueError):
+                thing.flush()
+
+
+def _dress(message: Message) -> None:
+    """Give a forked process what a fresh interpreter would have found."""
+    os.environ.clear()
+    os.environ.update(message["environ"])
+    sys.path[:] = message["path"] or [message["first_path"], *sys.path[1:]]
+    sys.argv[:] = message["argv"]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if "torch" in sys.modules and threads.isdigit() and int(threads) > 0:
+        sys.modules["torch"].set_num_threads(int(threads))  # libgomp read it before the fork
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # else every rank draws the template's numbers
+
+
+def work_and_report(message: Message, report: Channel, work: int) -> int:
+    """Do the task; send its value or its error to the launcher; return the exit status."""
+    try:
+        if message["task"] == "function":
+            fn, args = pickle.loads(unpack(work))
+            _send_value(report, fn(*args))
+        else:
+            os.close(work)
+            _run_code(message)
+    except SystemExit as error:
+        return _status(error.code)
+    except BaseException as error:
+        return _send_error(report, error, shown=message["task"] != "function")
+    return 0
+
+
+def _run_code(message: Message) -> None:
+    if message["task"] == "module":
+        runpy.run_module(message["target"], run_name="__main__", alter_sys=True)
+    elif os.path.isdir(message["target"]):
+        runpy.run_path(message["target"], run_name="__main__")
+    else:
+        _run_script(message["target"])
+
+
+def _run_script(path: str) -> None:
+    """Run a file as `python FILE` does: its names stay in `__main__` to the very end."""
+    with open(path, "rb") as file:
+        code: CodeType = compile(file.read(), path, "exec")
+    module = ModuleType("__main__")
+    module.__dict__.update({"__file__": path, "__builtins__": __builtins__, "__spec__": None})
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def _status(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _send_value(report: Channel, value: Any) -> None:
+    import cloudpickle  # type: ignore[import-untyped]
+
+    descriptor = parcel(cloudpickle.dumps(value))
+    report.send({"kind": "value", "time": time.monotonic()}, [descriptor])
+    os.close(descriptor)
+
+
+def _send_error(report: Channel, error: BaseException, *, shown: bool) -> int:
+    when = time.monotonic()
+    error.__traceback__ = _own_frames(error.__traceback__)
+    plain = isinstance(error, LockstepError)
+    text = "".join(traceback.format_exception(error))
+    if shown:
+        show: Callable[..., object] = sys.excepthook
+        if plain:
+            print(f"lockstep: {error}", file=sys.stderr)
+        else:
+            show(type(error), error, error.__traceback__)
+    with contextlib.suppress(OSError):
+        report.send(
+            {
+                "kind": "error",
+                "time": when,
+                "type": type(error).__name__,
+                "message": str(error)[:LONGEST_REPORT],
+                "traceback": text[-LONGEST_REPORT:],
+                "plain": plain,
+            }
+        )
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return error.exit_status if isinstance(error, LockstepError) else 1
+
+
+def _own_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Drop the frames of the launcher's own code, which say nothing to the user."""
+    hidden = (__file__, runpy.__file__, "<frozen runpy>")
+    kept = frames
+    while kept is not None and kept.tb_frame.f_code.co_filename in hidden:
+        kept = kept.tb_next
+    return kept or frames

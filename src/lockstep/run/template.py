@@ -1,0 +1,223 @@
+"""The process that ranks are forked from: torch imported once, for every launch.
+
+    launcher                          template                        rank
+       │ ── job {} + socket ──────────> │
+       │ ══ on the job's socket ═══════ │
+       │ ── store {} + listening ─────> │ fork: serves the ranks' TCPStore
+       │ ── rank {...} + descriptors ─> │ fork ────────────────────────> │ runs, reports to the
+       │ <─ started {rank, pid} ─────── │                                │ launcher by itself
+       │ ── signal {rank, number} ────> │ to the rank's process group ─> │
+       │ <─ ended {rank, status} ────── │ <──────────────────────── exit │
+       │ ── end of file ──────────────> │ SIGKILL to what is left
+
+It stays single-threaded, so that a fork is safe, and never computes. It watches
+the launcher (end of file on the first socket, and a pidfd where there are some,
+for another child of the launcher may hold the socket open). When the launcher is
+gone it kills every process group it started and ends. When the template itself
+is killed, the ranks' life line (run/rank.py) breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from lockstep.run.channel import Channel, Message, adopt
+from lockstep.run.rank import Task, finish
+
+__all__ = ["Template", "main", "serve_fork"]
+
+# How long the rest of a rank's process group has after SIGTERM.
+GRACE = 2.0
+
+
+@dataclass
+class Job:
+    """The processes of one launch: rank (or -1 for the store) by process id."""
+
+    channel: Channel
+    ranks: dict[int, int] = field(default_factory=dict)
+
+
+class Template:
+    """Serves one launcher until that is gone; `life` is the descriptor ranks hang on."""
+
+    def __init__(self, channel: Channel, launcher: int) -> None:
+        self._main = channel
+        self._jobs: dict[int, Job] = {}
+        self._leftover: dict[int, float] = {}  # process groups to kill, and when
+        self._life = os.pipe()
+        self._wake = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(channel, selectors.EVENT_READ)
+        self._selector.register(self._wake[0], selectors.EVENT_READ)
+        self._launcher: int | None = None
+        with contextlib.suppress(AttributeError, OSError):
+            self._launcher = os.pidfd_open(launcher)
+            self._selector.register(self._launcher, selectors.EVENT_READ)
+        for end in self._wake:
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._wake[1].fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def serve(self) -> Task | None:
+        """Serve until the launcher is gone, then return None; in a forked rank, its task."""
+        while True:
+            for key, _ in self._selector.select(self._patience()):
+                if key.fileobj in (self._main, self._launcher):
+                    if key.fileobj is self._launcher or not self._accept():
+                        self._end()
+                        return None
+                elif key.fileobj is self._wake[0]:
+                    self._drain()
+                elif task := self._serve_job(self._jobs.get(key.fd)):
+                    return task
+            self._reap()
+            self._kill_leftover()
+
+    def _patience(self) -> float | None:
+        if not self._leftover:
+            return None
+        return max(0.0, min(self._leftover.values()) - time.monotonic())
+
+    def _accept(self) -> bool:
+        received = self._main.receive()
+        if received is None:
+            return False
+        channel = adopt(received[1][0])
+        self._jobs[channel.fileno()] = Job(channel)
+        self._selector.register(channel, selectors.EVENT_READ)
+        return True
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake[0].recv(4096):
+                pass
+
+    def _serve_job(self, job: Job | None) -> Task | None:
+        if job is None:
+            return None
+        received = job.channel.receive()
+        if received is None:
+            self._drop(job)
+            return None
+        message, descriptors = received
+        if message["kind"] == "signal":
+            self._signal(job, message)
+            return None
+        return self._fork(job, message, descriptors)
+
+    def _fork(self, job: Job, message: Message, descriptors: list[int]) -> Task | None:
+        pid = os.fork()
+        if pid == 0:
+            return Task(message, descriptors, self._become_rank())
+        with contextlib.suppress(OSError):  # the child does it too: whoever comes first
+            os.setpgid(pid, pid)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        job.ranks[pid] = message["rank"]
+        self._tell(job, {"kind": "started", "rank": message["rank"], "pid": pid})
+        return None
+
+    def _become_rank(self) -> int:
+        """Close what belongs to the template; return the reading end of the life line."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        self._main.close()
+        for job in self._jobs.values():
+            job.channel.close()
+        for end in self._wake:
+            end.close()
+        if self._launcher is not None:
+            os.close(self._launcher)
+        os.close(self._life[1])
+        return self._life[0]
+
+    def _signal(self, job: Job, message: Message) -> None:
+        for pid, rank in job.ranks.items():
+            if rank == message["rank"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, message["number"])
+
+    def _reap(self) -> None:
+        """Report every rank that ended; what it left in its process group is ended too."""
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            pid = ended.si_pid
+            self._end_group(pid, signal.SIGTERM)
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            for job in self._jobs.values():
+                if pid in job.ranks:
+                    rank = job.ranks.pop(pid)
+                    self._tell(job, {"kind": "ended", "rank": rank, "status": status})
+
+    def _end_group(self, group: int, number: int) -> None:
+        # While the ended leader is not reaped, its number belongs to nobody else.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, number)
+            self._leftover[group] = time.monotonic() + GRACE
+
+    def _kill_leftover(self) -> None:
+        now = time.monotonic()
+        for group, deadline in list(self._leftover.items()):
+            try:
+                os.killpg(group, signal.SIGKILL if deadline <= now else 0)
+            except (ProcessLookupError, PermissionError):
+                deadline = now
+            if deadline <= now:
+                del self._leftover[group]
+
+    def _tell(self, job: Job, message: Message) -> None:
+        with contextlib.suppress(OSError):  # a launch that is no longer interested
+            job.channel.send(message)
+
+    def _drop(self, job: Job) -> None:
+        self._selector.unregister(job.channel)
+        del self._jobs[job.channel.fileno()]
+        job.channel.close()
+        for pid in job.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _end(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for job in list(self._jobs.values()):
+            self._drop(job)
+        for group in self._leftover:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def main(descriptor: int, launcher: int) -> None:
+    """Import what ranks need, serve, and in a forked rank run its task to the end."""
+    # The second is imported by torch.use_deterministic_algorithms, in 1.4 seconds.
+    for name in ("lockstep.run.world", "torch._inductor.config", "cloudpickle"):
+        importlib.import_module(name)
+    gc.freeze()  # ranks neither search nor copy what was here before them
+    task = Template(adopt(descriptor), launcher).serve()
+    if task is not None:
+        finish(task.run())
+
+
+def serve_fork(channel: Channel, launcher: int) -> NoReturn:
+    """Serve in a fork of the launcher, and run the ranks' tasks; neither ever returns."""
+    os.setsid()
+    task = Template(channel, launcher).serve()
+    if task is None:
+        os._exit(0)
+    # The launcher's frames are below this one and must not be unwound in its copy.
+    finish(task.run())

@@ -1,0 +1,154 @@
+"""Every test: real processes where it asks for them, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+import lockstep
+from lockstep.run import preload
+
+TESTS = str(Path(__file__).parent)
+PATIENCE = 5.0  # seconds that something may take to disappear after a test
+
+# Variables that pytest itself changes from test to test.
+PYTESTS_OWN = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION", "COLUMNS")
+
+
+def pytest_collection_finish() -> None:
+    """Let functions and classes of the test modules travel to the ranks by value."""
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(TESTS):
+            cloudpickle.register_pickle_by_value(sys.modules[name])
+
+
+@pytest.fixture
+def ranks() -> Callable[..., list[Any]]:
+    """Run `fn(*args)` on `n` real processes that have joined a world; values in rank order."""
+
+    def run(
+        fn: Callable[..., Any],
+        n: int,
+        *args: Any,
+        backend: str | None = "gloo",
+        timeout: float = 60.0,
+    ) -> list[Any]:
+        def rank() -> Any:
+            lockstep.init(backend=backend, timeout=timeout)
+            try:
+                return fn(*args)
+            finally:
+                lockstep.shutdown()
+
+        return lockstep.launch(rank, nprocs=n, timeout=timeout)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a process, a shared-memory file, a port, a thread or a variable."""
+    before = _left()
+    yield
+    deadline = time.monotonic() + PATIENCE
+    while (more := _news(before, _left())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not more, f"left behind: {more}"
+
+
+def _left() -> dict[str, dict[str, str]]:
+    return {
+        "processes": _processes(),
+        "shared memory": dict.fromkeys(
+            os.listdir("/dev/shm") if sys.platform == "linux" else (), ""
+        ),
+        "listening ports": _ports(),
+        "threads": {str(thread.ident): thread.name for thread in threading.enumerate()},
+        "environment": {k: v for k, v in os.environ.items() if k not in PYTESTS_OWN},
+    }
+
+
+def _news(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> list[str]:
+    news = []
+    for what, things in after.items():
+        changed = things.items() - before[what].items()
+        news += [f"{what}: {key} {value}".strip() for key, value in sorted(changed)]
+    gone = before["environment"].keys() - after["environment"].keys()
+    return news + [f"environment: {name} is gone" for name in sorted(gone)]
+
+
+def _processes() -> dict[str, str]:
+    """Return this process's descendants; the template itself stays on purpose."""
+    kept = {preload.template_pid(), _resource_tracker()}
+    found: dict[str, str] = {}
+    waiting = [str(os.getpid())]
+    while waiting:
+        for child in _children(waiting.pop()):
+            waiting.append(child)
+            if int(child) not in kept:
+                found[child] = _command(child)
+    return found
+
+
+def _children(pid: str) -> list[str]:
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+        return [
+            child
+            for task in tasks
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+        ]
+    except OSError:
+        return []
+
+
+def _command(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+    except OSError:
+        return ""
+
+
+def _resource_tracker() -> int | None:
+    """Return the process that Python's multiprocessing keeps for itself, once used."""
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    return None if tracker is None else tracker._resource_tracker._pid
+
+
+def _ports() -> dict[str, str]:
+    """Return the ports that this process and its descendants listen on, by inode."""
+    own = {inode for pid in [str(os.getpid()), *_processes()] for inode in _sockets(pid)}
+    listening: dict[str, str] = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in _lines(table)[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in own:
+                listening[fields[9]] = str(int(fields[1].rpartition(":")[2], 16))
+    return listening
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _sockets(pid: str) -> set[str]:
+    found = set()
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
+    except OSError:
+        pass
+    return found

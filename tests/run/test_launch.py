@@ -1,0 +1,108 @@
+"""A function on N ranks: what comes back, and what comes back when it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep as ls
+from lockstep.errors import PlaceError, RankError, UsageError
+
+
+def reduced() -> list[float]:
+    tensor = torch.full((2,), float(ls.rank() + 1))
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_ranks_join_one_world(ranks, n):
+    assert ranks(reduced, n) == [[n * (n + 1) / 2] * 2] * n
+
+
+def test_values_come_in_rank_order(ranks):
+    offset = 10
+    assert ranks(lambda more: offset + ls.rank() + more, 4, 100) == [110, 111, 112, 113]
+
+
+def test_a_value_may_be_large(ranks):
+    values = ranks(lambda: torch.full((1 << 21,), float(ls.rank())), 2)
+    assert [value.numel() for value in values] == [1 << 21] * 2
+    assert [value[0].item() for value in values] == [0.0, 1.0]
+
+
+def fail(how: str) -> None:
+    if ls.rank() == 1:
+        if how == "raise":
+            raise ValueError("no such luck")
+        if how == "sentence":
+            raise PlaceError("nobody is here")
+        if how == "exit":
+            sys.exit(3)
+        if how == "vanish":
+            os._exit(0)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "return":
+            return
+    dist.barrier()
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("raise", "rank 1 raised ValueError: no such luck"),
+        ("sentence", "rank 1 failed: nobody is here"),
+        ("exit", "rank 1 exited with status 3"),
+        ("killed", "rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_exception_names_the_rank_that_failed_first(ranks, how, sentence):
+    with pytest.raises(RankError) as caught:
+        ranks(fail, 3, how)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("how", ["return", "vanish"])
+def test_a_rank_that_left_early_is_named(ranks, how):
+    with pytest.raises(RankError, match=r"^rank 1 returned while others still waited"):
+        ranks(fail, 3, how)
+
+
+def test_the_traceback_goes_along(ranks):
+    with pytest.raises(RankError) as caught:
+        ranks(fail, 2, "raise")
+    (note,) = caught.value.__notes__
+    assert 'raise ValueError("no such luck")' in note
+    assert "lockstep/run" not in note
+
+
+def test_a_deadline_ends_ranks_that_do_not_return():
+    with pytest.raises(RankError, match=r"rank 0, 1 had not returned after 0.3 s"):
+        ls.launch(signal.pause, nprocs=2, timeout=0.3)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_other_start_methods_do_the_same(method):
+    pid = os.getpid()
+
+    def ranks_and_parents() -> tuple[int, int]:
+        return ls.rank(), int(os.getpid() == pid)
+
+    assert ls.launch(ranks_and_parents, nprocs=2, start_method=method) == [(0, 0), (1, 0)]
+
+
+def test_the_rank_may_be_an_argument():
+    assert ls.launch(lambda rank, more: rank + more, (5,), 2, pass_rank=True) == [5, 6]
+
+
+@pytest.mark.parametrize("arguments", [{"nprocs": 0}, {"timeout": 0}, {"start_method": "magic"}])
+def test_nonsense_is_used_wrongly(arguments):
+    with pytest.raises(UsageError, match=next(iter(arguments))):
+        ls.launch(print, **arguments)
