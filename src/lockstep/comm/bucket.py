@@ -55,13 +55,21 @@ def _rounded(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def plan(numels: Sequence[int], dtypes: Sequence[torch.dtype], capacity: int) -> list[Bucket]:
+def plan(
+    numels: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    capacity: int,
+    indices: Sequence[int] | None = None,
+) -> list[Bucket]:
     """Pack tensors into buckets of at most `capacity` bytes, the last tensor first.
+
+    `indices` gives the tensors' numbers where they are not 0, 1, 2, ...
 
     Gradients appear roughly in the reverse order of the parameters, so the
     bucket that is complete first comes first. A bucket has one dtype; a tensor
     larger than `capacity` has a bucket of its own.
     """
+    numbers = range(len(numels)) if indices is None else indices
     buckets: list[Bucket] = []
     open_members: dict[torch.dtype, list[Member]] = {}
     lengths: dict[torch.dtype, int] = {}
@@ -75,7 +83,7 @@ def plan(numels: Sequence[int], dtypes: Sequence[torch.dtype], capacity: int) ->
         if dtype in lengths and (lengths[dtype] + room) * dtype.itemsize > capacity:
             close(dtype)
         offset = lengths.get(dtype, 0)
-        open_members.setdefault(dtype, []).append(Member(index, numels[index], offset))
+        open_members.setdefault(dtype, []).append(Member(numbers[index], numels[index], offset))
         lengths[dtype] = offset + room
     for dtype in list(open_members):
         close(dtype)

@@ -34,7 +34,7 @@ from lockstep.comm.bucket import ALIGNMENT, Bucket, pieces, slice_length
 from lockstep.comm.transfer import all_gather_single, as_bytes
 from lockstep.comm.tree import Node, total
 
-__all__ = ["ExactSum", "add_present", "exact_sums", "in_layout_of", "in_memory_order"]
+__all__ = ["ExactSum", "add_lists", "add_present", "exact_sums", "in_layout_of", "in_memory_order"]
 
 Values = Sequence[torch.Tensor | None]
 """One entry for each tensor of the whole list that buckets index into."""
@@ -45,6 +45,11 @@ def add_present(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.
     if left is None or right is None:
         return left if right is None else right
     return left.add_(right)
+
+
+def add_lists(left: Values, right: Values) -> list[torch.Tensor | None]:
+    """Add two lists of tensors, entry by entry, in the memory of the left one."""
+    return [add_present(*pair) for pair in zip(left, right, strict=True)]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

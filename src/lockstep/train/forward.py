@@ -1,0 +1,103 @@
+"""The forward pass of one micro-batch: model, loss, metrics, and what can go wrong there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import LossError, UsageError
+
+__all__ = ["Metric", "accuracy", "forward"]
+
+Metric = Callable[[Any, Any], Any]
+"""Gives a mean over a micro-batch's samples from (outputs, targets)."""
+
+
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the part of the samples whose largest output is at the target's class."""
+    return (outputs.argmax(dim=1) == targets).to(torch.float64).mean()
+
+
+def forward(
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    metrics: Mapping[str, Metric],
+    data: Any,
+    place: str,
+) -> tuple[Any, dict[str, Any]]:
+    """Return the loss of one micro-batch and its metrics.
+
+    With a loss function, `data` is a tuple or list (inputs, ..., targets). Without
+    one the model returns its loss, by itself, under "loss" or as `.loss`; then
+    `data` may also be a mapping of keyword arguments, or one input.
+
+    Raises LossError where the loss function raises, with what it was given.
+    """
+    if loss is None:
+        return _own_loss(_called(model, data, place), place), {}
+    if not isinstance(data, (tuple, list)) or len(data) < 2:
+        raise UsageError(
+            f"{place}: a batch for a loss function is a pair (inputs, targets), not a "
+            f"{type(data).__name__}; for anything else use a loop of your own: "
+            "with trainer.step() as step"
+        )
+    *inputs, targets = data
+    outputs = _called(model, inputs, place)
+    try:
+        value = loss(outputs, targets)
+    except Exception as error:
+        raise LossError(
+            f"{place}: the loss {_name(loss)} failed on outputs {_describe(outputs)} and targets "
+            f"{_describe(targets)}: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+    with torch.no_grad():
+        return value, {name: metric(outputs, targets) for name, metric in metrics.items()}
+
+
+def _called(model: nn.Module, data: Any, place: str) -> Any:
+    try:
+        if isinstance(data, Mapping):
+            return model(**data)
+        return model(*data) if isinstance(data, (tuple, list)) else model(data)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise UsageError(
+            f"{place} holds one sample, and batch norm cannot train on one: choose the batch size "
+            "and the number of micro-batches so that each holds at least two, in the last, short "
+            "batch of an epoch too"
+        ) from error
+
+
+def _own_loss(output: Any, place: str) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    if hasattr(output, "loss"):
+        return output.loss
+    raise LossError(
+        f"{place}: the trainer has no loss function, so the model must return its loss: a tensor, "
+        f'a mapping with "loss" or an object with .loss, not a {type(output).__name__}'
+    )
+
+
+def _name(loss: object) -> str:
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _describe(value: Any) -> str:
+    """Describe a tensor by shape, dtype and, for whole numbers, range."""
+    if not isinstance(value, torch.Tensor):
+        return f"of type {type(value).__name__}"
+    text = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if value.numel() and not (value.is_floating_point() or value.is_complex()):
+        text += f" with values {int(value.min())} to {int(value.max())}"
+    return text

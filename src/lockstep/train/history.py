@@ -1,0 +1,156 @@
+"""The history: what a training has done, told to callbacks and written to the record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from lockstep.show.record import Writer
+from lockstep.train.evaluation import Evaluation
+from lockstep.train.ledger import Page
+
+__all__ = ["EpochResult", "History", "StepResult", "rank_times"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. Times in seconds; `ranks` as `rank_times` gives them.
+
+    `loss` is the batch's loss before the step, `metrics` means over its samples,
+    `norm` the gradient's 2-norm before clipping, where there is clipping.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    samples: int
+    metrics: dict[str, float]
+    lr: float
+    seconds: float = 0.0
+    ranks: list[list[float]] = field(default_factory=list)
+    norm: float | None = None
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """One epoch: means over its samples, as they were during training."""
+
+    epoch: int
+    loss: float
+    metrics: dict[str, float]
+    samples: int
+    seconds: float
+    evaluation: Evaluation | None = None
+
+
+def rank_times(
+    pages: Sequence[Page], exchanged: float, reduced: float, updated: float
+) -> list[list[float]]:
+    """Return [compute, communication, waiting, data] of a step for every rank.
+
+    Ranks begin a step together, since the one before ended with an exchange. Each
+    says how long its data and its forward and backward took; the time until the
+    last of them arrived is waiting. What is left of this rank's time in the
+    exchange, and the sums after it, is communication, taken to be the same for all.
+    """
+    arrivals = [page.data + page.compute for page in pages]
+    last = max(arrivals)
+    rows = []
+    for page, arrival in zip(pages, arrivals, strict=True):
+        waiting = last - arrival
+        communication = max(0.0, exchanged - waiting) + reduced if len(pages) > 1 else 0.0
+        rows.append([page.compute + updated, communication, waiting, page.data])
+    return rows
+
+
+class History:
+    """Collects steps into epochs, and tells callbacks and writers.
+
+    An epoch's line waits for its evaluation: it is written when the next step,
+    evaluation or the end comes.
+    """
+
+    def __init__(
+        self,
+        writers: Sequence[Writer],
+        on_step: Iterable[Callable[[StepResult], None]],
+        on_epoch: Iterable[Callable[[EpochResult], None]],
+    ) -> None:
+        self.writers = list(writers)
+        self._on_step, self._on_epoch = list(on_step), list(on_epoch)
+        self._steps: list[StepResult] = []
+        self._pending: EpochResult | None = None
+        self._memory: list[int] = []
+        self.samples = 0
+        self.last: StepResult | None = None
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Give one line to every writer."""
+        for writer in self.writers:
+            writer.write(kind, **fields)
+
+    def step(self, result: StepResult, memory: Sequence[int]) -> None:
+        """Take one step, and each rank's peak memory in bytes."""
+        self.flush()
+        self._memory = list(memory)
+        self._steps.append(replace(result, ranks=[]))
+        self.samples += result.samples
+        self.last = result
+        if self.writers:
+            self.write("step", **_without_none(vars(result)))
+        for callback in self._on_step:
+            callback(result)
+
+    def end_epoch(self, epoch: int) -> EpochResult | None:
+        """Close the epoch; None if it had no step."""
+        steps, self._steps = self._steps, []
+        if not steps:
+            return None
+        self._pending = EpochResult(
+            epoch=epoch,
+            loss=_mean(steps, lambda each: each.loss),
+            metrics={
+                name: _mean([each for each in steps if name in each.metrics], _metric(name))
+                for name in dict.fromkeys(name for each in steps for name in each.metrics)
+            },
+            samples=sum(each.samples for each in steps),
+            seconds=math.fsum(each.seconds for each in steps),
+        )
+        for callback in self._on_epoch:
+            callback(self._pending)
+        return self._pending
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Add an evaluation to the epoch that was just closed."""
+        if self._pending is not None:
+            self._pending = replace(self._pending, evaluation=evaluation)
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the epoch's line, if one waits."""
+        pending, self._pending = self._pending, None
+        if pending is not None and self.writers:
+            self.write("epoch", **_without_none(asdict(pending)), memory_bytes=self._memory)
+
+    def close(self, **fields: Any) -> None:
+        """Write the last line and close the writers."""
+        self.flush()
+        self.write("end", **_without_none(fields))
+        for writer in self.writers:
+            writer.close()
+        self.writers = []
+
+
+def _mean(steps: Sequence[StepResult], value: Callable[[StepResult], float]) -> float:
+    samples = sum(each.samples for each in steps)
+    return math.fsum(value(each) * each.samples for each in steps) / samples
+
+
+def _metric(name: str) -> Callable[[StepResult], float]:
+    return lambda each: each.metrics[name]
+
+
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,0 +1,112 @@
+"""Optimization: the optimizer, its parameter groups, the schedule, the average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from lockstep.errors import UsageError
+
+__all__ = ["Groups", "Optimization", "OptimizerFactory", "SchedulerFactory"]
+
+OptimizerFactory = Callable[..., Optimizer]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+Groups = Callable[[str, nn.Parameter], Mapping[str, Any]]
+"""Gives the options of a parameter, such as {"weight_decay": 0.0}; equal ones form a group."""
+
+
+class Optimization:
+    """What turns a gradient into new weights: the same element-wise work on every rank.
+
+    Parameters:
+        module: the model.
+        optimizer: called with the parameters, or with a list of parameter groups.
+        groups: options by name and parameter; None for one group.
+        scheduler: called with the optimizer.
+        each: whether the schedule moves after every "step" or every "epoch".
+        decay: of the exponential moving average of the weights; None for no average.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: OptimizerFactory,
+        groups: Groups | None,
+        scheduler: SchedulerFactory | None,
+        each: Literal["step", "epoch"],
+        decay: float | None,
+    ) -> None:
+        if isinstance(optimizer, Optimizer) or not callable(optimizer):
+            raise UsageError(
+                "the optimizer is given as a factory, such as "
+                "partial(torch.optim.SGD, lr=0.1), not as an optimizer that exists already"
+            )
+        if each not in ("step", "epoch"):
+            raise UsageError(f'scheduler_each is "step" or "epoch", not {each!r}')
+        self.optimizer = optimizer(_grouped(module.named_parameters(), groups))
+        self.scheduler = scheduler(self.optimizer) if scheduler else None
+        self.average = (
+            AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay)) if decay else None
+        )
+        self._module, self._each = module, each
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def step(self) -> None:
+        """Step the optimizer, the average, and a schedule that moves each step."""
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update_parameters(self._module)
+        if self.scheduler is not None and self._each == "step":
+            self.scheduler.step()
+
+    def end_epoch(self, loss: float) -> None:
+        """Move a schedule that moves each epoch; one that watches a plateau gets the loss."""
+        if self.scheduler is None or self._each != "epoch":
+            return
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(loss)
+        else:
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all three."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "average": self.average.state_dict() if self.average else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned; what either side lacks is left as it is."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler and state["scheduler"]:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.average and state["average"]:
+            self.average.load_state_dict(state["average"])
+
+
+def _grouped(
+    parameters: Iterable[tuple[str, nn.Parameter]], groups: Groups | None
+) -> list[nn.Parameter] | list[dict[str, Any]]:
+    """Return the parameters, or groups of those with equal options in order of appearance."""
+    if groups is None:
+        return [parameter for _, parameter in parameters]
+    found: list[dict[str, Any]] = []
+    for name, parameter in parameters:
+        options = dict(groups(name, parameter))
+        for group in found:
+            if {key: value for key, value in group.items() if key != "params"} == options:
+                group["params"].append(parameter)
+                break
+        else:
+            found.append({"params": [parameter], **options})
+    return found

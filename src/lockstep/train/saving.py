@@ -1,0 +1,43 @@
+"""Saving: weights in a file that is whole or not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from lockstep.errors import FileError
+
+__all__ = ["save_weights"]
+
+
+def save_weights(path: Path, state: Mapping[str, Any]) -> None:
+    """Write the tensors of a state dict as safetensors; an older file stays until the end.
+
+    Parameters that share memory are written under each of their names, so that
+    `model.load_state_dict(safetensors.torch.load_file(path))` works for any model.
+    Raises FileError where the file cannot be written.
+    """
+    tensors = {
+        name: value.detach().cpu().contiguous().clone()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(save(tensors))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise FileError(
+            f"{path}: the weights could not be written ({error.strerror}); "
+            "a file that was there before is as it was"
+        ) from error

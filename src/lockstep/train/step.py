@@ -1,0 +1,283 @@
+"""The step: this rank's micro-batches, forward and backward, one after another.
+
+    with trainer.step() as step:                      the long form
+        for inputs, targets in step.microbatches(batch):
+            loss = loss_function(model(inputs), targets)
+            step.backward(loss)
+
+    before micro-batch m    fresh buffers, generators keyed by (seed, step, m)
+    backward                the loss scaled by the micro-batch's share
+    after it                gradients become leaf m of the tree, buffers are kept aside
+    at the end of `with`    the trainer adds over the ranks and steps the optimizer
+
+`trainer.step(batch)` is these lines with the trainer's own model and loss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.transfer import all_gather_bytes
+from lockstep.data.microbatch import Batch, Microbatch, cut, mapped, spans
+from lockstep.errors import LossError, UsageError
+from lockstep.train.buffers import Buffers
+from lockstep.train.gradients import Gradients
+from lockstep.train.ledger import Entry, Page, peak_memory
+from lockstep.train.units import Units
+from lockstep.train.weight import WeightFunction, ignored_targets, is_sum, shares
+
+__all__ = ["Setting", "Step", "autocast", "moved"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays the same from step to step."""
+
+    microbatches: int
+    rank: int
+    replicas: int
+    replica: int
+    device: torch.device
+    threads: int
+    loss: Callable[..., Any] | None
+    weight: WeightFunction | None
+    precision: torch.dtype | None
+    group: dist.ProcessGroup | None
+    warn: Callable[[str], None]
+
+    def place(self, step: int, microbatch: int) -> str:
+        """Say where something happened."""
+        return f"rank {self.rank}, step {step}, micro-batch {microbatch}"
+
+
+def autocast(device: torch.device, precision: torch.dtype | None) -> Any:
+    """Return the context of mixed precision.
+
+    Without its cache: a cast weight that one micro-batch left there would tie
+    the next one's gradient to the first one's graph.
+    """
+    if precision is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=precision, cache_enabled=False)
+
+
+def moved(data: Any, device: torch.device) -> Any:
+    """Return nested data with its tensors on `device`."""
+    if device.type == "cpu":
+        return data
+    return mapped(lambda tensor: tensor.to(device, non_blocking=True), data)
+
+
+@dataclass
+class _Result:
+    """What the user's code made of one micro-batch."""
+
+    microbatch: Microbatch
+    share: float
+    losses: list[torch.Tensor] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def entry(self) -> Entry:
+        loss = sum(float(loss) for loss in self.losses)
+        metrics = {name: float(value) for name, value in self.metrics.items()}
+        return Entry(self.microbatch.index, self.microbatch.size, self.share, loss, metrics)
+
+
+class Step:
+    """One optimizer step in the making.
+
+    Use it in a `with` statement; leaving it finishes the step on every rank.
+    An exception inside leaves weights and buffers as they were before it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        setting: Setting,
+        units: Units,
+        buffers: Buffers,
+        gradients: Gradients,
+        finish: Callable[[Step], None],
+    ) -> None:
+        self.number = number
+        self.setting = setting
+        self.buffers = buffers
+        self.gradients = gradients
+        self.batch: Batch | None = None
+        self._units = units
+        self._finish = finish
+        self._stack = ExitStack()
+        self._results: list[_Result] = []
+        self._current: _Result | None = None
+        self._begun = 0.0
+        self._compute = 0.0
+
+    def __enter__(self) -> Step:
+        """Begin: generators under our keys, the thread count of the promise."""
+        self._begun = time.perf_counter()
+        if torch.get_num_threads() != self.setting.threads:
+            torch.set_num_threads(self.setting.threads)
+        self._stack.enter_context(self._units.seeded())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Finish the step, or undo it where there was an exception."""
+        self._stack.close()
+        self.buffers.restore()
+        if error is not None:
+            self.gradients.clear()
+            if self._current is not None:
+                leaf = self._current.microbatch.index
+                error.add_note(f"in {self.setting.place(self.number, leaf)}")
+            return
+        if self.batch is None or self._current is not None:
+            raise UsageError(
+                "a step was left before its last micro-batch: go through all of "
+                "step.microbatches(batch) inside `with trainer.step() as step`"
+            )
+        self._compute = time.perf_counter() - self._begun
+        self._finish(self)
+
+    def microbatches(self, batch: Any) -> Iterator[Any]:
+        """Give the data of this rank's micro-batches, one after another.
+
+        `batch` comes from `trainer.batches`, or is a whole global batch of tensors,
+        the same on every rank, which is cut here. `backward` must be called for
+        each micro-batch before the next one is asked for.
+        """
+        if self.batch is not None:
+            raise UsageError("one step takes one batch: begin another step for the next batch")
+        setting = self.setting
+        if not isinstance(batch, Batch):
+            batch = cut(batch, setting.microbatches, setting.replicas, setting.replica)
+        self.batch = batch
+        parts, computed = self._shares(batch)
+        self.gradients.begin(batch.leaves)
+        for microbatch in batch.microbatches:
+            leaf = microbatch.index
+            if leaf not in parts:
+                self.gradients.take(leaf)  # nothing: an absent leaf
+                continue
+            self._current = _Result(microbatch, parts[leaf])
+            self.buffers.enter()
+            self._units.begin(self.number, leaf)
+            data = moved(microbatch.data, setting.device)
+            with autocast(setting.device, setting.precision):
+                yield data
+            if not self._current.losses:
+                raise UsageError(
+                    f"{setting.place(self.number, leaf)}: step.backward(loss) was not called"
+                )
+            self.buffers.leave(leaf, microbatch.size / computed)
+            self.gradients.take(leaf)
+            self._results.append(self._current)
+            self._current = None
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Run backward from the loss of the current micro-batch, a scalar mean over its samples.
+
+        May be called several times for one micro-batch: the losses add up.
+        `metrics` are means over the micro-batch's samples, for the record.
+        """
+        if self._current is None:
+            raise UsageError("step.backward(loss) belongs into the loop over step.microbatches")
+        self._check(loss)
+        self._current.losses.append(loss.detach())
+        self._current.metrics.update(metrics or {})
+        with torch.autocast(self.setting.device.type, enabled=False):
+            (loss * self._current.share).backward(retain_graph=retain_graph)
+
+    @property
+    def place(self) -> str:
+        """Where the step is: rank, step and micro-batch, for messages."""
+        leaf = self._current.microbatch.index if self._current else 0
+        return self.setting.place(self.number, leaf)
+
+    def page(self) -> Page:
+        """Return what this rank has to say of its micro-batches."""
+        assert self.batch is not None
+        return Page(
+            entries=[result.entry() for result in self._results],
+            buffers=self.buffers.findings(),
+            compute=self._compute,
+            data=self.batch.seconds,
+            memory=peak_memory(),
+        )
+
+    def _check(self, loss: object) -> None:
+        assert self._current is not None
+        place = self.setting.place(self.number, self._current.microbatch.index)
+        if not isinstance(loss, torch.Tensor):
+            raise LossError(f"{place}: the loss is a {type(loss).__name__}, not a tensor")
+        if loss.numel() != 1:
+            raise LossError(
+                f"{place}: the loss has shape {tuple(loss.shape)}; it must be a scalar, so leave "
+                'the loss at reduction="mean" or call .mean() on it'
+            )
+        if not loss.requires_grad:
+            raise LossError(
+                f"{place}: the loss depends on no parameter that is trained; all may be frozen, "
+                "or the loss was computed under torch.no_grad()"
+            )
+
+    def _shares(self, batch: Batch) -> tuple[dict[int, float], int]:
+        """Return each micro-batch's part of the loss, and the samples that are computed."""
+        setting = self.setting
+        sizes = {leaf: len(span) for leaf, span in enumerate(spans(batch.size, batch.leaves))}
+        if is_sum(setting.loss):
+            return dict.fromkeys(sizes, 1.0), batch.size
+        if setting.weight is None:
+            self._warn_of_ignored_targets(batch)
+            return {leaf: size / batch.size for leaf, size in sizes.items()}, batch.size
+        mine = {each.index: float(setting.weight(each.data)) for each in batch.microbatches}
+        weights = _exchanged(mine, setting.group)
+        if not sum(weights.values()) > 0:
+            raise LossError(
+                f"rank {setting.rank}, step {self.number}: the weights of the batch's "
+                f"{batch.leaves} micro-batches add up to {sum(weights.values())}; does every "
+                "sample of the batch have its target ignored?"
+            )
+        parts = shares(weights)
+        return parts, sum(sizes[leaf] for leaf in parts)
+
+    def _warn_of_ignored_targets(self, batch: Batch) -> None:
+        for each in batch.microbatches:
+            if ignored := ignored_targets(self.setting.loss, each.data):
+                self.setting.warn(
+                    f"{self.setting.place(self.number, each.index)}: {ignored} targets are ignored "
+                    "by the loss, whose mean is then not one over samples, and the gradient is "
+                    "not that of the whole batch; give the trainer "
+                    "weight=lockstep.target_weight(loss)"
+                )
+                return
+
+
+def _exchanged(mine: Mapping[int, float], group: dist.ProcessGroup | None) -> dict[int, float]:
+    """Return the weights of all micro-batches, in leaf order, on every rank."""
+    text = ",".join(f"{leaf}:{weight.hex()}" for leaf, weight in mine.items())
+    pairs = [
+        pair.split(":")
+        for message in all_gather_bytes(text.encode(), group)
+        for pair in message.decode().split(",")
+        if pair
+    ]
+    return {int(leaf): float.fromhex(weight) for leaf, weight in pairs}

@@ -1,0 +1,511 @@
+"""The trainer: micro-batches, the tree, the optimizer; the same bits in every layout.
+
+batches ──> step ──> ledger ──> buffers ──> gradients ──> clip ──> optimizer ──> history
+(data)      forward   what       merged      added along           the same      record and
+            backward  all say                the tree              everywhere    callbacks
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from lockstep.comm.transfer import all_gather_bytes, broadcast_tensors
+from lockstep.comm.tree import nodes_of
+from lockstep.data.loader import Batches
+from lockstep.data.microbatch import Batch, spans
+from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
+from lockstep.run.world import world
+from lockstep.show.machine import environment
+from lockstep.show.record import Recorder, Writer, fresh_name
+from lockstep.train.agreement import describe, require_same
+from lockstep.train.buffers import Buffers
+from lockstep.train.clipping import clip
+from lockstep.train.digest import digest, optimizer_tensors
+from lockstep.train.evaluation import Evaluation, evaluate
+from lockstep.train.forward import Metric, forward
+from lockstep.train.gradients import Gradients
+from lockstep.train.history import EpochResult, History, StepResult, rank_times
+from lockstep.train.ledger import exchange, mean_metrics, not_finite, total_loss
+from lockstep.train.optimization import (
+    Groups,
+    Optimization,
+    OptimizerFactory,
+    SchedulerFactory,
+)
+from lockstep.train.saving import save_weights
+from lockstep.train.step import Setting, Step
+from lockstep.train.units import Units
+from lockstep.train.weight import WeightFunction, weight_of
+
+__all__ = ["Trainer"]
+
+Record = str | Path | Writer
+
+
+class Trainer:
+    """Trains a model on all ranks of the world, with the same bits in every layout.
+
+    For a given model, loss, optimizer, seed, data order, `microbatches`, thread
+    count, torch build and kind of processor, parameters, buffers, optimizer state
+    and loss are the same bits after every step, however many ranks compute it.
+
+    Parameters:
+        model: a module, built on every rank; rank 0's weights are given to all.
+        loss: a function of (outputs, targets) that returns a mean over the samples
+            of a micro-batch (or their sum, with `reduction="sum"`). None: the model
+            returns its loss.
+        optimizer: a factory such as `partial(torch.optim.SGD, lr=0.1)`.
+        microbatches: M, into which every global batch is cut; part of the promise,
+            so its default never depends on the world. At least the number of replicas.
+        seed: of all random numbers that the model draws.
+        weight: gives the weight of a micro-batch from its data, for losses whose mean
+            is not one over samples. Found by itself for `CrossEntropyLoss` and
+            `NLLLoss` with class weights or an `ignore_index` of one's own.
+        metrics: functions of (outputs, targets) that return a mean, by name.
+        groups: gives the optimizer options of a parameter by name and parameter.
+        scheduler: a factory of the optimizer; moved after each step or epoch, as
+            `scheduler_each` says.
+        clip_norm: the largest 2-norm of the whole gradient.
+        precision: torch.bfloat16 for mixed precision by autocast.
+        average: the decay of an exponential moving average of the weights,
+            `trainer.average`.
+        on_step, on_epoch: callables that get a `StepResult`, an `EpochResult`, on every rank.
+        record: a run's folder, or writers, or several; rank 0 writes.
+        about: what the record says of the run besides ("recipe", "epochs", "options", ...).
+
+    Use it in a `with` statement, or call `finish` at the end, where there is a record.
+
+    Raises UsageError without `lockstep.init()`, LayoutError for more replicas than
+    micro-batches, DisagreementError where the ranks' models or settings differ.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Any] | None,
+        optimizer: OptimizerFactory,
+        *,
+        microbatches: int = 8,
+        seed: int = 0,
+        weight: WeightFunction | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        groups: Groups | None = None,
+        scheduler: SchedulerFactory | None = None,
+        scheduler_each: Literal["step", "epoch"] = "step",
+        clip_norm: float | None = None,
+        precision: torch.dtype | None = None,
+        average: float | None = None,
+        on_step: Callable[[StepResult], None] | Iterable[Callable[[StepResult], None]] = (),
+        on_epoch: Callable[[EpochResult], None] | Iterable[Callable[[EpochResult], None]] = (),
+        record: Record | Sequence[Record] = (),
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.world = world()
+        replicas = self.world.world_size
+        _check_layout(replicas, microbatches)
+        if precision not in (None, torch.float32, torch.bfloat16):
+            raise UsageError(f"precision is torch.bfloat16 or torch.float32, not {precision}")
+        self.model = model.to(self.world.device)
+        self.module: nn.Module = getattr(
+            model, "_orig_mod", model
+        )  # without the compiler's wrapper
+        self.metrics = dict(metrics or {})
+        self.seed, self.clip_norm = seed, clip_norm
+        self.steps, self.epoch = 0, 0
+        self.setting = Setting(
+            microbatches=microbatches,
+            rank=self.world.rank,
+            replicas=replicas,
+            replica=self.world.rank,
+            device=self.world.device,
+            threads=torch.get_num_threads(),
+            loss=loss,
+            weight=weight or weight_of(loss),
+            precision=None if precision == torch.float32 else precision,
+            group=None,
+            warn=self.warn,
+        )
+        self._agree()
+        parameters = list(self.module.named_parameters())
+        self._parameters = [parameter for _, parameter in parameters]
+        self._names: dict[torch.Tensor, str] = {tensor: name for name, tensor in parameters}
+        self._optimization = Optimization(
+            self.module, optimizer, groups, scheduler, scheduler_each, average
+        )
+        self._units = Units(self.model, seed, self.world.device)
+        self._gradients = Gradients(parameters, self.setting.group)
+        self._warned: set[str] = set()
+        self._began = time.perf_counter()
+        self._folder, writers = self._writers(record)
+        self.history = History(writers, _listed(on_step), _listed(on_epoch))
+        if writers:
+            self.history.write("run", **self._header(about or {}))
+
+    # --- what a loop calls -------------------------------------------------------------
+
+    def batches(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        seed: int | None = None,
+        epoch: int = 0,
+        **options: Any,
+    ) -> Batches:
+        """Return the global batches of one epoch; each rank loads its own micro-batches.
+
+        `batch_size` counts the samples of a global batch, over all ranks. `seed` is
+        the trainer's where none is given. For the options (shuffle, sampler,
+        batch_sampler, num_workers, collate_fn, pin_memory) see
+        `lockstep.data.loader.Batches`. The epoch ends, for schedules and callbacks,
+        when the last batch has been trained.
+        """
+        self.epoch = epoch
+        return _Epoch(
+            self._end_epoch,
+            dataset,
+            batch_size,
+            **self._share(),
+            seed=self.seed if seed is None else seed,
+            epoch=epoch,
+            agree=lambda message: all_gather_bytes(message, self.setting.group),
+            **options,
+        )
+
+    @overload
+    def step(self) -> Step: ...
+
+    @overload
+    def step(self, batch: Any) -> float: ...
+
+    def step(self, batch: Any = None) -> Step | float:
+        """Train on one global batch and return its loss, the same bits on every rank.
+
+        `batch` comes from `batches`, or is a whole global batch of tensors, the same
+        on every rank. Without an argument it returns a `Step` for a loop of one's own.
+
+        Raises LossError where a loss is not a scalar or not finite; then the weights
+        are those before the step.
+        """
+        if batch is None:
+            return Step(
+                self.steps,
+                self.setting,
+                self._units,
+                Buffers(self.module),
+                self._gradients,
+                self._finish_step,
+            )
+        with self.step() as step:
+            for data in step.microbatches(batch):
+                place = step.place
+                loss, metrics = forward(self.model, self.setting.loss, self.metrics, data, place)
+                step.backward(loss, metrics=metrics)
+        assert self.history.last is not None
+        return self.history.last.loss
+
+    def evaluate(
+        self, dataset: Any, batch_size: int, *, average: bool = False, **options: Any
+    ) -> Evaluation:
+        """Return mean loss and metrics over a dataset, each sample counted once.
+
+        With `average`, of the averaged weights. Options as for `batches`.
+        """
+        model = self.average if average else self.model
+        if model is None:
+            raise UsageError("there is no average of the weights: give the trainer average=0.999")
+        batches = Batches(
+            dataset,
+            batch_size,
+            **self._share(),
+            **{"shuffle": False, "seed": self.seed, **options},
+            agree=lambda message: all_gather_bytes(message, self.setting.group),
+        )
+        evaluation = evaluate(model, batches, self.setting, self.metrics, self.seed)
+        self.history.evaluated(evaluation)
+        return evaluation
+
+    def finish(self, state: str = "done", message: str | None = None) -> None:
+        """End the run: write the last line of the record and close it.
+
+        Raises FileError where the record could not be written to its end.
+        """
+        if not self.history.writers:
+            return
+        recorders = [each for each in self.history.writers if isinstance(each, Recorder)]
+        last = self.history.last
+        self.history.close(
+            state=state,
+            message=message,
+            digest=self.digest(),
+            optimizer_digest=self.optimizer_digest(),
+            seconds=time.perf_counter() - self._began,
+            steps=self.steps,
+            samples=self.history.samples,
+            loss=last.loss if last else None,
+            metrics=last.metrics if last else None,
+        )
+        for recorder in recorders:
+            if recorder.failure is not None and state == "done":
+                raise FileError(recorder.failure)
+
+    # --- what it holds ------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that the factory made."""
+        return self._optimization.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """The schedule of the learning rate, or None."""
+        return self._optimization.scheduler
+
+    @property
+    def average(self) -> nn.Module | None:
+        """The model with averaged weights, or None."""
+        average = self._optimization.average
+        return None if average is None else average.module
+
+    def digest(self) -> str:
+        """Return the SHA-256 over parameters and buffers."""
+        return digest(self.module.state_dict())
+
+    def optimizer_digest(self) -> str:
+        """Return the SHA-256 over the optimizer's state."""
+        return digest(optimizer_tensors(self.optimizer, self._names))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that training goes on from, for any layout: weights, optimizer, step, epoch.
+
+        The position within an epoch is the batches' own: `batches.state_dict()`.
+        """
+        return {
+            "model": self.module.state_dict(),
+            **self._optimization.state_dict(),
+            "steps": self.steps,
+            "epoch": self.epoch,
+            "seed": self.seed,
+            "microbatches": self.setting.microbatches,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, in this or another layout.
+
+        Raises UsageError where it was made with another seed or number of micro-batches.
+        """
+        here = {"seed": self.seed, "microbatches": self.setting.microbatches}
+        for name, value in here.items():
+            if state[name] != value:
+                raise UsageError(
+                    f"the state was saved with {name}={state[name]}, this trainer has "
+                    f"{name}={value}; the bits would not go on as they were"
+                )
+        self.module.load_state_dict(state["model"])
+        self._optimization.load_state_dict(state)
+        self.steps, self.epoch = state["steps"], state["epoch"]
+
+    def save(self, path: str | Path, *, average: bool = False) -> None:
+        """Write the weights as safetensors, from rank 0; the file is whole or not there.
+
+        Call it on every rank: all return when the file is written, and all raise
+        FileError when it cannot be.
+        """
+        model = self.average if average else self.module
+        if model is None:
+            raise UsageError("there is no average of the weights: give the trainer average=0.999")
+        failure = b""
+        if self.world.rank == 0:
+            try:
+                save_weights(Path(path), model.state_dict())
+            except FileError as error:
+                failure = str(error).encode()
+        failure = all_gather_bytes(failure, self.setting.group)[0]
+        if failure:
+            raise FileError(failure.decode())
+
+    def warn(self, message: str) -> None:
+        """Give a warning once, on the screen and in the record."""
+        kind = message.split(": ", 1)[-1].lstrip("0123456789 ")
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, stacklevel=3)
+            self.history.write("warning", rank=self.world.rank, message=message)
+
+    def __enter__(self) -> Trainer:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Finish the run; as failed, where there was an exception."""
+        if error is None:
+            self.finish()
+        else:
+            self.finish("failed", f"{type(error).__name__}: {error}")
+
+    # --- one step, after forward and backward -------------------------------------------
+
+    def _finish_step(self, step: Step) -> None:
+        assert step.batch is not None
+        batch, group = step.batch, self.setting.group
+        owned = spans(batch.leaves, self.setting.replicas)
+        holders = [nodes_of(each, batch.leaves) for each in owned]
+        page = step.page()
+        begun = time.perf_counter()
+        pages = exchange(page, group)
+        exchanged = time.perf_counter()
+        if (bad := not_finite(pages)) is not None:
+            rank, entry = bad
+            place = f"rank {rank}, step {self.steps}, micro-batch {entry.leaf}"
+            self._stop(f"{place}: the loss is {entry.loss}")
+        self._gradients.reduce(holders)
+        norm = self._clip()
+        step.buffers.merge([each.buffers for each in pages], holders, batch.leaves, group)
+        reduced = time.perf_counter()
+        rate = self._optimization.rate
+        self._optimization.step()
+        updated = time.perf_counter()
+        times = rank_times(pages, exchanged - begun, reduced - exchanged, updated - reduced)
+        result = StepResult(
+            step=self.steps,
+            epoch=batch.epoch,
+            loss=total_loss(pages, batch.leaves),
+            samples=batch.size,
+            metrics=mean_metrics(pages),
+            lr=rate,
+            seconds=page.data + page.compute + updated - begun,
+            ranks=times,
+            norm=norm,
+        )
+        self.steps += 1
+        self.history.step(result, [each.memory for each in pages])
+
+    def _clip(self) -> float | None:
+        if self.clip_norm is None:
+            return None
+        norm = clip(self._parameters, self.clip_norm)
+        if not math.isfinite(norm):
+            self._stop(f"step {self.steps}: the norm of the gradient is {norm}", GradientError)
+        return norm
+
+    def _stop(
+        self, sentence: str, error: type[LossError] | type[GradientError] = LossError
+    ) -> None:
+        """Save the weights, which are those before the step, and raise on every rank."""
+        folder = self._folder
+        if folder is None and self.world.rank == 0:
+            folder = Path("runs") / fresh_name(Path("runs"), "stopped")
+        name = all_gather_bytes(str(folder or "").encode(), self.setting.group)[0].decode()
+        path = Path(name) / "last-good.safetensors"
+        try:
+            self.save(path)
+            saved = f"the weights before this step are in {path}"
+        except FileError as failure:
+            saved = f"and the weights before this step could not be saved: {failure}"
+        raise error(f"{sentence}; training stopped, {saved}")
+
+    def _end_epoch(self, epoch: int) -> None:
+        result = self.history.end_epoch(epoch)
+        if result is not None:
+            self._optimization.end_epoch(result.loss)
+
+    # --- beginning ------------------------------------------------------------------------
+
+    def _agree(self) -> None:
+        """Make sure that all ranks train the same thing, from rank 0's weights."""
+        settings = {
+            "model": describe(self.module),
+            "number of micro-batches": self.setting.microbatches,
+            "seed": self.seed,
+            "number of threads": self.setting.threads,
+            "precision": str(self.setting.precision),
+            "torch": torch.__version__,
+        }
+        require_same(settings, self.setting.group)
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        broadcast_tensors(tensors, self.setting.group)
+
+    def _share(self) -> dict[str, Any]:
+        setting = self.setting
+        return {
+            "microbatches": setting.microbatches,
+            "replicas": setting.replicas,
+            "replica": setting.replica,
+            "rank": setting.rank,
+        }
+
+    def _writers(self, record: Record | Sequence[Record]) -> tuple[Path | None, list[Writer]]:
+        """Return the run's folder and the writers; rank 0 has some, if any."""
+        given: Sequence[Record] = record if isinstance(record, (list, tuple)) else [record]  # type: ignore[list-item]
+        writers: list[Writer] = [
+            Recorder(Path(each)) if isinstance(each, (str, Path)) else each
+            for each in given
+            if self.world.rank == 0
+        ]
+        folders = [each.folder for each in writers if isinstance(each, Recorder)]
+        return (folders[0] if folders else None), writers
+
+    def _header(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        setting = self.setting
+        return {
+            "command": sys.argv,
+            "layout": {
+                "world_size": self.world.world_size,
+                "replicas": setting.replicas,
+                "stages": 1,
+                "microbatches": setting.microbatches,
+                "threads": setting.threads,
+                "backend": self.world.backend,
+                "device": str(self.world.device),
+            },
+            "environment": environment(),
+            "model": {
+                "class": type(self.module).__name__,
+                "parameters": sum(parameter.numel() for parameter in self._parameters),
+                "buffers": sum(buffer.numel() for buffer in self.module.buffers()),
+            },
+            **about,
+        }
+
+
+class _Epoch(Batches):
+    """Batches that tell the trainer when their last one has been trained."""
+
+    def __init__(self, ended: Callable[[int], None], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._ended = ended
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Go through the epoch."""
+        yield from super().__iter__()
+        self._ended(self.epoch)
+
+
+def _check_layout(replicas: int, microbatches: int) -> None:
+    if microbatches < 1:
+        raise LayoutError(f"microbatches={microbatches}: a batch is cut into at least one")
+    if replicas > microbatches:
+        raise LayoutError(
+            f"{replicas} replicas share {microbatches} micro-batches, so some would have none: "
+            f"start at most {microbatches} ranks, or train with microbatches={replicas} or more "
+            "(which changes the bits)"
+        )
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    return [callbacks] if callable(callbacks) else list(callbacks)

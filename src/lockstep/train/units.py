@@ -1,0 +1,105 @@
+"""Units: the pieces of a model whose random numbers are keyed one by one.
+
+    what draws                  generator state before it
+    before the model            key(seed, step, m, -1)
+    unit u of the model         key(seed, step, m, u)         u = 0 ... U - 1
+    the same unit, call c > 0   key(seed, step, m, u, c)
+    the loss and what follows   key(seed, step, m, U)
+
+The units are fixed by the model, so that a cut into stages changes no bit: the
+children of a `torch.nn.Sequential`, and otherwise the model as a whole. The
+generators are seeded by hooks that exist only while a step is computed; a
+compiled model is seeded outside its graph.
+
+Activation checkpointing calls a unit again during backward, after it has put
+the generator back to where it stood. Such a call is the repetition of one of
+the calls before and is given that call's number, not a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.randomness import isolated, key, seed_torch
+
+__all__ = ["BEFORE", "Units", "units_of"]
+
+BEFORE = -1
+"""The unit number of what a loop of one's own draws before it calls the model."""
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """Return the model's units in order, each module once."""
+    if type(model) is nn.Sequential and len(model):
+        return list(dict.fromkeys(model))
+    return [model]
+
+
+class Units:
+    """The units of one model, seeded for the micro-batch that is being computed."""
+
+    def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
+        self.modules = units_of(model)
+        self._model, self._seed, self._device = model, seed, device
+        self._place: tuple[int, int] | None = None
+        self._calls: list[list[bytes]] = []
+
+    @contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Seed every unit while the body runs; give the generators back afterwards."""
+        handles = [
+            unit.register_forward_pre_hook(self._before(number), prepend=True)
+            for number, unit in enumerate(self.modules)
+        ]
+        handles.append(self._model.register_forward_hook(self._after))
+        try:
+            with isolated(self._device):
+                yield
+        finally:
+            self._place = None
+            for handle in handles:
+                handle.remove()
+
+    def begin(self, step: int, microbatch: int) -> None:
+        """Say which micro-batch is computed from now on."""
+        self._place = (step, microbatch)
+        self._calls = [[] for _ in self.modules]
+        self._seed_unit(BEFORE)
+
+    def _seed_unit(self, unit: int, *call: int) -> None:
+        assert self._place is not None
+        seed_torch(key(self._seed, *self._place, unit, *call), self._device)
+
+    def _before(self, unit: int) -> Any:
+        def seed(module: nn.Module, args: Any) -> None:
+            if self._place is not None:
+                call = self._call_number(unit)
+                self._seed_unit(unit, *([call] if call else []))
+
+        return seed
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self._place is not None and not _in_backward():
+            self._seed_unit(len(self.modules))
+
+    def _call_number(self, unit: int) -> int:
+        """Count the calls of a unit, and recognise the repetition of one by its entry state."""
+        calls = self._calls[unit]
+        if not _in_backward():
+            # The first call needs no state: it is what a repetition is when nothing else fits.
+            calls.append(torch.default_generator.get_state().numpy().tobytes() if calls else b"")
+            return len(calls) - 1
+        if len(calls) < 2:
+            return 0
+        entry = torch.default_generator.get_state().numpy().tobytes()
+        return calls.index(entry) if entry in calls else 0
+
+
+def _in_backward() -> bool:
+    """Tell whether autograd is running: what is called then is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
