@@ -112,6 +112,8 @@ class Progress:
         while self._live and len(parts) > 2 and len("  ".join(parts)) >= self._console.width:
             parts.pop()  # a narrow terminal: what matters most comes first, the record has all
         self._say("  ".join(parts))
+        if self._live is not None:
+            self._show(self._clock())
 
     def note(self, message: str) -> None:
         """Write one sentence above the live region, or on a line of its own."""
@@ -213,7 +215,8 @@ class Progress:
         if not shares:
             return []
         fills = FILLS if self._unicode() else PLAIN_FILLS
-        start = f"step {duration(self.meter.step_seconds())}  "
+        step = self.meter.step_seconds()
+        start = f"step {duration(step)}  " if step else "step  "
         bar, legend = Text(start), Text(" " * len(start))
         for (name, share), cells in zip(
             shares.items(),

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +38,7 @@ PARTS = ("compute", "communication", "waiting", "data")
 """What a step's seconds are spent on, in the order of a row of `ranks`."""
 
 SCALARS = ("t", "step", "epoch", "loss", "samples", "seconds", "lr")
-BLOCK = 1 << 20  # bytes read at a time
+BLOCK = 1 << 17  # bytes read at a time: what they are parsed into stays in the cache
 YOUNG = 120.0  # seconds without a line after which a run on another host counts as dead
 
 
@@ -136,33 +137,33 @@ class Gathered:
             if not lines[-1].endswith(b"\n") and not is_json(lines[-1]):
                 self.truncated = True
                 lines.pop()
-            self.take(list(self.objects(lines)))
+            self.take(self.objects(lines))
 
-    def objects(self, lines: list[bytes]) -> Iterator[Any]:
+    def objects(self, lines: list[bytes]) -> list[Any]:
         """Parse lines; those that are no JSON are counted and skipped."""
-        try:
-            yield from orjson.loads(b"[" + b",".join(lines) + b"]")
-        except orjson.JSONDecodeError:
-            for line in lines:
-                try:
-                    yield orjson.loads(line)
-                except orjson.JSONDecodeError:
-                    self.bad += bool(line.strip())
+        with contextlib.suppress(orjson.JSONDecodeError):
+            found: list[Any] = orjson.loads(b"[" + b",".join(lines) + b"]")
+            return found
+        found = []
+        for line in lines:
+            try:
+                found.append(orjson.loads(line))
+            except orjson.JSONDecodeError:
+                self.bad += bool(line.strip())
+        return found
 
     def take(self, objects: list[Any]) -> None:
         """Sort one block of parsed lines by kind."""
-        steps = []
-        for line in objects:
-            kind = line.get("kind") if isinstance(line, dict) else None
-            if kind == "step":
-                steps.append(line)
-            elif kind is None:
-                self.bad += 1
-            else:
-                self.good += 1
-                self.take_other(kind, line)
+        kinds = [line.get("kind") if type(line) is dict else None for line in objects]
+        self.bad += kinds.count(None)
+        self.good += len(kinds) - kinds.count(None)
+        steps = objects
+        if kinds.count("step") < len(kinds):
+            steps = [line for kind, line in zip(kinds, objects, strict=True) if kind == "step"]
+            for kind, line in zip(kinds, objects, strict=True):
+                if kind not in ("step", None):
+                    self.take_other(kind, line)
         if steps:
-            self.good += len(steps)
             self.blocks.append(columns(steps))
 
     def take_other(self, kind: str, line: Line) -> None:
@@ -233,10 +234,9 @@ def columns(steps: list[Line]) -> Columns:
 def column(lines: list[Any], name: str) -> Column:
     """Return one field of `lines` as numbers."""
     try:
-        values = [line[name] for line in lines]
-    except KeyError:
-        values = [line.get(name) for line in lines]
-    return numbers(values)
+        return np.fromiter(map(itemgetter(name), lines), np.float64, len(lines))
+    except (KeyError, ValueError, TypeError):  # missing in places, or no number: one by one
+        return numbers([line.get(name) for line in lines])
 
 
 def column_dicts(values: list[Any]) -> dict[str, Column]:
@@ -248,14 +248,13 @@ def column_dicts(values: list[Any]) -> dict[str, Column]:
 
 def rank_rows(values: list[Any]) -> Column:
     """Turn the rows of some steps' ranks into [steps, ranks, 4]; NaN where there is none."""
-    try:
-        regular: Column = np.array(values, dtype=np.float64)
-        if regular.ndim == 3 and regular.shape[2] == len(PARTS):
-            return regular
-    except (ValueError, TypeError):
-        pass  # ranks came or went, or some steps have none: row by row
     lists = [value if isinstance(value, list) else [] for value in values]
-    ragged = np.full((len(lists), max(map(len, lists), default=0), len(PARTS)), np.nan)
+    shape = (len(lists), max(map(len, lists)), len(PARTS))
+    rows = list(chain.from_iterable(lists))
+    with contextlib.suppress(ValueError, TypeError):
+        if len(rows) == shape[0] * shape[1] and set(map(len, rows)) <= {len(PARTS)}:
+            return np.fromiter(chain.from_iterable(rows), np.float64).reshape(shape)
+    ragged = np.full(shape, np.nan)  # ranks came or went, or some steps have none: row by row
     for step, rows in enumerate(lists):
         for rank, row in enumerate(rows):
             if isinstance(row, list) and len(row) == len(PARTS):
@@ -265,10 +264,7 @@ def rank_rows(values: list[Any]) -> Column:
 
 def numbers(values: list[Any]) -> Column:
     """Return `values` as float64; NaN for what is no number."""
-    try:
-        return np.array(values, dtype=np.float64).reshape(len(values))
-    except (ValueError, TypeError):
-        return np.array([number(value) for value in values])
+    return np.array([number(value) for value in values], np.float64)
 
 
 def number(value: Any) -> float:
