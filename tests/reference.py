@@ -33,7 +33,7 @@ def merged(start, results, shares):  # rule 5
     if all(torch.equal(result, results[0]) for result in results):
         return results[0]
     wide = torch.float64 if start.dtype == torch.float64 else torch.float32
-    return tree([r.to(wide) * s for r, s in zip(results, shares)]).to(start.dtype)
+    return tree([r.to(wide) * s for r, s in zip(results, shares, strict=True)]).to(start.dtype)
 
 
 def train(model, loss, optimizer, batches, microbatches=8, seed=0, clip=None):
@@ -59,7 +59,7 @@ def train(model, loss, optimizer, batches, microbatches=8, seed=0, clip=None):
             results.append({n: b.clone() for n, b in model.named_buffers()})
             shares.append(share)
             values.append(value.item() * share)
-        for parameter, column in zip(model.parameters(), zip(*gradients)):
+        for parameter, column in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
             parameter.grad = tree(column)
         for name, buffer in model.named_buffers():
             buffer.copy_(merged(start[name], [r[name] for r in results], shares))
