@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.comm.memory import empty as empty
     from lockstep.data.partition import partition as partition
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.run.launch import launch as launch
@@ -34,6 +35,7 @@ PUBLIC = {
     "local_world_size": "run.world",
     "shutdown": "run.world",
     "partition": "data.partition",
+    "empty": "comm.memory",
     "LockstepError": "errors",
 }
 

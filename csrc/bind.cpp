@@ -1,0 +1,90 @@
+// The Python module lockstep.comm._native.
+#include <torch/extension.h>
+#include <pybind11/chrono.h>
+
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include "backend.h"
+#include "failure.h"
+
+namespace py = pybind11;
+
+namespace lockstep {
+
+static PyObject* where_function = nullptr;  // set once, never freed: threads may ask late
+
+static bool finalizing() {
+#if PY_VERSION_HEX >= 0x030d0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Asks Python where a thread is; called from threads without the interpreter's lock.
+static std::string where(unsigned long thread) {
+  if (!where_function || !Py_IsInitialized() || finalizing()) return "";
+  py::gil_scoped_acquire lock;
+  try {
+    return py::str(py::handle(where_function)(thread));
+  } catch (const std::exception&) {
+    return "";
+  }
+}
+
+static c10::intrusive_ptr<LockstepBackend> create(const c10::intrusive_ptr<c10d::Store>& store,
+                                                  int rank, int size,
+                                                  std::chrono::milliseconds timeout,
+                                                  std::string name, std::vector<int> ranks) {
+  return c10::make_intrusive<LockstepBackend>(store, rank, size, timeout, std::move(name),
+                                              std::move(ranks), &where);
+}
+
+static at::Tensor empty(const std::vector<int64_t>& sizes, py::object dtype) {
+  try {
+    return shared_empty(sizes, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+  } catch (const Failure& error) {
+    throw std::runtime_error(error.what());
+  }
+}
+
+static bool is_shared(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && tensor.layout() == at::kStrided &&
+         Heap::here().find(tensor.data_ptr(), tensor.nbytes()).shared();
+}
+
+using Pairs = std::vector<std::pair<int, int>>;
+
+static WorkPtr start_exact_sum(LockstepBackend& backend, at::Tensor packed, at::Tensor result,
+                         at::Tensor present, size_t length,
+                         std::vector<std::pair<size_t, size_t>> members,
+                         std::vector<Pairs> holders, int leaves, double divisor) {
+  ExactBucket bucket;
+  bucket.length = length;
+  bucket.members = std::move(members);
+  bucket.holders = std::move(holders);
+  bucket.leaves = leaves;
+  bucket.divisor = divisor;
+  return backend.exact_sum(std::move(bucket), packed, result, present);
+}
+
+}  // namespace lockstep
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace lockstep;
+  module.doc() = "The backend lockstep: collectives over shared memory.";
+  py::module_::import("torch.distributed");
+  py::class_<LockstepBackend, c10d::Backend, c10::intrusive_ptr<LockstepBackend>>(
+      module, "LockstepBackend")
+      .def("exact_sum", &start_exact_sum, py::arg("packed"), py::arg("result"), py::arg("present"),
+           py::arg("length"), py::arg("members"), py::arg("holders"), py::arg("leaves"),
+           py::arg("divisor"), py::call_guard<py::gil_scoped_release>());
+  module.def("create", &create, py::arg("store"), py::arg("rank"), py::arg("size"),
+             py::arg("timeout"), py::arg("name"), py::arg("ranks"),
+             py::call_guard<py::gil_scoped_release>());
+  module.def("empty", &empty, py::arg("sizes"), py::arg("dtype"));
+  module.def("is_shared", &is_shared, py::arg("tensor"));
+  module.def("heap_bytes", [] { return Heap::here().used(); });
+  module.def("kernels", [] { return std::string(kernels().name); });
+  module.def("set_where", [](py::object function) { where_function = function.release().ptr(); });
+}

@@ -1,0 +1,11 @@
+// The kernels for any processor; on Arm the compiler uses NEON.
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <type_traits>
+
+#include "reduce.h"
+
+namespace lockstep::plain {
+#include "kernels.inc"
+}

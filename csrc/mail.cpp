@@ -1,0 +1,495 @@
+#include "mail.h"
+
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "failure.h"
+
+namespace lockstep {
+
+static uint64_t lines(uint64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
+// What a waiter for a message looks at. The thread in the background fails what is late.
+class Mail::Waiting : public Watch {
+ public:
+  struct Over {};
+  Waiting(Mail& mail, const Post& message, std::chrono::milliseconds timeout)
+      : mail_(mail), message_(message), timeout_(timeout) {}
+
+  bool stopped() const override { return mail_.group_.aborted(); }
+  void check() override {
+    Group& group = mail_.group_;
+    group.check_deaths();
+    if (group.aborted()) throw Over{};
+    if (message_->done) return;
+    if (left()) {
+      // What it sent before it left may still be there.
+      if (mail_.test(message_)) return;
+      group.abort(group.name_of(message_->peer) + " has left the group");
+      throw Over{};
+    }
+    const auto waited =
+        std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - message_->begun);
+    if (waited <= timeout_) return;
+    group.abort(group.name_of(group.rank()) + " waited " + seconds(waited) + " (limit " +
+                seconds(timeout_) + ") in " + mail_.described(*message_) +
+                (message_->peer < 0 ? "" : " for " + group.whereabouts(message_->peer)));
+    throw Over{};
+  }
+
+ private:
+  bool left() const {
+    return message_->peer >= 0 && message_->peer != mail_.me_ &&
+           health(mail_.group_.record(message_->peer)) == Health::left;
+  }
+  Mail& mail_;
+  const Post& message_;
+  const std::chrono::milliseconds timeout_;
+};
+
+Mail::Mail(Group& group)
+    : group_(group), me_(group.rank()), n_(group.size()), owner_(getpid()) {
+  const auto n = static_cast<size_t>(n_);
+  arrived_.resize(n);
+  streams_.resize(n);
+  waiting_.resize(n);
+  announced_.resize(n);
+  const char* staged = std::getenv("LOCKSTEP_NO_READ");  // for tests: take the lanes
+  readable_.assign(n, staged && *staged ? 2 : 0);
+}
+
+void Mail::stop() {
+  if (owner_ != getpid()) {
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  group_.record(me_).bell.ring();
+  if (thread_.joinable()) thread_.join();
+}
+
+// ---- where things lie ----
+
+Channel& Mail::channel(int from, int to) {
+  return *reinterpret_cast<Channel*>(group_.at(group_.layout().channel(from, to)));
+}
+
+Cell& Mail::cell(int from, int to, uint32_t number) {
+  const Layout& layout = group_.layout();
+  const uint64_t stride = lines(sizeof(Cell)) + lines(layout.cell_bytes);
+  return *reinterpret_cast<Cell*>(group_.at(layout.channel(from, to) + lines(sizeof(Channel)) +
+                                            number % layout.cells * stride));
+}
+
+char* Mail::payload(Cell& cell) { return reinterpret_cast<char*>(&cell) + lines(sizeof(Cell)); }
+
+char* Mail::lane(int from, int to, uint32_t half) {
+  const Layout& layout = group_.layout();
+  return group_.at(layout.channel(from, to) + layout.channel_bytes() -
+                   (2 - half % 2) * lines(layout.lane_bytes));
+}
+
+std::string Mail::described(const Message& message) const {
+  std::string text = op_name(message.op);
+  text += message.op == Op::send ? " to " : " from ";
+  text += message.peer < 0 ? "any rank" : group_.name_of(message.peer);
+  return text + " (tag " + std::to_string(message.tag) + ")";
+}
+
+// ---- what callers do ----
+
+void Mail::post(const Post& message) {
+  std::vector<Post> done;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    message->begun = Clock::now();
+    if (group_.aborted()) {
+      finish(message, done, group_.reason());
+    } else if (message->op == Op::recv) {
+      wanted_.push_back(message);
+      progress(done);
+    } else {
+      auto& queue = waiting_[static_cast<size_t>(message->peer)];
+      queue.push_back(message);
+      send_to(message->peer, done);
+      if (!message->done) start_thread();
+    }
+  }
+  settle(done);
+}
+
+bool Mail::test(const Post& message) {
+  if (message->done) return true;
+  std::vector<Post> done;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    progress(done);
+  }
+  settle(done);
+  return message->done;
+}
+
+void Mail::wait(const Post& message, std::chrono::milliseconds timeout) {
+  Waiting watch(*this, message, timeout);
+  const Patience patience = Patience::of(n_, false);
+  Flag& bell = group_.record(me_).bell;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++waiters_;
+  }
+  struct Leave {
+    Mail& mail;
+    ~Leave() {
+      std::lock_guard<std::mutex> lock(mail.mutex_);
+      --mail.waiters_;
+      mail.changed_.notify_all();
+    }
+  } leave{*this};
+  try {
+    while (true) {
+      const uint32_t seen = bell.value.load(std::memory_order_acquire);
+      if (test(message)) break;
+      wait_for(bell, [&](uint32_t value) { return value != seen || message->done; }, patience,
+               watch);
+    }
+  } catch (const Waiting::Over&) {
+    std::vector<Post> done;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      fail_all(group_.reason(), done);
+    }
+    settle(done);
+  }
+  if (!message->error.empty())
+    throw Failure(group_.name_of(me_) + ": " + described(*message) + " on group " +
+                  group_.naming().group + " failed: " + message->error);
+}
+
+void Mail::notify(const Post& message, std::function<void()> then) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!message->done) {
+      message->then = std::move(then);
+      ++notified_;
+      start_thread();
+      changed_.notify_all();
+      return;
+    }
+  }
+  then();
+}
+
+void Mail::settle(std::vector<Post>& done) {
+  for (const Post& message : done)
+    if (message->then) std::exchange(message->then, nullptr)();
+  done.clear();
+}
+
+void Mail::finish(const Post& message, std::vector<Post>& done, std::string error) {
+  message->error = std::move(error);
+  message->done.store(true, std::memory_order_release);
+  if (message->then) --notified_;
+  done.push_back(message);
+  if (waiters_ > 0 || thread_.joinable()) group_.record(me_).bell.ring();
+}
+
+void Mail::fail_all(const std::string& reason, std::vector<Post>& done) {
+  for (const Post& message : wanted_) finish(message, done, reason);
+  wanted_.clear();
+  for (int rank = 0; rank < n_; ++rank) {
+    const auto r = static_cast<size_t>(rank);
+    for (const Stream& stream : streams_[r]) finish(stream.message, done, reason);
+    for (const Post& message : waiting_[r]) finish(message, done, reason);
+    for (const Post& message : announced_[r]) finish(message, done, reason);
+    streams_[r].clear();
+    waiting_[r].clear();
+    announced_[r].clear();
+  }
+}
+
+// ---- moving, under the lock ----
+
+void Mail::progress(std::vector<Post>& done) {
+  for (int rank = 0; rank < n_; ++rank) {
+    receive_from(rank, done);
+    stream_in(rank, done);
+    send_to(rank, done);
+  }
+}
+
+Post Mail::matching(int source, int64_t tag) {
+  for (auto wanted = wanted_.begin(); wanted != wanted_.end(); ++wanted) {
+    Message& message = **wanted;
+    if ((message.peer >= 0 && message.peer != source) || message.tag != tag) continue;
+    Post found = *wanted;
+    wanted_.erase(wanted);
+    return found;
+  }
+  return nullptr;
+}
+
+void Mail::receive_from(int source, std::vector<Post>& done) {
+  auto& arrived = arrived_[static_cast<size_t>(source)];
+  for (auto early = arrived.begin(); early != arrived.end() && !wanted_.empty();) {
+    if (Post message = matching(source, early->cell.tag)) {
+      deliver(message, source, early->cell, early->payload.data(), done);
+      early = arrived.erase(early);
+    } else {
+      ++early;
+    }
+  }
+  if (source == me_) return;
+  Channel& in = channel(source, me_);
+  uint32_t head = in.head.load(std::memory_order_relaxed);
+  bool moved = false;
+  while (head != in.tail.load(std::memory_order_acquire)) {
+    Cell& next = cell(source, me_, head);
+    const bool is_long = next.ticket >= 0;
+    if (next.ticket >= kTickets || (!is_long && next.bytes > group_.layout().cell_bytes))
+      throw Failure(group_.name_of(source) + " wrote impossible sizes into shared memory");
+    if (Post message = matching(source, next.tag))
+      deliver(message, source, next, payload(next), done);
+    else
+      arrived.push_back({source, next,
+                         is_long ? std::vector<char>()
+                                 : std::vector<char>(payload(next), payload(next) + next.bytes)});
+    in.head.store(++head, std::memory_order_release);
+    moved = true;
+  }
+  if (moved) group_.record(source).bell.ring();
+}
+
+void Mail::deliver(const Post& message, int source, const Cell& cell, const char* payload,
+                   std::vector<Post>& done) {
+  message->source = source;
+  if (cell.bytes != message->bytes || cell.dtype != message->dtype) {
+    const auto& dtype = group_.naming().dtype;
+    const auto said = [&](uint8_t type, uint64_t count) {
+      return std::to_string(count) + " elements of " +
+             (dtype ? dtype(type) : "dtype " + std::to_string(type));
+    };
+    std::string error = group_.name_of(source) + " sent " + said(cell.dtype, cell.count) +
+                        ", but the tensor to receive has " + said(message->dtype, message->count);
+    if (cell.ticket >= 0) close(source, cell, 2);
+    finish(message, done, std::move(error));
+    return;
+  }
+  if (cell.ticket < 0) {
+    std::memcpy(message->data, payload, cell.bytes);
+    finish(message, done);
+  } else if (take(message, source, cell)) {
+    close(source, cell, 1);
+    finish(message, done);
+  } else {
+    streams_[static_cast<size_t>(source)].push_back({message, cell, false});
+  }
+}
+
+// Copies a long message out of the sender's memory, where that is possible.
+bool Mail::take(const Post& message, int source, const Cell& cell) {
+  if (cell.place.shared()) {
+    std::memcpy(message->data, group_.neighbours().at(cell.place, cell.bytes), cell.bytes);
+    return true;
+  }
+  return read_private(source, cell, message->data);
+}
+
+static bool read_memory(int pid, uint64_t address, char* to, uint64_t bytes) {
+  while (bytes > 0) {
+    iovec local{to, bytes};
+    iovec remote{reinterpret_cast<void*>(address), bytes};
+    const ssize_t got = process_vm_readv(pid, &local, 1, &remote, 1, 0);
+    if (got <= 0) return false;
+    to += got;
+    address += static_cast<uint64_t>(got);
+    bytes -= static_cast<uint64_t>(got);
+  }
+  return true;
+}
+
+bool Mail::read_private(int source, const Cell& cell, char* to) {
+  uint8_t& known = readable_[static_cast<size_t>(source)];
+  Record& record = group_.record(source);
+  if (known == 0) {
+    // The kernel may forbid it, or the number may mean another process here.
+    Nonce proof;
+    known = read_memory(record.pid, record.proof_address, reinterpret_cast<char*>(&proof),
+                        sizeof proof) && proof == record.proof ? 1 : 2;
+  }
+  return known == 1 && read_memory(record.pid, cell.address, to, cell.bytes);
+}
+
+void Mail::close(int source, const Cell& cell, uint8_t result) {
+  channel(source, me_).tickets[cell.ticket].store(result, std::memory_order_release);
+  group_.record(source).bell.ring();
+}
+
+void Mail::stream_in(int source, std::vector<Post>& done) {
+  auto& streams = streams_[static_cast<size_t>(source)];
+  if (streams.empty()) return;
+  Stream& stream = streams.front();
+  Channel& in = channel(source, me_);
+  if (!stream.granted) {
+    stream.granted = true;
+    in.granted.store(static_cast<uint32_t>(stream.cell.ticket) + 1, std::memory_order_release);
+    group_.record(source).bell.ring();
+  }
+  Message& message = *stream.message;
+  const uint64_t half = group_.layout().lane_bytes;
+  uint32_t drained = in.drained.load(std::memory_order_relaxed);
+  while (message.moved < message.bytes && drained != in.filled.load(std::memory_order_acquire)) {
+    const uint64_t bytes = std::min(half, message.bytes - message.moved);
+    std::memcpy(message.data + message.moved, lane(source, me_, drained), bytes);
+    message.moved += bytes;
+    in.drained.store(++drained, std::memory_order_release);
+    group_.record(source).bell.ring();
+  }
+  if (message.moved < message.bytes) return;
+  in.granted.store(0, std::memory_order_release);
+  close(source, stream.cell, 1);
+  finish(stream.message, done);
+  streams.pop_front();
+}
+
+void Mail::send_to(int target, std::vector<Post>& done) {
+  const auto t = static_cast<size_t>(target);
+  auto& announced = announced_[t];
+  for (auto sent = announced.begin(); sent != announced.end();) {
+    Message& message = **sent;
+    std::atomic<uint8_t>& ticket = channel(me_, target).tickets[message.ticket];
+    stream_out(target, message);
+    const uint8_t result = ticket.load(std::memory_order_acquire);
+    if (result == 0) {
+      ++sent;
+      continue;
+    }
+    ticket.store(0, std::memory_order_relaxed);
+    finish(*sent, done, result == 1 ? "" : group_.name_of(target) +
+                                               " wants another size or dtype; its own error says which");
+    sent = announced.erase(sent);
+  }
+  auto& waiting = waiting_[t];
+  while (!waiting.empty() && announce(waiting.front(), done)) waiting.pop_front();
+}
+
+bool Mail::announce(const Post& message, std::vector<Post>& done) {
+  const int target = message->peer;
+  const auto t = static_cast<size_t>(target);
+  Cell fresh;
+  fresh.tag = message->tag;
+  fresh.bytes = message->bytes;
+  fresh.count = message->count;
+  fresh.dtype = message->dtype;
+  if (target == me_) {
+    arrived_[t].push_back({me_, fresh, std::vector<char>(message->data, message->data + message->bytes)});
+    finish(message, done);
+    receive_from(me_, done);
+    return true;
+  }
+  Channel& out = channel(me_, target);
+  const uint32_t tail = out.tail.load(std::memory_order_relaxed);
+  if (tail - out.head.load(std::memory_order_acquire) >= group_.layout().cells) return false;
+  Cell& place = cell(me_, target, tail);
+  if (message->bytes <= group_.layout().cell_bytes) {
+    std::memcpy(payload(place), message->data, message->bytes);
+    finish(message, done);
+  } else {
+    std::vector<bool> used(kTickets, false);
+    for (const Post& other : announced_[t]) used[static_cast<size_t>(other->ticket)] = true;
+    const auto free = std::find(used.begin(), used.end(), false);
+    if (free == used.end()) return false;
+    message->ticket = fresh.ticket = static_cast<int32_t>(free - used.begin());
+    fresh.place = Heap::here().find(message->data, message->bytes);
+    fresh.address = reinterpret_cast<uint64_t>(message->data);
+    announced_[t].push_back(message);
+  }
+  place = fresh;
+  out.tail.store(tail + 1, std::memory_order_release);
+  group_.record(target).bell.ring();
+  return true;
+}
+
+void Mail::stream_out(int target, Message& message) {
+  Channel& out = channel(me_, target);
+  if (out.granted.load(std::memory_order_acquire) != static_cast<uint32_t>(message.ticket) + 1)
+    return;
+  const uint64_t half = group_.layout().lane_bytes;
+  uint32_t filled = out.filled.load(std::memory_order_relaxed);
+  while (message.moved < message.bytes &&
+         filled - out.drained.load(std::memory_order_acquire) < 2) {
+    const uint64_t bytes = std::min(half, message.bytes - message.moved);
+    std::memcpy(lane(me_, target, filled), message.data + message.moved, bytes);
+    message.moved += bytes;
+    out.filled.store(++filled, std::memory_order_release);
+    group_.record(target).bell.ring();
+  }
+}
+
+// ---- the thread ----
+
+bool Mail::busy() const {
+  if (notified_ > 0) return true;
+  for (size_t rank = 0; rank < waiting_.size(); ++rank)
+    if (!waiting_[rank].empty() || !announced_[rank].empty()) return true;
+  return false;
+}
+
+void Mail::start_thread() {
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  else changed_.notify_all();
+}
+
+void Mail::run() {
+  pthread_setname_np(pthread_self(), "lockstep-mail");
+  Flag& bell = group_.record(me_).bell;
+  const Patience patience = Patience::of(n_, true);
+  // Looks for death and lateness of anything that is under way.
+  struct Quiet : Watch {
+    Mail& mail;
+    explicit Quiet(Mail& m) : mail(m) {}
+    bool stopped() const override { return mail.group_.aborted(); }
+    void check() override {
+      mail.group_.check_deaths();
+      if (mail.group_.aborted()) throw Waiting::Over{};
+    }
+  } watch(*this);
+  while (true) {
+    std::vector<Post> done;
+    uint32_t seen;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [&] { return stopping_ || (waiters_ == 0 && busy()); });
+      if (stopping_) return;
+      seen = bell.value.load(std::memory_order_acquire);
+      try {
+        progress(done);
+      } catch (const std::exception& error) {
+        group_.abort(error.what());
+      }
+      if (group_.aborted()) fail_all(group_.reason(), done);
+      const auto now = Clock::now();
+      for (const Post& message : wanted_)
+        if (message->then && now - message->begun > message->timeout)
+          group_.abort(group_.name_of(me_) + " waited " + seconds(message->timeout) + " in " +
+                       described(*message));
+      if (!busy()) seen = bell.value.load() - 1;  // do not wait for news
+    }
+    settle(done);
+    try {
+      wait_for(bell, [&](uint32_t value) { return value != seen; }, patience, watch);
+    } catch (const Waiting::Over&) {
+      // The next turn of the loop fails everything.
+    }
+  }
+}
+
+}  // namespace lockstep

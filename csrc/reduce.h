@@ -1,0 +1,49 @@
+// Arithmetic on blocks of memory: combining, widening, scaling.
+//
+// Each function exists three times, compiled for plain, AVX2 and AVX-512
+// processors (NEON is in the plain one on Arm); `kernels()` picks at run time.
+// Every one does the same operations in the same order on each element, and no
+// multiply-add is ever fused, so all three give the same bits.
+//
+// Rules, where torch leaves a choice: integers wrap; a bool is 0 or 1 (SUM and MAX
+// are "or", PRODUCT and MIN are "and"); MIN and MAX give NaN where any input is
+// NaN; AVG of integers truncates toward zero.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace lockstep {
+
+// As c10d::ReduceOp numbers them.
+enum class Reduction : uint8_t { sum, avg, product, min, max, band, bor, bxor, premul_sum };
+constexpr int kReductions = 9;
+
+enum class Type : uint8_t {
+  f64, f32, f16, bf16, i8, i16, i32, i64, u8, u16, u32, u64, boolean, c64, c128, bytes,
+};
+constexpr int kTypes = 16;  // `bytes` moves, but is not computed with
+
+size_t bytes_of(Type type);
+inline bool is_half(Type type) { return type == Type::f16 || type == Type::bf16; }
+// 16-bit floats are added in float32.
+inline Type accumulator(Type type) { return is_half(type) ? Type::f32 : type; }
+
+struct Kernels {
+  // dst = a op b, `count` elements; dst may be a or b. nullptr: not defined.
+  using Combine = void (*)(void* dst, const void* a, const void* b, size_t count);
+  Combine combine[kReductions][kTypes];
+  // The sum of 16-bit floats, rounded to 16 bits (as autograd accumulates).
+  Combine add_rounded[2];                                             // f16, bf16
+  void (*widen[2])(float* dst, const uint16_t* src, size_t count);    // f16, bf16
+  void (*narrow[2])(uint16_t* dst, const float* src, size_t count);   // nearest, ties to even
+  using Scale = void (*)(void* dst, const void* src, double by, size_t count);
+  Scale multiply[kTypes];
+  Scale divide[kTypes];
+  const char* name;
+};
+
+const Kernels& kernels();
+const Kernels* kernels_named(const char* name);  // nullptr where this processor can't
+
+}  // namespace lockstep

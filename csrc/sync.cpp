@@ -1,0 +1,60 @@
+#include "sync.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <climits>
+#include <ctime>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+namespace lockstep {
+
+void Flag::post(uint32_t now) {
+  value.store(now, std::memory_order_seq_cst);
+  if (sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(value);
+}
+
+void Flag::ring() {
+  value.fetch_add(1, std::memory_order_seq_cst);
+  if (sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(value);
+}
+
+void Flag::wake() { futex_wake_all(value); }
+
+static int usable_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  return CPU_COUNT(&set);
+}
+
+Patience Patience::of(int ranks, bool background) {
+  const bool crowded = ranks > usable_cores();
+  Patience patience;
+  if (crowded) patience.spins = 20;
+  if (background) {
+    patience.spins = crowded ? 1 : 200;
+    patience.yielding = std::chrono::microseconds(50);
+  }
+  return patience;
+}
+
+void yield_core() { sched_yield(); }
+
+void futex_sleep(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds limit) {
+  timespec time;
+  time.tv_sec = static_cast<time_t>(limit.count() / 1000000000);
+  time.tv_nsec = static_cast<long>(limit.count() % 1000000000);
+  // Not FUTEX_PRIVATE: the waiters live in several processes.
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &time, nullptr, 0);
+}
+
+void futex_wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,109 @@
+#include "tensors.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include "heap.h"
+
+namespace lockstep {
+
+Type type_of(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble: return Type::f64;
+    case at::kFloat: return Type::f32;
+    case at::kHalf: return Type::f16;
+    case at::kBFloat16: return Type::bf16;
+    case at::kChar: return Type::i8;
+    case at::kShort: return Type::i16;
+    case at::kInt: return Type::i32;
+    case at::kLong: return Type::i64;
+    case at::kByte: return Type::u8;
+    case at::kUInt16: return Type::u16;
+    case at::kUInt32: return Type::u32;
+    case at::kUInt64: return Type::u64;
+    case at::kBool: return Type::boolean;
+    case at::kComplexFloat: return Type::c64;
+    case at::kComplexDouble: return Type::c128;
+    default: return Type::bytes;
+  }
+}
+
+std::string dtype_name(int scalar_type) {
+  switch (static_cast<at::ScalarType>(scalar_type)) {
+    case at::kDouble: return "float64";
+    case at::kFloat: return "float32";
+    case at::kHalf: return "float16";
+    case at::kBFloat16: return "bfloat16";
+    case at::kChar: return "int8";
+    case at::kShort: return "int16";
+    case at::kInt: return "int32";
+    case at::kLong: return "int64";
+    case at::kByte: return "uint8";
+    case at::kBool: return "bool";
+    case at::kComplexFloat: return "complex64";
+    case at::kComplexDouble: return "complex128";
+    default: return c10::toString(static_cast<at::ScalarType>(scalar_type));
+  }
+}
+
+void check_tensor(const char* op, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.defined(), op, ": a tensor is missing");
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), op, ": the backend lockstep moves CPU tensors, not ",
+                    "one on ", tensor.device().str());
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, op,
+                    ": the backend lockstep moves dense tensors, not ", tensor.layout(),
+                    " ones; use to_dense() first");
+  TORCH_CHECK_VALUE(!tensor.is_quantized(), op, ": the backend lockstep moves no quantized tensors");
+}
+
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
+
+at::Tensor readable(const char* op, const at::Tensor& tensor) {
+  check_tensor(op, tensor);
+  if (is_plain(tensor)) return tensor.detach();
+  at::NoGradGuard guard;
+  return tensor.detach().resolve_conj().resolve_neg().contiguous();
+}
+
+Writable::Writable(const char* op, const at::Tensor& tensor, bool keep) : target_(tensor) {
+  check_tensor(op, tensor);
+  at::NoGradGuard guard;
+  if (is_plain(tensor)) {
+    plain_ = tensor.detach();
+  } else if (keep) {
+    plain_ = tensor.detach().resolve_conj().resolve_neg().contiguous();
+  } else {
+    plain_ = at::empty(tensor.sizes(), tensor.options().memory_format(c10::nullopt));
+  }
+}
+
+void Writable::settle() const {
+  if (is_plain(target_)) return;
+  at::NoGradGuard guard;
+  target_.detach().copy_(plain_);
+}
+
+Block block_of(const at::Tensor& tensor) {
+  return {static_cast<char*>(tensor.data_ptr()), tensor.nbytes()};
+}
+
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  const char* x = static_cast<const char*>(a.data_ptr());
+  const char* y = static_cast<const char*>(b.data_ptr());
+  return x < y + b.nbytes() && y < x + a.nbytes();
+}
+
+at::Tensor shared_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
+  uint64_t bytes = c10::elementSize(dtype);
+  for (int64_t size : sizes) {
+    TORCH_CHECK_VALUE(size >= 0, "a tensor can't have ", size, " elements in a dimension");
+    bytes *= static_cast<uint64_t>(size);
+  }
+  void* data = Heap::here().allocate(bytes);
+  return at::from_blob(data, sizes, [](void* block) { Heap::here().free(block); },
+                       at::TensorOptions().dtype(dtype));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,107 @@
+"""The backend "lockstep": known to `torch.distributed` by name, loaded when it is used.
+
+torch calls `register` when it is imported itself (entry points in pyproject.toml),
+so `dist.init_process_group("lockstep")` needs no import of ours. Registering may
+never break `import torch`: nothing is loaded then, and nothing raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+__all__ = ["available", "load", "reason_unavailable", "register"]
+
+NAME = "lockstep"
+
+
+def register() -> None:
+    """Tell torch of the backend "lockstep" for CPU tensors; harmless when repeated."""
+    try:
+        import torch.distributed as dist
+
+        if not dist.is_available() or NAME in dist.Backend.backend_list:
+            return
+        # A list: a string would be taken letter by letter.
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    except Exception:  # an error here would break `import torch` for everybody
+        return
+
+
+@functools.cache
+def load() -> ModuleType:
+    """Return the native module; ImportError where it was not built for this torch."""
+    from lockstep.comm import _native  # type: ignore[attr-defined]
+
+    native: ModuleType = _native
+    native.set_where(where)
+    return native
+
+
+@functools.cache
+def reason_unavailable() -> str | None:
+    """Return why the backend can't be used here, or None if it can."""
+    try:
+        load()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def available() -> bool:
+    """Tell whether the native module is there."""
+    return reason_unavailable() is None
+
+
+def _create(options: Any, _given: Any = None) -> Any:
+    """Make a rank's end of a group; torch calls this."""
+    reason = reason_unavailable()
+    if reason is not None:
+        raise RuntimeError(
+            f"the backend 'lockstep' is not built here ({reason}); use the backend 'gloo', or "
+            "reinstall with a C++ compiler and `pip install --no-build-isolation torch-lockstep`"
+        )
+    return load().create(
+        store=options.store,
+        rank=options.group_rank,
+        size=options.group_size,
+        timeout=options.timeout,
+        name=options.group_id,
+        ranks=list(options.global_ranks_in_group),
+    )
+
+
+def where(thread: int) -> str:
+    """Say where a thread is in the user's code: "in train.py:31 (step)".
+
+    Called by the native module when somebody waits in vain, or when ranks
+    disagree. Frames of torch, of lockstep and of Python's own library are skipped,
+    where there are others.
+    """
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    frame = frames.get(thread) or (frames.get(main) if main is not None else None)
+    if frame is None:
+        return ""
+    code, line = _own_code(frame)
+    return f"in {os.path.basename(code.co_filename)}:{line} ({code.co_name})"
+
+
+def _own_code(frame: FrameType) -> tuple[CodeType, int]:
+    innermost = frame
+    current: FrameType | None = frame
+    while current is not None:
+        if not _is_foreign(current):
+            return current.f_code, current.f_lineno
+        current = current.f_back
+    return innermost.f_code, innermost.f_lineno
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    package = name.partition(".")[0]
+    return package in ("torch", "lockstep") or package in sys.stdlib_module_names
