@@ -152,7 +152,9 @@ void Fold::finish(const char* value, const std::vector<char*>& outputs, size_t b
     value = first;
   }
   for (char* output : outputs)
-    if (output + begin * item != value) std::memcpy(output + begin * item, value, count * item);
+    // Outputs after the first are for other cores.
+    if (output + begin * item != value)
+      (output == outputs[0] ? copy_bytes : stream_bytes)(output + begin * item, value, count * item);
 }
 
 }  // namespace lockstep

@@ -6,6 +6,10 @@
 
 #include "reduce.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace lockstep::plain {
 #include "kernels.inc"
 }

@@ -31,7 +31,7 @@ Layout Layout::chosen(int ranks) {
   // Everything that moves together should stay in the caches: about 6 MiB of
   // stages, whatever the number of ranks.
   layout.slot_bytes = asked("LOCKSTEP_SLOT_BYTES", between(16 << 10, (256 << 10) / n, 64 << 10));
-  layout.stage_bytes = asked("LOCKSTEP_STAGE_BYTES", between(64 << 10, (2 << 20) / n, 512 << 10));
+  layout.stage_bytes = asked("LOCKSTEP_STAGE_BYTES", between(64 << 10, (2 << 20) / n, 1 << 20));
   layout.cells = n <= 8 ? 16 : 8;
   layout.cell_bytes = asked("LOCKSTEP_CELL_BYTES", between(256, (64 << 10) / (n * n), 8 << 10));
   layout.lane_bytes = asked("LOCKSTEP_LANE_BYTES", between(4096, (4 << 20) / (n * n), 256 << 10));

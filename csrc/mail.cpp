@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "failure.h"
+#include "reduce.h"
 
 namespace lockstep {
 
@@ -284,7 +285,7 @@ void Mail::deliver(const Post& message, int source, const Cell& cell, const char
     return;
   }
   if (cell.ticket < 0) {
-    std::memcpy(message->data, payload, cell.bytes);
+    copy_bytes(message->data, payload, cell.bytes);
     finish(message, done);
   } else if (take(message, source, cell)) {
     close(source, cell, 1);
@@ -297,7 +298,7 @@ void Mail::deliver(const Post& message, int source, const Cell& cell, const char
 // Copies a long message out of the sender's memory, where that is possible.
 bool Mail::take(const Post& message, int source, const Cell& cell) {
   if (cell.place.shared()) {
-    std::memcpy(message->data, group_.neighbours().at(cell.place, cell.bytes), cell.bytes);
+    copy_bytes(message->data, group_.neighbours().at(cell.place, cell.bytes), cell.bytes);
     return true;
   }
   return read_private(source, cell, message->data);
@@ -348,7 +349,7 @@ void Mail::stream_in(int source, std::vector<Post>& done) {
   uint32_t drained = in.drained.load(std::memory_order_relaxed);
   while (message.moved < message.bytes && drained != in.filled.load(std::memory_order_acquire)) {
     const uint64_t bytes = std::min(half, message.bytes - message.moved);
-    std::memcpy(message.data + message.moved, lane(source, me_, drained), bytes);
+    copy_bytes(message.data + message.moved, lane(source, me_, drained), bytes);
     message.moved += bytes;
     in.drained.store(++drained, std::memory_order_release);
     group_.record(source).bell.ring();
@@ -400,7 +401,7 @@ bool Mail::announce(const Post& message, std::vector<Post>& done) {
   if (tail - out.head.load(std::memory_order_acquire) >= group_.layout().cells) return false;
   Cell& place = cell(me_, target, tail);
   if (message->bytes <= group_.layout().cell_bytes) {
-    std::memcpy(payload(place), message->data, message->bytes);
+    stream_bytes(payload(place), message->data, message->bytes);
     finish(message, done);
   } else {
     std::vector<bool> used(kTickets, false);
@@ -427,7 +428,7 @@ void Mail::stream_out(int target, Message& message) {
   while (message.moved < message.bytes &&
          filled - out.drained.load(std::memory_order_acquire) < 2) {
     const uint64_t bytes = std::min(half, message.bytes - message.moved);
-    std::memcpy(lane(me_, target, filled), message.data + message.moved, bytes);
+    stream_bytes(lane(me_, target, filled), message.data + message.moved, bytes);
     message.moved += bytes;
     out.filled.store(++filled, std::memory_order_release);
     group_.record(target).bell.ring();

@@ -27,7 +27,7 @@ struct Job {
   }
 
   void small() {
-    std::memcpy(turn.my_slot(), data, count * item());
+    stream_bytes(turn.my_slot(), data, count * item());
     turn.arrive();
     if (!gets()) return;
     std::vector<const char*> inputs;
@@ -63,7 +63,7 @@ struct Job {
     for (int rank = 0; rank < turn.size(); ++rank) {
       if (rank == turn.rank()) continue;
       const Slice slice = slice_of(whole.size(), turn.size(), rank, item());
-      std::memcpy(stage + slice.begin * item(), data + (whole.begin + slice.begin) * item(),
+      stream_bytes(stage + slice.begin * item(), data + (whole.begin + slice.begin) * item(),
                   slice.size() * item());
     }
   }
@@ -93,7 +93,7 @@ struct Job {
       const int rank = (turn.rank() + ahead) % turn.size();
       const Slice slice = slice_of(whole.size(), turn.size(), rank, item());
       const char* stage = turn.stage(rank, first + static_cast<uint32_t>(k));
-      std::memcpy(data + (whole.begin + slice.begin) * item(), stage + slice.begin * item(),
+      copy_bytes(data + (whole.begin + slice.begin) * item(), stage + slice.begin * item(),
                   slice.size() * item());
     }
   }
@@ -131,8 +131,10 @@ struct Job {
   }
 
   void large() {
-    const size_t line = kLine / item();
-    width = std::max(turn.group().layout().stage_bytes / item() / line * line, line);
+    // Four pieces or more, so that copying and combining of two ranks overlap.
+    const size_t line = kLine / item(), stage = turn.group().layout().stage_bytes;
+    const size_t piece = std::min(stage, std::max(stage / 8, count * item() / 4));
+    width = std::max(piece / item() / line * line, line);
     first = turn.round();
     Call& mine = turn.mine();
     mine.place = Heap::here().find(data, count * item());

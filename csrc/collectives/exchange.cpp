@@ -56,7 +56,7 @@ class Passage {
       for (int d = 0; d < n_; ++d) {
         const Block& block = blocks_.send[d];
         if (d == me_ || block.bytes <= k * piece()) continue;
-        std::memcpy(stage + lane(d), block.data + k * piece(),
+        stream_bytes(stage + lane(d), block.data + k * piece(),
                     std::min(piece(), block.bytes - k * piece()));
         if (blocks_.same) break;
       }
@@ -114,7 +114,7 @@ class Passage {
     for (int d = 0; d < n_; ++d) {
       const Block& block = blocks_.send[d];
       if (d == me_ || !block.bytes) continue;
-      std::memcpy(to, block.data, block.bytes);
+      stream_bytes(to, block.data, block.bytes);
       if (blocks_.same) break;
       to += lines(block.bytes);
     }
@@ -155,7 +155,7 @@ void exchange(Turn& turn, const Exchange& blocks) {
     for (int ahead = 1; ahead < turn.size(); ++ahead) {
       const int s = (turn.rank() + ahead) % turn.size();
       if (!passage.staged(s) || passage.expected(s) <= k * piece) continue;
-      std::memcpy(blocks.receive[s].data + k * piece, passage.incoming(s, k),
+      copy_bytes(blocks.receive[s].data + k * piece, passage.incoming(s, k),
                   std::min(piece, passage.expected(s) - k * piece));
     }
   }

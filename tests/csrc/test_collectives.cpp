@@ -60,7 +60,7 @@ struct Buffer {
   Buffer(const std::vector<float>& from, bool in_heap) : shared(in_heap) {
     const size_t bytes = std::max<size_t>(from.size() * sizeof(float), 1);
     data = static_cast<float*>(shared ? Heap::here().allocate(bytes) : std::malloc(bytes));
-    std::memcpy(data, from.data(), from.size() * sizeof(float));
+    if (!from.empty()) std::memcpy(data, from.data(), from.size() * sizeof(float));
   }
   ~Buffer() { shared ? Heap::here().free(data) : std::free(data); }
 };
