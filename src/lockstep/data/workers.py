@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Generator, Iterable
-from contextlib import closing
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ def seeded_in_process(source: Iterable[Item], pin_memory: bool) -> Items:
     """Do so without touching the random numbers of the user's own code, once an item."""
     with closing(in_process(source, pin_memory)) as items:
         while True:
-            with isolated(everything=True):
+            with isolated(everything=True), _one_thread():
                 item = next(items, None)
             if item is None:
                 return
@@ -65,18 +66,36 @@ def in_workers(
             yield aligned(item)  # here, and not in the worker: moving to this process moves it
     except SampleError:
         raise
-    except RuntimeError as error:  # torch's only sign of a worker that is silent
-        raise _failed(error) from None
+    except RuntimeError as error:  # torch's only sign of a worker that died or is silent
+        raise _failed(error, cast(Any, items)._workers) from None
     finally:
         cast(Any, items)._shutdown_workers()
+
+
+def _exit(worker: BaseProcess) -> str:
+    code = worker.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    return f"process {worker.pid} {how}"
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute as torch's workers do, so that their number does not show in the bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _unchanged(item: Any) -> Any:
     return item
 
 
-def _failed(error: RuntimeError) -> SampleError:
+def _failed(error: RuntimeError, workers: Sequence[BaseProcess] = ()) -> SampleError:
     words = str(error).strip().splitlines() or [type(error).__name__]
+    words = [_exit(worker) for worker in workers if worker.exitcode] or words
     if "timed out" in words[0]:
         return SampleError(
             f"the loader workers gave no batch: {words[0]}; "

@@ -1,0 +1,152 @@
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, get_worker_info
+
+from lockstep.data.loader import Batches
+from lockstep.errors import DatasetError, SampleError
+
+
+class Numbers(Dataset[Any]):
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index)
+
+
+def workers() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def shared_memory() -> set[str]:
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.glob("torch_*")} if folder.is_dir() else set()
+
+
+def until(condition: Any, seconds: float = 20.0) -> bool:
+    """Poll `condition` until it holds; False at the deadline."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    children, threads, segments = workers(), set(threading.enumerate()), shared_memory()
+    files = psutil.Process().num_fds()
+    yield
+    gc.collect()
+    assert workers() <= children
+    assert set(threading.enumerate()) <= threads
+    assert shared_memory() <= segments
+    assert psutil.Process().num_fds() <= files
+
+
+@pytest.mark.parametrize("ends", ["break", "raise", "whole", "held"])
+def test_nothing_is_left_however_iterating_ends(ends: str) -> None:
+    before = workers()
+    seen = []
+    batches = iter(Batches(Numbers(), 4, num_workers=2))
+    try:
+        for _batch in batches:
+            seen.append(len(workers() - before))
+            if ends == "raise":
+                raise KeyError
+            if ends in ("break", "held"):
+                break
+    except KeyError:
+        assert ends == "raise"
+    assert seen[0] == 2
+    del _batch
+    if ends == "held":
+        assert len(workers() - before) == 2
+    del batches
+
+
+def test_a_worker_computes_with_one_thread() -> None:
+    class Threads(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return torch.tensor([torch.get_num_threads(), 0 if get_worker_info() is None else 1])
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for num_workers in (0, 1):
+            batch = next(iter(Batches(Threads(), 2, num_workers=num_workers)))
+            assert batch.microbatches[0].data.tolist() == [[1, num_workers]]
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_killed_worker_is_one_sentence() -> None:
+    class Deadly(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return torch.tensor(index)
+
+    begun = time.monotonic()
+    with pytest.raises(SampleError, match=r"^a loader worker failed: .*(SIGKILL|Killed)"):
+        list(Batches(Deadly(), 4, shuffle=False, num_workers=2))
+    assert time.monotonic() - begun < 20
+
+
+def test_a_worker_killed_during_a_step_is_the_same_sentence() -> None:
+    """torch tells the main thread at once, wherever it is."""
+    before = workers()
+    batches = iter(Batches(Numbers(), 4, num_workers=2))
+    next(batches)
+    os.kill(min(workers() - before), signal.SIGKILL)
+    with pytest.raises(SampleError, match="killed by signal: Killed"):
+        assert until(lambda: False)  # a step that goes on
+    del batches
+
+
+def test_a_silent_worker_is_named_at_the_deadline(tmp_path: Path) -> None:
+    reached = tmp_path / "reached"
+
+    class Blocking(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index == 6:
+                reached.touch()
+                time.sleep(60)
+            return torch.tensor(index)
+
+    with pytest.raises(SampleError, match=r"timed out after 0.5 seconds; look for a"):
+        list(Batches(Blocking(), 4, shuffle=False, num_workers=1, timeout=0.5))
+    assert reached.exists()
+
+
+def test_workers_beside_a_gloo_group(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(3))
+        batches = list(Batches(Numbers(), 40, num_workers=2))
+        dist.all_reduce(torch.ones(3))
+    finally:
+        dist.destroy_process_group()
+    assert sum(batch.size for batch in batches) == 400
+
+
+def test_a_daemon_may_not_start_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    import multiprocessing
+
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    with pytest.raises(DatasetError, match="a daemon process may not start loader workers"):
+        Batches(Numbers(), 4, num_workers=1)
