@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from lockstep.run.world import shutdown as shutdown
     from lockstep.run.world import world as world
     from lockstep.run.world import world_size as world_size
+    from lockstep.train.data_parallel import DataParallel as DataParallel
+    from lockstep.train.digest import digest as digest
+    from lockstep.train.forward import accuracy as accuracy
+    from lockstep.train.trainer import Trainer as Trainer
+    from lockstep.train.weight import target_weight as target_weight
 
 # name -> the module that defines it
 PUBLIC = {
@@ -34,6 +39,11 @@ PUBLIC = {
     "local_world_size": "run.world",
     "shutdown": "run.world",
     "partition": "data.partition",
+    "Trainer": "train.trainer",
+    "accuracy": "train.forward",
+    "target_weight": "train.weight",
+    "digest": "train.digest",
+    "DataParallel": "train.data_parallel",
     "LockstepError": "errors",
 }
 
