@@ -1,60 +1,246 @@
-"""Run a script or module on N ranks of this host, as `python` would run it alone."""
+"""Run a script, module or program on N ranks of this host, and supervise it.
+
+lockstep run ── template ── rank 0 ── stdout, stderr ──┐
+     │                 └─── rank 1 ── stdout, stderr ──┤
+     └── reads every line, shows it, writes the logs <─┘
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 import secrets
-from collections.abc import Sequence
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
 
-from lockstep.errors import UsageError
-from lockstep.run import preload
+from lockstep.errors import FileError, RankError, UsageError
+from lockstep.run import preload, stack
 from lockstep.run.assignment import Assignment
 from lockstep.run.channel import Message
 from lockstep.run.job import Job
-from lockstep.run.launch import bind_loopback
+from lockstep.run.output import Output
+from lockstep.run.plan import STDERR, STDOUT, Plan
+from lockstep.run.verdict import signal_name, spoken
 
-__all__ = ["run_script"]
+__all__ = ["Interrupted", "run_plan"]
+
+RUNS = "runs"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LINGER = 5.0  # seconds that ranks may go on alone after one returned, before they are asked
+TAIL = 12  # lines of the failed rank that are shown again at the end
 
 
-def run_script(script: str, arguments: Sequence[str], nprocs: int, *, module: bool = False) -> None:
-    """Run `script` on `nprocs` ranks and wait for them.
+class Interrupted(Exception):
+    """The launcher was told to stop, by signal `number`."""
 
-    Rank 0 inherits standard input, the others read an empty one. Raises RankError
-    for the first rank that fails, UsageError where there is nothing to run.
+    def __init__(self, number: int) -> None:
+        super().__init__(signal_name(number))
+        self.number = number
+
+
+def run_plan(plan: Plan) -> None:
+    """Run what `plan` says and wait for it; nothing is left when this returns or raises.
+
+    Raises RankError for the first rank that fails, after its last lines were
+    shown; UsageError where there is nothing to run; FileError where its logs
+    cannot be written; Interrupted after a signal.
     """
-    if nprocs < 1:
-        raise UsageError(f"--nproc-per-node {nprocs}: a world has at least one rank")
-    if not module and not os.path.exists(script):
-        raise UsageError(f"there is no script {script!r} in {os.getcwd()}")
-    job = Job(preload.template().open_job(), nprocs, None)
-    listening = bind_loopback()
-    port = listening.getsockname()[1]
-    assignment = Assignment(nprocs, "127.0.0.1", port, run=secrets.token_hex(4))
-    job.start_store(listening.fileno(), port)
-    listening.close()
-    null = os.open(os.devnull, os.O_RDONLY)
-    for rank in range(nprocs):
-        task = _task(script, arguments, module, assignment.variables(rank))
-        job.start_rank(rank, task, (null if rank else 0, 1, 2), null)
-    os.close(null)
-    try:
-        error = job.watch(None)
-    finally:
-        job.terminate()
+    _check_target(plan)
+    folder = _log_folder(plan)
+    with _interruptible():
+        job = _start(plan, folder)
+        watcher = Lingering(job)
+        try:
+            error = job.watch(tick=watcher.look)
+        except Interrupted as interruption:
+            if job.running:
+                _say(f"{interruption}: ending {spoken(job.running)}")
+            raise
+        finally:
+            job.terminate()
+    _complain(job)
     if error is not None:
-        raise error
+        raise _with_last_lines(job, error)
 
 
-def _task(
-    script: str, arguments: Sequence[str], module: bool, variables: dict[str, str]
-) -> Message:
+def _check_target(plan: Plan) -> None:
+    """Say once, before anything starts, what every rank would say."""
+    if plan.kind != "script":
+        return
+    path = Path(plan.target)
+    if not path.exists():
+        raise UsageError(f"there is no script {plan.target!r} in {os.getcwd()}")
+    if path.is_dir():
+        if not (path / "__main__.py").exists():
+            raise UsageError(f"{plan.target!r} is a folder without a __main__.py")
+        return
+    try:
+        compile(path.read_bytes(), plan.target, "exec", dont_inherit=True)
+    except OSError as error:
+        raise UsageError(f"{plan.target!r} cannot be read: {error.strerror}") from None
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        said = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UsageError(f"{plan.target}{line} is no Python: {said}") from None
+
+
+def _log_folder(plan: Plan) -> Path | None:
+    """Make the run's folder; None where the usual place cannot be written."""
+    stem = "run" if plan.kind == "program" else Path(plan.target).stem.rpartition(".")[2]
+    name = f"{stem or 'run'}-{datetime.datetime.now():%Y-%m-%d-%H%M}"
+    parent = Path(plan.log_dir) if plan.log_dir is not None else Path(RUNS)
+    try:
+        return _fresh(parent, name)
+    except OSError as error:
+        if plan.log_dir is not None:
+            raise FileError(f"--log-dir {plan.log_dir} cannot be used: {error.strerror}") from None
+        _say(f"no logs are kept: {parent}/{name} cannot be made ({error.strerror})")
+        return None
+
+
+def _fresh(parent: Path, name: str) -> Path:
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            if not parent.is_dir():
+                raise
+            number += 1
+        else:
+            return folder
+
+
+def _start(plan: Plan, folder: Path | None) -> Job:
+    run = plan.run or secrets.token_hex(4)
+    first = plan.host * plan.nprocs
+    job = Job(preload.template().open_job(), range(first, first + plan.nprocs))
+    try:
+        port = job.serve_store(plan.address, plan.port) if plan.host == 0 else plan.port
+        assignment = Assignment(
+            plan.nprocs, plan.address, port, run, plan.hosts, plan.host, plan.role
+        )
+        null = os.open(os.devnull, os.O_RDONLY)
+        for local_rank in range(plan.nprocs):
+            rank = first + local_rank
+            task = _task(plan, assignment.variables(local_rank), folder)
+            job.start(rank, task, null, _output(plan, local_rank, rank, folder))
+        os.close(null)
+    except BaseException:
+        job.terminate()
+        raise
+    return job
+
+
+def _output(plan: Plan, local_rank: int, rank: int, folder: Path | None) -> Output:
+    consoles: list[BinaryIO | None] = [
+        console.buffer if plan.shows(local_rank, stream) else None
+        for stream, console in ((STDOUT, sys.stdout), (STDERR, sys.stderr))
+    ]
+    log = None if folder is None else folder / f"rank-{rank}.log"
+    prefixed = plan.nprocs * plan.hosts > 1
+    return Output(rank, log, (consoles[0], consoles[1]), prefixed=prefixed)
+
+
+def _task(plan: Plan, variables: dict[str, str], folder: Path | None) -> Message:
+    target = plan.target
+    module = plan.kind == "module"
+    where = {} if folder is None else {"LOCKSTEP_RUN": str(folder.resolve())}
     return {
-        "task": "module" if module else "script",
-        "target": script,
-        "fresh": False,
-        "environ": {"OMP_NUM_THREADS": "1", **os.environ, **variables},
+        "task": plan.kind,
+        "target": target,
+        "fresh": plan.fresh,
+        "flags": preload.interpreter_flags(),
+        "environ": {"OMP_NUM_THREADS": "1", **os.environ, **variables, **where},
         "cwd": os.getcwd(),
-        "argv": [script, *arguments],
+        "argv": [*(() if plan.kind == "program" else (target,)), *plan.arguments],
         "path": None,
-        "first_path": os.getcwd() if module else os.path.dirname(os.path.realpath(script)),
+        "first_path": os.getcwd() if module else os.path.dirname(os.path.realpath(target)),
     }
+
+
+class Lingering:
+    """Says once who returned, and who was stopped, while other ranks wait for them."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._next = time.monotonic() + LINGER
+        self._said: set[int] = set()
+
+    def look(self) -> None:
+        """Look, at most every few seconds, whether there is something to say."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + LINGER
+        for rank in self._job.running:
+            if rank not in self._said and self._job.whereabouts(rank) == "stopped":
+                self._said.add(rank)
+                pid = self._job.pids[rank]
+                _say(f"rank {rank} is stopped, process {pid}: kill -CONT {pid} lets it go on")
+        self._look_for_leavers()
+
+    def _look_for_leavers(self) -> None:
+        outcomes = self._job.outcomes.values()
+        left = [o.rank for o in outcomes if o.left and o.rank not in self._said]
+        if not left:
+            return
+        places = []
+        for rank in self._job.running:
+            dump = self._job.dump(rank)
+            if stack.waiting(dump):
+                places.append(f"rank {rank} waits {stack.where(dump)}".strip())
+        if places:
+            self._said.update(left)
+            _say(f"{spoken(left)} returned (exit status 0), while {'; '.join(places)}")
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Turn the signals that ask a program to stop into an exception, once."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in SIGNALS:  # the ranks are being ended: that takes five seconds at most
+            signal.signal(each, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    before = {number: signal.signal(number, interrupt) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _with_last_lines(job: Job, error: RankError) -> RankError:
+    """Show the failed rank's last lines again, where others printed between; name its log."""
+    output = job.outputs.get(-1 if error.rank is None else error.rank)
+    if output is None:
+        return error
+    lines = list(output.last)[-TAIL:]
+    if len(job.outcomes) > 1 and lines:
+        _say(f"the last lines of rank {error.rank}:")
+        sys.stderr.flush()
+        sys.stderr.buffer.write(b"".join(b"    " + line + b"\n" for line in lines))
+        sys.stderr.flush()
+    log = "" if output.log is None else f"; its log: {output.log}"
+    told = RankError(f"{error}{log}")
+    told.rank, told.status = error.rank, error.status
+    return told
+
+
+def _complain(job: Job) -> None:
+    for output in job.outputs.values():
+        if output.complaint is not None:
+            _say(output.complaint)
+
+
+def _say(sentence: str) -> None:
+    print(f"lockstep: {sentence}", file=sys.stderr, flush=True)

@@ -145,8 +145,9 @@ class Template:
     def _signal(self, job: Job, message: Message) -> None:
         for pid, rank in job.ranks.items():
             if rank == message["rank"]:
+                send = os.killpg if message["group"] else os.kill
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, message["number"])
+                    send(pid, message["number"])
 
     def _reap(self) -> None:
         """Report every rank that ended; what it left in its process group is ended too."""
