@@ -16,6 +16,10 @@ from lockstep.errors import LockstepError
 COMMANDS = {
     "run": "run a script or module on N ranks",
     "train": "train a recipe on real data",
+    "report": "render a run's record as a page, Markdown or a picture",
+    "compare": "compare runs: speed, digests, environment",
+    "runs": "list the runs of a folder",
+    "doctor": "test what is here, and say what would break a run",
 }
 
 

@@ -121,9 +121,9 @@ def test_ranks_that_come_and_go(tmp_path, monkeypatch):
 
 
 def test_no_record_there(tmp_path):
-    with pytest.raises(UsageError, match="holds no run"):
+    with pytest.raises(UsageError, match="there is no run at"):
         read(tmp_path)
-    with pytest.raises(UsageError, match="holds no run"):
+    with pytest.raises(UsageError, match="there is no run at"):
         read(tmp_path / "nowhere")
 
 

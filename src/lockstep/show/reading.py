@@ -110,7 +110,9 @@ def read(folder: Path) -> Run:
                 locked = is_locked(file.fileno())
                 age = time.time() - os.fstat(file.fileno()).st_mtime
         except (FileNotFoundError, NotADirectoryError):
-            raise UsageError(f"{folder} holds no run: there is no {path}") from None
+            raise UsageError(
+                f"there is no run at {folder}: {path} does not exist; `lockstep runs` lists the runs"
+            ) from None
         except OSError as error:
             raise FileError(f"{path} cannot be read ({error.strerror})") from None
     if gathered.bad and not gathered.good:
