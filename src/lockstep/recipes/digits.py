@@ -13,7 +13,7 @@ from lockstep.recipes.network import digit_network as network
 
 __all__ = ["DEFAULTS", "load", "network"]
 
-DEFAULTS = {"epochs": 20, "batch_size": 32, "lr": 0.05, "momentum": 0.5}
+DEFAULTS = {"epochs": 30, "batch_size": 32, "lr": 0.05, "momentum": 0.5}
 
 HELD_OUT = 0.2
 SPLIT_SEED = 0
