@@ -14,12 +14,12 @@ import gc
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ import orjson
 from lockstep.errors import FileError, UsageError
 from lockstep.show.record import FILE, VERSION
 
-__all__ = ["PARTS", "Run", "State", "Steps", "read"]
+__all__ = ["PARTS", "Run", "State", "Steps", "glance", "read"]
 
 Column = npt.NDArray[np.float64]
 State = Literal["done", "failed", "running", "died"]
@@ -39,6 +39,7 @@ PARTS = ("compute", "communication", "waiting", "data")
 
 SCALARS = ("t", "step", "epoch", "loss", "samples", "seconds", "lr")
 BLOCK = 1 << 17  # bytes read at a time: what they are parsed into stays in the cache
+TAIL = 1 << 17  # bytes at a record's end that a glance reads
 YOUNG = 120.0  # seconds without a line after which a run on another host counts as dead
 
 
@@ -100,21 +101,34 @@ def read(folder: Path) -> Run:
         UsageError: there is no record.
         FileError: it cannot be read, or holds not one line of a record.
     """
+    with patient_collector():
+        return run_of(folder, Gathered.take_all)
+
+
+def glance(folder: Path) -> Run:
+    """Read the first line of a record and its last ones only: fast, however long it is.
+
+    The run's `steps` and `epochs` are then the last few. Raises as `read` does.
+    """
+    return run_of(folder, Gathered.take_ends)
+
+
+def run_of(folder: Path, take: Callable[[Gathered, BinaryIO], None]) -> Run:
+    """Open a record, let `take` read it, and return the run."""
     path = Path(folder)
     path = path / FILE if path.is_dir() else path
     gathered = Gathered()
-    with patient_collector():
-        try:
-            with path.open("rb") as file:
-                gathered.take_all(file)
-                locked = is_locked(file.fileno())
-                age = time.time() - os.fstat(file.fileno()).st_mtime
-        except (FileNotFoundError, NotADirectoryError):
-            raise UsageError(
-                f"there is no run at {folder}: {path} does not exist; `lockstep runs` lists the runs"
-            ) from None
-        except OSError as error:
-            raise FileError(f"{path} cannot be read ({error.strerror})") from None
+    try:
+        with path.open("rb") as file:
+            take(gathered, file)
+            locked = is_locked(file.fileno())
+            age = time.time() - os.fstat(file.fileno()).st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(
+            f"there is no run at {folder} ({path} does not exist); `lockstep runs` lists them"
+        ) from None
+    except OSError as error:
+        raise FileError(f"{path} cannot be read ({error.strerror})") from None
     if gathered.bad and not gathered.good:
         raise FileError(f"{path} is not the record of a run: none of its lines is one of a record")
     return gathered.run(path.parent, locked, age)
@@ -133,7 +147,17 @@ class Gathered:
         self.bad = 0
         self.truncated = False
 
-    def take_all(self, file: Any) -> None:
+    def take_ends(self, file: BinaryIO) -> None:
+        """Read the first line, and the lines that begin in the last bytes of `file`."""
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if size > 2 * TAIL:
+            self.take(self.objects([file.readline()]))
+            file.seek(size - TAIL)
+            file.readline()  # the rest of a line that began before
+        self.take_all(file)
+
+    def take_all(self, file: BinaryIO) -> None:
         """Read `file` to its end, a block of lines at a time."""
         while lines := file.readlines(BLOCK):
             if not lines[-1].endswith(b"\n") and not is_json(lines[-1]):

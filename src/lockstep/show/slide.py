@@ -25,10 +25,11 @@ __all__ = ["draw"]
 WIDTH, HEIGHT, MARGIN = 1200, 675, 56
 INK, SOFT, FAINT, PAPER, WASH = "#16202e", "#5a6675", "#e4e8ee", "#ffffff", "#f5f7fa"
 LINES = ("#0b6bb8", "#d1570c")
-BANDS = ("#cfe2f2", "#f7dfd0")
+BANDS = ("#b5d3ec", "#f3cdb4")
 FILLS = dict(zip(PARTS, ("#0b6bb8", "#e3a008", "#aab4c0", "#b9509a"), strict=True))
 STATES = {"done": "#157f4d", "failed": "#b3261e", "died": "#b3261e", "running": "#8a5a00"}
 RANKS = 4  # ranks drawn at most
+DOTS = 40  # evaluations drawn as dots; more are a line
 
 
 def draw(run: Run) -> Picture:
@@ -104,7 +105,9 @@ def draw_band(picture: Picture, series: Series, x: Axis, y: Axis, box: Frame) ->
     under = points(across, y.place(curve.low), box)
     for high, low in zip(over, under, strict=True):
         if len(high) > 1:
-            picture.add(Area([*high, *reversed(low)], BANDS[series.colour % 2]))
+            colour = BANDS[series.colour % 2]
+            outline = [*high, *reversed(low)]  # its line keeps a peak of one step in sight
+            picture.add(Area(outline, colour), Line([*outline, high[0]], colour, 1.25))
 
 
 def draw_line(picture: Picture, series: Series, x: Axis, y: Axis, box: Frame) -> None:
@@ -112,7 +115,7 @@ def draw_line(picture: Picture, series: Series, x: Axis, y: Axis, box: Frame) ->
     colour = LINES[series.colour % 2]
     stretches = points(x.place(series.curve.x), y.place(series.curve.mean), box)
     for stretch in stretches:
-        if series.role == "dots" or len(stretch) == 1:
+        if (series.role == "dots" and len(series.curve) <= DOTS) or len(stretch) == 1:
             picture.add(*(Dot(across, down, 4, colour) for across, down in stretch))
         else:
             picture.add(Line(stretch, colour, 1.75))
@@ -137,7 +140,7 @@ def splits(picture: Picture, run: Run, x: float, y: float, width: float) -> None
     picture.add(Label(x, y, "Where the time went", 17, INK, bold=True))
     for number, row in enumerate(rows[:RANKS]):
         top = y + 18 + number * 22
-        at, room = x + 56, (width - 120) * row.length
+        at, room = x + 56, (width - 140) * row.length
         picture.add(Label(x, top + 12, f"rank {row.rank}", 13, SOFT))
         for name, share in row.shares.items():
             picture.add(Box(at, top, room * share, 16, FILLS[name]))

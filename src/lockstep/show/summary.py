@@ -143,22 +143,31 @@ def slowest_step(run: Run) -> SlowStep | None:
     if not np.isfinite(seconds).any():
         return None
     at = int(np.nanargmax(seconds))
-    part, rank = "", 0
-    rows = run.steps.ranks
-    if rows.shape[1] and np.isfinite(rows[at]).any():
-        usual = np.nan_to_num(np.nanmedian(rows[max(0, at - 500) : at + 500], axis=0))
-        above = np.where(np.isfinite(rows[at]), rows[at] - usual, -np.inf)
-        rank, which = (int(index) for index in np.unravel_index(np.argmax(above), above.shape))
-        part = PARTS[which]
-    usual_seconds = median(seconds)
+    usual = median(seconds)
+    part, rank = cause(run, at, float(seconds[at]) - usual)
     return SlowStep(
         step=int(np.nan_to_num(run.steps.step[at])),
         epoch=int(np.nan_to_num(run.steps.epoch[at])),
         seconds=float(seconds[at]),
-        medians=float(seconds[at]) / usual_seconds if usual_seconds > 0 else math.nan,
+        medians=float(seconds[at]) / usual if usual > 0 else math.nan,
         part=part,
         rank=rank,
     )
+
+
+def cause(run: Run, at: int, excess: float) -> tuple[str, int]:
+    """Return the part and rank that account for most of a step's excess; ("", 0) if none does.
+
+    Waiting is never the cause: a rank waits for what another one does.
+    """
+    rows = run.steps.ranks
+    near = rows[max(0, at - 500) : at + 500]
+    if not np.isfinite(rows[at]).any():
+        return "", 0
+    above = np.nan_to_num(rows[at] - np.median(np.nan_to_num(near), axis=0))
+    above[:, PARTS.index("waiting")] = 0.0
+    rank, part = (int(index) for index in np.unravel_index(np.argmax(above), above.shape))
+    return (PARTS[part], rank) if above[rank, part] > excess / 2 else ("", 0)
 
 
 def last_time(run: Run) -> float:
