@@ -19,8 +19,8 @@ from lockstep.run import preload
 TESTS = str(Path(__file__).parent)
 PATIENCE = 5.0  # seconds that something may take to disappear after a test
 
-# Variables that pytest itself changes from test to test.
-PYTESTS_OWN = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION", "COLUMNS")
+# Variables that pytest changes from test to test, and one that torch's compiler sets when loaded.
+PYTESTS_OWN = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION", "COLUMNS", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def pytest_collection_finish() -> None:
@@ -48,6 +48,7 @@ def ranks() -> Callable[..., list[Any]]:
             finally:
                 lockstep.shutdown()
 
+        preload.template(trains=True)
         return lockstep.launch(rank, nprocs=n, timeout=timeout)
 
     return run

@@ -176,7 +176,7 @@ def _start(
     fn: Callable[..., Any], args: Sequence[Any], nprocs: int, start_method: str, pass_rank: bool
 ) -> Job:
     works = [_pack(fn, (rank, *args) if pass_rank else args) for rank in range(nprocs)]
-    template = preload.fork() if start_method == "fork" else preload.template()
+    template = _template(start_method, works[0])
     own = template if start_method == "fork" else None
     job = Job(template.open_job(), range(nprocs), own)
     port = job.serve_store(LOOPBACK, 0)
@@ -186,6 +186,12 @@ def _start(
         job.start(rank, _task(assignment.variables(rank), start_method == "spawn"), work)
         os.close(work)
     return job
+
+
+def _template(start_method: str, packed: bytes) -> preload.Preloaded:
+    if start_method == "fork":
+        return preload.fork()
+    return preload.template(trains=preload.trains(packed))
 
 
 def _task(variables: dict[str, str], fresh: bool) -> Message:

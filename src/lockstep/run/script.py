@@ -122,7 +122,8 @@ def _fresh(parent: Path, name: str) -> Path:
 def _start(plan: Plan, folder: Path | None) -> Job:
     run = plan.run or secrets.token_hex(4)
     first = plan.host * plan.nprocs
-    job = Job(preload.template().open_job(), range(first, first + plan.nprocs))
+    template = preload.template(trains=_trains(plan))
+    job = Job(template.open_job(), range(first, first + plan.nprocs))
     try:
         port = job.serve_store(plan.address, plan.port) if plan.host == 0 else plan.port
         assignment = Assignment(
@@ -138,6 +139,12 @@ def _start(plan: Plan, folder: Path | None) -> Job:
         job.terminate()
         raise
     return job
+
+
+def _trains(plan: Plan) -> bool:
+    with contextlib.suppress(OSError):
+        return plan.kind == "script" and preload.trains(Path(plan.target).read_bytes())
+    return False
 
 
 def _output(plan: Plan, local_rank: int, rank: int, folder: Path | None) -> Output:

@@ -13,7 +13,8 @@
 It stays single-threaded, so that a fork is safe, and never computes. It watches
 the launcher (end of file on the first socket, and a pidfd where there are some,
 for another child of the launcher may hold the socket open). When the launcher is
-gone it kills every process group it started and ends. When the template itself
+gone it kills every process group it started and ends; retired, with the first
+socket closed, it ends after its last job. When the template itself
 is killed, the ranks' life line (run/rank.py) breaks.
 """
 
@@ -27,6 +28,7 @@ import selectors
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -54,6 +56,7 @@ class Template:
         self._main = channel
         self._jobs: dict[int, Job] = {}
         self._leftover: dict[int, float] = {}  # process groups to kill, and when
+        self._retired = False  # no more jobs will come; those that run go on
         self._life = os.pipe()
         self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -72,16 +75,20 @@ class Template:
         """Serve until the launcher is gone, then return None; in a forked rank, its task."""
         while True:
             for key, _ in self._selector.select(self._patience()):
-                if key.fileobj in (self._main, self._launcher):
-                    if key.fileobj is self._launcher or not self._accept():
-                        self._end()
-                        return None
+                if key.fileobj == self._launcher:
+                    self._end()
+                    return None
+                if key.fileobj is self._main:
+                    self._retired = not self._accept()
                 elif key.fileobj is self._wake[0]:
                     self._drain()
                 elif task := self._serve_job(self._jobs.get(key.fd)):
                     return task
             self._reap()
             self._kill_leftover()
+            if self._retired and not (self._jobs and self._launcher is not None):
+                self._end()
+                return None
 
     def _patience(self) -> float | None:
         if not self._leftover:
@@ -91,6 +98,7 @@ class Template:
     def _accept(self) -> bool:
         received = self._main.receive()
         if received is None:
+            self._selector.unregister(self._main)
             return False
         channel = adopt(received[1][0])
         self._jobs[channel.fileno()] = Job(channel)
@@ -203,10 +211,9 @@ class Template:
                 os.killpg(group, signal.SIGKILL)
 
 
-def main(descriptor: int, launcher: int) -> None:
+def main(descriptor: int, launcher: int, modules: Sequence[str]) -> None:
     """Import what ranks need, serve, and in a forked rank run its task to the end."""
-    # The second is imported by torch.use_deterministic_algorithms, in 1.4 seconds.
-    for name in ("lockstep.run.world", "torch._inductor.config", "cloudpickle"):
+    for name in modules:
         importlib.import_module(name)
     gc.freeze()  # ranks neither search nor copy what was here before them
     task = Template(adopt(descriptor), launcher).serve()
