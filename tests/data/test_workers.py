@@ -47,18 +47,16 @@ def until(condition: Any, seconds: float = 20.0) -> bool:
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     children, threads, segments = workers(), set(threading.enumerate()), shared_memory()
-    files = psutil.Process().num_fds()
     yield
     gc.collect()
     assert workers() <= children
     assert set(threading.enumerate()) <= threads
     assert shared_memory() <= segments
-    assert psutil.Process().num_fds() <= files
 
 
 @pytest.mark.parametrize("ends", ["break", "raise", "whole", "held"])
 def test_nothing_is_left_however_iterating_ends(ends: str) -> None:
-    before = workers()
+    before, files = workers(), psutil.Process().num_fds()
     seen = []
     batches = iter(Batches(Numbers(), 4, num_workers=2))
     try:
@@ -75,6 +73,8 @@ def test_nothing_is_left_however_iterating_ends(ends: str) -> None:
     if ends == "held":
         assert len(workers() - before) == 2
     del batches
+    assert workers() == before
+    assert psutil.Process().num_fds() <= files
 
 
 def test_a_worker_computes_with_one_thread() -> None:
@@ -117,6 +117,23 @@ def test_a_worker_killed_during_a_step_is_the_same_sentence() -> None:
     del batches
 
 
+def test_a_death_whose_signal_got_lost_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler's exception can come up where Python ignores it; then torch waited on."""
+    monkeypatch.setattr("lockstep.data.workers.GLANCE", 0.2)
+    batches = iter(Batches(Numbers(), 4, num_workers=1))
+    before = workers()
+    next(batches)
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        os.kill(*(workers() - before), signal.SIGKILL)
+        with pytest.raises(
+            SampleError, match=r"^a loader worker failed: process \d+ was killed by"
+        ):
+            list(batches)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
 def test_a_silent_worker_is_named_at_the_deadline(tmp_path: Path) -> None:
     reached = tmp_path / "reached"
 
@@ -127,7 +144,7 @@ def test_a_silent_worker_is_named_at_the_deadline(tmp_path: Path) -> None:
                 time.sleep(60)
             return torch.tensor(index)
 
-    with pytest.raises(SampleError, match=r"timed out after 0.5 seconds; look for a"):
+    with pytest.raises(SampleError, match=r"gave no batch within 0\.5 s; look for a sample"):
         list(Batches(Blocking(), 4, shuffle=False, num_workers=1, timeout=0.5))
     assert reached.exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from multiprocessing.process import BaseProcess
@@ -21,6 +22,8 @@ from lockstep.randomness import isolated
 __all__ = ["Items", "in_process", "in_workers", "seeded_in_process"]
 
 Items = Generator[Item, None, None]
+
+GLANCE = 2.0  # seconds between two looks at whether the workers live
 
 
 def in_process(source: Iterable[Item], pin_memory: bool) -> Items:
@@ -55,18 +58,18 @@ def in_workers(
         num_workers=workers,
         collate_fn=_unchanged,
         pin_memory=pin_memory,
-        timeout=timeout,
+        timeout=min(timeout, GLANCE),
         # torch draws the workers' seed here, and not from the user's generator
         generator=torch.Generator().manual_seed(seed),
     )
     items = iter(loader)
     _translate_deaths()
     try:
-        for item in items:
+        while (item := _awaited(items, timeout)) is not None:
             yield aligned(item)  # here, and not in the worker: moving to this process moves it
     except SampleError:
         raise
-    except RuntimeError as error:  # torch's only sign of a worker that died or is silent
+    except RuntimeError as error:  # torch's only sign of a worker that died
         raise _failed(error, cast(Any, items)._workers) from None
     finally:
         cast(Any, items)._shutdown_workers()
@@ -93,14 +96,29 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
+def _awaited(items: Iterator[Item], timeout: float) -> Item | None:
+    """Wait for the next item; None at the end. SampleError after `timeout` seconds.
+
+    torch looks whether its workers live only when its own timeout is over, and the
+    signal of a death can get lost: so it is given a short one, again and again.
+    """
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            return next(items, None)
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                raise
+            if time.monotonic() >= end:
+                raise SampleError(
+                    f"the loader workers gave no batch within {timeout:g} s; "
+                    "look for a sample that blocks, or raise the loader's timeout"
+                ) from None
+
+
 def _failed(error: RuntimeError, workers: Sequence[BaseProcess] = ()) -> SampleError:
     words = str(error).strip().splitlines() or [type(error).__name__]
     words = [_exit(worker) for worker in workers if worker.exitcode] or words
-    if "timed out" in words[0]:
-        return SampleError(
-            f"the loader workers gave no batch: {words[0]}; "
-            "look for a sample that blocks, or raise the loader's timeout"
-        )
     return SampleError(
         f"a loader worker failed: {words[0].strip().rstrip('.')}; "
         "out of memory, or a crash in the dataset's own code, are the usual reasons"
