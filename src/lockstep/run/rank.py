@@ -129,9 +129,9 @@ def execute_afresh(message: Message, report: int, work: int) -> NoReturn:
     """Become a fresh interpreter that does the same task (start method "spawn")."""
     for descriptor in (report, work):
         os.set_inheritable(descriptor, True)
-    order = {**message, "environ": None, "path": [*sys.path, *message["path"]]}
+    order = {**message, "environ": None}
     code = (
-        f"import sys; sys.path[:] = {order['path']!r}; from lockstep.run.rank import main; "
+        f"import sys; sys.path[:] = {_path(message)!r}; from lockstep.run.rank import main; "
         f"main({json.dumps(order)!r}, {report}, {work})"
     )
     os.execve(sys.executable, [sys.executable, *message["flags"], "-c", code], message["environ"])
@@ -179,7 +179,7 @@ def _dress(message: Message) -> None:
     """Give a forked process what a fresh interpreter would have found."""
     os.environ.clear()
     os.environ.update(message["environ"])
-    sys.path[:] = message["path"] or [message["first_path"], *sys.path[1:]]
+    sys.path[:] = _path(message)
     sys.argv[:] = message["argv"]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -188,6 +188,11 @@ def _dress(message: Message) -> None:
         sys.modules["torch"].set_num_threads(int(threads))  # libgomp read it before the fork
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # else every rank draws the template's numbers
+
+
+def _path(message: Message) -> list[str]:
+    """Return the launcher's path for a function; for a script what `python SCRIPT` has."""
+    return message["path"] or [message["first_path"], *sys.path[1:]]
 
 
 def work_and_report(message: Message, report: Channel, work: int) -> int:

@@ -92,7 +92,7 @@ def _check_target(plan: Plan) -> None:
 
 def _log_folder(plan: Plan) -> Path | None:
     """Make the run's folder; None where the usual place cannot be written."""
-    stem = "run" if plan.kind == "program" else Path(plan.target).stem.rpartition(".")[2]
+    stem = plan.target.rpartition(".")[2] if plan.kind == "module" else Path(plan.target).stem
     name = f"{stem or 'run'}-{datetime.datetime.now():%Y-%m-%d-%H%M}"
     parent = Path(plan.log_dir) if plan.log_dir is not None else Path(RUNS)
     try:
