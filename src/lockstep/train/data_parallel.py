@@ -67,13 +67,13 @@ class DataParallel(nn.Module):
         super().__init__()
         world()
         self.module = module
-        self._origin: nn.Module = getattr(module, "_orig_mod", module)
-        self._prefix = "module." if self._origin is module else "module._orig_mod."
+        origin = self._origin
+        self._prefix = "module." if origin is module else "module._orig_mod."
         self._broadcast_buffers = broadcast_buffers
         self._group = group
-        require_same({"model": describe(self._origin)}, group)
-        broadcast_tensors([*self._origin.parameters(), *self._origin.buffers()], group)
-        named = list(self._origin.named_parameters())
+        require_same({"model": describe(origin)}, group)
+        broadcast_tensors([*origin.parameters(), *origin.buffers()], group)
+        named = list(origin.named_parameters())
         self._names = [name for name, _ in named]
         self._parameters_in_order = [parameter for _, parameter in named]
         self._trained = [parameter.requires_grad for parameter in self._parameters_in_order]
@@ -98,6 +98,12 @@ class DataParallel(nn.Module):
             if self._broadcast_buffers:
                 broadcast_tensors(list(self._origin.buffers()), self._group)
         return self.module(*args, **kwargs)
+
+    @property
+    def _origin(self) -> nn.Module:
+        """The module without the compiler's wrapper; no attribute, which would register it."""
+        origin: nn.Module = getattr(self.module, "_orig_mod", self.module)
+        return origin
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
