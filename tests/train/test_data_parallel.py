@@ -183,24 +183,23 @@ def alone():
     ls.shutdown()
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_state_dict_has_the_modules_own_names(compiled):
-    module = net()
-    wrapped = ls.DataParallel(torch.compile(module, backend="eager") if compiled else module)
-    assert list(wrapped.state_dict()) == list(module.state_dict())
-    other = net(seed=9)
-    assert wrapped.load_state_dict(other.state_dict()).missing_keys == []
-    assert ls.digest(module.state_dict()) == ls.digest(other.state_dict())
-    outer = nn.ModuleDict({"inside": wrapped, "beside": nn.Linear(1, 1)})
-    state = outer.state_dict()
-    assert list(state) == [
-        *(f"inside.{name}" for name in module.state_dict()),
-        "beside.weight",
-        "beside.bias",
-    ]
-    outer.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
-    assert not module.first.weight.any()
+def test_the_state_dict_has_the_modules_own_names(ranks, compiled):
+    def names():
+        module = net()
+        wrapped = ls.DataParallel(torch.compile(module, backend="eager") if compiled else module)
+        assert list(wrapped.state_dict()) == list(module.state_dict())
+        other = net(seed=9)
+        assert wrapped.load_state_dict(other.state_dict()).missing_keys == []
+        assert ls.digest(module.state_dict()) == ls.digest(other.state_dict())
+        outer = nn.ModuleDict({"inside": wrapped, "beside": nn.Linear(1, 1)})
+        state = outer.state_dict()
+        outer.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
+        return list(state), list(module.state_dict()), bool(module.first.weight.any())
+
+    ((nested, own, kept),) = ranks(names, 1, timeout=100.0)
+    assert nested == [*(f"inside.{name}" for name in own), "beside.weight", "beside.bias"]
+    assert not kept
 
 
 @pytest.mark.usefixtures("alone")
