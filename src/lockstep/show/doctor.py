@@ -26,6 +26,7 @@ CHECKS: dict[str, Check] = {
     "torch": software.torch_build,
     "environment": network.place,
     "cores": machine.cores,
+    "micro-batches": machine.microbatches,
     "memory": machine.memory,
     "memory speed": machine.memory_speed,
     "shared memory": machine.shared_memory,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import statistics
@@ -17,12 +18,22 @@ from lockstep.show.finding import Finding, Question, bad, good, note
 from lockstep.show.machine import processor, usable_cores
 from lockstep.show.summary import many
 
-__all__ = ["clock", "cores", "disk", "memory", "memory_speed", "open_files", "shared_memory"]
+__all__ = [
+    "clock",
+    "cores",
+    "disk",
+    "memory",
+    "memory_speed",
+    "microbatches",
+    "open_files",
+    "shared_memory",
+]
 
 RANK_BYTES = 400e6  # what a rank takes with torch loaded, before any model
 CGROUP = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
 SHM_ENOUGH = 1 << 30
+MICROBATCHES = 8  # as the Trainer's default
 COPIED = 64 << 20
 FILES_A_RANK = 64
 FILES_BESIDES = 128
@@ -47,6 +58,24 @@ def cores(question: Question) -> Iterator[Finding]:
         yield good("cores", f"{what}; enough for {asked}")
 
 
+def microbatches(question: Question) -> Iterator[Finding]:
+    """Say how evenly the default number of micro-batches falls on that many replicas."""
+    busiest = math.ceil(MICROBATCHES / question.ranks)
+    gain = MICROBATCHES / busiest
+    what = f"{MICROBATCHES} (the default) on {many(question.ranks, 'replica')}"
+    if question.ranks > MICROBATCHES:
+        advice = f"give at least as many: --microbatches {question.ranks}"
+        yield note("micro-batches", f"{what}: some would have none, which is refused", advice)
+    elif MICROBATCHES % question.ranks:
+        yield note(
+            "micro-batches",
+            f"{what}: at best {words.short(gain)} times one replica's speed",
+            "a number of replicas that divides the micro-batches keeps all of them busy",
+        )
+    else:
+        yield good("micro-batches", f"{what}: {many(busiest, 'micro-batch', 'es')} each")
+
+
 def cpu_quota() -> float | None:
     """Return the cores' worth of time that the container may use; None without a limit."""
     with contextlib.suppress(OSError, ValueError):
@@ -65,10 +94,11 @@ def memory(question: Question) -> Iterator[Finding]:
     if limit is not None and limit < free:
         what, free = f"{words.size(limit)} left of the container's limit", limit
     needed = question.ranks * RANK_BYTES
+    wanted = f"{many(question.ranks, 'rank')} take about {words.size(needed)}"
     if free < needed:
         yield bad(
             "memory",
-            f"{what}; {many(question.ranks, 'rank')} take about {words.size(needed)} before any model",
+            f"{what}; {wanted} before any model",
             "start fewer ranks, or end other programs",
         )
     else:
