@@ -236,6 +236,7 @@ def test_the_position_counts_batches_handed_out_not_prefetched(num_workers: int)
     resumed.load_state_dict(batches.state_dict())
     assert len(list(resumed)) == 7
     assert len(list(resumed)) == 10  # a second pass is a whole one
+    assert resumed.position == 10
 
 
 def test_a_finished_epoch_has_nothing_left() -> None:

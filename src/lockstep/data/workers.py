@@ -69,7 +69,7 @@ def in_workers(
             yield aligned(item)  # here, and not in the worker: moving to this process moves it
     except SampleError:
         raise
-    except RuntimeError as error:  # torch's only sign of a worker that died
+    except Exception as error:  # a dead worker shows as broken pipes, too: whatever it is
         raise _failed(error, cast(Any, items)._workers) from None
     finally:
         cast(Any, items)._shutdown_workers()
@@ -116,7 +116,11 @@ def _awaited(items: Iterator[Item], timeout: float) -> Item | None:
                 ) from None
 
 
-def _failed(error: RuntimeError, workers: Sequence[BaseProcess] = ()) -> SampleError:
+def _failed(error: Exception, workers: Sequence[BaseProcess] = ()) -> SampleError:
+    """Say it by the exit of a worker where there is one, else by torch's words."""
+    end = time.monotonic() + (1.0 if workers else 0.0)
+    while not any(worker.exitcode for worker in workers) and time.monotonic() < end:
+        time.sleep(0.005)  # the pipes of a killed process break before it is dead
     words = str(error).strip().splitlines() or [type(error).__name__]
     words = [_exit(worker) for worker in workers if worker.exitcode] or words
     return SampleError(
