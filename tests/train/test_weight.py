@@ -112,7 +112,7 @@ def test_ignored_targets_without_a_weight_are_pointed_out_once(ranks):
 
     ((message,),) = ranks(warned, 1)
     assert "weight=lockstep.target_weight" in message
-    assert "rank 0, step 0, micro-batch 1: 1 targets are ignored" in message
+    assert "rank 0, step 0, micro-batch 1: some targets are ignored" in message
 
 
 def test_a_batch_that_weighs_nothing_is_an_error(ranks):

@@ -30,7 +30,7 @@ from lockstep.comm.exact import ExactSum, in_layout_of
 from lockstep.comm.transfer import broadcast_tensors
 from lockstep.errors import GradientError, UsageError
 from lockstep.run.world import world
-from lockstep.train.agreement import describe, require_same
+from lockstep.train.agreement import agree
 from lockstep.train.gradients import BUCKET_BYTES
 
 __all__ = ["DataParallel"]
@@ -71,8 +71,7 @@ class DataParallel(nn.Module):
         self._prefix = "module." if origin is module else "module._orig_mod."
         self._broadcast_buffers = broadcast_buffers
         self._group = group
-        require_same({"model": describe(origin)}, group)
-        broadcast_tensors([*origin.parameters(), *origin.buffers()], group)
+        agree(origin, {}, group)
         named = list(origin.named_parameters())
         self._names = [name for name, _ in named]
         self._parameters_in_order = [parameter for _, parameter in named]
