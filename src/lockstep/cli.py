@@ -56,5 +56,7 @@ def main() -> None:
     try:
         cli.main(standalone_mode=True)
     except LockstepError as error:
+        for note in getattr(error, "__notes__", ()):  # a rank's traceback
+            click.echo(note, err=True)
         click.echo(f"lockstep: {error}", err=True)
         sys.exit(error.exit_status)
