@@ -36,13 +36,15 @@ class Axis:
     ticks: tuple[Tick, ...] = ()
 
     def place(self, values: Column) -> Column:
-        """Return where `values` lie, 0 to 1; NaN where a logarithm has no place for them."""
+        """Return where `values` lie, 0 to 1; NaN where a logarithm has no place for them.
+
+        What lies beyond the axis lies at its end.
+        """
         low, high = self.low, self.high
         if self.is_log:
-            with np.errstate(invalid="ignore", divide="ignore"):
-                values = np.log(np.where(values > 0, values, np.nan))
+            values = np.log(np.where(values > 0, values, np.nan))
             low, high = math.log(low), math.log(high)
-        return (values - low) / (high - low)
+        return np.clip((values - low) / (high - low), 0.0, 1.0)
 
     def with_ticks(self, marks: Sequence[float], label: Label) -> Axis:
         """Return the axis with a tick at each of `marks`."""
@@ -72,7 +74,11 @@ def spanning(low: float, high: float, label: Label = words.count, count: int = 6
 
 
 def logarithmic(low: float, high: float, label: Label = words.short) -> Axis:
-    """Return a logarithmic axis for positive values, with round numbers as ticks."""
+    """Return a logarithmic axis for positive values, with round numbers as ticks.
+
+    It reaches down from `high` by twelve decades at most.
+    """
+    low = max(low, high * 1e-12)
     if not high > low:
         low, high = low / 2, high * 2
     margin = (high / low) ** 0.03
