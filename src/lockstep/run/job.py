@@ -54,6 +54,7 @@ class Job:
         self._own_template = own_template
         self._reports: dict[int, Channel] = {}
         self._stacks: dict[int, int] = {}
+        self._printed: set[int] = set()
         self._memory_ends = memory.counted()
         self._selector = selectors.DefaultSelector()
         self._listen(channel.fileno(), self._take_news)
@@ -95,6 +96,7 @@ class Job:
         output.started()
         self.outputs[rank] = output
         for stream in output.streams:
+            self._printed.add(stream.reading)
             self._listen(stream.reading, partial(output.read, stream))
 
     # --- watching -------------------------------------------------------------------------
@@ -124,7 +126,9 @@ class Job:
 
     def pump(self, patience: float) -> None:
         """Wait for news of the ranks, at most `patience` seconds, and take it in."""
-        for key, _ in self._selector.select(patience):
+        events = self._selector.select(patience)
+        # What ranks print comes last: a report says how to show what was printed after it.
+        for key, _ in sorted(events, key=lambda event: event[0].fd in self._printed):
             # An earlier callback of this round may have closed what this one is about.
             if self._selector.get_map().get(key.fd) is key and not key.data():
                 self._selector.unregister(key.fd)
@@ -154,11 +158,15 @@ class Job:
     # --- ending ---------------------------------------------------------------------------
 
     def terminate(self, grace: float = GRACE) -> None:
-        """End every rank: SIGTERM, after `grace` seconds SIGKILL, by process group."""
+        """End every rank: SIGTERM, after `grace` seconds SIGKILL, by process group.
+
+        A rank that has reported an error is ending by itself, and still printing it.
+        """
+        active = [rank for rank in self.running if self.outcomes[rank].error is None]
         for number in (signal.SIGTERM, signal.SIGCONT):  # a stopped one is to hear it too
-            self._signal_running(number)
+            self._end(active, number)
         if not self._pump_until(time.monotonic() + grace):
-            self._signal_running(signal.SIGKILL)
+            self._end(self.running, signal.SIGKILL)
             self._pump_until(time.monotonic() + GRACE)
         self.close()
 
@@ -187,8 +195,8 @@ class Job:
         with contextlib.suppress(OSError):
             self._channel.send(order)
 
-    def _signal_running(self, number: int) -> None:
-        for rank in self.running:
+    def _end(self, ranks: Sequence[int], number: int) -> None:
+        for rank in ranks:
             self.outcomes[rank].ended_by_us = True
             self.signal(rank, number)
 
@@ -291,6 +299,9 @@ class Job:
                 outcome.returned, outcome.when = True, message["time"]
             case "error":
                 outcome.error = message
+                if consequence(outcome) and rank in self.outputs:
+                    where = f" ({message['where']})" if message["where"] else ""
+                    self.outputs[rank].hush(f"lost the connection to another rank{where}")
         return True
 
 

@@ -74,6 +74,12 @@ class Output:
         self._show(stream, stream.lines.feed(data, time.monotonic()))
         return True
 
+    def hush(self, sentence: str) -> None:
+        """Show one sentence in place of what comes on stderr; the log still gets all."""
+        errors = self.streams[1]
+        self._show(errors, [*errors.lines.rest(), sentence.encode()])
+        errors.console = None
+
     def tick(self) -> None:
         """Show unfinished lines that have waited long enough."""
         now = time.monotonic()

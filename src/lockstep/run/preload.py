@@ -38,7 +38,8 @@ class Preloaded:
         self._channel = channel
         self._launcher = os.getpid()
         self._variables = read_once(os.environ)
-        self._lock = threading.Lock()
+        self._retired: list[Preloaded] = []
+_lock = threading.Lock()
         self._ended = False
 
     def fits(self, *, trains: bool) -> bool:
@@ -47,7 +48,7 @@ class Preloaded:
             self._launcher == os.getpid()
             and self._trains >= trains
             and self._variables == read_once(os.environ)
-            and not self._wait(os.WNOHANG)
+            and not self.ended()
         )
 
     def open_job(self) -> Channel:
@@ -68,6 +69,10 @@ class Preloaded:
         if self._launcher == os.getpid():
             self._wait(0)
 
+    def ended(self) -> bool:
+        """Whether it has ended; then it is no zombie any more either."""
+        return self._wait(os.WNOHANG)
+
     def _wait(self, options: int) -> bool:
         if not self._ended:
             try:
@@ -78,6 +83,7 @@ class Preloaded:
 
 
 _current: Preloaded | None = None
+_retired: list[Preloaded] = []
 _lock = threading.Lock()
 
 
@@ -99,6 +105,7 @@ def template(*, trains: bool = False) -> Preloaded:
     with _lock:
         if _current is not None and not _current.fits(trains=trains):
             _current.retire()
+            _retired.append(_current)
             _current = None
         if _current is None:
             _current = _start(trains)
@@ -112,7 +119,11 @@ def trains(text: bytes) -> bool:
 
 
 def template_pid() -> int | None:
-    """Return the process id of this process's template; None where there is none yet."""
+    """Return the process id of this process's template; None where there is none yet.
+
+    Retired ones that have ended are waited for on the way.
+    """
+    _retired[:] = [each for each in _retired if not each.ended()]
     return None if _current is None else _current.pid
 
 

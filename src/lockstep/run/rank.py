@@ -26,7 +26,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import CodeType, ModuleType, TracebackType
@@ -257,12 +256,6 @@ def _send_error(report: Channel, error: BaseException, *, shown: bool) -> int:
     error.__traceback__ = _own_frames(error.__traceback__)
     plain = isinstance(error, LockstepError)
     text = "".join(traceback.format_exception(error))
-    if shown:
-        show: Callable[..., object] = sys.excepthook
-        if plain:
-            print(f"lockstep: {error}", file=sys.stderr)
-        else:
-            show(type(error), error, error.__traceback__)
     with contextlib.suppress(OSError):
         report.send(
             {
@@ -275,6 +268,10 @@ def _send_error(report: Channel, error: BaseException, *, shown: bool) -> int:
                 "plain": plain,
             }
         )
+    if shown and plain:
+        print(f"lockstep: {error}", file=sys.stderr)
+    elif shown:
+        sys.excepthook(type(error), error, error.__traceback__)
     if isinstance(error, KeyboardInterrupt):
         return 130
     return error.exit_status if isinstance(error, LockstepError) else 1
