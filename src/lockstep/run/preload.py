@@ -38,8 +38,7 @@ class Preloaded:
         self._channel = channel
         self._launcher = os.getpid()
         self._variables = read_once(os.environ)
-        self._retired: list[Preloaded] = []
-_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._ended = False
 
     def fits(self, *, trains: bool) -> bool:
