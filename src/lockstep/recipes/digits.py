@@ -1,4 +1,4 @@
-"""digits: the 1,797 handwritten digits of the UCI set, packaged; 360 are held out."""
+"""digits: the 1,797 handwritten digits of the UCI set, packaged; 359 are held out."""
 
 from __future__ import annotations
 
