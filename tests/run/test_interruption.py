@@ -83,6 +83,26 @@ def test_a_killed_launcher_leaves_nobody(waiting):
     until(lambda: not any(map(alive, below)), "ranks outlived their launcher")
 
 
+def test_another_child_of_a_killed_launcher_does_not_keep_its_ranks_alive():
+    program = """
+import lockstep, os, signal, sys
+pids = lockstep.launch(signal.pause, nprocs=2, join=False).processes
+child = os.fork()  # holds a copy of every socket of the launcher
+if child == 0: sys.stdin.read(); os._exit(0)
+print(child, *pids, flush=True)
+signal.pause()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as launcher:
+        child, *ranks = map(int, launcher.stdout.readline().split())
+        assert all(map(alive, ranks))
+        launcher.kill()
+        until(lambda: not any(map(alive, ranks)), "ranks outlived their launcher")
+        assert alive(child)
+    until(lambda: not alive(child), "the child did not end with its standard input")
+
+
 def test_a_killed_template_ends_the_ranks_and_is_said(waiting):
     launcher, below = waiting
     (template,) = psutil.Process(launcher.pid).children()

@@ -224,6 +224,16 @@ raise ValueError("enough")
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
 
 
+def test_what_a_rank_leaves_running_when_it_returns_is_ended_too(run):
+    source = """
+import subprocess
+with open("child", "w") as file: file.write(str(subprocess.Popen(["sleep", "1000"]).pid))
+"""
+    run(source, flags="-n 1")
+    child = int(Path("child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+
 def test_a_stopped_rank_is_named(run, capfdbinary, monkeypatch):
     def say_and_let_it_go_on(sentence: str) -> None:
         say(sentence)
