@@ -36,7 +36,7 @@ FLAGS = (
 class Browser:
     """One page of a headless Chromium; `errors` and `requests` collect what it reports."""
 
-    def __init__(self, width=1200, height=900, dark=False):
+    def __init__(self):
         self.errors, self.requests = [], []
         self._number, self._buffer = 0, b""
         self._profile = tempfile.mkdtemp(prefix="lockstep-chromium-")
@@ -50,9 +50,6 @@ class Browser:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._ask(f"{domain}.enable")
-        self.resize(width, height)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._ask("Emulation.setEmulatedMedia", {"features": [scheme]})
 
     def _start(self, to_it, from_it):
         shell = f'exec 3<&{to_it} 4>&{from_it}; exec "$@"'
@@ -103,6 +100,11 @@ class Browser:
         """Give the page another size, in CSS pixels."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._ask("Emulation.setDeviceMetricsOverride", size)
+
+    def darken(self, dark):
+        """Tell the page whether the reader wants it dark."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._ask("Emulation.setEmulatedMedia", {"features": [scheme]})
 
     def picture(self):
         """Return the page as PNG bytes."""

@@ -30,11 +30,21 @@ def pages(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def page():
+@pytest.fixture(scope="module")
+def chromium():
     opened = browser.Browser()
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def page(chromium):
+    """Return an empty page, as on a desk and in daylight."""
+    chromium.resize(1200, 900)
+    chromium.darken(False)
+    chromium.errors.clear()
+    chromium.requests.clear()
+    return chromium
 
 
 @needs_chromium
@@ -45,7 +55,7 @@ def test_hover_shows_a_points_values(page, pages):
     shown = page.evaluate(f"{TIP.format('loss')}.innerText")
     assert shown.split("\n") == ["step 9", "training 0.6493", "held out 0.3000"]
     page.move("#chart-seconds .plot", 13 / 19)
-    assert "100.0 ms" in page.evaluate(f"{TIP.format('seconds')}.innerText")
+    assert "a step 100 ms" in page.evaluate(f"{TIP.format('seconds')}.innerText")
     page.move("h1", 0.5)
     assert page.evaluate(f"{TIP.format('loss')}.hidden")
     assert page.errors == []
@@ -108,16 +118,12 @@ def test_a_page_asks_for_nothing_but_itself(page, pages):
 
 
 @needs_chromium
-def test_light_and_dark_follow_the_reader(pages):
+def test_light_and_dark_follow_the_reader(page, pages):
+    page.open(pages / "report.html")
     grounds = {}
     for dark in (False, True):
-        opened = browser.Browser(dark=dark)
-        try:
-            opened.open(pages / "report.html")
-            ground = "getComputedStyle(document.body).backgroundColor"
-            grounds[dark] = opened.evaluate(ground)
-        finally:
-            opened.close()
+        page.darken(dark)
+        grounds[dark] = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert grounds == {False: "rgb(255, 255, 255)", True: "rgb(16, 21, 28)"}
 
 

@@ -98,7 +98,8 @@ def memory_of(values: Column) -> float:
     1 for independent values. Taken of the values' ranks, up to the first lag
     that exceeds five times the sum so far.
     """
-    ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable") - (len(values) - 1) / 2
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts + 1) / 2)[which] - (len(values) - 1) / 2
     size = 1 << (2 * len(ranks) - 1).bit_length()
     power = np.abs(np.fft.rfft(ranks, size)) ** 2
     correlation = np.fft.irfft(power, size)[: len(ranks)]

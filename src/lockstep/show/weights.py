@@ -71,11 +71,14 @@ class Weights:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length if length < HEADER_AT_MOST else 0))
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            header.pop("__metadata__", None)
+            ends = [entry["data_offsets"][1] for entry in header.values()]
+            if 8 + length + max(ends, default=0) != len(self._data):
+                raise ValueError("cut off")
         except OSError as error:
             raise FileError(f"{path} cannot be read ({error.strerror})") from None
-        except ValueError:
+        except (ValueError, AttributeError, LookupError, TypeError):
             raise FileError(f"{path} is damaged, or no safetensors file") from None
-        header.pop("__metadata__", None)
         self.tensors: dict[str, dict[str, Any]] = header
         self._start = 8 + length
 
