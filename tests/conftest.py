@@ -81,18 +81,15 @@ def _news(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -
     news = []
     for what, things in after.items():
         changed = things.items() - before[what].items()
-        if what == "shared memory":
-            changed = {(name, "") for name, _ in changed if not _mapped_elsewhere(name)}
         news += [f"{what}: {key} {value}".strip() for key, value in sorted(changed)]
     gone = before["environment"].keys() - after["environment"].keys()
     return news + [f"environment: {name} is gone" for name in sorted(gone)]
 
 
-def _mapped_elsewhere(name: str) -> bool:
-    """Whether a shared-memory file is in use by a program that these tests did not start."""
-    own = {str(os.getpid()), *_processes()}
-    others = (pid for pid in os.listdir("/proc") if pid.isdigit() and pid not in own)
-    return any(f"/dev/shm/{name}" in "".join(_lines(f"/proc/{pid}/maps")) for pid in others)
+def _shared_memory() -> dict[str, str]:
+    """Return the files in shared memory; MPICH names and removes its own, also of other users."""
+    names = os.listdir("/dev/shm") if sys.platform == "linux" else []
+    return {name: "" for name in names if not name.startswith("mpich_shm_")}
 
 
 def _processes() -> dict[str, str]:

@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.commands.run import command, make_plan
 from lockstep.errors import FileError, RankError, UsageError
-from lockstep.run import script
+from lockstep.run import lingering
 from lockstep.run.script import run_plan
 
 CLI = [sys.executable, "-c", "from lockstep.cli import main; main()"]
@@ -239,9 +239,9 @@ def test_a_stopped_rank_is_named(run, capfdbinary, monkeypatch):
         say(sentence)
         os.kill(int(re.search(r"process (\d+)", sentence)[1]), signal.SIGCONT)
 
-    say = script._say
-    monkeypatch.setattr(script, "_say", say_and_let_it_go_on)
-    monkeypatch.setattr(script, "LINGER", 0.1)
+    say = lingering.say
+    monkeypatch.setattr(lingering, "say", say_and_let_it_go_on)
+    monkeypatch.setattr(lingering, "LINGER", 0.1)
     source = """
 import os, signal
 pid = os.getpid()
@@ -254,14 +254,14 @@ if os.environ["RANK"] == "1":
 
 
 def test_who_returned_while_a_stock_script_waits_is_said(run, capfdbinary, monkeypatch):
-    monkeypatch.setattr(script, "LINGER", 0.3)
+    monkeypatch.setattr(lingering, "LINGER", 0.3)
     source = """
 import os, datetime, torch.distributed as dist
 if os.environ["RANK"] == "0":
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
 """
     _, shown = failure(run, capfdbinary, source)
-    assert "lockstep: rank 1 returned (exit status 0), while rank 0 waits in " in shown
+    assert "lockstep: rank 1 returned, while rank 0 waits in " in shown
     assert "train.py:4" in shown
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.errors import LockstepError, RankError, UsageError
 from lockstep.run import rollcall
-from lockstep.run.environment import Place
+from lockstep.run.environment import Place, place
 from lockstep.run.rendezvous import interface
+from lockstep.run.world import _device
 
 
 @pytest.fixture
@@ -51,6 +52,22 @@ def test_asking_for_something_else_is_refused(alone):
         ls.init(timeout=200)
     ls.shutdown()
     assert ls.init(timeout=200).world_size == 1
+
+
+def test_a_local_rank_beyond_the_devices_is_refused():
+    def join(asked):
+        torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+        try:
+            return str(_device(asked, place(os.environ)))
+        except UsageError as error:
+            return str(error)
+
+    told = "rank 1 has local rank 1, but this host has 1 GPU(s): start at most 1 ranks here"
+    for asked in (None, "cuda"):
+        first, second = ls.launch(join, (asked,), 2, timeout=60)
+        assert first == "cuda:0"
+        assert second.startswith(told)
+    assert ls.launch(join, ("cpu",), 2, timeout=60) == ["cpu"] * 2
 
 
 @pytest.mark.parametrize("arguments", [{"threads": 0}, {"timeout": 0}])

@@ -135,9 +135,13 @@ class Job:
         for output in self.outputs.values():
             output.tick()
 
+    def stopped(self, rank: int) -> bool:
+        """Whether a running rank is stopped by a signal (SIGSTOP, Ctrl-Z), on Linux."""
+        return _state(self.pids.get(rank, 0)) == "T"
+
     def whereabouts(self, rank: int) -> str:
         """Say where a running rank is: "in all_reduce, train.py:31", "stopped", or nothing."""
-        if _state(self.pids.get(rank, 0)) == "T":
+        if self.stopped(rank):
             return "stopped"
         return stack.where(self.dump(rank))
 

@@ -16,6 +16,7 @@ from lockstep.run import preload
 from lockstep.run.assignment import Assignment
 from lockstep.run.channel import Message, parcel
 from lockstep.run.job import Job
+from lockstep.run.lingering import Lingering
 from lockstep.run.verdict import spoken
 
 __all__ = ["Launched", "launch"]
@@ -60,7 +61,7 @@ class Launched:
         until = None if timeout is None else time.monotonic() + timeout
         limits = [limit for limit in (until, self._deadline) if limit is not None]
         try:
-            error = self._job.watch(min(limits) if limits else None)
+            error = self._job.watch(min(limits) if limits else None, Lingering(self._job).look)
         except TimeoutError:
             if self._deadline is None or time.monotonic() < self._deadline:
                 late = spoken(self._job.running)

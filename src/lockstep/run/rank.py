@@ -21,6 +21,7 @@ import json
 import os
 import pickle
 import runpy
+import select
 import signal
 import sys
 import threading
@@ -40,7 +41,6 @@ __all__ = ["Task", "finish", "main", "tell"]
 F_SETSIG = 10  # fcntl's number on Linux: which signal an asynchronous descriptor sends
 LONGEST_REPORT = 1 << 16  # characters of a message or traceback that are sent on
 STORE_PATIENCE = timedelta(seconds=300)
-
 
 _report: Channel | None = None  # to the launcher, in the rank itself and not in its children
 _report_owner = 0
@@ -91,6 +91,8 @@ def hang_on(life: int, *, inherit: bool = False) -> None:
         fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(own, F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+        if select.select([own], [], [], 0)[0]:  # it broke before the kernel was asked
+            os.killpg(os.getpgrp(), signal.SIGKILL)
     except OSError:  # not Linux
         threading.Thread(target=_wait_for_end, args=(life,), daemon=True).start()
 

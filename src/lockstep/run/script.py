@@ -13,17 +13,17 @@ import os
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
 from lockstep.errors import FileError, RankError, UsageError
-from lockstep.run import preload, stack
+from lockstep.run import preload
 from lockstep.run.assignment import Assignment
 from lockstep.run.channel import Message
 from lockstep.run.job import Job
+from lockstep.run.lingering import Lingering, say
 from lockstep.run.output import Output
 from lockstep.run.plan import STDERR, STDOUT, Plan
 from lockstep.run.verdict import signal_name, spoken
@@ -32,7 +32,6 @@ __all__ = ["Interrupted", "run_plan"]
 
 RUNS = "runs"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LINGER = 5.0  # seconds that ranks may go on alone after one returned, before they are asked
 TAIL = 12  # lines of the failed rank that are shown again at the end
 
 
@@ -55,12 +54,11 @@ def run_plan(plan: Plan) -> None:
     folder = _log_folder(plan)
     with _interruptible():
         job = _start(plan, folder)
-        watcher = Lingering(job)
         try:
-            error = job.watch(tick=watcher.look)
+            error = job.watch(tick=Lingering(job).look)
         except Interrupted as interruption:
             if job.running:
-                _say(f"{interruption}: ending {spoken(job.running)}")
+                say(f"{interruption}: ending {spoken(job.running)}")
             raise
         finally:
             job.terminate()
@@ -100,7 +98,7 @@ def _log_folder(plan: Plan) -> Path | None:
     except OSError as error:
         if plan.log_dir is not None:
             raise FileError(f"--log-dir {plan.log_dir} cannot be used: {error.strerror}") from None
-        _say(f"no logs are kept: {parent}/{name} cannot be made ({error.strerror})")
+        say(f"no logs are kept: {parent}/{name} cannot be made ({error.strerror})")
         return None
 
 
@@ -174,41 +172,6 @@ def _task(plan: Plan, variables: dict[str, str], folder: Path | None) -> Message
     }
 
 
-class Lingering:
-    """Says once who returned, and who was stopped, while other ranks wait for them."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._next = time.monotonic() + LINGER
-        self._said: set[int] = set()
-
-    def look(self) -> None:
-        """Look, at most every few seconds, whether there is something to say."""
-        if time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + LINGER
-        for rank in self._job.running:
-            if rank not in self._said and self._job.whereabouts(rank) == "stopped":
-                self._said.add(rank)
-                pid = self._job.pids[rank]
-                _say(f"rank {rank} is stopped, process {pid}: kill -CONT {pid} lets it go on")
-        self._look_for_leavers()
-
-    def _look_for_leavers(self) -> None:
-        outcomes = self._job.outcomes.values()
-        left = [o.rank for o in outcomes if o.left and o.rank not in self._said]
-        if not left:
-            return
-        places = []
-        for rank in self._job.running:
-            dump = self._job.dump(rank)
-            if stack.waiting(dump):
-                places.append(f"rank {rank} waits {stack.where(dump)}".strip())
-        if places:
-            self._said.update(left)
-            _say(f"{spoken(left)} returned (exit status 0), while {'; '.join(places)}")
-
-
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
     """Turn the signals that ask a program to stop into an exception, once."""
@@ -218,7 +181,9 @@ def _interruptible() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise Interrupted(number)
 
-    before = {number: signal.signal(number, interrupt) for number in SIGNALS}
+    # What is ignored already stays so: nohup does that to SIGHUP.
+    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:
@@ -233,7 +198,7 @@ def _with_last_lines(job: Job, error: RankError) -> RankError:
         return error
     lines = list(output.last)[-TAIL:]
     if len(job.outcomes) > 1 and lines:
-        _say(f"the last lines of rank {error.rank}:")
+        say(f"the last lines of rank {error.rank}:")
         sys.stderr.flush()
         sys.stderr.buffer.write(b"".join(b"    " + line + b"\n" for line in lines))
         sys.stderr.flush()
@@ -246,8 +211,4 @@ def _with_last_lines(job: Job, error: RankError) -> RankError:
 def _complain(job: Job) -> None:
     for output in job.outputs.values():
         if output.complaint is not None:
-            _say(output.complaint)
-
-
-def _say(sentence: str) -> None:
-    print(f"lockstep: {sentence}", file=sys.stderr, flush=True)
+            say(output.complaint)

@@ -94,7 +94,11 @@ def init(
     chosen = _device(device, place)
     _settle(threads, chosen)
     if not dist.is_initialized():
-        _join(place, backend or default_backend(chosen), timeout, chosen)
+        try:
+            _join(place, backend or default_backend(chosen), timeout, chosen)
+        except BaseException:
+            _give_back()
+            raise
     _current, _asked = _describe(place, chosen), asked
     atexit.unregister(shutdown)
     atexit.register(shutdown)
@@ -147,6 +151,11 @@ def shutdown() -> None:
     if _current is not None and dist.is_initialized():
         dist.destroy_process_group()
     _current, _asked = None, ()
+    _give_back()
+
+
+def _give_back() -> None:
+    """Unset the environment variables that init() set."""
     while _borrowed:
         os.environ.pop(_borrowed.pop(), None)
 
@@ -163,11 +172,12 @@ def _spoken(asked: tuple[object, ...]) -> str:
 
 
 def _device(asked: str | torch.device | None, place: Place) -> torch.device:
-    if asked is not None:
-        return torch.device(asked)
-    if not torch.cuda.is_available():
+    wanted = None if asked is None else torch.device(asked)
+    if wanted is not None and (wanted.type != "cuda" or wanted.index is not None):
+        return wanted
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted is None and not count:
         return torch.device("cpu")
-    count = torch.cuda.device_count()
     if place.local_rank >= count:
         raise UsageError(
             f"rank {place.rank} has local rank {place.local_rank}, but this host has {count} "
