@@ -308,6 +308,25 @@ def test_a_missing_script_is_said_with_its_folder(tmp_path, monkeypatch):
         run_plan(make_plan(params.pop("script"), params.pop("arguments"), params))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("-m no.such.module", r"^there is no module 'no', looked for from /"),
+        ("-m json.nothing", r"^there is no module 'json.nothing'"),
+        ("-m json", r"^'json' is a package without a __main__ module$"),
+        ("--no-python no-such-program", r"^there is no program 'no-such-program'"),
+        ("empty", r"^'empty' is a folder without a __main__\.py$"),
+    ],
+)
+def test_what_is_not_there_is_said_before_anything_starts(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    params = command.make_context("run", arguments.split()).params
+    with pytest.raises(UsageError, match=words):
+        run_plan(make_plan(params.pop("script"), params.pop("arguments"), params))
+    assert logs() == {}
+
+
 def test_logs_that_cannot_be_kept(run):
     Path("taken").write_text("")
     with pytest.raises(FileError, match=r"^--log-dir taken cannot be used"):

@@ -18,11 +18,24 @@ __all__ = ["command"]
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
+class Flag(click.Option):
+    """An option whose help shows its names with dashes alone."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the two columns of the help."""
+        names = self.opts
+        self.opts = [name for name in names if "_" not in name]
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.opts = names
+
+
 def flag(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Decorated]:
     """Return an option by its dashed name, which is accepted with underscores too."""
     parameter = name.replace("-", "_")
     names = dict.fromkeys([*more, f"--{name}", f"--{parameter}", parameter])
-    return click.option(*names, **settings)
+    return click.option(*names, cls=Flag, **settings)
 
 
 @click.command(
@@ -32,23 +45,53 @@ def flag(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Decora
         "help_option_names": ["-h", "--help"],
     }
 )
-@flag("nproc-per-node", "-n", default="1", help="Ranks on this host: a number, auto, cpu or gpu.")
-@flag("nnodes", default="1", help="Hosts.")
-@flag("node-rank", default=0, help="This host's number, from 0.")
-@flag("master-addr", default="", help="Address of host 0; loopback on one host.")
-@flag("master-port", default=0, help="Port on host 0; a free one on one host, else 29500.")
+@flag(
+    "nproc-per-node",
+    "-n",
+    metavar="N",
+    default="1",
+    help="Ranks on this host: a number, auto, cpu or gpu.",
+)
+@flag("nnodes", metavar="N", default="1", help="Hosts.")
+@flag("node-rank", metavar="N", default=0, help="This host's number, from 0.")
+@flag("master-addr", metavar="A", default="", help="Address of host 0; loopback on one host.")
+@flag(
+    "master-port",
+    metavar="P",
+    default=0,
+    help="Port on host 0; a free one on one host, else 29500.",
+)
 @flag("standalone", is_flag=True, help="One host, whatever the variables say.")
 @flag("module", "-m", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
 @flag("no-python", is_flag=True, help="SCRIPT is a program to execute.")
 @flag("start-method", type=click.Choice(["forkserver", "spawn"]), default="forkserver",
       help="Fork from a preloaded process, or a fresh interpreter each.")  # fmt: skip
-@flag("log-dir", default=None, help="Where the run's folder goes, in place of ./runs.")
-@flag("redirects", "-r", default="0", help="Streams for the log only: 1 stdout, 2 stderr, 3 both.")
-@flag("tee", "-t", default="3", help="Of these, streams shown all the same; 0:1,1:3 by rank.")
-@flag("local-ranks-filter", default="", help="Show only these local ranks: 0,2.")
-@flag("role", default="default", help="Word for ROLE_NAME.")
-@flag("rdzv-id", default="", help="The job's name, in place of a random one.")
-@flag("rdzv-endpoint", default="", help="HOST:PORT, in place of --master-addr and --master-port.")
+@flag(
+    "log-dir", metavar="DIR", default=None, help="Where the run's folder goes, in place of ./runs."
+)
+@flag(
+    "redirects",
+    "-r",
+    metavar="S",
+    default="0",
+    help="Streams for the log only: 1 stdout, 2 stderr, 3 both.",
+)
+@flag(
+    "tee",
+    "-t",
+    metavar="S",
+    default="3",
+    help="Of these, streams shown all the same; 0:1,1:3 by rank.",
+)
+@flag("local-ranks-filter", metavar="K,L", default="", help="Show only these local ranks: 0,2.")
+@flag("role", metavar="WORD", default="default", help="Word for ROLE_NAME.")
+@flag("rdzv-id", metavar="WORD", default="", help="The job's name, in place of a random one.")
+@flag(
+    "rdzv-endpoint",
+    metavar="A:P",
+    default="",
+    help="HOST:PORT, in place of --master-addr and --master-port.",
+)
 @flag("rdzv-backend", type=click.Choice(["static", "c10d"]), default="static", hidden=True)
 @flag("rdzv-conf", default="", hidden=True)
 @flag("max-restarts", default=0, hidden=True)

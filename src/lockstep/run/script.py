@@ -11,9 +11,11 @@ import contextlib
 import datetime
 import os
 import secrets
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -69,8 +71,29 @@ def run_plan(plan: Plan) -> None:
 
 def _check_target(plan: Plan) -> None:
     """Say once, before anything starts, what every rank would say."""
-    if plan.kind != "script":
-        return
+    check = {"script": _check_script, "module": _check_module, "program": _check_program}
+    check[plan.kind](plan)
+
+
+def _check_program(plan: Plan) -> None:
+    if shutil.which(plan.target) is None:
+        raise UsageError(f"there is no program {plan.target!r} that can be executed")
+
+
+def _check_module(plan: Plan) -> None:
+    """Find the module as an import would, but without running any of it."""
+    places, name = [os.getcwd(), *sys.path], ""
+    for part in plan.target.split("."):
+        name = f"{name}.{part}" if name else part
+        found = PathFinder.find_spec(name, places)
+        if found is None:
+            raise UsageError(f"there is no module {name!r}, looked for from {os.getcwd()}")
+        places = list(found.submodule_search_locations or ())
+    if places and PathFinder.find_spec(f"{name}.__main__", places) is None:
+        raise UsageError(f"{name!r} is a package without a __main__ module")
+
+
+def _check_script(plan: Plan) -> None:
     path = Path(plan.target)
     if not path.exists():
         raise UsageError(f"there is no script {plan.target!r} in {os.getcwd()}")
