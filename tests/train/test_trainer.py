@@ -348,6 +348,23 @@ def test_a_module_that_is_unfrozen_later_is_trained(ranks):
     assert found[0][1] is False
 
 
+def test_a_compiled_model_has_its_own_names_and_the_same_bits(ranks):
+    def train(compiled):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+        trainer = ls.Trainer(
+            torch.compile(model, backend="eager") if compiled else model,
+            nn.CrossEntropyLoss(),
+            SGD,
+            average=0.9,
+        )
+        trainer.step(rows(32).tensors)
+        return trainer.digest(), list(trainer.state_dict()["model"]) == list(model.state_dict())
+
+    found = ranks(train, 1, False) + ranks(train, 2, True, timeout=100.0)
+    assert found == [(found[0][0], True)] * 3
+
+
 # --- the record ---------------------------------------------------------------------------
 
 
@@ -476,6 +493,19 @@ def test_ranks_with_different_models_are_told_apart(ranks):
 
     for message in ranks(build, 2):
         assert "rank 1 has another model than rank 0" in message
+
+
+def test_ranks_with_different_data_are_told_apart(ranks):
+    def train():
+        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        try:
+            for batch in trainer.batches(rows(45 - dist.get_rank()), 16):
+                trainer.step(batch)
+        except DisagreementError as error:
+            return str(error)
+
+    for message in ranks(train, 2):
+        assert "rank 1 has a dataset of 44 samples, rank 0 one of 45" in message
 
 
 def test_every_rank_begins_with_rank_zeros_weights(ranks):

@@ -15,6 +15,7 @@ __all__ = ["command"]
 
 RECIPES = ("digits", "mnist")
 POSITIVE = click.IntRange(min=1)
+NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
 
 
 @click.command()
@@ -26,11 +27,17 @@ POSITIVE = click.IntRange(min=1)
 )  # fmt: skip
 @click.option("--epochs", type=POSITIVE, help="Times through the data.  [default: the recipe's]")
 @click.option("--batch-size", type=POSITIVE, help="Samples of a global batch, over all ranks.")
-@click.option("--lr", type=float, help="Learning rate of SGD.")
-@click.option("--momentum", type=float, help="Momentum of SGD.")
-@click.option("--seed", default=0, show_default=True, help="Of weights, order and dropout.")
+@click.option("--lr", type=NOT_NEGATIVE, help="Learning rate of SGD.")
+@click.option("--momentum", type=NOT_NEGATIVE, help="Momentum of SGD.")
+@click.option(
+    "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
+    help="Of weights, order and dropout.",
+)  # fmt: skip
 @click.option("--threads", default=1, show_default=True, type=POSITIVE, help="Threads a rank.")
-@click.option("--workers", default=0, show_default=True, help="Loader processes a rank.")
+@click.option(
+    "--workers", default=0, show_default=True, type=click.IntRange(min=0),
+    help="Loader processes a rank.",
+)  # fmt: skip
 @click.option("--bf16", is_flag=True, help="Mixed precision: bfloat16 by autocast.")
 @click.option("--data", metavar="DIR", help="Where the data is.  [mnist: data/mnist]")
 @click.option("--download", is_flag=True, help="Fetch missing data from a public mirror.")

@@ -181,7 +181,7 @@ class Step:
         assert self.batch is not None
         return Page(
             entries=[result.entry() for result in self._results],
-            buffers=self.buffers.findings(),
+            buffers=self.buffers.findings(alone=self.setting.replicas == 1),
             compute=self._compute,
             data=self.batch.seconds,
             memory=peak_memory(),
