@@ -103,6 +103,24 @@ signal.pause()
     until(lambda: not alive(child), "the child did not end with its standard input")
 
 
+def test_ctrl_c_in_a_program_ends_the_ranks_of_its_launch():
+    program = """
+import lockstep, os, signal
+def rank():
+    os.write(1, b"%d\\n" % os.getpid())
+    signal.pause()
+lockstep.launch(rank, nprocs=2)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as launcher:
+        ranks = [int(launcher.stdout.readline()) for _ in range(2)]
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(PATIENCE) == -signal.SIGINT
+        assert b"KeyboardInterrupt" in launcher.stderr.read()
+        assert not any(map(alive, ranks))
+
+
 def test_a_killed_template_ends_the_ranks_and_is_said(waiting):
     launcher, below = waiting
     (template,) = psutil.Process(launcher.pid).children()

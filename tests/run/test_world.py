@@ -20,11 +20,11 @@ from lockstep.run.world import _device
 
 @pytest.fixture
 def alone():
-    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     yield
     ls.shutdown()
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(strict)
+    torch.set_deterministic_debug_mode(mode)
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
@@ -52,6 +52,12 @@ def test_asking_for_something_else_is_refused(alone):
         ls.init(timeout=200)
     ls.shutdown()
     assert ls.init(timeout=200).world_size == 1
+
+
+def test_a_backend_that_is_not_here_is_refused_with_those_that_are(alone):
+    with pytest.raises(UsageError, match=r"no backend 'glue' here; there are .*gloo"):
+        ls.init(backend="cpu:gloo,cuda:glue")
+    assert not dist.is_initialized()
 
 
 def test_a_local_rank_beyond_the_devices_is_refused():

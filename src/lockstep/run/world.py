@@ -210,6 +210,7 @@ def _settle(threads: int, device: torch.device) -> None:
 def _join(place: Place, backend: str, timeout: float, device: torch.device) -> None:
     if timeout <= 0:
         raise UsageError(f"init(timeout={timeout}): a deadline is a positive number of seconds")
+    _check_backend(backend)
     began = time.monotonic()
     store = rendezvous.meet(place, timeout)
     _choose_interface(place)
@@ -230,6 +231,18 @@ def _join(place: Place, backend: str, timeout: float, device: torch.device) -> N
             f"rank {place.rank}: all {place.world_size} ranks came, but {backend} could not "
             f"connect them within {time.monotonic() - began:.0f} s: {said}"
         ) from error
+
+
+def _check_backend(backend: str) -> None:
+    """Refuse a backend that is not here, before the other ranks are waited for."""
+    for part in backend.split(","):
+        name = part.rpartition(":")[2]
+        if not dist.is_backend_available(name):
+            here = [each for each in dist.Backend.backend_list if dist.is_backend_available(each)]
+            raise UsageError(
+                f"init(backend={backend!r}): torch has no backend {name!r} here; there are "
+                f"{', '.join(each for each in here if each != 'undefined')}"
+            )
 
 
 def _choose_interface(place: Place) -> None:
