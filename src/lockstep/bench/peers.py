@@ -98,7 +98,7 @@ class RankPeer:
                 stream.write(json.dumps(message) + "\n")
                 stream.flush()
             return [self._answer(rank, deadline) for rank in range(self._meeting.ranks)]
-        except BrokenPipeError:
+        except ConnectionError:
             raise self.failure("a rank is gone") from None
 
     def end(self) -> None:

@@ -43,5 +43,5 @@ def spoken(size: float) -> str:
     """Return bytes as a label: "4 B", "64 KiB", "1.5 MiB"."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
-            return f"{size / unit:.4g} {name}"
+            return f"{round(size / unit, 2):g} {name}"
     return f"{size:g} B"
