@@ -7,7 +7,7 @@ import time
 import pytest
 
 import records
-from lockstep.show import report
+from lockstep.show import report, sentences
 from lockstep.show.reading import read
 from lockstep.show.record import FILE
 from lockstep.show.summary import slowest_rank, slowest_step, summarise
@@ -26,7 +26,7 @@ def aged(folder):
 
 
 def test_the_headline_says_how_well_where_and_how_fast(run):
-    well, fast = report.headline(run, summarise(run))
+    well, fast = sentences.headline(run, summarise(run))
     assert well == "digits: accuracy 91.2%, loss 0.2500 on held-out samples after 2 epochs."
     assert fast == (
         "Net of 21,840 parameters on 2 replicas, 8 micro-batches, gloo, cpu: 640 samples in "
@@ -37,12 +37,12 @@ def test_the_headline_says_how_well_where_and_how_fast(run):
 def test_without_evaluation_the_training_figures_are_named_as_such(tmp_path):
     lines = [line for line in records.whole() if line["kind"] != "epoch"]
     run = read(records.write(tmp_path, lines))
-    well, _ = report.headline(run, summarise(run))
+    well, _ = sentences.headline(run, summarise(run))
     assert "in training after 0 of 2 epochs" in well
 
 
 def test_the_slowest_rank_and_step_are_named_with_their_cause(run):
-    rank, step = report.findings(run)
+    rank, step = sentences.findings(run)
     assert rank == (
         "Rank 1 is the slowest: it works 11.6 ms a step, 31.1% more than the ranks' mean, "
         "and the others wait for it."

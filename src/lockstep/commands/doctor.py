@@ -19,7 +19,7 @@ COLOURS = {"good": "green", "note": "yellow", "bad": "red"}
 
 
 @click.command()
-@click.option("-n", "--nproc-per-node", "ranks", default=2, show_default=True, help="Ranks wanted.")
+@click.option("-n", "--nprocs", "ranks", default=2, show_default=True, help="Ranks wanted.")
 @click.option("--threads", default=1, show_default=True, help="Threads of each rank.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(ranks: int, threads: int, as_json: bool) -> None:

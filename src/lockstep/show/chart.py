@@ -15,7 +15,8 @@ import numpy as np
 
 from lockstep.show import words
 from lockstep.show.axis import Axis, Column, linear, logarithmic, spanning
-from lockstep.show.reading import Run, mapping
+from lockstep.show.columns import mapping
+from lockstep.show.reading import Run
 from lockstep.show.summary import real, reals
 from lockstep.show.thinning import Thinned, thin
 

@@ -18,7 +18,8 @@ from lockstep.show.chart import overlaid
 from lockstep.show.pace import Verdict, compare_paces, pace
 from lockstep.show.page import panel, render
 from lockstep.show.reading import Run
-from lockstep.show.report import STATES, command, flattened, shown
+from lockstep.show.sentences import STATES
+from lockstep.show.settings import command, flattened, shown
 from lockstep.show.summary import Summary, summarise
 from lockstep.show.weights import common_weights, first_difference
 

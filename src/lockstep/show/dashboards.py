@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
+from lockstep.show.record import PARTS
 
 __all__ = ["Dashboard", "MLflow", "TensorBoard", "WandB", "scalars"]
-
-PARTS = ("compute", "communication", "waiting", "data")
 
 
 def scalars(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from lockstep.errors import LockstepError
 from lockstep.show import words
 from lockstep.show.reading import glance
 from lockstep.show.record import FILE
-from lockstep.show.report import STATES
+from lockstep.show.sentences import STATES
 from lockstep.show.summary import Summary, summarise
 
 __all__ = ["Listed", "of", "table"]

@@ -29,10 +29,12 @@ import orjson
 
 from lockstep.errors import FileError, UsageError
 
-__all__ = ["FILE", "VERSION", "Recorder", "Writer", "fresh_name"]
+__all__ = ["FILE", "PARTS", "VERSION", "Recorder", "Writer", "fresh_name"]
 
 FILE = "record.jsonl"
 VERSION = 1
+PARTS = ("compute", "communication", "waiting", "data")
+"""What a step's seconds are spent on, in the order of a row of `ranks`."""
 
 OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 

@@ -13,11 +13,14 @@ import itertools
 
 import numpy as np
 
-from lockstep.show import report, words
+from lockstep.show import words
 from lockstep.show.axis import Axis, Column
+from lockstep.show.breakdown import rank_splits, shares
 from lockstep.show.chart import Chart, Series, curves
 from lockstep.show.picture import Area, Box, Dot, Label, Line, Picture, Point, text_width
-from lockstep.show.reading import PARTS, Run
+from lockstep.show.reading import Run
+from lockstep.show.record import PARTS
+from lockstep.show.sentences import STATES, headline, trouble
 from lockstep.show.summary import Summary, summarise
 
 __all__ = ["draw"]
@@ -27,7 +30,7 @@ INK, SOFT, FAINT, PAPER, WASH = "#16202e", "#5a6675", "#e4e8ee", "#ffffff", "#f5
 LINES = ("#0b6bb8", "#d1570c")
 BANDS = ("#b5d3ec", "#f3cdb4")
 FILLS = dict(zip(PARTS, ("#0b6bb8", "#e3a008", "#aab4c0", "#b9509a"), strict=True))
-STATES = {"done": "#157f4d", "failed": "#b3261e", "died": "#b3261e", "running": "#8a5a00"}
+COLOURS = {"done": "#157f4d", "failed": "#b3261e", "died": "#b3261e", "running": "#8a5a00"}
 RANKS = 4  # ranks drawn at most
 DOTS = 40  # evaluations drawn as dots; more are a line
 
@@ -35,13 +38,13 @@ DOTS = 40  # evaluations drawn as dots; more are a line
 def draw(run: Run) -> Picture:
     """Return the picture of `run`."""
     summary = summarise(run)
-    first, second = report.headline(run, summary)
+    first, second = headline(run, summary)
     picture = Picture(WIDTH, HEIGHT, PAPER, f"{summary.name}: {first}")
     header(picture, run, summary)
     room = WIDTH - 2 * MARGIN
     picture.add(
         Label(MARGIN, 122, first, 21, INK, width=room),
-        Label(MARGIN, 150, report.trouble(run, summary) or second, 15, SOFT, width=room),
+        Label(MARGIN, 150, trouble(run, summary) or second, 15, SOFT, width=room),
     )
     half = (room - 48) / 2
     for number, chart in enumerate(curves(run)[:2]):  # loss and a metric, or the steps' time
@@ -53,10 +56,10 @@ def draw(run: Run) -> Picture:
 
 def header(picture: Picture, run: Run, summary: Summary) -> None:
     """Draw the run's name and how it stands."""
-    colour = STATES[run.state]
+    colour = COLOURS[run.state]
     picture.add(
         Label(MARGIN, 82, summary.name, 36, INK, bold=True, width=800),
-        Label(WIDTH - MARGIN, 80, report.STATES[run.state], 18, colour, "end", bold=True),
+        Label(WIDTH - MARGIN, 80, STATES[run.state], 18, colour, "end", bold=True),
     )
 
 
@@ -134,7 +137,7 @@ def points(x: Column, y: Column, box: Frame) -> list[list[Point]]:
 
 def splits(picture: Picture, run: Run, x: float, y: float, width: float) -> None:
     """Draw where the time went, a bar a rank."""
-    rows = report.rank_splits(run)
+    rows = rank_splits(run)
     if not rows:
         return
     picture.add(Label(x, y, "Where the time went", 17, INK, bold=True))
@@ -147,7 +150,7 @@ def splits(picture: Picture, run: Run, x: float, y: float, width: float) -> None
             at += room * share
         picture.add(Label(x + width, top + 12, words.duration(row.seconds), 13, INK, "end"))
     at, down = x + 56, y + 18 + min(len(rows), RANKS) * 22 + 16
-    for name, share in report.shares(run).items():
+    for name, share in shares(run).items():
         text = f"{name} {words.percent(share)}"
         picture.add(Dot(at + 5, down - 4.5, 4.5, FILLS[name]), Label(at + 14, down, text, 12, SOFT))
         at += text_width(text, 12) + 30

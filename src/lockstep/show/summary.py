@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.show import words
-from lockstep.show.reading import PARTS, Run
+from lockstep.show.reading import Run
+from lockstep.show.record import PARTS
 
 __all__ = ["Summary", "layout_words", "slowest_rank", "slowest_step", "summarise"]
 
