@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
+from lockstep.run.job import GRACE
 
 CLI = [sys.executable, "-c", "from lockstep.cli import main; main()", "run"]
 PATIENCE = 30.0
@@ -74,6 +75,22 @@ def test_a_signal_ends_everything_with_one_sentence(waiting, number):
     said = launcher.stderr.read().decode()
     assert said == f"lockstep: {number.name}: ending ranks 0 and 1\n"
     assert not any(map(alive, below))
+
+
+def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(tmp_path):
+    (tmp_path / "deaf.py").write_text("import signal; signal.signal(15, signal.SIG_IGN)\n" + WAIT)
+    with subprocess.Popen(
+        [*CLI, "-n", "1", "deaf.py"], cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
+    ) as launcher:
+        until((tmp_path / "rank0").exists, "the rank did not start")
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.stderr.readline() == b"lockstep: SIGINT: ending rank 0\n"
+        began = time.monotonic()
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(PATIENCE) == 128 + signal.SIGINT
+        assert time.monotonic() - began < GRACE - 1
+        assert launcher.stderr.read() == b""
+    assert not any(alive(int(pid)) for pid in (tmp_path / "rank0").read_text().split())
 
 
 def test_a_killed_launcher_leaves_nobody(waiting):

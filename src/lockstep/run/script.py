@@ -63,7 +63,7 @@ def run_plan(plan: Plan) -> None:
                 say(f"{interruption}: ending {spoken(job.running)}")
             raise
         finally:
-            job.terminate()
+            _end(job)
     _complain(job)
     if error is not None:
         raise _with_last_lines(job, error)
@@ -195,14 +195,23 @@ def _task(plan: Plan, variables: dict[str, str], folder: Path | None) -> Message
     }
 
 
+def _end(job: Job) -> None:
+    try:
+        job.terminate()
+    except Interrupted:  # asked for a second time: at once
+        job.terminate(grace=0.0)
+
+
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Turn the signals that ask a program to stop into an exception, once."""
+    """Turn the signals that ask a program to stop into an exception, twice at most."""
+    times = 0
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        for each in SIGNALS:  # the ranks are being ended: that takes five seconds at most
-            signal.signal(each, signal.SIG_IGN)
-        raise Interrupted(number)
+        nonlocal times
+        times += 1
+        if times <= 2:
+            raise Interrupted(number)
 
     # What is ignored already stays so: nohup does that to SIGHUP.
     heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]

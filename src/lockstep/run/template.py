@@ -10,7 +10,7 @@
        │ <─ ended {rank, status} ────── │ <──────────────────────── exit │
        │ ── end of file ──────────────> │ SIGKILL to what is left
 
-It stays single-threaded, so that a fork is safe, and never computes. It watches
+It never computes and starts no thread, so that a fork is safe. It watches
 the launcher (end of file on the first socket, and a pidfd where there are some,
 for another child of the launcher may hold the socket open). When the launcher is
 gone it kills every process group it started and ends; retired, with the first
@@ -21,6 +21,7 @@ is killed, the ranks' life line (run/rank.py) breaks.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -28,6 +29,7 @@ import selectors
 import signal
 import socket
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -39,6 +41,8 @@ __all__ = ["Template", "main", "serve_fork"]
 
 # How long the rest of a rank's process group has after SIGTERM.
 GRACE = 2.0
+
+PR_SET_CHILD_SUBREAPER = 36  # of prctl, on Linux
 
 
 @dataclass
@@ -68,6 +72,7 @@ class Template:
             self._selector.register(self._launcher, selectors.EVENT_READ)
         for end in self._wake:
             end.setblocking(False)
+        _adopt_orphans()
         signal.set_wakeup_fd(self._wake[1].fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
@@ -124,7 +129,9 @@ class Template:
         return self._fork(job, message, descriptors)
 
     def _fork(self, job: Job, message: Message, descriptors: list[int]) -> Task | None:
-        pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads may be forked
+            pid = os.fork()
         if pid == 0:
             return Task(message, descriptors, self._become_rank())
         with contextlib.suppress(OSError):  # the child does it too: whoever comes first
@@ -161,21 +168,20 @@ class Template:
         """Report every rank that ended; what it left in its process group is ended too."""
         while True:
             try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                pid, code = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
-            if ended is None:
+            if pid == 0:
                 return
-            pid = ended.si_pid
-            self._end_group(pid, signal.SIGTERM)
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             for job in self._jobs.values():
                 if pid in job.ranks:
-                    rank = job.ranks.pop(pid)
-                    self._tell(job, {"kind": "ended", "rank": rank, "status": status})
+                    self._end_group(pid, signal.SIGTERM)
+                    status = os.waitstatus_to_exitcode(code)
+                    news = {"kind": "ended", "rank": job.ranks.pop(pid), "status": status}
+                    self._tell(job, news)
 
     def _end_group(self, group: int, number: int) -> None:
-        # While the ended leader is not reaped, its number belongs to nobody else.
+        # A group that has members left keeps its number after its leader's end.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, number)
             self._leftover[group] = time.monotonic() + GRACE
@@ -209,6 +215,15 @@ class Template:
         for group in self._leftover:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of what ranks leave behind, to wait for it at once (Linux).
+
+    The first process of a container may take seconds over that, or never do it.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def main(descriptor: int, launcher: int, modules: Sequence[str]) -> None:
