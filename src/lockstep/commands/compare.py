@@ -61,16 +61,16 @@ def command(
 def print_text(found: Comparison) -> None:
     """Print the comparison on the terminal."""
     from lockstep.show import comparison as show
-    from lockstep.show.table import print_table
+    from lockstep.show.terminal import folded, print_table
 
     for one in found.against:
         for sentence in one.sentences:
-            click.echo(sentence)
+            click.echo("\n".join(folded(sentence)))
         click.echo()
     for run in found.runs:
         for remark in run.remarks:
             click.echo(f"{run.name}: {remark}", err=True)
-    print_table(*show.table(found))
+    print_table(*show.table(found), spare=("state", "layout", "digest"))
     if found.settings:
         click.echo("\nWhat differs:")
         print_table(["", *found.names], [[name, *row] for name, row in found.settings.items()])

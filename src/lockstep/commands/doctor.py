@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import textwrap
 from dataclasses import asdict
 
 import click
@@ -54,15 +52,13 @@ def command(ranks: int, threads: int, as_json: bool) -> None:
 
 def say(one: Finding) -> None:
     """Print one finding, and beneath it what to do."""
-    mark = click.style(f"{one.verdict:<4}", fg=COLOURS[one.verdict], bold=one.verdict == "bad")
-    click.echo(f"{mark}  {one.subject:<15}  {one.what}")
-    if one.advice:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
-        indent = " " * min(23, width // 4)
-        lines = textwrap.wrap(one.advice, max(width - len(indent) - 3, 20))
-        click.echo(
-            "\n".join(f"{indent}{'-> ' if n == 0 else '   '}{x}" for n, x in enumerate(lines))
-        )
+    from lockstep.show.terminal import folded, painted, width
+
+    indent = " " * (23 if width() >= 60 else 6)
+    found = folded(one.what, indent, f"{one.verdict:<4}  {one.subject:<15}  ")
+    mark = painted(found[0][:4], COLOURS[one.verdict])
+    advice = folded(one.advice, f"{indent}   ", f"{indent}-> ") if one.advice else []
+    print("\n".join([mark + found[0][4:], *found[1:], *advice]), flush=True)
 
 
 def trying(name: str, quiet: bool) -> None:

@@ -31,6 +31,6 @@ def command(folder: str, as_json: bool) -> None:
     elif not found:
         click.echo(f"{folder} holds no runs yet.")
     else:
-        from lockstep.show.table import print_table
+        from lockstep.show.terminal import print_table
 
-        print_table(*listing.table(found))
+        print_table(*listing.table(found), spare=("recipe", "layout", "digest"))

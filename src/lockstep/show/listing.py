@@ -86,6 +86,6 @@ def row(one: Listed, metrics: list[str]) -> list[str]:
     loss = f"{summary.loss:.4f}" if math.isfinite(summary.loss) else ""
     speed = words.rate(summary.speed) if math.isfinite(summary.speed) else ""
     state = STATES[summary.state]
-    return [
-        one.name, state, summary.recipe, summary.layout, loss, *cells, speed, summary.digest[:12],
-    ]  # fmt: skip
+    layout = summary.layout.split(", ")[0]  # the rest is in the report
+    figures = [loss, *cells, speed, summary.digest[:8]]
+    return [one.name, state, summary.recipe, layout, *figures]
