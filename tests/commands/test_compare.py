@@ -27,7 +27,7 @@ def test_text_says_it_all():
     assert "b and a end in the same weights, bit for bit" in output
     assert "Their losses are the same bits at all 20 common steps." in output
     assert "2 replicas, 8 micro-batches, gloo, cpu" in output
-    assert "options.who   a   b" in output
+    assert "options.who  a  b" in output
 
 
 def test_three_runs_are_each_compared_with_the_first(place):
