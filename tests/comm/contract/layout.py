@@ -37,7 +37,7 @@ def layouts(run: Ledger, sizes: Sequence[int]) -> None:
 
 
 def right_or_refused(call: Callable[..., None], lay: object) -> None:
-    with or_refused("contiguous", "dense", "overlap"):
+    with or_refused("contiguous", "dense", "overlap", "single memory location"):
         call(lay) if lay is not None else call()
 
 

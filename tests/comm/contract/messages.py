@@ -24,7 +24,9 @@ def messages(run: Ledger, sizes: Sequence[int]) -> None:
     run("tags in the other order", tags)
     run("asynchronous, waited for in the other order", pending)
     run("any source", any_source)
+    dist.barrier()  # or rank 0 would hear a fast rank's next message
     run("any source, asynchronous", any_source_pending)
+    dist.barrier()
     run("many in a row", many)
     if n > 1:
         run("batch with several to one", several)
@@ -109,6 +111,7 @@ def any_source() -> None:
 
 
 def any_source_pending() -> None:
+    """Let rank 0 wait for any source several times at once."""
     n, rank = dist.get_world_size(), dist.get_rank()
     if rank:
         dist.send(written(rank, 30), 0, tag=5)
