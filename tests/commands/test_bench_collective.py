@@ -70,6 +70,12 @@ def test_nonsense_is_used_wrongly(flags, sentence):
     assert sentence in str(error)
 
 
+def test_the_command_is_recorded_without_places_of_files(monkeypatch):
+    typed = ["x", "bench", "barrier", "--json", "/a/b", "-n", "2", "--plot=/c.svg", "--vs", "gloo"]
+    monkeypatch.setattr("sys.argv", typed)
+    assert bench_collective.spoken_command() == "lockstep bench barrier -n 2 --vs gloo"
+
+
 def result(**more):
     order = Order("all_reduce", 1, "float32", "SUM")
     return Result(Contender("memcpy", CopyPeer()), order, 2, 4, **more)

@@ -26,6 +26,7 @@ __all__ = ["make"]
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 COPY = "memcpy"
+PLACES = ("--json", "--plot", "--mpi-python")  # of this machine: nobody else's business
 
 
 def make(name: str) -> click.Command:
@@ -267,8 +268,15 @@ def described() -> str:
 
 
 def spoken_command() -> str:
-    """Return the command as it was typed."""
-    return shlex.join(["lockstep", *sys.argv[1:]])
+    """Return the command as it was typed, without the places of files."""
+    kept: list[str] = []
+    given = iter(sys.argv[1:])
+    for word in given:
+        if word in PLACES:
+            next(given, None)
+        elif not word.startswith(tuple(f"{place}=" for place in PLACES)):
+            kept.append(word)
+    return shlex.join(["lockstep", *kept])
 
 
 def status(text: str) -> None:
