@@ -19,8 +19,8 @@ from lockstep.run import preload
 TESTS = str(Path(__file__).parent)
 PATIENCE = 5.0  # seconds that something may take to disappear after a test
 
-# Variables that pytest itself changes from test to test.
-PYTESTS_OWN = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION", "COLUMNS")
+# Variables that pytest changes from test to test, and one that torch's compiler sets when loaded.
+PYTESTS_OWN = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION", "COLUMNS", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def pytest_collection_finish() -> None:
@@ -48,6 +48,7 @@ def ranks() -> Callable[..., list[Any]]:
             finally:
                 lockstep.shutdown()
 
+        preload.template(trains=True)
         return lockstep.launch(rank, nprocs=n, timeout=timeout)
 
     return run
@@ -83,6 +84,12 @@ def _news(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -
         news += [f"{what}: {key} {value}".strip() for key, value in sorted(changed)]
     gone = before["environment"].keys() - after["environment"].keys()
     return news + [f"environment: {name} is gone" for name in sorted(gone)]
+
+
+def _shared_memory() -> dict[str, str]:
+    """Return the files in shared memory; MPICH names and removes its own, also of other users."""
+    names = os.listdir("/dev/shm") if sys.platform == "linux" else []
+    return {name: "" for name in names if not name.startswith("mpich_shm_")}
 
 
 def _processes() -> dict[str, str]:

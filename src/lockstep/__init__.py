@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from lockstep.run.world import shutdown as shutdown
     from lockstep.run.world import world as world
     from lockstep.run.world import world_size as world_size
+    from lockstep.show.dashboards import MLflow as MLflow
+    from lockstep.show.dashboards import TensorBoard as TensorBoard
+    from lockstep.show.dashboards import WandB as WandB
+    from lockstep.train.data_parallel import DataParallel as DataParallel
+    from lockstep.train.digest import digest as digest
+    from lockstep.train.forward import accuracy as accuracy
+    from lockstep.train.trainer import Trainer as Trainer
+    from lockstep.train.weight import target_weight as target_weight
 
 # name -> the module that defines it
 PUBLIC = {
@@ -36,6 +44,14 @@ PUBLIC = {
     "shutdown": "run.world",
     "partition": "data.partition",
     "empty": "comm.memory",
+    "Trainer": "train.trainer",
+    "accuracy": "train.forward",
+    "target_weight": "train.weight",
+    "digest": "train.digest",
+    "DataParallel": "train.data_parallel",
+    "TensorBoard": "show.dashboards",
+    "WandB": "show.dashboards",
+    "MLflow": "show.dashboards",
     "LockstepError": "errors",
 }
 

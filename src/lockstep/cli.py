@@ -16,6 +16,11 @@ from lockstep.errors import LockstepError
 COMMANDS = {
     "run": "run a script or module on N ranks",
     "train": "train a recipe on real data",
+    "bench": "measure collectives and start-up beside their peers",
+    "report": "render a run's record as a page, Markdown or a picture",
+    "compare": "compare runs: speed, digests, environment",
+    "runs": "list the runs of a folder",
+    "doctor": "test what is here, and say what would break a run",
 }
 
 
@@ -51,5 +56,7 @@ def main() -> None:
     try:
         cli.main(standalone_mode=True)
     except LockstepError as error:
+        for note in getattr(error, "__notes__", ()):  # a rank's traceback
+            click.echo(note, err=True)
         click.echo(f"lockstep: {error}", err=True)
         sys.exit(error.exit_status)

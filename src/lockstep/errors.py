@@ -66,7 +66,14 @@ class WorkError(LockstepError, RuntimeError):
 
 
 class RankError(WorkError):
-    """A rank raised, exited with a status, or was killed by a signal."""
+    """A rank raised, exited with a status, or was killed by a signal.
+
+    `rank` is the one that failed first, `status` its exit status (negative for a
+    signal); None where that is not known.
+    """
+
+    rank: int | None = None
+    status: int | None = None
 
 
 class RendezvousError(WorkError):

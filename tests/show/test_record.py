@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lockstep.errors import FileError, UsageError
+from lockstep.show import record
 from lockstep.show.machine import environment, variables
 from lockstep.show.reading import read
 from lockstep.show.record import FILE, VERSION, Recorder, fresh_name
@@ -139,6 +140,14 @@ def test_a_disk_that_fills_is_said_once_and_does_not_raise(tmp_path):
     assert run.state == "died"
     assert 10 < len(run.steps) < 100
     assert run.remarks == ["The record's last line is cut off, and was skipped."]
+
+
+def test_a_write_that_takes_a_part_is_continued(tmp_path, monkeypatch):
+    whole = os.write
+    monkeypatch.setattr(record.os, "write", lambda place, data: whole(place, data[:7]))
+    with Recorder(tmp_path) as recorder:
+        recorder.write("step", step=7, loss=0.5)
+    assert lines_of(tmp_path)[0]["loss"] == 0.5
 
 
 def test_writing_after_closing_does_nothing(tmp_path):

@@ -36,8 +36,8 @@ from lockstep.comm.tree import Node, total
 
 __all__ = ["ExactSum", "add_lists", "add_present", "exact_sums", "in_layout_of", "in_memory_order"]
 
-Values = Sequence[torch.Tensor | None]
-"""One entry for each tensor of the whole list that buckets index into."""
+Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
+"""The tensors by the index that a bucket's members have; None is absent."""
 
 
 def add_present(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
@@ -47,7 +47,9 @@ def add_present(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.
     return left.add_(right)
 
 
-def add_lists(left: Values, right: Values) -> list[torch.Tensor | None]:
+def add_lists(
+    left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
     """Add two lists of tensors, entry by entry, in the memory of the left one."""
     return [add_present(*pair) for pair in zip(left, right, strict=True)]
 
@@ -125,8 +127,8 @@ class ExactSum:
     def launch(self, held: Mapping[Node, Values]) -> None:
         """Begin (1): copy this rank's nodes into the message and start the exchange.
 
-        `held` maps each of this rank's nodes to a list of tensors, None where
-        absent; the bucket's members are picked from it by index.
+        `held` maps each of this rank's nodes to its tensors, None where absent; the
+        bucket's members are picked from it by index.
         """
         nodes = self.holders[self._rank]
         members = self.bucket.members

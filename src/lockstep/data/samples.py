@@ -77,7 +77,8 @@ def collated(samples: list[Any], names: Sequence[int], dataset: str, collate: Co
         return collate(samples)
     except Exception as error:
         shown = ", ".join(str(name) for name in names[:8]) + (", ..." if len(names) > 8 else "")
-        return Failure.of(f"putting samples {shown} of {dataset} into one micro-batch", error)
+        which = f"sample{'s' if len(names) > 1 else ''} {shown} of {dataset}"
+        return Failure.of(f"putting {which} into one micro-batch", error)
 
 
 @dataclass(frozen=True)

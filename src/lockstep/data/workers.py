@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Generator, Iterable
-from contextlib import closing
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, cast
 
@@ -21,6 +23,8 @@ __all__ = ["Items", "in_process", "in_workers", "seeded_in_process"]
 
 Items = Generator[Item, None, None]
 
+GLANCE = 2.0  # seconds between two looks at whether the workers live
+
 
 def in_process(source: Iterable[Item], pin_memory: bool) -> Items:
     """Prepare the items in this process, one when it is asked for."""
@@ -32,7 +36,7 @@ def seeded_in_process(source: Iterable[Item], pin_memory: bool) -> Items:
     """Do so without touching the random numbers of the user's own code, once an item."""
     with closing(in_process(source, pin_memory)) as items:
         while True:
-            with isolated(everything=True):
+            with isolated(everything=True), _one_thread():
                 item = next(items, None)
             if item is None:
                 return
@@ -54,34 +58,71 @@ def in_workers(
         num_workers=workers,
         collate_fn=_unchanged,
         pin_memory=pin_memory,
-        timeout=timeout,
+        timeout=min(timeout, GLANCE),
         # torch draws the workers' seed here, and not from the user's generator
         generator=torch.Generator().manual_seed(seed),
     )
     items = iter(loader)
     _translate_deaths()
     try:
-        for item in items:
+        while (item := _awaited(items, timeout)) is not None:
             yield aligned(item)  # here, and not in the worker: moving to this process moves it
     except SampleError:
         raise
-    except RuntimeError as error:  # torch's only sign of a worker that is silent
-        raise _failed(error) from None
+    except Exception as error:  # a dead worker shows as broken pipes, too: whatever it is
+        raise _failed(error, cast(Any, items)._workers) from None
     finally:
         cast(Any, items)._shutdown_workers()
+
+
+def _exit(worker: BaseProcess) -> str:
+    code = worker.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    return f"process {worker.pid} {how}"
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute as torch's workers do, so that their number does not show in the bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _unchanged(item: Any) -> Any:
     return item
 
 
-def _failed(error: RuntimeError) -> SampleError:
+def _awaited(items: Iterator[Item], timeout: float) -> Item | None:
+    """Wait for the next item; None at the end. SampleError after `timeout` seconds.
+
+    torch looks whether its workers live only when its own timeout is over, and the
+    signal of a death can get lost: so it is given a short one, again and again.
+    """
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            return next(items, None)
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                raise
+            if time.monotonic() >= end:
+                raise SampleError(
+                    f"the loader workers gave no batch within {timeout:g} s; "
+                    "look for a sample that blocks, or raise the loader's timeout"
+                ) from None
+
+
+def _failed(error: Exception, workers: Sequence[BaseProcess] = ()) -> SampleError:
+    """Say it by the exit of a worker where there is one, else by torch's words."""
+    end = time.monotonic() + (1.0 if workers else 0.0)
+    while not any(worker.exitcode for worker in workers) and time.monotonic() < end:
+        time.sleep(0.005)  # the pipes of a killed process break before it is dead
     words = str(error).strip().splitlines() or [type(error).__name__]
-    if "timed out" in words[0]:
-        return SampleError(
-            f"the loader workers gave no batch: {words[0]}; "
-            "look for a sample that blocks, or raise the loader's timeout"
-        )
+    words = [_exit(worker) for worker in workers if worker.exitcode] or words
     return SampleError(
         f"a loader worker failed: {words[0].strip().rstrip('.')}; "
         "out of memory, or a crash in the dataset's own code, are the usual reasons"

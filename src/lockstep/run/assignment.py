@@ -27,7 +27,7 @@ class Assignment:
     run: str
     hosts: int = 1
     host: int = 0
-    program: str = ""
+    role: str = "default"
 
     @property
     def world_size(self) -> int:
@@ -47,7 +47,7 @@ class Assignment:
             "LOCAL_RANK": str(local_rank),
             "GROUP_RANK": str(self.host),
             "ROLE_RANK": rank,
-            "ROLE_NAME": "default",
+            "ROLE_NAME": self.role,
             "WORLD_SIZE": world_size,
             "LOCAL_WORLD_SIZE": str(self.nprocs),
             "GROUP_WORLD_SIZE": str(self.hosts),
@@ -58,5 +58,6 @@ class Assignment:
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": self.run,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             LAUNCHER: self.run,
         }

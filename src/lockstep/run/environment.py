@@ -58,6 +58,13 @@ class Place:
         return self.local_world_size == self.world_size
 
     @property
+    def meeting(self) -> str:
+        """Where the ranks meet, in words."""
+        if self.master_addr is None:
+            return "a file on this host"
+        return f"{self.master_addr}:{self.master_port}"
+
+    @property
     def loopback(self) -> bool:
         """Whether the ranks meet on this machine's loopback interface."""
         return self.master_addr is None or self.master_addr in LOOPBACK

@@ -2,25 +2,131 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 from lockstep.errors import RankError, UsageError
 from lockstep.run import preload
 from lockstep.run.assignment import Assignment
-from lockstep.run.channel import parcel
+from lockstep.run.channel import Message, parcel
 from lockstep.run.job import Job
+from lockstep.run.lingering import Lingering
+from lockstep.run.verdict import spoken
 
-__all__ = ["bind_loopback", "launch"]
+__all__ = ["Launched", "launch"]
 
 START_METHODS = ("forkserver", "spawn", "fork")
-BACKLOG = 1024  # every rank of a host may connect in the same instant
+LOOPBACK = "127.0.0.1"
+
+
+class Launched:
+    """The ranks of a launch that was not waited for (`join=False`).
+
+    Failures are noticed, and the other ranks ended, while `join` waits.
+    """
+
+    def __init__(self, job: Job, timeout: float | None, daemon: bool) -> None:
+        self._job = job
+        self._timeout = timeout
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._at_exit = self.terminate if daemon else self._finish
+        atexit.register(self._at_exit)
+
+    @property
+    def processes(self) -> list[int]:
+        """The ranks' process ids, in rank order."""
+        while len(self._job.pids) < len(self._job.outcomes) and self._job.running:
+            self._job.pump(0.1)
+        return [self._job.pids[rank] for rank in self._job.outcomes]
+
+    @property
+    def exitcodes(self) -> list[int | None]:
+        """Each rank's exit status, negative for a signal, None while it runs."""
+        if self._job.running:
+            self._job.pump(0)
+        return [outcome.status for outcome in self._job.outcomes.values()]
+
+    def join(self, timeout: float | None = None) -> list[Any]:
+        """Wait for every rank and return their values in rank order.
+
+        Raises RankError for the first rank that fails, after ending the others;
+        TimeoutError after `timeout` seconds, with the ranks still running.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        limits = [limit for limit in (until, self._deadline) if limit is not None]
+        try:
+            error = self._job.watch(min(limits) if limits else None, Lingering(self._job).look)
+        except TimeoutError:
+            if self._deadline is None or time.monotonic() < self._deadline:
+                late = spoken(self._job.running)
+                raise TimeoutError(f"{late} did not return within {timeout:g} s") from None
+            error = self._late()
+        except BaseException:
+            self.terminate()
+            raise
+        if not self._job.running:
+            self.terminate()
+        if error is not None:
+            raise error
+        return _values(self._job)
+
+    def terminate(self) -> None:
+        """End every rank: SIGTERM, after five seconds SIGKILL; grandchildren included."""
+        atexit.unregister(self._at_exit)
+        self._job.terminate()
+
+    def _late(self) -> RankError:
+        """End the ranks whose time is over; say who had not returned, and where they were."""
+        running = self._job.running
+        places = {rank: self._job.whereabouts(rank) for rank in running}
+        told = ", ".join(f"rank {rank} was {place}" for rank, place in places.items() if place)
+        error = RankError(
+            f"{spoken(running)} had not returned after {self._timeout:g} s and "
+            f"{'was' if len(running) == 1 else 'were'} ended" + (f" ({told})" if told else "")
+        )
+        error.rank = running[0]
+        self.terminate()
+        return error
+
+    def _finish(self) -> None:
+        """Wait at the end of the program, as for processes that are no daemons."""
+        error = self._job.watch(self._deadline)
+        if error is not None:
+            print(f"lockstep: {error}", file=sys.stderr)
+
+
+@overload
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = ...,
+    nprocs: int = ...,
+    *,
+    start_method: str = ...,
+    join: Literal[True] = ...,
+    daemon: bool = ...,
+    timeout: float | None = ...,
+    pass_rank: bool = ...,
+) -> list[Any]: ...
+
+
+@overload
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = ...,
+    nprocs: int = ...,
+    *,
+    start_method: str = ...,
+    join: Literal[False],
+    daemon: bool = ...,
+    timeout: float | None = ...,
+    pass_rank: bool = ...,
+) -> Launched: ...
 
 
 def launch(
@@ -29,9 +135,11 @@ def launch(
     nprocs: int = 1,
     *,
     start_method: str = "forkserver",
+    join: bool = True,
+    daemon: bool = False,
     timeout: float | None = None,
     pass_rank: bool = False,
-) -> list[Any]:
+) -> list[Any] | Launched:
     """Run `fn(*args)` in `nprocs` processes and return their values in rank order.
 
     Functions of `__main__` or a notebook, closures and lambdas work: they travel
@@ -40,25 +148,18 @@ def launch(
     a fresh interpreter, "fork" a copy of this process. Inside, `lockstep.rank()`
     and the like are there at once, and `lockstep.init()` joins the ranks.
     `pass_rank=True` gives the rank as first argument, as programs written for
-    `torch.multiprocessing.spawn` expect.
+    `torch.multiprocessing.spawn` expect. Rank 0 reads this process's standard input.
+
+    `join=False` returns a `Launched` at once; at the end of the program its ranks
+    are waited for, or ended where `daemon` is true.
 
     Raises RankError for the first rank that fails, with its traceback as a note,
     or when `timeout` seconds passed; the other ranks are then ended.
-    UsageError for a number of processes below 1.
+    UsageError for a number of processes below 1, or a function that cannot travel.
     """
     _check(nprocs, start_method, timeout)
-    deadline = None if timeout is None else time.monotonic() + timeout
-    job = _start(fn, args, nprocs, start_method, pass_rank)
-    try:
-        error = job.watch(deadline)
-    except TimeoutError:
-        late = ", ".join(map(str, job.running))
-        error = RankError(f"rank {late} had not returned after {timeout:g} s and was ended")
-    finally:
-        job.terminate()
-    if error is not None:
-        raise error
-    return _values(job)
+    launched = Launched(_start(fn, args, nprocs, start_method, pass_rank), timeout, daemon)
+    return launched.join() if join else launched
 
 
 def _check(nprocs: int, start_method: str, timeout: float | None) -> None:
@@ -75,51 +176,54 @@ def _check(nprocs: int, start_method: str, timeout: float | None) -> None:
 def _start(
     fn: Callable[..., Any], args: Sequence[Any], nprocs: int, start_method: str, pass_rank: bool
 ) -> Job:
-    template = preload.fork() if start_method == "fork" else preload.template()
+    works = [_pack(fn, (rank, *args) if pass_rank else args) for rank in range(nprocs)]
+    template = _template(start_method, works[0])
     own = template if start_method == "fork" else None
-    job = Job(template.open_job(), nprocs, own)
-    listening = bind_loopback()
-    port = listening.getsockname()[1]
-    assignment = Assignment(nprocs, "127.0.0.1", port, run=secrets.token_hex(4))
-    job.start_store(listening.fileno(), port)
-    listening.close()
-    null = os.open(os.devnull, os.O_RDONLY)
-    for rank in range(nprocs):
-        given = (rank, *args) if pass_rank else tuple(args)
-        work = parcel(pack(fn, given))
-        task = {
-            "task": "function",
-            "fresh": start_method == "spawn",
-            "flags": preload.interpreter_flags(),
-            "environ": {"OMP_NUM_THREADS": "1", **os.environ, **assignment.variables(rank)},
-            "cwd": os.getcwd(),
-            "argv": sys.argv,
-            "path": sys.path,
-        }
-        job.start_rank(rank, task, (null, 1, 2), work)
+    job = Job(template.open_job(), range(nprocs), own)
+    port = job.serve_store(LOOPBACK, 0)
+    assignment = Assignment(nprocs, LOOPBACK, port, run=secrets.token_hex(4))
+    for rank, packed in enumerate(works):
+        work = parcel(packed)
+        job.start(rank, _task(assignment.variables(rank), start_method == "spawn"), work)
         os.close(work)
-    os.close(null)
     return job
 
 
-def pack(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """Pickle a call; what another process could not import travels by value."""
+def _template(start_method: str, packed: bytes) -> preload.Preloaded:
+    if start_method == "fork":
+        return preload.fork()
+    return preload.template(trains=preload.trains(packed))
+
+
+def _task(variables: dict[str, str], fresh: bool) -> Message:
+    return {
+        "task": "function",
+        "fresh": fresh,
+        "flags": preload.interpreter_flags(),
+        "environ": {"OMP_NUM_THREADS": "1", **os.environ, **variables},
+        "cwd": os.getcwd(),
+        "argv": sys.argv,
+        "path": sys.path,
+    }
+
+
+def _pack(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     import cloudpickle  # type: ignore[import-untyped]
 
-    packed: bytes = cloudpickle.dumps((fn, tuple(args)))
+    try:
+        packed: bytes = cloudpickle.dumps((fn, tuple(args)))
+    except (pickle.PicklingError, TypeError) as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise UsageError(
+            f"launch({name}, ...) cannot send the function or its arguments to the ranks: {error}"
+        ) from error
     return packed
 
 
-def bind_loopback() -> socket.socket:
-    """Return a socket that listens on a free port of the loopback interface only."""
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listening.bind(("127.0.0.1", 0))
-    listening.listen(BACKLOG)
-    return listening
-
-
 def _values(job: Job) -> list[Any]:
-    silent = [outcome.rank for outcome in job.outcomes if outcome.rank not in job.values]
+    silent = [rank for rank in job.outcomes if rank not in job.values]
     if silent:
-        raise RankError(f"rank {silent[0]} exited with status 0 before its function returned")
-    return [pickle.loads(job.values[outcome.rank]) for outcome in job.outcomes]
+        error = RankError(f"{spoken(silent)} exited with status 0 before its function returned")
+        error.rank, error.status = silent[0], 0
+        raise error
+    return [pickle.loads(job.values[rank]) for rank in job.outcomes]

@@ -16,31 +16,38 @@ from collections.abc import Mapping
 
 from lockstep.run.channel import Channel, pair
 
-__all__ = ["Preloaded", "fork", "interpreter_flags", "template", "template_pid"]
+__all__ = ["Preloaded", "fork", "interpreter_flags", "template", "template_pid", "trains"]
 
 # Variables that are read once, before a rank could change them.
 READ_ONCE = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_")
-SET_PER_RANK = ("TORCHELASTIC_",)
+READ_LATER = ("TORCHELASTIC_", "TORCHINDUCTOR_")
+
+ALWAYS = ("lockstep.run.world", "cloudpickle")
+# The first step of any optimizer imports this, in 1.4 seconds: once here, or in every rank.
+WITH_OPTIMIZER = "torch._dynamo"
+SPEAKS_OF_TRAINING = (b"optim", b"Trainer", b"lockstep.train", b"lockstep.recipes")
 PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class Preloaded:
     """A running template: its process id, the variables it started with, whom it serves."""
 
-    def __init__(self, channel: Channel, pid: int) -> None:
+    def __init__(self, channel: Channel, pid: int, *, trains: bool) -> None:
         self.pid = pid
+        self._trains = trains
         self._channel = channel
         self._launcher = os.getpid()
         self._variables = read_once(os.environ)
         self._lock = threading.Lock()
         self._ended = False
 
-    def fits(self) -> bool:
+    def fits(self, *, trains: bool) -> bool:
         """Whether it is alive, is this process's own, and would start the same way now."""
         return (
             self._launcher == os.getpid()
+            and self._trains >= trains
             and self._variables == read_once(os.environ)
-            and not self._wait(os.WNOHANG)
+            and not self.ended()
         )
 
     def open_job(self) -> Channel:
@@ -51,11 +58,19 @@ class Preloaded:
         theirs.close()
         return ours
 
-    def end(self) -> None:
-        """Let it end, and wait; ranks that still run are killed."""
+    def retire(self) -> None:
+        """Let it end after its last job."""
         self._channel.close()
+
+    def end(self) -> None:
+        """Let it end after its last job, and wait for that."""
+        self.retire()
         if self._launcher == os.getpid():
             self._wait(0)
+
+    def ended(self) -> bool:
+        """Whether it has ended; then it is no zombie any more either."""
+        return self._wait(os.WNOHANG)
 
     def _wait(self, options: int) -> bool:
         if not self._ended:
@@ -67,6 +82,7 @@ class Preloaded:
 
 
 _current: Preloaded | None = None
+_retired: list[Preloaded] = []
 _lock = threading.Lock()
 
 
@@ -75,39 +91,52 @@ def read_once(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith(READ_ONCE) and not name.startswith(SET_PER_RANK)
+        if name.startswith(READ_ONCE) and not name.startswith(READ_LATER)
     }
 
 
-def template() -> Preloaded:
-    """Return this process's template; start it where there is none that fits."""
+def template(*, trains: bool = False) -> Preloaded:
+    """Return this process's template; start it where there is none that fits.
+
+    `trains` asks for one that has imported what optimizers need.
+    """
     global _current
     with _lock:
-        if _current is not None and not _current.fits():
-            atexit.unregister(_current.end)
-            _current.end()
+        if _current is not None and not _current.fits(trains=trains):
+            _current.retire()
+            _retired.append(_current)
             _current = None
         if _current is None:
-            _current = _start()
+            _current = _start(trains)
             atexit.register(_current.end)
         return _current
 
 
+def trains(text: bytes) -> bool:
+    """Guess whether a program (source or pickle) trains: a wrong guess costs a second."""
+    return any(word in text for word in SPEAKS_OF_TRAINING)
+
+
 def template_pid() -> int | None:
-    """Return the process id of this process's template; None where there is none yet."""
+    """Return the process id of this process's template; None where there is none yet.
+
+    Retired ones that have ended are waited for on the way.
+    """
+    _retired[:] = [each for each in _retired if not each.ended()]
     return None if _current is None else _current.pid
 
 
-def _start() -> Preloaded:
+def _start(trains: bool) -> Preloaded:
     ours, theirs = pair()
     number = theirs.fileno()
+    modules = (*ALWAYS, WITH_OPTIMIZER) if trains else ALWAYS
     code = (
         f"import sys; sys.path.append({PACKAGES!r}); from lockstep.run.template import main; "
-        f"main({number}, {os.getpid()})"
+        f"main({number}, {os.getpid()}, {modules!r})"
     )
     pid = _spawn([sys.executable, *interpreter_flags(), "-c", code], number)
     theirs.close()
-    return Preloaded(ours, pid)
+    return Preloaded(ours, pid, trains=trains)
 
 
 def _spawn(command: list[str], descriptor: int) -> int:
@@ -136,4 +165,4 @@ def fork() -> Preloaded:
         ours.close()
         serve_fork(theirs, launcher)
     theirs.close()
-    return Preloaded(ours, pid)
+    return Preloaded(ours, pid, trains=True)

@@ -21,12 +21,12 @@ import json
 import os
 import pickle
 import runpy
+import select
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import CodeType, ModuleType, TracebackType
@@ -34,12 +34,16 @@ from typing import Any, NoReturn
 
 from lockstep.errors import LockstepError
 from lockstep.run.channel import Channel, Message, adopt, parcel, unpack
+from lockstep.run.stack import PACKAGES, answer
 
-__all__ = ["Task", "finish", "main"]
+__all__ = ["Task", "finish", "main", "tell"]
 
 F_SETSIG = 10  # fcntl's number on Linux: which signal an asynchronous descriptor sends
 LONGEST_REPORT = 1 << 16  # characters of a message or traceback that are sent on
 STORE_PATIENCE = timedelta(seconds=300)
+
+_report: Channel | None = None  # to the launcher, in the rank itself and not in its children
+_report_owner = 0
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,15 @@ class Task:
     descriptors: list[int]
     life: int
 
+    @property
+    def _executes(self) -> bool:
+        return bool(self.message["task"] == "program" or self.message["fresh"])
+
     def run(self) -> int:
         """Do the work in this process and return the exit status."""
         with contextlib.suppress(PermissionError):  # the template was faster
             os.setpgid(0, 0)
-        hang_on(self.life)
+        hang_on(self.life, inherit=self.message["kind"] == "rank" and self._executes)
         if self.message["kind"] == "store":
             return serve_store(self.descriptors[0], self.message["port"])
         *streams, report, work = self.descriptors
@@ -65,20 +73,26 @@ class Task:
         if self.message["task"] == "program":
             return execute(self.message)
         if self.message["fresh"]:
-            return execute_afresh(self.message, report, work, self.life)
+            return execute_afresh(self.message, report, work)
         _dress(self.message)
         return work_and_report(self.message, adopt(report), work)
 
 
-def hang_on(life: int) -> None:
-    """Have this process group killed when the writing end of `life` is closed."""
+def hang_on(life: int, *, inherit: bool = False) -> None:
+    """Have this process group killed when the writing end of `life` is closed.
+
+    `inherit` keeps it so in a program that this process becomes.
+    """
     try:
         # A description of its own: the signal's addressee belongs to it, and the
         # other ranks share the one that was inherited.
         own = os.open(f"/proc/self/fd/{life}", os.O_RDONLY)
+        os.set_inheritable(own, inherit)
         fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(own, F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+        if select.select([own], [], [], 0)[0]:  # it broke before the kernel was asked
+            os.killpg(os.getpgrp(), signal.SIGKILL)
     except OSError:  # not Linux
         threading.Thread(target=_wait_for_end, args=(life,), daemon=True).start()
 
@@ -103,6 +117,8 @@ def serve_store(listening: int, port: int) -> int:
 
 def execute(message: Message) -> int:
     """Become another program (`--no-python`)."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, others should not
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(message["target"], [message["target"], *message["argv"]], message["environ"])
     except OSError as error:
@@ -110,13 +126,13 @@ def execute(message: Message) -> int:
         return 127
 
 
-def execute_afresh(message: Message, report: int, work: int, life: int) -> int:
+def execute_afresh(message: Message, report: int, work: int) -> NoReturn:
     """Become a fresh interpreter that does the same task (start method "spawn")."""
-    for descriptor in (report, work, life):
+    for descriptor in (report, work):
         os.set_inheritable(descriptor, True)
-    order = {**message, "environ": None, "path": [*sys.path, *message["path"]]}
+    order = {**message, "environ": None}
     code = (
-        f"import sys; sys.path[:] = {order['path']!r}; from lockstep.run.rank import main; "
+        f"import sys; sys.path[:] = {_path(message)!r}; from lockstep.run.rank import main; "
         f"main({json.dumps(order)!r}, {report}, {work})"
     )
     os.execve(sys.executable, [sys.executable, *message["flags"], "-c", code], message["environ"])
@@ -127,6 +143,13 @@ def main(order: str, report: int, work: int) -> None:
     message = json.loads(order)
     sys.argv[:] = message["argv"]
     finish(work_and_report(message, adopt(report), work))
+
+
+def tell(message: Message) -> None:
+    """Send a message to the launcher, where this process has one that listens."""
+    if _report is not None and _report_owner == os.getpid():
+        with contextlib.suppress(OSError):
+            _report.send(message)
 
 
 def finish(status: int) -> NoReturn:
@@ -157,7 +180,7 @@ def _dress(message: Message) -> None:
     """Give a forked process what a fresh interpreter would have found."""
     os.environ.clear()
     os.environ.update(message["environ"])
-    sys.path[:] = message["path"] or [message["first_path"], *sys.path[1:]]
+    sys.path[:] = _path(message)
     sys.argv[:] = message["argv"]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -168,8 +191,18 @@ def _dress(message: Message) -> None:
         sys.modules["numpy"].random.seed()  # else every rank draws the template's numbers
 
 
+def _path(message: Message) -> list[str]:
+    """Return the launcher's path for a function; for a script what `python SCRIPT` has."""
+    return message["path"] or [message["first_path"], *sys.path[1:]]
+
+
 def work_and_report(message: Message, report: Channel, work: int) -> int:
     """Do the task; send its value or its error to the launcher; return the exit status."""
+    global _report, _report_owner
+    _report, _report_owner = report, os.getpid()
+    stacks = parcel(b"")
+    report.send({"kind": "stack"}, [stacks])
+    answer(stacks)
     try:
         if message["task"] == "function":
             fn, args = pickle.loads(unpack(work))
@@ -225,12 +258,6 @@ def _send_error(report: Channel, error: BaseException, *, shown: bool) -> int:
     error.__traceback__ = _own_frames(error.__traceback__)
     plain = isinstance(error, LockstepError)
     text = "".join(traceback.format_exception(error))
-    if shown:
-        show: Callable[..., object] = sys.excepthook
-        if plain:
-            print(f"lockstep: {error}", file=sys.stderr)
-        else:
-            show(type(error), error, error.__traceback__)
     with contextlib.suppress(OSError):
         report.send(
             {
@@ -238,13 +265,28 @@ def _send_error(report: Channel, error: BaseException, *, shown: bool) -> int:
                 "time": when,
                 "type": type(error).__name__,
                 "message": str(error)[:LONGEST_REPORT],
+                "where": _where(error),
                 "traceback": text[-LONGEST_REPORT:],
                 "plain": plain,
             }
         )
+    if shown and plain:
+        print(f"lockstep: {error}", file=sys.stderr)
+    elif shown:
+        sys.excepthook(type(error), error, error.__traceback__)
     if isinstance(error, KeyboardInterrupt):
         return 130
     return error.exit_status if isinstance(error, LockstepError) else 1
+
+
+def _where(error: BaseException) -> str:
+    """Return "train.py:31": the last line of the user's own that the error went through."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{os.path.basename(error.filename)}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(PACKAGES)]
+    last = (own or frames)[-1:]
+    return f"{os.path.basename(last[0].filename)}:{last[0].lineno}" if last else ""
 
 
 def _own_frames(frames: TracebackType | None) -> TracebackType | None:

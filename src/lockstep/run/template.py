@@ -10,16 +10,18 @@
        │ <─ ended {rank, status} ────── │ <──────────────────────── exit │
        │ ── end of file ──────────────> │ SIGKILL to what is left
 
-It stays single-threaded, so that a fork is safe, and never computes. It watches
+It never computes and starts no thread, so that a fork is safe. It watches
 the launcher (end of file on the first socket, and a pidfd where there are some,
 for another child of the launcher may hold the socket open). When the launcher is
-gone it kills every process group it started and ends. When the template itself
+gone it kills every process group it started and ends; retired, with the first
+socket closed, it ends after its last job. When the template itself
 is killed, the ranks' life line (run/rank.py) breaks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -27,6 +29,8 @@ import selectors
 import signal
 import socket
 import time
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -37,6 +41,8 @@ __all__ = ["Template", "main", "serve_fork"]
 
 # How long the rest of a rank's process group has after SIGTERM.
 GRACE = 2.0
+
+PR_SET_CHILD_SUBREAPER = 36  # of prctl, on Linux
 
 
 @dataclass
@@ -54,6 +60,7 @@ class Template:
         self._main = channel
         self._jobs: dict[int, Job] = {}
         self._leftover: dict[int, float] = {}  # process groups to kill, and when
+        self._retired = False  # no more jobs will come; those that run go on
         self._life = os.pipe()
         self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -65,6 +72,7 @@ class Template:
             self._selector.register(self._launcher, selectors.EVENT_READ)
         for end in self._wake:
             end.setblocking(False)
+        _adopt_orphans()
         signal.set_wakeup_fd(self._wake[1].fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
@@ -72,16 +80,20 @@ class Template:
         """Serve until the launcher is gone, then return None; in a forked rank, its task."""
         while True:
             for key, _ in self._selector.select(self._patience()):
-                if key.fileobj in (self._main, self._launcher):
-                    if key.fileobj is self._launcher or not self._accept():
-                        self._end()
-                        return None
+                if key.fileobj == self._launcher:
+                    self._end()
+                    return None
+                if key.fileobj is self._main:
+                    self._retired = not self._accept()
                 elif key.fileobj is self._wake[0]:
                     self._drain()
                 elif task := self._serve_job(self._jobs.get(key.fd)):
                     return task
             self._reap()
             self._kill_leftover()
+            if self._retired and not (self._jobs and self._launcher is not None):
+                self._end()
+                return None
 
     def _patience(self) -> float | None:
         if not self._leftover:
@@ -91,6 +103,7 @@ class Template:
     def _accept(self) -> bool:
         received = self._main.receive()
         if received is None:
+            self._selector.unregister(self._main)
             return False
         channel = adopt(received[1][0])
         self._jobs[channel.fileno()] = Job(channel)
@@ -116,7 +129,9 @@ class Template:
         return self._fork(job, message, descriptors)
 
     def _fork(self, job: Job, message: Message, descriptors: list[int]) -> Task | None:
-        pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads may be forked
+            pid = os.fork()
         if pid == 0:
             return Task(message, descriptors, self._become_rank())
         with contextlib.suppress(OSError):  # the child does it too: whoever comes first
@@ -145,28 +160,28 @@ class Template:
     def _signal(self, job: Job, message: Message) -> None:
         for pid, rank in job.ranks.items():
             if rank == message["rank"]:
+                send = os.killpg if message["group"] else os.kill
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, message["number"])
+                    send(pid, message["number"])
 
     def _reap(self) -> None:
         """Report every rank that ended; what it left in its process group is ended too."""
         while True:
             try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                pid, code = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
-            if ended is None:
+            if pid == 0:
                 return
-            pid = ended.si_pid
-            self._end_group(pid, signal.SIGTERM)
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             for job in self._jobs.values():
                 if pid in job.ranks:
-                    rank = job.ranks.pop(pid)
-                    self._tell(job, {"kind": "ended", "rank": rank, "status": status})
+                    self._end_group(pid, signal.SIGTERM)
+                    status = os.waitstatus_to_exitcode(code)
+                    news = {"kind": "ended", "rank": job.ranks.pop(pid), "status": status}
+                    self._tell(job, news)
 
     def _end_group(self, group: int, number: int) -> None:
-        # While the ended leader is not reaped, its number belongs to nobody else.
+        # A group that has members left keeps its number after its leader's end.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, number)
             self._leftover[group] = time.monotonic() + GRACE
@@ -202,10 +217,18 @@ class Template:
                 os.killpg(group, signal.SIGKILL)
 
 
-def main(descriptor: int, launcher: int) -> None:
+def _adopt_orphans() -> None:
+    """Become the parent of what ranks leave behind, to wait for it at once (Linux).
+
+    The first process of a container may take seconds over that, or never do it.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def main(descriptor: int, launcher: int, modules: Sequence[str]) -> None:
     """Import what ranks need, serve, and in a forked rank run its task to the end."""
-    # The second is imported by torch.use_deterministic_algorithms, in 1.4 seconds.
-    for name in ("lockstep.run.world", "torch._inductor.config", "cloudpickle"):
+    for name in modules:
         importlib.import_module(name)
     gc.freeze()  # ranks neither search nor copy what was here before them
     task = Template(adopt(descriptor), launcher).serve()

@@ -8,13 +8,21 @@ the sentence names the cause even where a consequence was reported earlier.
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import RankError
 
-__all__ = ["Outcome", "consequence", "first_failure", "rank_error"]
+__all__ = [
+    "Outcome",
+    "consequence",
+    "deserted",
+    "first_failure",
+    "rank_error",
+    "signal_name",
+    "spoken",
+]
 
 # What torch's backends say when the other side of a connection is gone.
 LOST_PEER = (
@@ -34,7 +42,8 @@ class Outcome:
 
     `status` is its exit status, negative for a signal, None while it runs.
     `error` is its report of an exception. `ended_by_us` means that the launcher
-    signalled it first.
+    signalled it first. `awaits` are the ranks that it said it waits for.
+    `hint` is what else is known of a signal.
     """
 
     rank: int
@@ -43,6 +52,8 @@ class Outcome:
     error: dict[str, Any] | None = None
     returned: bool = False
     ended_by_us: bool = False
+    awaits: tuple[int, ...] = ()
+    hint: str = ""
 
     @property
     def left(self) -> bool:
@@ -65,7 +76,7 @@ def consequence(outcome: Outcome) -> bool:
     return any(phrase in message for phrase in LOST_PEER)
 
 
-def first_failure(outcomes: Sequence[Outcome]) -> Outcome | None:
+def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
     """Return the failure that came first, causes before consequences."""
     failures = [outcome for outcome in outcomes if outcome.failed]
     if not failures:
@@ -73,45 +84,78 @@ def first_failure(outcomes: Sequence[Outcome]) -> Outcome | None:
     return min(failures, key=lambda outcome: (consequence(outcome), _moment(outcome)))
 
 
+def deserted(outcomes: Iterable[Outcome]) -> RankError | None:
+    """Return an error where ranks wait in `init` for one that has ended well already."""
+    outcomes = list(outcomes)
+    left = {outcome.rank for outcome in outcomes if outcome.left}
+    waiting = [outcome for outcome in outcomes if left & set(outcome.awaits)]
+    if not waiting:
+        return None
+    gone = sorted(left & set(waiting[0].awaits))
+    error = RankError(
+        f"{spoken(gone)} returned without joining the world, while "
+        f"{spoken([outcome.rank for outcome in waiting])} waited in lockstep.init(): every rank "
+        f"must call it"
+    )
+    error.rank = gone[0]
+    return error
+
+
+def rank_error(outcomes: Iterable[Outcome]) -> RankError | None:
+    """Return the error to raise for a launch; a traceback goes along as its note."""
+    outcomes = list(outcomes)
+    failure = first_failure(outcomes)
+    if failure is None:
+        return deserted(outcomes)
+    error = RankError(_left_early(outcomes, failure) or f"rank {failure.rank} {ending(failure)}")
+    error.rank, error.status = failure.rank, failure.status
+    if failure.error is not None and not failure.error["plain"]:
+        error.add_note(f"rank {failure.rank}:\n{failure.error['traceback'].rstrip()}")
+    return error
+
+
 def _moment(outcome: Outcome) -> float:
     return outcome.when if outcome.error is None else float(outcome.error["time"])
 
 
-def rank_error(outcomes: Sequence[Outcome]) -> RankError | None:
-    """Return the error to raise for a launch; a traceback goes along as its note."""
-    failure = first_failure(outcomes)
-    if failure is None:
-        return None
-    error = RankError(f"{_left_early(outcomes, failure)}rank {failure.rank} {ending(failure)}")
-    if failure.error is not None and not failure.error["plain"]:
-        error.add_note(f"\nrank {failure.rank}:\n{failure.error['traceback'].rstrip()}")
-    return error
-
-
 def _left_early(outcomes: Sequence[Outcome], failure: Outcome) -> str:
-    """Name the ranks that had ended well where another lost its connection to them."""
-    gone = [outcome for outcome in outcomes if outcome.left]
+    """Name the ranks that had ended well where another lost its connection to them; or ""."""
+    gone = [outcome.rank for outcome in outcomes if outcome.left]
     if not gone or not consequence(failure):
         return ""
-    names = ", ".join(str(outcome.rank) for outcome in gone)
-    return f"rank {names} returned while others still waited in a collective: "
+    assert failure.error is not None
+    where = f" ({failure.error['where']})" if failure.error["where"] else ""
+    return f"{spoken(gone)} returned while rank {failure.rank} still waited in a collective{where}"
 
 
 def ending(outcome: Outcome) -> str:
     """Say how a rank ended, as the end of a sentence about it."""
-    if outcome.error is not None and outcome.error["plain"]:
-        return f"failed: {outcome.error['message']}"
     if outcome.error is not None:
-        first_line = str(outcome.error["message"]).strip().partition("\n")[0]
-        return f"raised {outcome.error['type']}" + (f": {first_line}" if first_line else "")
+        return _raised(outcome.error)
     if outcome.status is None:
         return "is still running"
     if outcome.status < 0:
-        return f"was killed by {_signal_name(-outcome.status)}"
+        return f"was killed by {signal_name(-outcome.status)}{outcome.hint}"
     return f"exited with status {outcome.status}"
 
 
-def _signal_name(number: int) -> str:
+def _raised(error: dict[str, Any]) -> str:
+    if error["plain"]:
+        return f"failed: {error['message']}"
+    said = str(error["message"]).strip().partition("\n")[0]
+    where = f" ({error['where']})" if error["where"] else ""
+    return f"raised {error['type']}" + (f": {said}" if said else "") + where
+
+
+def spoken(ranks: Sequence[int]) -> str:
+    """Return "rank 2", "ranks 0 and 2", "ranks 0, 1 and 2"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, as "SIGKILL"."""
     try:
         return signal.Signals(number).name
     except ValueError:

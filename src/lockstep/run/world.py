@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
+import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.utils.deterministic
-from torch.distributed import HashStore, Store, rendezvous  # type: ignore[attr-defined]
 
-from lockstep.errors import UsageError
-from lockstep.run import environment
+from lockstep.errors import RendezvousError, UsageError
+from lockstep.run import environment, rendezvous
 from lockstep.run.environment import Place
 
 __all__ = [
@@ -94,7 +94,11 @@ def init(
     chosen = _device(device, place)
     _settle(threads, chosen)
     if not dist.is_initialized():
-        _join(place, backend or default_backend(chosen), timeout, chosen)
+        try:
+            _join(place, backend or default_backend(chosen), timeout, chosen)
+        except BaseException:
+            _give_back()
+            raise
     _current, _asked = _describe(place, chosen), asked
     atexit.unregister(shutdown)
     atexit.register(shutdown)
@@ -147,6 +151,11 @@ def shutdown() -> None:
     if _current is not None and dist.is_initialized():
         dist.destroy_process_group()
     _current, _asked = None, ()
+    _give_back()
+
+
+def _give_back() -> None:
+    """Unset the environment variables that init() set."""
     while _borrowed:
         os.environ.pop(_borrowed.pop(), None)
 
@@ -163,11 +172,12 @@ def _spoken(asked: tuple[object, ...]) -> str:
 
 
 def _device(asked: str | torch.device | None, place: Place) -> torch.device:
-    if asked is not None:
-        return torch.device(asked)
-    if not torch.cuda.is_available():
+    wanted = None if asked is None else torch.device(asked)
+    if wanted is not None and (wanted.type != "cuda" or wanted.index is not None):
+        return wanted
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted is None and not count:
         return torch.device("cpu")
-    count = torch.cuda.device_count()
     if place.local_rank >= count:
         raise UsageError(
             f"rank {place.rank} has local rank {place.local_rank}, but this host has {count} "
@@ -185,7 +195,14 @@ def _settle(threads: int, device: torch.device) -> None:
         # cuBLAS is deterministic only with a workspace of its own, chosen before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
-    torch.use_deterministic_algorithms(True)
+    # Not use_deterministic_algorithms(True): that imports torch's compiler, in 1.4 seconds.
+    # The compiler reads the variable when it is imported, and its own setting afterwards.
+    torch.set_deterministic_debug_mode("error")
+    if "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(True)
+    elif "TORCHINDUCTOR_DETERMINISTIC" not in os.environ:
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+        _borrowed.append("TORCHINDUCTOR_DETERMINISTIC")
     # Deterministic algorithms fill every empty tensor: 68 us for 4 MiB, for no bit of a result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -193,33 +210,46 @@ def _settle(threads: int, device: torch.device) -> None:
 def _join(place: Place, backend: str, timeout: float, device: torch.device) -> None:
     if timeout <= 0:
         raise UsageError(f"init(timeout={timeout}): a deadline is a positive number of seconds")
-    if place.loopback:
-        _use_loopback()
-    dist.init_process_group(
-        backend,
-        store=_store(place, timeout),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=timeout),
-        device_id=device if device.type == "cuda" else None,
-    )
+    _check_backend(backend)
+    began = time.monotonic()
+    store = rendezvous.meet(place, timeout)
+    _choose_interface(place)
+    atexit.unregister(rendezvous.leave)
+    atexit.register(rendezvous.leave)  # called after shutdown(), which is registered later
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        said = str(error).partition("\n")[0]
+        raise RendezvousError(
+            f"rank {place.rank}: all {place.world_size} ranks came, but {backend} could not "
+            f"connect them within {time.monotonic() - began:.0f} s: {said}"
+        ) from error
 
 
-def _store(place: Place, timeout: float) -> Store:
-    if place.master_addr is None or place.master_port is None:
-        return HashStore()
-    url = f"env://?rank={place.rank}&world_size={place.world_size}"
-    store, _, _ = next(rendezvous(url, timeout=timedelta(seconds=timeout)))
-    assert isinstance(store, Store)
-    return store
+def _check_backend(backend: str) -> None:
+    """Refuse a backend that is not here, before the other ranks are waited for."""
+    for part in backend.split(","):
+        name = part.rpartition(":")[2]
+        if not dist.is_backend_available(name):
+            here = [each for each in dist.Backend.backend_list if dist.is_backend_available(each)]
+            raise UsageError(
+                f"init(backend={backend!r}): torch has no backend {name!r} here; there are "
+                f"{', '.join(each for each in here if each != 'undefined')}"
+            )
 
 
-def _use_loopback() -> None:
-    """Keep Gloo off the network: by itself it takes the interface of the host's name."""
-    names = {name for _, name in socket.if_nameindex()}
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback
+def _choose_interface(place: Place) -> None:
+    """Keep Gloo on the right interface: by itself it takes that of the host's name."""
+    name = rendezvous.interface(place)
+    if name is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
         _borrowed.append("GLOO_SOCKET_IFNAME")
 
 

@@ -14,6 +14,7 @@ PREFIXES = (
     "LOCKSTEP_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "GLOO_", "NCCL_", "TORCH_", "PYTORCH_",
     "TORCHINDUCTOR_", "CUDA_", "CUBLAS_", "ATEN_", "DNNL_", "ONEDNN_", "PYTHONHASHSEED",
 )  # fmt: skip
+PLUMBING = ("LOCKSTEP_LAUNCHER", "LOCKSTEP_RUN", "LOCKSTEP_HOST", "LOCKSTEP_LOCAL_WORLD_SIZE")
 SECRETS = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY", "AUTH")
 
 
@@ -75,5 +76,7 @@ def variables(environ: Any) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name.startswith(PREFIXES) and not any(word in name for word in SECRETS)
+        if name.startswith(PREFIXES)
+        and name not in PLUMBING  # the launcher's own: other for every run, and of no effect
+        and not any(word in name for word in SECRETS)
     }

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from lockstep.show.record import PARTS
+
 __all__ = ["Meter"]
 
-PARTS = ("compute", "communication", "waiting", "data")
 PAST = 0.98  # weight of the past in a moving mean: about the last fifty steps count
 WINDOW = 5.0  # seconds over which the speed is taken
 SURE = 5  # steps before which the time left is not said

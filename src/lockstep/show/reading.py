@@ -11,57 +11,26 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
-import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
-import numpy as np
-import numpy.typing as npt
 import orjson
 
 from lockstep.errors import FileError, UsageError
+from lockstep.show.columns import Columns, Line, Steps, columns, join, mapping
 from lockstep.show.record import FILE, VERSION
 
-__all__ = ["PARTS", "Run", "State", "Steps", "read"]
+__all__ = ["Run", "State", "glance", "read"]
 
-Column = npt.NDArray[np.float64]
 State = Literal["done", "failed", "running", "died"]
-Line = dict[str, Any]
 
-PARTS = ("compute", "communication", "waiting", "data")
-"""What a step's seconds are spent on, in the order of a row of `ranks`."""
-
-SCALARS = ("t", "step", "epoch", "loss", "samples", "seconds", "lr")
 BLOCK = 1 << 17  # bytes read at a time: what they are parsed into stays in the cache
+TAIL = 1 << 17  # bytes at a record's end that a glance reads
 YOUNG = 120.0  # seconds without a line after which a run on another host counts as dead
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The steps of a run as columns of equal length; NaN where a line has no value.
-
-    `ranks` has the shape [steps, ranks, 4]: seconds a rank spent on each of `PARTS`.
-    """
-
-    t: Column
-    step: Column
-    epoch: Column
-    loss: Column
-    samples: Column
-    seconds: Column
-    lr: Column
-    metrics: dict[str, Column]
-    ranks: Column
-
-    def __len__(self) -> int:
-        """Return how many steps there are."""
-        return len(self.step)
 
 
 @dataclass(frozen=True)
@@ -100,19 +69,34 @@ def read(folder: Path) -> Run:
         UsageError: there is no record.
         FileError: it cannot be read, or holds not one line of a record.
     """
+    with patient_collector():
+        return run_of(folder, Gathered.take_all)
+
+
+def glance(folder: Path) -> Run:
+    """Read the first line of a record and its last ones only: fast, however long it is.
+
+    The run's `steps` and `epochs` are then the last few. Raises as `read` does.
+    """
+    return run_of(folder, Gathered.take_ends)
+
+
+def run_of(folder: Path, take: Callable[[Gathered, BinaryIO], None]) -> Run:
+    """Open a record, let `take` read it, and return the run."""
     path = Path(folder)
     path = path / FILE if path.is_dir() else path
     gathered = Gathered()
-    with patient_collector():
-        try:
-            with path.open("rb") as file:
-                gathered.take_all(file)
-                locked = is_locked(file.fileno())
-                age = time.time() - os.fstat(file.fileno()).st_mtime
-        except (FileNotFoundError, NotADirectoryError):
-            raise UsageError(f"{folder} holds no run: there is no {path}") from None
-        except OSError as error:
-            raise FileError(f"{path} cannot be read ({error.strerror})") from None
+    try:
+        with path.open("rb") as file:
+            take(gathered, file)
+            locked = is_locked(file.fileno())
+            age = time.time() - os.fstat(file.fileno()).st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(
+            f"there is no run at {folder} ({path} does not exist); `lockstep runs` lists them"
+        ) from None
+    except OSError as error:
+        raise FileError(f"{path} cannot be read ({error.strerror})") from None
     if gathered.bad and not gathered.good:
         raise FileError(f"{path} is not the record of a run: none of its lines is one of a record")
     return gathered.run(path.parent, locked, age)
@@ -131,7 +115,17 @@ class Gathered:
         self.bad = 0
         self.truncated = False
 
-    def take_all(self, file: Any) -> None:
+    def take_ends(self, file: BinaryIO) -> None:
+        """Read the first line, and the lines that begin in the last bytes of `file`."""
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if size > 2 * TAIL:
+            self.take(self.objects([file.readline()]))
+            file.seek(size - TAIL)
+            file.readline()  # the rest of a line that began before
+        self.take_all(file)
+
+    def take_all(self, file: BinaryIO) -> None:
         """Read `file` to its end, a block of lines at a time."""
         while lines := file.readlines(BLOCK):
             if not lines[-1].endswith(b"\n") and not is_json(lines[-1]):
@@ -213,99 +207,6 @@ class Gathered:
             yield "The record's last line is cut off, and was skipped."
         if self.bad:
             yield f"{self.bad} lines of the record could not be read, and were skipped."
-
-
-@dataclass(frozen=True)
-class Columns:
-    """One block of steps as columns; `ranks` is [steps, ranks, 4]."""
-
-    scalars: dict[str, Column]
-    metrics: dict[str, Column]
-    ranks: Column
-
-
-def columns(steps: list[Line]) -> Columns:
-    """Turn the lines of some steps into columns."""
-    scalars = {name: column(steps, name) for name in SCALARS}
-    metrics = column_dicts([line.get("metrics") for line in steps])
-    return Columns(scalars, metrics, rank_rows([line.get("ranks") for line in steps]))
-
-
-def column(lines: list[Any], name: str) -> Column:
-    """Return one field of `lines` as numbers."""
-    try:
-        return np.fromiter(map(itemgetter(name), lines), np.float64, len(lines))
-    except (KeyError, ValueError, TypeError):  # missing in places, or no number: one by one
-        return numbers([line.get(name) for line in lines])
-
-
-def column_dicts(values: list[Any]) -> dict[str, Column]:
-    """Turn a list of dicts of numbers into columns by key, in order of appearance."""
-    dicts = values if all(type(value) is dict for value in values) else list(map(mapping, values))
-    names = dict.fromkeys(chain.from_iterable(dicts))
-    return {str(name): column(dicts, name) for name in names}
-
-
-def rank_rows(values: list[Any]) -> Column:
-    """Turn the rows of some steps' ranks into [steps, ranks, 4]; NaN where there is none."""
-    lists = [value if isinstance(value, list) else [] for value in values]
-    shape = (len(lists), max(map(len, lists)), len(PARTS))
-    rows = list(chain.from_iterable(lists))
-    with contextlib.suppress(ValueError, TypeError):
-        if len(rows) == shape[0] * shape[1] and set(map(len, rows)) <= {len(PARTS)}:
-            return np.fromiter(chain.from_iterable(rows), np.float64).reshape(shape)
-    ragged = np.full(shape, np.nan)  # ranks came or went, or some steps have none: row by row
-    for step, rows in enumerate(lists):
-        for rank, row in enumerate(rows):
-            if isinstance(row, list) and len(row) == len(PARTS):
-                ragged[step, rank] = numbers(row)
-    return ragged
-
-
-def numbers(values: list[Any]) -> Column:
-    """Return `values` as float64; NaN for what is no number."""
-    return np.array([number(value) for value in values], np.float64)
-
-
-def number(value: Any) -> float:
-    """Return `value` as a float; NaN if it is no number."""
-    try:
-        return float(value)
-    except (ValueError, TypeError):
-        return math.nan
-
-
-def join(blocks: list[Columns]) -> Steps:
-    """Put blocks of columns together."""
-    names = dict.fromkeys(chain.from_iterable(block.metrics for block in blocks))
-    world = max((block.ranks.shape[1] for block in blocks), default=0)
-    return Steps(
-        **{name: concatenated([block.scalars[name] for block in blocks]) for name in SCALARS},
-        metrics={
-            name: concatenated(
-                [block.metrics.get(name, np.full(len(block.ranks), np.nan)) for block in blocks]
-            )
-            for name in names
-        },
-        ranks=np.concatenate([widened(block.ranks, world) for block in blocks])
-        if blocks
-        else np.empty((0, 0, len(PARTS))),
-    )
-
-
-def concatenated(parts: list[Column]) -> Column:
-    """Concatenate, also nothing."""
-    return np.concatenate(parts) if parts else np.empty(0)
-
-
-def widened(rows: Column, world: int) -> Column:
-    """Give [steps, ranks, 4] more ranks, filled with NaN."""
-    return np.pad(rows, ((0, 0), (0, world - rows.shape[1]), (0, 0)), constant_values=np.nan)
-
-
-def mapping(value: Any) -> Line:
-    """Return `value` if it is a dict, else an empty one."""
-    return value if isinstance(value, dict) else {}
 
 
 def is_json(line: bytes) -> bool:

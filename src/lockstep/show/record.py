@@ -29,10 +29,12 @@ import orjson
 
 from lockstep.errors import FileError, UsageError
 
-__all__ = ["FILE", "VERSION", "Recorder", "Writer", "fresh_name"]
+__all__ = ["FILE", "PARTS", "VERSION", "Recorder", "Writer", "fresh_name"]
 
 FILE = "record.jsonl"
 VERSION = 1
+PARTS = ("compute", "communication", "waiting", "data")
+"""What a step's seconds are spent on, in the order of a row of `ranks`."""
 
 OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
@@ -71,8 +73,19 @@ class Recorder:
         """Append one line. Never raises: a disk that fills ends the record, not the run."""
         if self._descriptor < 0:
             return
+        line = {"kind": kind, "t": round(time.perf_counter() - self._began, 6), **fields}
+        if kind == "step" and "ranks" in fields:
+            line["ranks"] = [[round(part, 6) for part in row] for row in fields["ranks"]]
+        elif kind == "run":
+            line = self._header(fields)
         try:
-            append(self._descriptor, encode(self._line(kind, fields)))
+            text = orjson.dumps(line, plain, OPTIONS)
+        except TypeError:  # a whole number beyond 64 bits, a cycle of containers, ...
+            text = json.dumps(printable(line)).encode() + b"\n"
+        try:
+            written = os.write(self._descriptor, text)
+            while written < len(text):  # a disk that fills takes a part first
+                written += os.write(self._descriptor, text[written:])
         except OSError as error:
             self._fail(error)
 
@@ -91,19 +104,10 @@ class Recorder:
         """Close."""
         self.close()
 
-    def _line(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-        if kind == "run":
-            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            return {
-                "kind": kind,
-                "version": VERSION,
-                "name": self.folder.name,
-                "started": now,
-            } | fields
-        line = {"kind": kind, "t": round(time.perf_counter() - self._began, 6), **fields}
-        if kind == "step" and "ranks" in line:
-            line["ranks"] = [[round(part, 6) for part in row] for row in line["ranks"]]
-        return line
+    def _header(self, fields: dict[str, Any]) -> dict[str, Any]:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        own = {"kind": "run", "version": VERSION, "name": self.folder.name, "started": now}
+        return own | fields
 
     def _fail(self, error: OSError) -> None:
         self.failure = (
@@ -133,21 +137,6 @@ def create(path: Path) -> int:
     with contextlib.suppress(OSError):  # a file system without locks: readers go by its age
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
-
-
-def append(descriptor: int, line: bytes) -> None:
-    """Write the whole of `line`, or raise OSError (a disk that fills takes a part first)."""
-    written = os.write(descriptor, line)
-    while written < len(line):
-        written += os.write(descriptor, line[written:])
-
-
-def encode(line: dict[str, Any]) -> bytes:
-    """Return `line` as JSON with a newline, whatever its values are."""
-    try:
-        return orjson.dumps(line, default=plain, option=OPTIONS)
-    except TypeError:  # a whole number beyond 64 bits, a cycle of containers, ...
-        return json.dumps(printable(line)).encode() + b"\n"
 
 
 def plain(value: Any) -> Any:

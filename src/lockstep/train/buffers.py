@@ -90,13 +90,20 @@ class Buffers:
             for module, name in slot.places:
                 module._buffers[name] = slot.tensor
 
-    def findings(self) -> list[Finding]:
-        """Return for every buffer the hash of this rank's results; nothing if it has none."""
+    def findings(self, alone: bool = False) -> list[Finding]:
+        """Return for every buffer the hash of this rank's results; nothing if it has none.
+
+        `alone` there is nobody to compare with, and the hashes are not computed.
+        """
         if not self._results:
             return []
         first, *others = self._results.values()
         return [
-            _hash(result) if all(_same_bits(result, other[number]) for other in others) else DIFFER
+            DIFFER
+            if not all(_same_bits(result, other[number]) for other in others)
+            else ""
+            if alone
+            else _hash(result)
             for number, result in enumerate(first)
         ]
 

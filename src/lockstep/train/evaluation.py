@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.loader import Batches
 from lockstep.train.forward import Metric, forward
-from lockstep.train.step import Setting, autocast, moved
+from lockstep.train.setting import Setting
 from lockstep.train.units import Units
 from lockstep.train.weight import is_sum
 
@@ -63,9 +63,9 @@ def evaluate(
         for number, batch in enumerate(batches):
             for microbatch in batch.microbatches:
                 units.begin(-1 - number, microbatch.index)  # keys that no training step has
-                data = moved(microbatch.data, setting.device)
+                data = setting.moved(microbatch.data)
                 place = f"rank {setting.rank}, evaluation batch {number}, {microbatch.index}"
-                with autocast(setting.device, setting.precision):
+                with setting.autocast():
                     loss, values = forward(model, setting.loss, metrics, data, place)
                 weight = _weight(setting, microbatch.size, microbatch.data)
                 if weight:

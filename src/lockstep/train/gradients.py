@@ -38,8 +38,9 @@ class Gradients:
         self._group = group
         self._fold: Fold[list[torch.Tensor | None]] | None = None
         self._leaves = 0
-        # Kept between steps: the plan depends on which parameters are trained and on the leaves.
-        self._sums: dict[tuple[object, ...], list[ExactSum]] = {}
+        # Kept between steps with their buffers, for one case: the leaves and who is trained.
+        self._case: tuple[int, ...] = ()
+        self._sums: list[ExactSum] = []
 
     def begin(self, leaves: int) -> None:
         """Start a step whose batch has `leaves` micro-batches; `.grad` is emptied."""
@@ -87,7 +88,7 @@ class Gradients:
             if parameter.requires_grad
         ]
         case = (self._leaves, *trained)
-        if case not in self._sums:
+        if case != self._case:
             parameters = [self._parameters[number][1] for number in trained]
             buckets = plan(
                 [parameter.numel() for parameter in parameters],
@@ -95,11 +96,12 @@ class Gradients:
                 BUCKET_BYTES,
                 indices=trained,
             )
-            self._sums[case] = [
+            self._case, self._sums = case, []  # the old buffers go before the new ones come
+            self._sums = [
                 ExactSum(bucket, holders, self._leaves, parameters[0].device, self._group)
                 for bucket in buckets
             ]
-        return self._sums[case]
+        return self._sums
 
 
 def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor | None:

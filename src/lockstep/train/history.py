@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -83,6 +84,7 @@ class History:
         self._steps: list[StepResult] = []
         self._pending: EpochResult | None = None
         self._memory: list[int] = []
+        self._warned: set[str] = set()
         self.samples = 0
         self.last: StepResult | None = None
 
@@ -133,6 +135,13 @@ class History:
         pending, self._pending = self._pending, None
         if pending is not None and self.writers:
             self.write("epoch", **_without_none(asdict(pending)), memory_bytes=self._memory)
+
+    def warn(self, rank: int, place: str, sentence: str) -> None:
+        """Give a warning on the screen and to the writers, once whatever the place."""
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            warnings.warn(f"{place}: {sentence}", stacklevel=2)
+            self.write("warning", rank=rank, message=f"{place}: {sentence}")
 
     def close(self, **fields: Any) -> None:
         """Write the last line and close the writers."""

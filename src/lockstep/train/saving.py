@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save
 
+from lockstep.comm.transfer import all_gather_bytes
 from lockstep.errors import FileError
 
-__all__ = ["save_weights"]
+__all__ = ["save_together", "save_weights"]
 
 
 def save_weights(path: Path, state: Mapping[str, Any]) -> None:
@@ -36,8 +39,22 @@ def save_weights(path: Path, state: Mapping[str, Any]) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise FileError(
             f"{path}: the weights could not be written ({error.strerror}); "
             "a file that was there before is as it was"
         ) from error
+
+
+def save_together(path: Path, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Let rank 0 write the file; return on all ranks when it is there, or raise on all."""
+    failure = b""
+    if dist.get_rank(group) == 0:
+        try:
+            save_weights(path, state)
+        except FileError as error:
+            failure = str(error).encode()
+    failure = all_gather_bytes(failure, group)[0]
+    if failure:
+        raise FileError(failure.decode())

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -26,54 +26,16 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.transfer import all_gather_bytes
-from lockstep.data.microbatch import Batch, Microbatch, cut, mapped, spans
+from lockstep.data.microbatch import Batch, Microbatch, cut, spans
 from lockstep.errors import LossError, UsageError
 from lockstep.train.buffers import Buffers
 from lockstep.train.gradients import Gradients
 from lockstep.train.ledger import Entry, Page, peak_memory
+from lockstep.train.setting import Setting
 from lockstep.train.units import Units
-from lockstep.train.weight import WeightFunction, ignored_targets, is_sum, shares
+from lockstep.train.weight import ignored_targets, is_sum, shares
 
-__all__ = ["Setting", "Step", "autocast", "moved"]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What stays the same from step to step."""
-
-    microbatches: int
-    rank: int
-    replicas: int
-    replica: int
-    device: torch.device
-    threads: int
-    loss: Callable[..., Any] | None
-    weight: WeightFunction | None
-    precision: torch.dtype | None
-    group: dist.ProcessGroup | None
-    warn: Callable[[str], None]
-
-    def place(self, step: int, microbatch: int) -> str:
-        """Say where something happened."""
-        return f"rank {self.rank}, step {step}, micro-batch {microbatch}"
-
-
-def autocast(device: torch.device, precision: torch.dtype | None) -> Any:
-    """Return the context of mixed precision.
-
-    Without its cache: a cast weight that one micro-batch left there would tie
-    the next one's gradient to the first one's graph.
-    """
-    if precision is None:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=precision, cache_enabled=False)
-
-
-def moved(data: Any, device: torch.device) -> Any:
-    """Return nested data with its tensors on `device`."""
-    if device.type == "cpu":
-        return data
-    return mapped(lambda tensor: tensor.to(device, non_blocking=True), data)
+__all__ = ["Step"]
 
 
 @dataclass
@@ -106,6 +68,7 @@ class Step:
         buffers: Buffers,
         gradients: Gradients,
         finish: Callable[[Step], None],
+        warn: Callable[[str, str], None],
     ) -> None:
         self.number = number
         self.setting = setting
@@ -114,6 +77,7 @@ class Step:
         self.batch: Batch | None = None
         self._units = units
         self._finish = finish
+        self._warn = warn
         self._stack = ExitStack()
         self._results: list[_Result] = []
         self._current: _Result | None = None
@@ -174,8 +138,8 @@ class Step:
             self._current = _Result(microbatch, parts[leaf])
             self.buffers.enter()
             self._units.begin(self.number, leaf)
-            data = moved(microbatch.data, setting.device)
-            with autocast(setting.device, setting.precision):
+            data = setting.moved(microbatch.data)
+            with setting.autocast():
                 yield data
             if not self._current.losses:
                 raise UsageError(
@@ -217,7 +181,7 @@ class Step:
         assert self.batch is not None
         return Page(
             entries=[result.entry() for result in self._results],
-            buffers=self.buffers.findings(),
+            buffers=self.buffers.findings(alone=self.setting.replicas == 1),
             compute=self._compute,
             data=self.batch.seconds,
             memory=peak_memory(),
@@ -261,12 +225,12 @@ class Step:
 
     def _warn_of_ignored_targets(self, batch: Batch) -> None:
         for each in batch.microbatches:
-            if ignored := ignored_targets(self.setting.loss, each.data):
-                self.setting.warn(
-                    f"{self.setting.place(self.number, each.index)}: {ignored} targets are ignored "
-                    "by the loss, whose mean is then not one over samples, and the gradient is "
-                    "not that of the whole batch; give the trainer "
-                    "weight=lockstep.target_weight(loss)"
+            if ignored_targets(self.setting.loss, each.data):
+                self._warn(
+                    self.setting.place(self.number, each.index),
+                    "some targets are ignored by the loss, whose mean is then not one over "
+                    "samples, and the gradient is not that of the whole batch; give the trainer "
+                    "weight=lockstep.target_weight(loss)",
                 )
                 return
 

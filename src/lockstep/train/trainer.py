@@ -7,11 +7,9 @@ batches ──> step ──> ledger ──> buffers ──> gradients ──> cl
 
 from __future__ import annotations
 
-import math
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
@@ -19,37 +17,34 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from lockstep.comm.transfer import all_gather_bytes, broadcast_tensors
-from lockstep.comm.tree import nodes_of
+from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.loader import Batches
-from lockstep.data.microbatch import Batch, spans
-from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
+from lockstep.data.microbatch import Batch
+from lockstep.errors import FileError, GradientError, LossError, UsageError
 from lockstep.run.world import world
-from lockstep.show.machine import environment
-from lockstep.show.record import Recorder, Writer, fresh_name
-from lockstep.train.agreement import describe, require_same
+from lockstep.show.record import Recorder, fresh_name
+from lockstep.train.agreement import agree
 from lockstep.train.buffers import Buffers
-from lockstep.train.clipping import clip
 from lockstep.train.digest import digest, optimizer_tensors
 from lockstep.train.evaluation import Evaluation, evaluate
 from lockstep.train.forward import Metric, forward
 from lockstep.train.gradients import Gradients
-from lockstep.train.history import EpochResult, History, StepResult, rank_times
-from lockstep.train.ledger import exchange, mean_metrics, not_finite, total_loss
+from lockstep.train.history import EpochResult, History, StepResult
+from lockstep.train.opening import Record, folder_of, header, opened
 from lockstep.train.optimization import (
     Groups,
     Optimization,
     OptimizerFactory,
     SchedulerFactory,
 )
-from lockstep.train.saving import save_weights
-from lockstep.train.step import Setting, Step
+from lockstep.train.saving import save_together
+from lockstep.train.setting import Setting
+from lockstep.train.step import Step
 from lockstep.train.units import Units
-from lockstep.train.weight import WeightFunction, weight_of
+from lockstep.train.update import Update
+from lockstep.train.weight import WeightFunction
 
 __all__ = ["Trainer"]
-
-Record = str | Path | Writer
 
 
 class Trainer:
@@ -111,45 +106,34 @@ class Trainer:
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self.world = world()
-        replicas = self.world.world_size
-        _check_layout(replicas, microbatches)
-        if precision not in (None, torch.float32, torch.bfloat16):
-            raise UsageError(f"precision is torch.bfloat16 or torch.float32, not {precision}")
+        self.setting = Setting.of(self.world, microbatches, loss, weight, precision)
         self.model = model.to(self.world.device)
-        self.module: nn.Module = getattr(
-            model, "_orig_mod", model
-        )  # without the compiler's wrapper
+        # A compiled model is a wrapper, whose name is in front of every parameter's.
+        self.module: nn.Module = getattr(model, "_orig_mod", model)
         self.metrics = dict(metrics or {})
-        self.seed, self.clip_norm = seed, clip_norm
+        self.seed = seed
         self.steps, self.epoch = 0, 0
-        self.setting = Setting(
-            microbatches=microbatches,
-            rank=self.world.rank,
-            replicas=replicas,
-            replica=self.world.rank,
-            device=self.world.device,
-            threads=torch.get_num_threads(),
-            loss=loss,
-            weight=weight or weight_of(loss),
-            precision=None if precision == torch.float32 else precision,
-            group=None,
-            warn=self.warn,
-        )
-        self._agree()
+        agree(self.module, self._must_agree(), self.setting.group)
         parameters = list(self.module.named_parameters())
-        self._parameters = [parameter for _, parameter in parameters]
         self._names: dict[torch.Tensor, str] = {tensor: name for name, tensor in parameters}
         self._optimization = Optimization(
             self.module, optimizer, groups, scheduler, scheduler_each, average
         )
         self._units = Units(self.model, seed, self.world.device)
         self._gradients = Gradients(parameters, self.setting.group)
-        self._warned: set[str] = set()
+        self._update = Update(
+            self.setting,
+            [parameter for _, parameter in parameters],
+            self._gradients,
+            self._optimization,
+            clip_norm,
+        )
         self._began = time.perf_counter()
-        self._folder, writers = self._writers(record)
+        writers = opened(record) if self.world.rank == 0 else []
+        self._folder = folder_of(writers)
         self.history = History(writers, _listed(on_step), _listed(on_epoch))
         if writers:
-            self.history.write("run", **self._header(about or {}))
+            self.history.write("run", **header(self.world, self.setting, self.module, about or {}))
 
     # --- what a loop calls -------------------------------------------------------------
 
@@ -205,6 +189,7 @@ class Trainer:
                 Buffers(self.module),
                 self._gradients,
                 self._finish_step,
+                partial(self.history.warn, self.world.rank),
             )
         with self.step() as step:
             for data in step.microbatches(batch):
@@ -324,23 +309,7 @@ class Trainer:
         model = self.average if average else self.module
         if model is None:
             raise UsageError("there is no average of the weights: give the trainer average=0.999")
-        failure = b""
-        if self.world.rank == 0:
-            try:
-                save_weights(Path(path), model.state_dict())
-            except FileError as error:
-                failure = str(error).encode()
-        failure = all_gather_bytes(failure, self.setting.group)[0]
-        if failure:
-            raise FileError(failure.decode())
-
-    def warn(self, message: str) -> None:
-        """Give a warning once, on the screen and in the record."""
-        kind = message.split(": ", 1)[-1].lstrip("0123456789 ")
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(message, stacklevel=3)
-            self.history.write("warning", rank=self.world.rank, message=message)
+        save_together(Path(path), model.state_dict(), self.setting.group)
 
     def __enter__(self) -> Trainer:
         """Return itself."""
@@ -358,55 +327,18 @@ class Trainer:
         else:
             self.finish("failed", f"{type(error).__name__}: {error}")
 
-    # --- one step, after forward and backward -------------------------------------------
+    # --- around a step ------------------------------------------------------------------
 
     def _finish_step(self, step: Step) -> None:
-        assert step.batch is not None
-        batch, group = step.batch, self.setting.group
-        owned = spans(batch.leaves, self.setting.replicas)
-        holders = [nodes_of(each, batch.leaves) for each in owned]
-        page = step.page()
-        begun = time.perf_counter()
-        pages = exchange(page, group)
-        exchanged = time.perf_counter()
-        if (bad := not_finite(pages)) is not None:
-            rank, entry = bad
-            place = f"rank {rank}, step {self.steps}, micro-batch {entry.leaf}"
-            self._stop(f"{place}: the loss is {entry.loss}")
-        self._gradients.reduce(holders)
-        norm = self._clip()
-        step.buffers.merge([each.buffers for each in pages], holders, batch.leaves, group)
-        reduced = time.perf_counter()
-        rate = self._optimization.rate
-        self._optimization.step()
-        updated = time.perf_counter()
-        times = rank_times(pages, exchanged - begun, reduced - exchanged, updated - reduced)
-        result = StepResult(
-            step=self.steps,
-            epoch=batch.epoch,
-            loss=total_loss(pages, batch.leaves),
-            samples=batch.size,
-            metrics=mean_metrics(pages),
-            lr=rate,
-            seconds=page.data + page.compute + updated - begun,
-            ranks=times,
-            norm=norm,
-        )
+        try:
+            result, memory = self._update.apply(step)
+        except (LossError, GradientError) as error:
+            raise type(error)(f"{error}; training stopped, {self._saved()}") from None
         self.steps += 1
-        self.history.step(result, [each.memory for each in pages])
+        self.history.step(result, memory)
 
-    def _clip(self) -> float | None:
-        if self.clip_norm is None:
-            return None
-        norm = clip(self._parameters, self.clip_norm)
-        if not math.isfinite(norm):
-            self._stop(f"step {self.steps}: the norm of the gradient is {norm}", GradientError)
-        return norm
-
-    def _stop(
-        self, sentence: str, error: type[LossError] | type[GradientError] = LossError
-    ) -> None:
-        """Save the weights, which are those before the step, and raise on every rank."""
+    def _saved(self) -> str:
+        """Save the weights, which are those before the step, and say where."""
         folder = self._folder
         if folder is None and self.world.rank == 0:
             folder = Path("runs") / fresh_name(Path("runs"), "stopped")
@@ -414,10 +346,9 @@ class Trainer:
         path = Path(name) / "last-good.safetensors"
         try:
             self.save(path)
-            saved = f"the weights before this step are in {path}"
         except FileError as failure:
-            saved = f"and the weights before this step could not be saved: {failure}"
-        raise error(f"{sentence}; training stopped, {saved}")
+            return f"and the weights before this step could not be saved: {failure}"
+        return f"the weights before this step are in {path}"
 
     def _end_epoch(self, epoch: int) -> None:
         result = self.history.end_epoch(epoch)
@@ -426,19 +357,14 @@ class Trainer:
 
     # --- beginning ------------------------------------------------------------------------
 
-    def _agree(self) -> None:
-        """Make sure that all ranks train the same thing, from rank 0's weights."""
-        settings = {
-            "model": describe(self.module),
+    def _must_agree(self) -> dict[str, Any]:
+        return {
             "number of micro-batches": self.setting.microbatches,
             "seed": self.seed,
             "number of threads": self.setting.threads,
             "precision": str(self.setting.precision),
-            "torch": torch.__version__,
+            "version of torch": torch.__version__,
         }
-        require_same(settings, self.setting.group)
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        broadcast_tensors(tensors, self.setting.group)
 
     def _share(self) -> dict[str, Any]:
         setting = self.setting
@@ -447,39 +373,6 @@ class Trainer:
             "replicas": setting.replicas,
             "replica": setting.replica,
             "rank": setting.rank,
-        }
-
-    def _writers(self, record: Record | Sequence[Record]) -> tuple[Path | None, list[Writer]]:
-        """Return the run's folder and the writers; rank 0 has some, if any."""
-        given: Sequence[Record] = record if isinstance(record, (list, tuple)) else [record]  # type: ignore[list-item]
-        writers: list[Writer] = [
-            Recorder(Path(each)) if isinstance(each, (str, Path)) else each
-            for each in given
-            if self.world.rank == 0
-        ]
-        folders = [each.folder for each in writers if isinstance(each, Recorder)]
-        return (folders[0] if folders else None), writers
-
-    def _header(self, about: Mapping[str, Any]) -> dict[str, Any]:
-        setting = self.setting
-        return {
-            "command": sys.argv,
-            "layout": {
-                "world_size": self.world.world_size,
-                "replicas": setting.replicas,
-                "stages": 1,
-                "microbatches": setting.microbatches,
-                "threads": setting.threads,
-                "backend": self.world.backend,
-                "device": str(self.world.device),
-            },
-            "environment": environment(),
-            "model": {
-                "class": type(self.module).__name__,
-                "parameters": sum(parameter.numel() for parameter in self._parameters),
-                "buffers": sum(buffer.numel() for buffer in self.module.buffers()),
-            },
-            **about,
         }
 
 
@@ -494,17 +387,6 @@ class _Epoch(Batches):
         """Go through the epoch."""
         yield from super().__iter__()
         self._ended(self.epoch)
-
-
-def _check_layout(replicas: int, microbatches: int) -> None:
-    if microbatches < 1:
-        raise LayoutError(f"microbatches={microbatches}: a batch is cut into at least one")
-    if replicas > microbatches:
-        raise LayoutError(
-            f"{replicas} replicas share {microbatches} micro-batches, so some would have none: "
-            f"start at most {microbatches} ranks, or train with microbatches={replicas} or more "
-            "(which changes the bits)"
-        )
 
 
 def _listed(callbacks: Any) -> list[Any]:

@@ -3,8 +3,8 @@
     what draws                  generator state before it
     before the model            key(seed, step, m, -1)
     unit u of the model         key(seed, step, m, u)         u = 0 ... U - 1
-    the same unit, call c > 0   key(seed, step, m, u, c)
     the loss and what follows   key(seed, step, m, U)
+    either one, call c > 0      key(seed, step, m, ..., c)      a model called several times
 
 The units are fixed by the model, so that a cut into stages changes no bit: the
 children of a `torch.nn.Sequential`, and otherwise the model as a whole. The
@@ -47,7 +47,8 @@ class Units:
         self.modules = units_of(model)
         self._model, self._seed, self._device = model, seed, device
         self._place: tuple[int, int] | None = None
-        self._calls: list[list[bytes]] = []
+        self._calls: list[list[bytes]] = []  # of each unit, the generator's state at each call
+        self._models_calls = 0
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
@@ -69,23 +70,25 @@ class Units:
         """Say which micro-batch is computed from now on."""
         self._place = (step, microbatch)
         self._calls = [[] for _ in self.modules]
+        self._models_calls = 0
         self._seed_unit(BEFORE)
 
-    def _seed_unit(self, unit: int, *call: int) -> None:
+    def _seed_unit(self, unit: int, call: int = 0) -> None:
         assert self._place is not None
-        seed_torch(key(self._seed, *self._place, unit, *call), self._device)
+        parts = (self._seed, *self._place, unit, call)
+        seed_torch(key(*(parts if call else parts[:-1])), self._device)
 
     def _before(self, unit: int) -> Any:
         def seed(module: nn.Module, args: Any) -> None:
             if self._place is not None:
-                call = self._call_number(unit)
-                self._seed_unit(unit, *([call] if call else []))
+                self._seed_unit(unit, self._call_number(unit))
 
         return seed
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._place is not None and not _in_backward():
-            self._seed_unit(len(self.modules))
+            self._seed_unit(len(self.modules), self._models_calls)
+            self._models_calls += 1
 
     def _call_number(self, unit: int) -> int:
         """Count the calls of a unit, and recognise the repetition of one by its entry state."""

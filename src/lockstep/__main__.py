@@ -1,0 +1,6 @@
+"""`python -m lockstep`: the command line, where its script is not on the path."""
+
+from lockstep.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks: collectives beside their peers, in one run."""

@@ -1,0 +1,116 @@
+"""`lockstep train`: a recipe on N ranks, with a live display and a digest at the end."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lockstep.errors import FileError, LayoutError, UsageError
+
+__all__ = ["command"]
+
+RECIPES = ("digits", "mnist")
+POSITIVE = click.IntRange(min=1)
+NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
+
+
+@click.command()
+@click.argument("recipe", type=click.Choice(RECIPES))
+@click.option("-n", "--nprocs", default=1, show_default=True, type=POSITIVE, help="Ranks to start.")
+@click.option(
+    "--microbatches", default=8, show_default=True, type=POSITIVE,
+    help="Micro-batches of a global batch; part of the promise, not the number of ranks.",
+)  # fmt: skip
+@click.option("--epochs", type=POSITIVE, help="Times through the data.  [default: the recipe's]")
+@click.option("--batch-size", type=POSITIVE, help="Samples of a global batch, over all ranks.")
+@click.option("--lr", type=NOT_NEGATIVE, help="Learning rate of SGD.")
+@click.option("--momentum", type=NOT_NEGATIVE, help="Momentum of SGD.")
+@click.option(
+    "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
+    help="Of weights, order and dropout.",
+)  # fmt: skip
+@click.option("--threads", default=1, show_default=True, type=POSITIVE, help="Threads a rank.")
+@click.option(
+    "--workers", default=0, show_default=True, type=click.IntRange(min=0),
+    help="Loader processes a rank.",
+)  # fmt: skip
+@click.option("--bf16", is_flag=True, help="Mixed precision: bfloat16 by autocast.")
+@click.option("--data", metavar="DIR", help="Where the data is.  [mnist: data/mnist]")
+@click.option("--download", is_flag=True, help="Fetch missing data from a public mirror.")
+@click.option("--runs", default="runs", show_default=True, metavar="DIR", help="Folder of runs.")
+@click.option("--name", metavar="NAME", help="The run's name.  [default: recipe, date and time]")
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@click.option("--json", "as_json", is_flag=True, help="End with one line of JSON.")
+def command(
+    recipe: str, nprocs: int, runs: str, name: str | None, as_json: bool, **given: Any
+) -> None:
+    """Train RECIPE on N ranks: the same bits for every N.
+
+    The run is recorded in runs/NAME; its weights are saved there.
+    """
+    if nprocs > given["microbatches"]:
+        raise LayoutError(
+            f"-n {nprocs} replicas cannot share {given['microbatches']} micro-batches, each needs "
+            f"at least one: use -n {given['microbatches']} or fewer, or --microbatches {nprocs} or "
+            "more (which changes the bits)"
+        )
+    from lockstep.run.launch import launch
+    from lockstep.show.record import fresh_name
+
+    folder = Path(runs) / (name or fresh_name(Path(runs), recipe))
+    if given["download"]:
+        _download(recipe, given["data"])
+    summary = launch(_rank, (recipe, given, str(folder)), nprocs)[0]
+    failure = summary.pop("failure", None)
+    click.echo(json.dumps(summary) if as_json else _told(summary))
+    if failure is not None:
+        raise FileError(failure)
+
+
+def _rank(recipe: str, given: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Train on one rank."""
+    from lockstep.recipes.classification import Options, train
+
+    module = importlib.import_module(f"lockstep.recipes.{recipe}")
+    chosen = {name: value for name, value in given.items() if value is not None}
+    options = Options(recipe=recipe, **{"data": None, **module.DEFAULTS, **chosen})
+    return train(options, module.load, module.network, folder)
+
+
+def _download(recipe: str, data: str | None) -> None:
+    """Fetch what the recipe's data lacks, once, before the ranks start."""
+    if recipe != "mnist":
+        raise UsageError(f"{recipe} comes with Lockstep: there is nothing to download")
+    from lockstep.data.datasets import mnist
+    from lockstep.recipes.mnist import FOLDER
+
+    for part in (True, False):
+        mnist(data or FOLDER, train=part, download=True, progress=_received)
+
+
+def _received(name: str, received: int, total: int | None) -> None:
+    """Show how much of a file has come, on one line."""
+    share = f"{received / total:4.0%}" if total else f"{received / 1e6:.1f} MB"
+    end = "\n" if received == total else ""
+    click.echo(f"\r{name}  {share}{end}", nl=False, err=True)
+
+
+def _told(summary: dict[str, Any]) -> str:
+    """Tell a person how the run ended; the digests last."""
+    ranks = f"{summary['world_size']} rank" + ("s" if summary["world_size"] > 1 else "")
+    rows = {
+        "trained": f"{summary['recipe']} on {ranks}: {summary['epochs']} epochs, "
+        f"{summary['steps']} steps, {summary['samples']:,} samples",
+        "accuracy": f"{summary['accuracy']:.2%} of {summary['held_out']:,} held-out samples, "
+        f"loss {summary['loss']:.4f}",
+        "speed": f"{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s",
+        "run": summary["run"],
+        "optimizer": summary["optimizer_digest"],
+        "digest": f"{summary['digest']}",
+        "": "The digests are the same for every number of ranks.",
+    }
+    return "\n".join(f"{name:<10} {value}" for name, value in rows.items())

@@ -1,0 +1,120 @@
+"""A classification job from beginning to end, as every rank runs it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from lockstep.errors import FileError
+from lockstep.run.world import init
+from lockstep.show.progress import Progress
+from lockstep.show.record import Recorder
+from lockstep.train.forward import accuracy
+from lockstep.train.trainer import Trainer
+
+__all__ = ["Options", "train"]
+
+WEIGHTS = "weights.safetensors"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a person chooses on the command line."""
+
+    recipe: str
+    epochs: int
+    batch_size: int
+    lr: float
+    momentum: float
+    microbatches: int
+    seed: int
+    threads: int
+    workers: int
+    bf16: bool
+    data: str | None
+    download: bool
+    quiet: bool
+
+
+Load = Callable[[Options], tuple[Dataset[Any], Dataset[Any]]]
+
+
+def train(
+    options: Options, load: Load, network: Callable[[], nn.Module], folder: str
+) -> dict[str, Any]:
+    """Train on this rank, evaluate after each epoch, and return the summary.
+
+    `load` gives the data to train on and the data held out; `folder` is the run's.
+    Writes the record and the weights from rank 0.
+    """
+    world = init(threads=options.threads)
+    torch.manual_seed(options.seed)
+    training, held_out = load(options)
+    steps = -(-len(training) // options.batch_size)  # type: ignore[arg-type]
+    record: list[Any] = []
+    if world.rank == 0:
+        title = f"{options.recipe}, {_layout(world.world_size, options)}, {world.backend}"
+        progress = Progress(epochs=options.epochs, steps=steps, title=title, quiet=options.quiet)
+        record = [Recorder(Path(folder)), progress]
+    begun = time.perf_counter()
+    with Trainer(
+        network(),
+        nn.CrossEntropyLoss(),
+        partial(torch.optim.SGD, lr=options.lr, momentum=options.momentum),
+        microbatches=options.microbatches,
+        seed=options.seed,
+        metrics={"accuracy": accuracy},
+        precision=torch.bfloat16 if options.bf16 else None,
+        record=record,
+        about={
+            "recipe": options.recipe,
+            "options": asdict(options),
+            "epochs": options.epochs,
+            "steps_per_epoch": steps,
+            "samples": len(training),  # type: ignore[arg-type]
+        },
+    ) as trainer:
+        for epoch in range(options.epochs):
+            for batch in trainer.batches(
+                training, options.batch_size, epoch=epoch, num_workers=options.workers
+            ):
+                trainer.step(batch)
+            evaluation = trainer.evaluate(held_out, options.batch_size)
+        seconds = time.perf_counter() - begun
+        trainer.save(Path(folder) / WEIGHTS)
+        summary = {
+            "recipe": options.recipe,
+            "world_size": world.world_size,
+            "replicas": world.world_size,
+            "stages": 1,
+            "microbatches": options.microbatches,
+            "epochs": options.epochs,
+            "steps": trainer.steps,
+            "samples": trainer.history.samples,
+            "loss": evaluation.loss,
+            "accuracy": evaluation.metrics["accuracy"],
+            "held_out": evaluation.samples,
+            "digest": trainer.digest(),
+            "optimizer_digest": trainer.optimizer_digest(),
+            "seconds": seconds,
+            "samples_per_second": trainer.history.samples / seconds,
+            "run": folder,
+        }
+        try:
+            trainer.finish()
+        except FileError as error:  # the record is cut short; what was trained is whole
+            summary["failure"] = str(error)
+        return summary
+
+
+def _layout(replicas: int, options: Options) -> str:
+    plural = "s" if replicas > 1 else ""
+    return f"{replicas} replica{plural}, {options.microbatches} micro-batches"

@@ -1,0 +1,232 @@
+"""Where the ranks meet: the store that one process serves and all others reach.
+
+    launcher                    who serves                    where
+    lockstep run, torchrun      the launcher                  MASTER_ADDR:MASTER_PORT
+    srun, mpiexec, by hand      rank 0                        MASTER_ADDR:MASTER_PORT
+    srun, mpiexec on one host   rank 0, at a free port of     written to a file that the
+                                the loopback interface        parent process names
+    python, alone               nobody                        in this process
+
+A process keeps its store to the end: it may leave a world and join another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from lockstep.errors import RendezvousError
+from lockstep.run import rollcall
+from lockstep.run.environment import Place
+from lockstep.run.meeting import bind, resolve
+
+__all__ = ["interface", "leave", "meet"]
+
+LOOPBACK = "127.0.0.1"
+FAREWELL = 5.0  # seconds that the rank that serves waits at exit for the others
+RETRY = 0.1
+
+
+class Served:
+    """What this process keeps between worlds: its store, and how many worlds it joined."""
+
+    store: Store | None = None
+    place: Place | None = None
+    worlds = 0
+
+
+def meet(place: Place, timeout: float) -> Store:
+    """Find the other ranks and return the store of this round, for `torch.distributed`.
+
+    Raises PlaceError where the ranks contradict each other, UsageError for an
+    address that names no host or a port in use, RendezvousError at the deadline.
+    """
+    if place.world_size == 1 and place.master_addr is None:
+        return HashStore()
+    deadline = time.monotonic() + timeout
+    Served.worlds += 1
+    if Served.store is None or Served.place != place:
+        Served.store, Served.place = _open(place, deadline), place
+    store = PrefixStore(f"lockstep/{Served.worlds}", Served.store)
+    store.set_timeout(timedelta(seconds=timeout))
+    try:
+        rollcall.call(store, place, deadline)
+    finally:
+        if place.master_addr is None and place.rank == 0:
+            _meeting_file().unlink(missing_ok=True)
+    return store
+
+
+def leave() -> None:
+    """Say goodbye at exit; the rank that serves the store waits for the others to do so."""
+    store, place = Served.store, Served.place
+    if store is None or place is None or not _farewell_needed(place):
+        return
+    with contextlib.suppress(DistError, RuntimeError):
+        here = store.add("lockstep/left", 1)
+        deadline = time.monotonic() + FAREWELL
+        failed = getattr(sys, "last_value", None) is not None
+        while place.rank == 0 and not failed and here < place.world_size:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(RETRY / 10)
+            here = store.add("lockstep/left", 0)
+
+
+def _farewell_needed(place: Place) -> bool:
+    if place.launcher == "lockstep":
+        return not place.one_host
+    return not _launcher_serves()
+
+
+def _launcher_serves() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _open(place: Place, deadline: float) -> Store:
+    if place.master_addr is None or place.master_port is None:
+        return _through_file(place, deadline)
+    resolve(place.master_addr)
+    if place.rank == 0 and not _launcher_serves():
+        return _serve(bind(place.master_addr, place.master_port), deadline)
+    return _reach(place, place.master_addr, place.master_port, deadline)
+
+
+def _serve(listening: socket.socket, deadline: float) -> Store:
+    port = int(listening.getsockname()[1])
+    return TCPStore(
+        LOOPBACK,
+        port,
+        None,
+        True,
+        _left(deadline),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _reach(place: Place, address: str, port: int, deadline: float) -> Store:
+    """Connect, as soon as somebody answers; say so when that takes long."""
+    began, noted = time.monotonic(), False
+    while reason := _refusal(address, port, deadline):
+        waited = time.monotonic() - began
+        if time.monotonic() >= deadline:
+            raise RendezvousError(
+                f"rank {place.rank}: nobody answered at {address}:{port} (MASTER_ADDR, "
+                f"MASTER_PORT) within {waited:.0f} s: {reason}; see whether rank 0 was started "
+                f"there, and whether a firewall is between"
+            )
+        if waited >= rollcall.NOTE_AFTER and not noted:
+            noted = True
+            rollcall.say(
+                f"rank {place.rank}: nobody answers at {address}:{port} (MASTER_ADDR, "
+                f"MASTER_PORT) since {waited:.0f} s: {reason}; waiting "
+                f"{deadline - time.monotonic():.0f} s more"
+            )
+        time.sleep(RETRY)
+    try:
+        return TCPStore(address, port, None, False, _left(deadline), wait_for_workers=False)
+    except (DistError, RuntimeError) as error:
+        raise RendezvousError(
+            f"rank {place.rank}: what answers at {address}:{port} (MASTER_ADDR, MASTER_PORT) is "
+            f"no store of torch: another program uses the port"
+        ) from error
+
+
+def _refusal(address: str, port: int, deadline: float) -> str:
+    """Return why nobody answers; empty where somebody does."""
+    patience = min(5.0, max(0.1, deadline - time.monotonic()))
+    try:
+        socket.create_connection((address, port), timeout=patience).close()
+    except TimeoutError:
+        return "no answer"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""
+
+
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(1.0, deadline - time.monotonic()))
+
+
+def _through_file(place: Place, deadline: float) -> Store:
+    """Meet on one host: rank 0 takes a free port and writes it where the others look."""
+    path = _meeting_file()
+    if place.rank == 0:
+        listening = bind(LOOPBACK, 0)
+        fresh = path.with_suffix(".new")
+        fresh.unlink(missing_ok=True)
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(str(listening.getsockname()[1]))
+        fresh.replace(path)
+        return _serve(listening, deadline)
+    began, noted = time.monotonic(), False
+    while (port := _read_port(path)) is None:
+        waited = time.monotonic() - began
+        if time.monotonic() >= deadline:
+            raise RendezvousError(
+                f"rank {place.rank}: rank 0 did not come within {waited:.0f} s; see whether it was "
+                f"started on this host by the same {place.launcher}"
+            )
+        if waited >= rollcall.NOTE_AFTER and not noted:
+            noted = True
+            rollcall.say(f"rank {place.rank} has waited {waited:.0f} s for rank 0, and goes on")
+        time.sleep(RETRY)
+    return _reach(place, LOOPBACK, port, deadline)
+
+
+def _read_port(path: Path) -> int | None:
+    """Return the port that rank 0 wrote; None until then. Another user's file is not read."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+            own = os.fstat(file.fileno()).st_uid == os.getuid()
+            return int(file.read()) if own else None
+    except (OSError, ValueError):
+        return None
+
+
+def _meeting_file() -> Path:
+    """Return a path that the ranks of one launch share, and no two launches."""
+    environ = os.environ
+    if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ:
+        launch = f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}"
+    elif "PMIX_NAMESPACE" in environ:
+        launch = environ["PMIX_NAMESPACE"].replace("/", "-")
+    else:
+        parent = psutil.Process().parent()
+        started = 0.0 if parent is None else parent.create_time()
+        launch = f"{os.getppid()}-{started:.2f}"
+    return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}-{launch}"
+
+
+def interface(place: Place) -> str | None:
+    """Return the network interface for this host's part in the world; None if unknown.
+
+    The loopback interface where the ranks meet there; otherwise the one by which
+    the master is reached: what a host's own name resolves to is often another.
+    """
+    address = LOOPBACK if place.loopback else str(place.master_addr)
+    with contextlib.suppress(OSError):
+        family, number = resolve(address)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((number, place.master_port or 1))  # sends nothing
+            own = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(entry.address == own for entry in addresses):
+                return name
+    return None

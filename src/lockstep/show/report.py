@@ -1,0 +1,134 @@
+"""The report of one run: its sentences and figures, as a page or as Markdown.
+
+Run ──┬─> summary, sentences, breakdown, settings ──┬─> html(run)       one self-contained page
+      └─> charts ───────────────────────────────────┴─> markdown(run)   for an issue
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import lockstep
+from lockstep.show import words
+from lockstep.show.breakdown import EPOCHS, RANKS, epoch_table, memory, rank_splits, shares
+from lockstep.show.chart import curves
+from lockstep.show.page import panel, render
+from lockstep.show.reading import Run
+from lockstep.show.record import FILE, PARTS
+from lockstep.show.sentences import STATES, findings, headline, trouble, warning
+from lockstep.show.settings import command, facts
+from lockstep.show.summary import Summary, summarise
+
+__all__ = ["html", "markdown"]
+
+WARNINGS = 50  # warnings listed at most
+
+
+def html(run: Run) -> str:
+    """Return the report of `run` as one self-contained HTML page."""
+    summary = summarise(run)
+    charts = {chart.key: panel(chart) for chart in curves(run)}
+    split = rank_splits(run)
+    return render(
+        "report.html",
+        summary=summary,
+        state_word=STATES[run.state],
+        headline=headline(run, summary),
+        trouble=trouble(run, summary),
+        remarks=run.remarks,
+        tiles=tiles(run, summary),
+        pace=charts.pop("seconds", None),
+        curves=list(charts.values()),
+        findings=findings(run),
+        split=split[:RANKS],
+        hidden_ranks=max(0, len(split) - RANKS),
+        total_shares=shares(run),
+        memory=memory(run),
+        epochs=epoch_table(run),
+        warnings=[warning(line) for line in run.warnings[:WARNINGS]],
+        hidden_warnings=max(0, len(run.warnings) - WARNINGS),
+        command=command(run),
+        facts=facts(run),
+        version=lockstep.__version__,
+        path=str(Path(run.folder.name) / FILE),
+    )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One key figure and its name."""
+
+    name: str
+    value: str
+
+
+def tiles(run: Run, summary: Summary) -> list[Tile]:
+    """Return the key figures."""
+    place = "held out" if summary.held_out else "training"
+    metrics = [
+        Tile(
+            f"{name}, {place}", words.percent(value) if words.is_share(name) else words.short(value)
+        )
+        for name, value in list(summary.metrics.items())[:2]
+    ]
+    figures = [
+        Tile(f"loss, {place}", f"{summary.loss:.4f}" if math.isfinite(summary.loss) else "?"),
+        Tile("samples a second", words.rate(summary.speed)),
+        Tile("a step (median)", words.duration(summary.step_seconds)),
+        Tile("the whole run", words.duration(summary.seconds)),
+    ]
+    return metrics + figures
+
+
+def markdown(run: Run) -> str:
+    """Return the report of `run` in Markdown, for an issue."""
+    summary = summarise(run)
+    lines = [f"## {summary.name} ({STATES[run.state]})", "", *headline(run, summary)]
+    lines += [f"\n> {sentence}" for sentence in (trouble(run, summary), *run.remarks) if sentence]
+    lines += ["", "| figure | value |", "|---|---|"]
+    lines += [f"| {tile.name} | {tile.value} |" for tile in tiles(run, summary)]
+    if summary.digest:
+        lines.append(f"| digest of the weights | `{summary.digest}` |")
+    lines += ["", *(f"- {sentence}" for sentence in findings(run))]
+    lines += split_table(run)
+    lines += epoch_lines(run)
+    if run.warnings:
+        lines += ["", "### Warnings", ""]
+        lines += [f"- {warning(line)}" for line in run.warnings[:WARNINGS]]
+    if command(run):
+        lines += ["", "### Command", "", "```", command(run), "```"]
+    for group in facts(run):
+        lines += ["", f"<details><summary>{group.name}</summary>", "", "| | |", "|---|---|"]
+        lines += [f"| {cell(name)} | {cell(value)} |" for name, value in group.facts.items()]
+        lines += ["", "</details>"]
+    return "\n".join(lines) + "\n"
+
+
+def split_table(run: Run) -> list[str]:
+    """Return the split of the ranks' time as a Markdown table."""
+    splits = rank_splits(run)[:RANKS]
+    if not splits:
+        return []
+    lines = ["", f"| rank | time | {' | '.join(PARTS)} |", "|---|---|" + "---|" * len(PARTS)]
+    for one in splits:
+        parts = " | ".join(words.percent(share) for share in one.shares.values())
+        lines.append(f"| {one.rank} | {words.duration(one.seconds)} | {parts} |")
+    return lines
+
+
+def epoch_lines(run: Run) -> list[str]:
+    """Return the epochs as a Markdown table."""
+    table = epoch_table(run)
+    if not table.rows:
+        return []
+    rows = [f"| {' | '.join(row)} |" for row in table.rows]
+    if table.hidden:
+        rows.insert(EPOCHS // 2, f"| ... {table.hidden} more |")
+    return ["", f"| {' | '.join(table.names)} |", "|---" * len(table.names) + "|", *rows]
+
+
+def cell(value: str) -> str:
+    """Return text that stays within a Markdown table's cell."""
+    return value.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,94 @@
+"""The setting: what stays the same from step to step, on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.data.microbatch import mapped
+from lockstep.errors import LayoutError, UsageError
+from lockstep.run.world import World
+from lockstep.train.weight import WeightFunction, weight_of
+
+__all__ = ["Setting"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The layout, the loss and the arithmetic, with this rank's place in them."""
+
+    microbatches: int
+    rank: int
+    replicas: int
+    replica: int
+    device: torch.device
+    threads: int
+    loss: Callable[..., Any] | None
+    weight: WeightFunction | None
+    precision: torch.dtype | None
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(
+        cls,
+        world: World,
+        microbatches: int,
+        loss: Callable[..., Any] | None,
+        weight: WeightFunction | None,
+        precision: torch.dtype | None,
+    ) -> Setting:
+        """Return the setting of a trainer on this rank; every rank is a replica.
+
+        Raises LayoutError or UsageError for what cannot work.
+        """
+        _check(world.world_size, microbatches, precision)
+        return cls(
+            microbatches=microbatches,
+            rank=world.rank,
+            replicas=world.world_size,
+            replica=world.rank,
+            device=world.device,
+            threads=torch.get_num_threads(),
+            loss=loss,
+            weight=weight or weight_of(loss),
+            precision=None if precision == torch.float32 else precision,
+            group=None,
+        )
+
+    def place(self, step: int, microbatch: int) -> str:
+        """Say where something happened."""
+        return f"rank {self.rank}, step {step}, micro-batch {microbatch}"
+
+    def autocast(self) -> Any:
+        """Return the context of mixed precision.
+
+        Without its cache: a cast weight that one micro-batch left there would tie
+        the next one's gradient to the first one's graph.
+        """
+        if self.precision is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.precision, cache_enabled=False)
+
+    def moved(self, data: Any) -> Any:
+        """Return nested data with its tensors on this rank's device."""
+        if self.device.type == "cpu":
+            return data
+        return mapped(lambda tensor: tensor.to(self.device, non_blocking=True), data)
+
+
+def _check(replicas: int, microbatches: int, precision: torch.dtype | None) -> None:
+    if microbatches < 1:
+        raise LayoutError(f"microbatches={microbatches}: a batch is cut into at least one")
+    if replicas > microbatches:
+        raise LayoutError(
+            f"{replicas} replicas share {microbatches} micro-batches, so some would have none: "
+            f"start at most {microbatches} ranks, or train with microbatches={replicas} or more "
+            "(which changes the bits)"
+        )
+    if precision not in (None, torch.float32, torch.bfloat16):
+        raise UsageError(f"precision is torch.bfloat16 or torch.float32, not {precision}")

@@ -1,0 +1,88 @@
+"""The update: what every rank does after its last backward, with the same outcome.
+
+(1) exchange   the ledger: losses, metrics, buffers' hashes, times
+(2) judge      a loss that is no number stops here, before anything has changed
+(3) reduce     gradients along the tree, over the ranks
+(4) clip       by the whole gradient's norm
+(5) merge      buffers
+(6) step       the optimizer, the average, the schedule
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lockstep.comm.tree import nodes_of
+from lockstep.data.microbatch import spans
+from lockstep.errors import GradientError, LossError
+from lockstep.train.clipping import clip
+from lockstep.train.gradients import Gradients
+from lockstep.train.history import StepResult, rank_times
+from lockstep.train.ledger import exchange, mean_metrics, not_finite, total_loss
+from lockstep.train.optimization import Optimization
+from lockstep.train.setting import Setting
+from lockstep.train.step import Step
+
+__all__ = ["Update"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """Turns the gradients of a step into new weights."""
+
+    setting: Setting
+    parameters: Sequence[nn.Parameter]
+    gradients: Gradients
+    optimization: Optimization
+    clip_norm: float | None
+
+    def apply(self, step: Step) -> tuple[StepResult, list[int]]:
+        """Do (1) to (6); return the result, and each rank's peak memory in bytes.
+
+        Raises LossError or GradientError, on every rank alike and before weights
+        or buffers have changed, where a number is not finite.
+        """
+        assert step.batch is not None
+        batch, group = step.batch, self.setting.group
+        owned = spans(batch.leaves, self.setting.replicas)
+        holders = [nodes_of(each, batch.leaves) for each in owned]
+        page = step.page()
+        begun = time.perf_counter()
+        pages = exchange(page, group)
+        exchanged = time.perf_counter()
+        if (bad := not_finite(pages)) is not None:
+            rank, entry = bad
+            place = f"rank {rank}, step {step.number}, micro-batch {entry.leaf}"
+            raise LossError(f"{place}: the loss is {entry.loss}")
+        self.gradients.reduce(holders)
+        norm = self._clip(step.number)
+        step.buffers.merge([each.buffers for each in pages], holders, batch.leaves, group)
+        reduced = time.perf_counter()
+        rate = self.optimization.rate
+        self.optimization.step()
+        updated = time.perf_counter()
+        result = StepResult(
+            step=step.number,
+            epoch=batch.epoch,
+            loss=total_loss(pages, batch.leaves),
+            samples=batch.size,
+            metrics=mean_metrics(pages),
+            lr=rate,
+            seconds=page.data + page.compute + updated - begun,
+            ranks=rank_times(pages, exchanged - begun, reduced - exchanged, updated - reduced),
+            norm=norm,
+        )
+        return result, [each.memory for each in pages]
+
+    def _clip(self, step: int) -> float | None:
+        if self.clip_norm is None:
+            return None
+        norm = clip(self.parameters, self.clip_norm)
+        if not math.isfinite(norm):
+            raise GradientError(f"step {step}: the norm of the gradient is {norm}")
+        return norm

@@ -1,0 +1,71 @@
+"""The collectives as plain values: who holds what, sizes and bandwidth factors."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.bench.collectives import COLLECTIVES, Part
+
+RANKS = st.integers(1, 64)
+NAMES = st.sampled_from(list(COLLECTIVES))
+
+
+def held(name: str, ranks: int) -> tuple[list, list]:
+    one = COLLECTIVES[name]
+    return (
+        [one.before(rank, ranks) for rank in range(ranks)],
+        [one.after(rank, ranks) for rank in range(ranks)],
+    )
+
+
+@given(RANKS)
+def test_all_to_all_is_the_transpose(ranks):
+    before, after = held("all_to_all", ranks)
+    assert after == [tuple(row[rank] for row in before) for rank in range(ranks)]
+
+
+@given(RANKS)
+def test_gathering_lays_the_inputs_side_by_side(ranks):
+    before, after = held("all_gather", ranks)
+    everything = tuple(part for row in before for part in row)
+    assert after == [everything] * ranks
+    assert held("gather", ranks)[1] == [everything] + [()] * (ranks - 1)
+
+
+@given(RANKS)
+def test_a_slice_for_each_rank(ranks):
+    before, after = held("scatter", ranks)
+    assert after == [(part,) for part in before[0]]
+    assert held("reduce_scatter", ranks)[1] == [(Part(None, rank),) for rank in range(ranks)]
+
+
+@given(RANKS)
+def test_partners_hold_each_others_messages(ranks):
+    before, after = held("send_recv", ranks)
+    for rank, parts in enumerate(after):
+        assert parts == (before[rank ^ 1] if rank ^ 1 < ranks else ())
+
+
+@given(NAMES, st.integers(0, 1 << 30), st.sampled_from([1, 2, 4, 8]), RANKS)
+def test_a_size_is_rounded_up_to_whole_parts(name, size, itemsize, ranks):
+    one = COLLECTIVES[name]
+    count = one.elements(size, itemsize, ranks)
+    actual = one.bytes(count, itemsize, ranks)
+    if name == "barrier":
+        assert actual == 0
+    else:
+        parts = ranks if one.is_cut else 1
+        assert actual >= size
+        assert actual - size < itemsize * parts or count == 1
+        assert actual % (itemsize * parts) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75),
+     ("gather", 0.75), ("scatter", 0.75), ("broadcast", 1.0), ("reduce", 1.0), ("send_recv", 1.0)],
+)  # fmt: skip
+def test_bus_bandwidth_factors_are_those_of_nccl_tests(name, factor):
+    assert COLLECTIVES[name].factor(4) == factor

@@ -1,0 +1,84 @@
+"""The picture: every contender in it, in either format."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+
+from lockstep.bench.measure import Order
+from lockstep.bench.peers import CopyPeer
+from lockstep.bench.plot import check_format, draw, save
+from lockstep.bench.rounds import Contender, Result
+from lockstep.errors import FileError, UsageError
+
+
+class Nobody:
+    name, library = "nobody", ""
+
+
+def results(collective="all_reduce", widths=(2,), sizes=(4, 1024, 1 << 20)):
+    found = []
+    for ranks in widths:
+        for size in sizes:
+            order = Order(collective, size // 4, "float32", "SUM")
+            for number, name in enumerate(("lockstep", "gloo", "mpi & co")):
+                time = (number + 1) * (1 + size / 1000)
+                times = (0.8 * time, time, 1.3 * time)
+                found.append(Result(Contender(name, Nobody()), order, ranks, size, times))
+            copy = Contender("memcpy", CopyPeer())
+            found.append(Result(copy, order, ranks, size, (max(size, 1) / 10_000,)))
+    return found
+
+
+def texts(picture):
+    root = ElementTree.fromstring(picture.svg())
+    return [element.text for element in root.iter() if element.tag.endswith("}text")]
+
+
+@pytest.mark.parametrize(
+    ("widths", "panels"),
+    [((2,), ["Time of a call", "Bus bandwidth"]),
+     ((2, 4), ["Time of a call, 2 ranks", "Time of a call, 4 ranks"])],
+)  # fmt: skip
+def test_panels_and_names_are_drawn(widths, panels):
+    picture = draw(results(widths=widths), "a machine", "lockstep bench all_reduce")
+    said = texts(picture)
+    for text in ("all_reduce", "lockstep", "gloo", "mpi & co", "memcpy", *panels, "1 KiB", "1 MiB"):
+        assert text in said
+    assert "nan" not in picture.svg()
+
+
+def test_curves_stay_in_the_picture():
+    root = ElementTree.fromstring(draw(results(), "m", "c").svg())
+    lines = [element for element in root.iter() if element.tag.endswith("}polyline")]
+    assert len(lines) > 8
+    for line in lines:
+        for point in line.attrib["points"].split():
+            x, y = map(float, point.split(","))
+            assert 0 <= x <= 1200
+            assert 0 <= y <= 675
+
+
+def test_one_size_and_no_size_can_be_drawn():
+    assert "barrier" in texts(draw(results("barrier", sizes=(0,)), "m", "c"))
+    assert "4 B" in texts(draw(results(sizes=(4,)), "m", "c"))
+
+
+def test_a_png_has_twice_the_points(tmp_path):
+    file = tmp_path / "a.png"
+    save(draw(results(), "m", "c"), file)
+    assert Image.open(io.BytesIO(file.read_bytes())).size == (2400, 1350)
+
+
+def test_other_suffixes_are_said():
+    with pytest.raises(UsageError, match=r"--plot a.pdf: write a .svg or a .png"):
+        check_format(Path("a.pdf"))
+
+
+def test_a_file_that_cannot_be_written_is_said(tmp_path):
+    with pytest.raises(FileError, match="cannot be written"):
+        save(draw(results(), "m", "c"), tmp_path / "nowhere" / "a.svg")

@@ -1,0 +1,64 @@
+"""The table and the objects of the JSON file."""
+
+from __future__ import annotations
+
+from lockstep.bench.measure import Order
+from lockstep.bench.peers import CopyPeer
+from lockstep.bench.rounds import Contender, Result
+from lockstep.bench.table import COLUMNS, header, record, rows
+
+ORDER = Order("all_reduce", 262144, "float32", "SUM")
+
+
+class Nobody:
+    name, library = "nobody", "nobody 1.0"
+
+
+def result(name, times, **more):
+    return Result(Contender(name, Nobody()), ORDER, 4, 1 << 20, times, **more)
+
+
+FIRST = result("lockstep", (100.0,) * 9)
+SECOND = result("gloo", (800.0, 1000.0, 1200.0), wrong=7)
+
+
+def test_columns_are_those_of_nccl_tests_and_ours():
+    assert header().splitlines()[0].split() == list(COLUMNS)
+
+
+def test_a_line_says_what_was_measured():
+    first, second = rows([FIRST, SECOND])
+    assert first.split() == ["1048576", "262144", "float32", "SUM", "lockstep",
+                             "100.0", "100.0", "100.0", "10.49", "15.73", "0", "1.00"]  # fmt: skip
+    assert second.split() == ["gloo", "1000.0", "840.0", "1160.0", "1.05", "1.57", "7", "10.00"]
+
+
+def test_every_cell_stands_under_its_heading():
+    heading, line = header().splitlines()[0], rows([FIRST])[0]
+    for name, value in (("time", "100.0"), ("ratio", "1.00"), ("size", "1048576")):
+        assert heading.index(name) + len(name) in (
+            line.index(value) + len(value),
+            line.rindex(value) + len(value),
+        )
+
+
+def test_who_cannot_says_why():
+    unable = Result(Contender("mpi", Nobody()), ORDER, 4, 4, cannot="MPI has no AVG")
+    assert rows([FIRST, unable])[1].split(maxsplit=1) == ["mpi", "cannot: MPI has no AVG"]
+    assert rows([unable, FIRST])[1].endswith("-")
+
+
+def test_a_record_names_everything():
+    found = record(SECOND, FIRST, "a machine", "lockstep bench all_reduce")
+    assert found == {
+        "backend": "gloo", "collective": "all_reduce", "size_bytes": 1 << 20, "count": 262144,
+        "dtype": "float32", "op": "SUM", "in_place": True, "nprocs": 4, "calls": 3,
+        "median_us": 1000.0, "p10_us": 840.0, "p90_us": 1160.0, "algbw_gbps": 1.0486,
+        "busbw_gbps": 1.5729, "wrong": 7, "ratio": 10.0, "library": "nobody 1.0",
+        "machine": "a machine", "command": "lockstep bench all_reduce",
+    }  # fmt: skip
+
+
+def test_a_copy_has_no_bus():
+    copied = Result(Contender("memcpy", CopyPeer()), ORDER, 4, 1 << 20, (100.0,))
+    assert copied.busbw == copied.algbw

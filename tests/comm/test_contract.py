@@ -1,0 +1,152 @@
+"""One contract for every backend: each operation against a plain reference, for 1 to 4 ranks.
+
+All cases of a backend and a number of ranks run in one launch; the tests below
+read its results. What a backend cannot do is in `contract/limits.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import lockstep as ls
+from comm.contract import forms, grouping, layout, messages, movement, reduction, rounding
+from comm.contract.check import Ledger
+from comm.contract.limits import LIMITS, PROMISE_TREE, THRESHOLDS
+from lockstep.errors import LockstepError
+
+WIDTHS = (1, 2, 3, 4)
+SIZES = (0, 1, 3, 16, 65, 1023, 4097, 65_537)  # elements; with each threshold's neighbours
+PATIENCE = 30.0  # seconds for one operation
+LAUNCH = 100.0  # seconds for all cases of one launch
+
+GROUPS: dict[str, Callable[..., None]] = {
+    "all_reduce": reduction.all_reduce,
+    "reduce": reduction.reduce,
+    "reduce_scatter": reduction.reduce_scatter,
+    "broadcast": movement.broadcast,
+    "all_gather": movement.all_gather,
+    "gather": movement.gather,
+    "scatter": movement.scatter,
+    "all_to_all": movement.all_to_all,
+    "barrier": movement.barrier,
+    "messages": messages.messages,
+    "groups": grouping.groups,
+    "threads": grouping.threads,
+    "asynchronous": forms.asynchronous,
+    "objects": forms.objects,
+    "coalesced": forms.coalesced,
+    "programs": forms.programs,
+    "layouts": layout.layouts,
+    "rounding": rounding.rounding,
+}
+
+
+def backends() -> list[str]:
+    """Return gloo, and lockstep where its extension is built."""
+    try:
+        built = importlib.util.find_spec("lockstep.comm.backend") is not None
+    except ModuleNotFoundError:
+        built = False
+    return ["gloo", "lockstep"] if built else ["gloo"]
+
+
+def sizes(backend: str) -> tuple[int, ...]:
+    """Return the sizes in float32 elements, those around the backend's thresholds included."""
+    around = {bytes_ // 4 + step for bytes_ in THRESHOLDS[backend] for step in (-1, 0, 1)}
+    return tuple(sorted({*SIZES, *around}))
+
+
+def run_all(backend: str, folder: str) -> dict[str, Any]:
+    """Run every case on this rank; say in `folder` which one is running."""
+    ls.init(backend=backend, timeout=PATIENCE)
+    place = Path(folder) / f"rank-{ls.rank()}"
+    ledger = Ledger(backend, LIMITS[backend], lambda case: place.write_text(case) and None)
+    for name, group in GROUPS.items():
+        ledger.prefix = name
+        more = {"promises_tree": backend in PROMISE_TREE} if name == "rounding" else {}
+        group(ledger, sizes(backend), **more)
+    digest = rounding.digest()
+    dist.barrier()
+    ls.shutdown()
+    return {"results": ledger.results, "skipped": ledger.skipped,
+            "confirmed": ledger.confirmed, "digest": digest}  # fmt: skip
+
+
+@functools.cache
+def found(backend: str, n: int) -> list[dict[str, Any]] | str:
+    """Return what each rank found, or the sentence with which the launch ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return ls.launch(run_all, (backend, folder), n, timeout=LAUNCH)
+        except LockstepError as error:
+            running = [f"{path.name}: {path.read_text()}" for path in Path(folder).iterdir()]
+            return f"{error}; the cases that ran: {sorted(running)}"
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("n", WIDTHS)
+@pytest.mark.parametrize("backend", backends())
+def test_contract(backend: str, n: int, group: str) -> None:
+    ranks = found(backend, n)
+    assert not isinstance(ranks, str), ranks
+    wrong = {
+        case: {rank: each["results"][case] for rank, each in enumerate(ranks)}
+        for case in ranks[0]["results"]
+        if case.split()[0] == group and any(each["results"][case] for each in ranks)
+    }
+    told = [
+        f"{case}: rank {r}: {said}" for case, by in wrong.items() for r, said in by.items() if said
+    ]
+    assert not wrong, f"{len(wrong)} cases fail\n" + "\n".join(told)
+    tried = [case for case in ranks[0]["results"] if case.split()[0] == group]
+    assert tried, f"no case of {group} ran"
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_limits_are_true(backend: str) -> None:
+    """A limit that no longer shows must leave the table."""
+    launches = [found(backend, n) for n in WIDTHS]
+    for limit in LIMITS[backend]:
+        if limit.how == "breaks":
+            continue
+        assert any(
+            limit.cases in rank["confirmed"]
+            for ranks in launches
+            if not isinstance(ranks, str)
+            for rank in ranks
+        ), f"{backend} can do {limit.cases!r} now"
+
+
+@pytest.fixture(params=PROMISE_TREE)
+def exact_backend(request: pytest.FixtureRequest) -> str:
+    """Name a backend whose sums are the same bits everywhere."""
+    if request.param not in backends():
+        pytest.skip(f"{request.param} is not built here")
+    name: str = request.param
+    return name
+
+
+@pytest.mark.parametrize("n", WIDTHS)
+def test_every_rank_has_the_same_bits(exact_backend: str, n: int) -> None:
+    ranks = found(exact_backend, n)
+    assert not isinstance(ranks, str), ranks
+    assert len({rank["digest"] for rank in ranks}) == 1
+
+
+def test_every_run_has_the_same_bits(exact_backend: str) -> None:
+    first = found(exact_backend, 3)
+    assert not isinstance(first, str), first
+
+    def again() -> str:
+        ls.init(backend=exact_backend, timeout=PATIENCE)
+        return rounding.digest()
+
+    assert ls.launch(again, nprocs=3, timeout=LAUNCH) == [rank["digest"] for rank in first]

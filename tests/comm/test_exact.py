@@ -1,0 +1,135 @@
+"""The exact sum: against the tree in one process, bit for bit, on real processes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.bucket import plan
+from lockstep.comm.exact import (
+    ExactSum,
+    add_lists,
+    exact_sums,
+    in_layout_of,
+    in_memory_order,
+)
+from lockstep.comm.tree import Fold, nodes_of, total
+from lockstep.data.microbatch import spans
+
+SHAPES = [(3, 5), (0,), (129,), (2, 3, 4, 5), (1,), (7, 11), (1000,)]
+NEGATIVE_ZERO = 4  # the tensor that is -0.0 in one leaf and absent in all others
+
+
+def leaf_values(leaves, dtype, absent=True):
+    """Return every leaf's tensors, of very different sizes, some absent."""
+    generator = torch.Generator().manual_seed(leaves)
+    found = []
+    for leaf in range(leaves):
+        row = []
+        for number, shape in enumerate(SHAPES):
+            value = torch.randn(shape, generator=generator)
+            value *= 10 ** torch.randint(-3, 4, shape, generator=generator).float()
+            value = value.to(dtype)
+            if len(shape) == 4:
+                value = value.contiguous(memory_format=torch.channels_last)
+            row.append(None if absent and (leaf + number) % 5 == 0 else value)
+        row[NEGATIVE_ZERO] = torch.tensor([-0.0], dtype=dtype) if leaf == 0 else None
+        found.append(row)
+    return found
+
+
+def bits(tensor):
+    return None if tensor is None else tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def expected_sums(values, leaves):
+    def add(left, right):
+        return left if right is None else right if left is None else left + right
+
+    return [
+        total({(leaf, leaf + 1): values[leaf][number] for leaf in range(leaves)}, leaves, add)
+        for number in range(len(SHAPES))
+    ]
+
+
+def sums_on_a_rank(leaves, dtype, capacity, absent, divisor=1):
+    """Return the bits of every sum, twice, as this rank sees them."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    owned = spans(leaves, ranks)
+    values = leaf_values(leaves, dtype, absent)
+    fold = Fold(leaves, add_lists)
+    for leaf in owned[rank]:
+        fold.put((leaf, leaf + 1), [None if v is None else v.clone() for v in values[leaf]])
+    holders = [nodes_of(each, leaves) for each in owned]
+    buckets = plan([torch.Size(shape).numel() for shape in SHAPES], [dtype] * len(SHAPES), capacity)
+    device = torch.device("cpu")
+    sums = [ExactSum(b, holders, leaves, device, divisor=divisor) for b in buckets]
+    seen = []
+    for _ in range(2):  # the buffers are used again
+        found = dict(exact_sums(sums, fold.nodes))
+        row = []
+        for number, shape in enumerate(SHAPES):
+            layout = torch.empty(shape, dtype=dtype)
+            if len(shape) == 4:
+                layout = layout.contiguous(memory_format=torch.channels_last)
+            vector = found[number]
+            assert vector is None or vector.data_ptr() % 64 == 0
+            row.append(None if vector is None else bits(in_layout_of(vector, layout)))
+        seen.append(row)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("n", "leaves"), [(1, 3), (2, 8), (3, 8), (4, 8), (3, 3), (4, 7)])
+def test_the_sum_is_the_tree_bit_for_bit(ranks, n, leaves, dtype):
+    expected = [bits(each) for each in expected_sums(leaf_values(leaves, dtype), leaves)]
+    assert expected[NEGATIVE_ZERO] == bits(torch.tensor([-0.0], dtype=dtype))
+    for seen in ranks(sums_on_a_rank, n, leaves, dtype, 300, True):
+        assert seen == [expected, expected]
+
+
+def test_bits_do_not_depend_on_the_bucket_size(ranks):
+    def digests():
+        return [sums_on_a_rank(8, torch.float32, capacity, True) for capacity in (64, 700, 1 << 20)]
+
+    for rank in ranks(digests, 3):
+        assert rank[0] == rank[1] == rank[2]
+
+
+def test_all_present_takes_the_whole_slice_and_gives_the_same_bits(ranks):
+    values = leaf_values(8, torch.float32, absent=False)
+    expected = [bits(each) for each in expected_sums(values, 8)]
+    for seen in ranks(sums_on_a_rank, 3, 8, torch.float32, 1 << 20, False):
+        assert seen == [expected, expected]
+
+
+def test_a_mean_is_the_sum_divided_once(ranks):
+    values = leaf_values(3, torch.float32)
+    expected = [bits(None if each is None else each / 3) for each in expected_sums(values, 3)]
+    for seen in ranks(sums_on_a_rank, 3, 3, torch.float32, 300, True, 3):
+        assert seen == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24.0).view(2, 3, 4),
+        torch.arange(24.0).view(2, 3, 4).transpose(0, 2),
+        torch.arange(120.0).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.arange(24.0).view(4, 6)[:, ::2],
+        torch.arange(3.0).expand(4, 3),
+        torch.tensor(7.0),
+        torch.empty(0, 3),
+        torch.arange(12.0).view(1, 12).t(),
+    ],
+    ids=["contiguous", "transposed", "channels-last", "gaps", "overlaps", "scalar", "empty", "one"],
+)
+def test_memory_order_and_back(tensor):
+    vector = in_memory_order(tensor)
+    assert vector.dim() == 1
+    assert torch.equal(in_layout_of(vector, tensor), tensor)
+
+
+def test_memory_order_of_a_dense_tensor_is_no_copy():
+    tensor = torch.arange(24.0).view(2, 3, 4).transpose(0, 2)
+    assert in_memory_order(tensor).data_ptr() == tensor.data_ptr()
+    assert in_memory_order(tensor).tolist() == list(range(24))

@@ -1,0 +1,61 @@
+"""Moving bytes between real processes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.transfer import PAGE, all_gather_bytes, broadcast_tensors
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_messages_of_any_length_reach_everybody(ranks, n):
+    def exchange():
+        rank = dist.get_rank()
+        short = all_gather_bytes(b"x" * rank)
+        mixed = all_gather_bytes(bytes([rank]) * (PAGE * 2 * rank))
+        edge = all_gather_bytes(bytes([rank]) * (PAGE - 8 + rank))
+        return short, mixed, edge
+
+    for short, mixed, edge in ranks(exchange, n):
+        assert short == [b"x" * rank for rank in range(n)]
+        assert mixed == [bytes([rank]) * (PAGE * 2 * rank) for rank in range(n)]
+        assert edge == [bytes([rank]) * (PAGE - 8 + rank) for rank in range(n)]
+
+
+def make(rank):
+    generator = torch.Generator().manual_seed(rank)
+    base = torch.randn(6, 8, generator=generator)
+    return [
+        base[:, ::2],  # not contiguous: Gloo would broadcast it wrongly
+        torch.randn(2, 3, 4, 4, generator=generator).contiguous(memory_format=torch.channels_last),
+        torch.tensor(rank, dtype=torch.int64),
+        torch.tensor([rank % 2 == 0]),
+        torch.empty(0),
+        torch.randn(5, generator=generator).to(torch.bfloat16),
+        torch.randn(3, generator=generator, dtype=torch.float64),
+    ]
+
+
+def test_everybody_has_the_first_ranks_tensors(ranks):
+    def broadcast():
+        tensors = make(dist.get_rank())
+        strides = [tensor.stride() for tensor in tensors]
+        broadcast_tensors(tensors)
+        assert [tensor.stride() for tensor in tensors] == strides
+        return [torch.equal(*pair) for pair in zip(tensors, make(0), strict=True)]
+
+    for same in ranks(broadcast, 3):
+        assert all(same)
+
+
+def test_large_tensors_are_cut_into_packets(ranks):
+    def broadcast():
+        from lockstep.comm import transfer
+
+        transfer.PIECE = 1000
+        tensors = [torch.full((300,), float(dist.get_rank() + i)) for i in range(5)]
+        broadcast_tensors(tensors)
+        return [tensor.unique().tolist() for tensor in tensors]
+
+    for seen in ranks(broadcast, 2):
+        assert seen == [[float(i)] for i in range(5)]

@@ -1,0 +1,61 @@
+"""`lockstep compare`: text, page and JSON."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+import records
+from lockstep.cli import cli
+from lockstep.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        records.write(tmp_path / "runs" / name, records.whole(name=name, options={"who": name}))
+    return tmp_path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli, ["compare", *arguments], catch_exceptions=False)
+
+
+def test_text_says_it_all():
+    output = invoke("a", "b").output
+    assert "b and a end in the same weights, bit for bit" in output
+    assert "Their losses are the same bits at all 20 common steps." in output
+    assert "2 replicas, 8 micro-batches, gloo, cpu" in output
+    assert "options.who  a  b" in output
+
+
+def test_three_runs_are_each_compared_with_the_first(place):
+    records.write(place / "runs" / "c", records.whole(name="c"))
+    output = invoke("a", "b", "c").output
+    assert output.count("with a") + output.count("and a") >= 4
+
+
+def test_json_is_one_object():
+    found = json.loads(invoke("a", "b", "--json").output)
+    assert [run["name"] for run in found["runs"]] == ["a", "b"]
+    assert found["against"][0]["same_digest"] is True
+    assert found["against"][0]["losses_part_at"] is None
+    assert found["differs"] == {"options.who": ["a", "b"]}
+
+
+def test_a_page(place):
+    assert invoke("a", "b", "-o", "ab.html").output.startswith("ab.html  (")
+    assert "<!doctype html>" in (place / "ab.html").read_text()
+
+
+def test_open_makes_the_page_and_opens_it(place, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+    invoke("a", "b", "--open")
+    assert opened == [(place / "compare.html").as_uri()]
+
+
+def test_one_run_is_too_few():
+    with pytest.raises(UsageError, match="needs two runs or more, and was given only a"):
+        invoke("a")

@@ -1,0 +1,71 @@
+"""`lockstep doctor`: lines, JSON, exit status."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from lockstep.cli import cli
+from lockstep.errors import UsageError
+from lockstep.show import doctor
+from lockstep.show.finding import bad, good, note
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli, ["doctor", *arguments], catch_exceptions=False)
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """Replace the doctor's checks by one that finds what the test says."""
+
+    def replace(*findings):
+        given = {"all": lambda question: list(findings)}
+        monkeypatch.setattr(doctor.examine, "__defaults__", (given, lambda name: None))
+
+    return replace
+
+
+def test_all_good(checks):
+    checks(good("torch", "2.13"), note("cores", "2", "be patient"))
+    done = invoke()
+    assert done.exit_code == 0
+    assert done.output.startswith(
+        "good  torch            2.13\n"
+        "note  cores            2\n"
+        "                       -> be patient\n"
+        "\nNothing here would break a run.\n"
+    )
+    assert "\nnote  cores: 2\n" in done.output
+    assert done.output.endswith("\n```\n")
+
+
+def test_something_bad_is_exit_status_1(checks):
+    checks(good("torch", "2.13"), bad("ports", "closed", "open them"))
+    done = invoke()
+    assert done.exit_code == 1
+    assert "One thing here would break a run" in done.output
+
+
+@pytest.mark.parametrize("ill", [True, False])
+def test_json(checks, ill):
+    checks(bad("ports", "closed", "open them") if ill else good("ports", "open"))
+    done = invoke("--json")
+    found = json.loads(done.output)
+    assert found["ok"] is not ill
+    assert found["findings"][0]["subject"] == "ports"
+    assert done.exit_code == int(ill)
+
+
+def test_a_real_examination_finds_every_subject():
+    """The whole doctor, on this machine: whatever it finds, it finishes and is complete."""
+    done = invoke("--json", "-n", "1")
+    subjects = {one["subject"] for one in json.loads(done.output)["findings"]}
+    expected = {"python", "torch", "cores", "memory", "ports", "loopback", "gloo", "compiler"}
+    assert expected <= subjects
+
+
+@pytest.mark.parametrize("arguments", [("-n", "0"), ("--threads", "-1")])
+def test_less_than_one_is_refused(arguments):
+    with pytest.raises(UsageError, match="both are at least 1"):
+        invoke(*arguments)

@@ -1,0 +1,83 @@
+"""`lockstep report`: where it writes, which formats, what it says of what is not there."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+import records
+from lockstep.cli import cli
+from lockstep.errors import FileError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    records.write(tmp_path / "runs" / "night", records.whole())
+    return tmp_path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli, ["report", *arguments], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("run", ["night", "runs/night", "runs/night/record.jsonl"])
+def test_a_run_is_found_by_name_folder_or_record(place, run):
+    assert invoke(run).output.startswith("runs/night/report.html  (")
+    assert (place / "runs/night/report.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("kind", "beginning"),
+    [("html", b"<!doctype"), ("md", b"## night"), ("svg", b"<svg"), ("png", b"\x89PNG")],
+)
+def test_formats(place, kind, beginning):
+    invoke("night", "--format", kind)
+    assert (place / f"runs/night/report.{kind}").read_bytes().startswith(beginning)
+    invoke("night", "-o", f"elsewhere/x.{kind}")  # the name says the format
+    assert (place / f"elsewhere/x.{kind}").read_bytes().startswith(beginning)
+
+
+def test_standard_output(place):
+    done = invoke("night", "--format", "png", "-o", "-")
+    assert Image.open(io.BytesIO(done.stdout_bytes)).size == (2400, 1350)
+    assert not (place / "runs/night/report.png").exists()
+
+
+def test_open_asks_the_browser(place, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+    invoke("night", "--open")
+    assert opened == [(place / "runs/night/report.html").as_uri()]
+
+
+def test_without_a_browser_the_place_is_said(monkeypatch):
+    monkeypatch.setattr("webbrowser.open", lambda url: False)
+    done = invoke("night", "--open")
+    assert "No browser could be started; open runs/night/report.html yourself." in done.stderr
+
+
+def test_a_run_that_is_not_there(place):
+    with pytest.raises(UsageError, match=r"there is no run at day \(day does not exist\)"):
+        invoke("day")
+    (place / "empty").mkdir()
+    with pytest.raises(UsageError, match="there is no run at empty"):
+        invoke("empty")
+
+
+def test_a_place_that_cannot_be_written():
+    with pytest.raises(FileError, match="name another place with --output"):
+        invoke("night", "-o", "/proc/report.html")
+
+
+def test_errors_are_one_sentence_and_a_status(place):
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "report", "day"],
+        capture_output=True, text=True, timeout=60, cwd=place, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("lockstep: there is no run at day")
+    assert done.stderr.count("\n") == 1

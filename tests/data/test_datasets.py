@@ -1,0 +1,133 @@
+import gzip
+import hashlib
+import struct
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import interpolate
+from torch.utils.data import TensorDataset
+
+from lockstep.data.datasets import (
+    DIGITS_FOLDER,
+    DIGITS_MEAN,
+    DIGITS_STD,
+    IMAGES,
+    LABELS,
+    SHA256,
+    digits,
+    mnist,
+)
+from lockstep.data.idx import read_pair
+from lockstep.errors import FileError
+
+
+def write_mnist(folder: Path, part: str, count: int, suffix: str = "") -> dict[str, str]:
+    """Write made-up images; return the SHA-256 of each file."""
+    pixels = bytes((17 * i) % 256 for i in range(count * 28 * 28))
+    labels = bytes(i % 10 for i in range(count))
+    contents = {
+        f"{part}-{IMAGES}": struct.pack(">4I", 0x803, count, 28, 28) + pixels,
+        f"{part}-{LABELS}": struct.pack(">2I", 0x801, count) + labels,
+    }
+    hashes = {}
+    for name, data in contents.items():
+        data = gzip.compress(data) if suffix else data
+        (folder / f"{name}{suffix}").write_bytes(data)
+        hashes[name] = hashlib.sha256(data).hexdigest()
+    return hashes
+
+
+def test_the_digits_are_the_published_ones() -> None:
+    dataset = digits()
+    images, labels = dataset.tensors
+    assert type(dataset) is TensorDataset
+    assert (images.shape, images.dtype) == ((1797, 1, 28, 28), torch.float32)
+    assert (labels.shape, labels.dtype) == ((1797,), torch.int64)
+    counts = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert labels.bincount().tolist() == counts
+
+
+def test_the_digits_are_scaled_bilinearly_and_normalised() -> None:
+    small, _ = read_pair(DIGITS_FOLDER / f"{IMAGES}.gz", DIGITS_FOLDER / f"{LABELS}.gz")
+    assert (small.shape, int(small.max())) == ((1797, 8, 8), 16)
+    expected = interpolate(small.unsqueeze(1) / 16, (28, 28), mode="bilinear", align_corners=False)
+    images = digits().tensors[0]
+    torch.testing.assert_close(images * DIGITS_STD + DIGITS_MEAN, expected, atol=2e-6, rtol=0)
+    assert abs(float(images.mean())) < 1e-3
+    assert abs(float(images.std()) - 1) < 1e-3
+
+
+def test_the_digits_have_the_same_bits_with_any_number_of_threads() -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = digits().tensors[0]
+        torch.set_num_threads(3)
+        assert torch.equal(one, digits().tensors[0])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize(("train", "part"), [(True, "train"), (False, "t10k")])
+def test_mnist_is_read_and_normalised(tmp_path: Path, suffix: str, train: bool, part: str) -> None:
+    write_mnist(tmp_path, part, 12, suffix)
+    images, labels = mnist(tmp_path, train=train).tensors
+    assert images.shape == (12, 1, 28, 28)
+    assert labels.tolist() == [*range(10), 0, 1]
+    expected = (torch.tensor(17.0) / 255 - 0.1307) / 0.3081
+    torch.testing.assert_close(images[0, 0, 0, 1], expected)
+
+
+def test_missing_files_are_named_with_the_way_to_get_them(tmp_path: Path) -> None:
+    with pytest.raises(FileError) as caught:
+        mnist(tmp_path, train=False)
+    message = str(caught.value)
+    for words in (str(tmp_path), "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte or"):
+        assert words in message
+    assert "--download" in message
+
+
+def test_a_missing_partner_is_named_alone(tmp_path: Path) -> None:
+    write_mnist(tmp_path, "train", 3)
+    (tmp_path / f"train-{IMAGES}").unlink()
+    with pytest.raises(FileError, match="has no train-images-idx3-ubyte or") as caught:
+        mnist(tmp_path)
+    assert LABELS not in str(caught.value)
+
+
+def test_mnist_is_downloaded_where_it_is_missing(tmp_path: Path) -> None:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    source, folder = tmp_path / "mirror", tmp_path / "data"
+    source.mkdir()
+    hashes = write_mnist(source, "train", 5, ".gz")
+    names: set[str] = set()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(source))) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            dataset = mnist(
+                folder,
+                download=True,
+                progress=lambda name, size, total: names.add(name),
+                mirrors=[f"http://127.0.0.1:{server.server_address[1]}/"],
+                sha256=hashes,
+            )
+        finally:
+            server.shutdown()
+            thread.join()
+    assert len(dataset) == 5
+    assert names == {f"train-{IMAGES}.gz", f"train-{LABELS}.gz"}
+    assert len(mnist(folder, download=True, mirrors=[])) == 5  # nothing is fetched again
+
+
+def test_the_four_hashes_are_those_of_four_files() -> None:
+    assert len(set(SHA256.values())) == 4
+    assert {len(bytes.fromhex(value)) for value in SHA256.values()} == {32}

@@ -1,0 +1,155 @@
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.data.microbatch import ALIGNMENT, aligned, cut, leaves, mapped, owned, pieces, spans
+from lockstep.errors import DatasetError
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+def pointers(data: Any) -> list[int]:
+    found: list[int] = []
+    mapped(lambda tensor: found.append(tensor.data_ptr()), data)
+    return found
+
+
+@given(st.integers(0, 500), st.integers(1, 40))
+def test_spans_cover_and_differ_by_at_most_one_larger_first(total: int, parts: int) -> None:
+    cuts = spans(total, parts)
+    sizes = [len(span) for span in cuts]
+    assert [position for span in cuts for position in span] == list(range(total))
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(("total", "parts"), [(-1, 2), (3, 0)])
+def test_impossible_spans_are_a_bug(total: int, parts: int) -> None:
+    with pytest.raises(ValueError, match="cannot cut"):
+        spans(total, parts)
+
+
+@given(st.integers(1, 200), st.integers(1, 16), st.data())
+def test_every_microbatch_is_owned_once_in_order(n: int, m: int, data: st.DataObject) -> None:
+    replicas = data.draw(st.integers(1, m))
+    owners = [index for replica in range(replicas) for index in owned(n, m, replicas, replica)]
+    assert owners == list(range(leaves(n, m)))
+
+
+@given(st.integers(0, 200), st.integers(1, 16), st.data())
+def test_pieces_are_never_empty_and_do_not_depend_on_the_replicas(
+    n: int, m: int, data: st.DataObject
+) -> None:
+    replicas = data.draw(st.integers(1, m))
+    held = [piece for replica in range(replicas) for piece in pieces(n, m, replicas, replica)]
+    assert held == list(pieces(n, m, 1, 0))
+    assert all(len(span) > 0 for _, span in held)
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.data())
+def test_cut_gives_each_sample_once(n: int, m: int, data: st.DataObject) -> None:
+    replicas = data.draw(st.integers(1, m))
+    batch = (torch.arange(n * 3).view(n, 3), torch.arange(n))
+    cuts = [cut(batch, m, replicas, replica) for replica in range(replicas)]
+    held = [microbatch for part in cuts for microbatch in part.microbatches]
+    assert [microbatch.index for microbatch in held] == list(range(min(n, m)))
+    assert [microbatch.size for microbatch in held] == [len(x.data[1]) for x in held]
+    for position, whole in enumerate(batch):
+        assert torch.equal(torch.cat([x.data[position] for x in held]), whole)
+    assert {(part.size, part.leaves) for part in cuts} == {(n, min(n, m))}
+    assert all(pointer % ALIGNMENT == 0 for x in held for pointer in pointers(x.data))
+
+
+def test_cut_goes_through_nested_data() -> None:
+    batch = {
+        "pair": Pair(torch.arange(5), numpy.arange(5)),
+        "names": ["a", "b", "c", "d", "e"],
+        "more": [torch.arange(5), (torch.arange(10).view(5, 2),)],
+        "scale": 2.5,
+        "weight": torch.tensor(3.0),
+        "nothing": None,
+    }
+    (first, second) = cut(batch, 2, 1, 0, epoch=4).microbatches
+    assert second.data["pair"].image.tolist() == [3, 4]
+    assert isinstance(second.data["pair"], Pair)
+    assert second.data["pair"].label.tolist() == [3, 4]
+    assert first.data["names"] == ["a", "b", "c"]
+    assert second.data["more"][1][0].tolist() == [[6, 7], [8, 9]]
+    assert second.data["scale"] == 2.5
+    assert second.data["weight"].item() == 3.0
+    assert second.data["nothing"] is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ((torch.zeros(4), torch.zeros(3)), r"batch\[0\] holds 4 samples, but batch\[1\] holds 3"),
+        (
+            {"x": torch.zeros(4), "m": {"n": ["a"]}},
+            r"batch\['x'\].* but batch\['m'\]\['n'\] holds 1",
+        ),
+        (7, "type int cannot be cut"),
+        ({"scale": 1.0}, "type dict cannot be cut"),
+        (torch.tensor(1.0), "type Tensor cannot be cut"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(batch: Any, words: str) -> None:
+    with pytest.raises(DatasetError, match=words):
+        cut(batch, 2, 1, 0)
+
+
+def test_an_empty_batch_has_no_microbatch() -> None:
+    batch = cut(torch.zeros(0, 3), 4, 1, 0)
+    assert (batch.size, batch.leaves, batch.microbatches) == (0, 0, ())
+
+
+def test_well_placed_tensors_are_not_copied() -> None:
+    batch = torch.zeros(8, 16)  # rows of 64 bytes
+    for index, microbatch in enumerate(cut(batch, 4, 1, 0).microbatches):
+        assert microbatch.data.data_ptr() == batch[2 * index :].data_ptr()
+
+
+def test_misplaced_tensors_are_copied_with_their_strides() -> None:
+    image = torch.randn(3, 2, 5, 5).to(memory_format=torch.channels_last)
+    part = image[1:]
+    assert part.data_ptr() % ALIGNMENT != 0
+    copy = aligned(part)
+    assert copy.data_ptr() % ALIGNMENT == 0
+    assert copy.stride() == part.stride()
+    assert torch.equal(copy, part)
+
+
+def test_strides_do_not_depend_on_where_a_view_lies() -> None:
+    """A view that is not dense is made dense, also where it happens to be aligned."""
+    base = torch.randn(64, 4)
+    view = base[::2]
+    assert view.data_ptr() % ALIGNMENT == 0
+    assert aligned(view).is_contiguous()
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_aligned_keeps_the_containers(kind: type) -> None:
+    data = kind(x=[torch.zeros(9)[1:]], pair=Pair(torch.zeros(9)[1:], "label"), n=3)
+    result = aligned(data)
+    assert type(result) is kind
+    assert type(result["pair"]) is Pair
+    assert result["pair"].label == "label"
+    assert all(pointer % ALIGNMENT == 0 for pointer in pointers(result))
+
+
+def test_a_mapping_that_cannot_be_rebuilt_becomes_a_dict() -> None:
+    data = defaultdict(list, x=torch.zeros(9)[1:])
+    assert aligned(data)["x"].data_ptr() % ALIGNMENT == 0
+
+
+def test_sparse_tensors_pass_as_they_are() -> None:
+    sparse = torch.eye(3).to_sparse()
+    assert aligned(sparse) is sparse

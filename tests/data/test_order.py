@@ -1,0 +1,131 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.data.order import Epoch, order, partition_sizes
+from lockstep.errors import DatasetError
+from lockstep.randomness import key
+
+weights = st.lists(st.integers(0, 1000), min_size=1, max_size=8).filter(
+    lambda parts: sum(parts) > 0
+)
+
+
+@given(st.integers(0, 10_000), weights)
+def test_partition_sizes_lose_nothing_and_round_each_quota(total: int, parts: list[int]) -> None:
+    fractions = [part / sum(parts) for part in parts]
+    sizes = partition_sizes(total, fractions)
+    assert sum(sizes) == total
+    for size, fraction in zip(sizes, fractions, strict=True):
+        assert math.floor(total * fraction - 1e-6) <= size <= math.ceil(total * fraction + 1e-6)
+
+
+@given(st.integers(0, 10_000), weights)
+def test_the_largest_remainders_are_rounded_up(total: int, parts: list[int]) -> None:
+    whole = sum(parts)
+    sizes = partition_sizes(total, [part / whole for part in parts])
+    remainders = [total * part % whole / whole for part in parts]
+    up = [r for r, s, p in zip(remainders, sizes, parts, strict=True) if s > total * p // whole]
+    down = [r for r, s, p in zip(remainders, sizes, parts, strict=True) if s <= total * p // whole]
+    assert not up or not down or min(up) >= max(down) - 1e-6
+
+
+@pytest.mark.parametrize(
+    ("total", "fractions", "sizes"),
+    [
+        (10, [0.7, 0.2, 0.1], [7, 2, 1]),
+        (11, [0.5, 0.5], [6, 5]),
+        (10, [1 / 3, 1 / 3, 1 / 3], [4, 3, 3]),
+        (5, [0.1] * 10, [1] * 5 + [0] * 5),
+        (1797, [0.8, 0.2], [1438, 359]),
+        (3, [1.0, 0.0], [3, 0]),
+        (0, [0.5, 0.5], [0, 0]),
+        (10**9, [0.5 + 4e-7, 0.5 + 4e-7], [5 * 10**8, 5 * 10**8]),
+    ],
+)
+def test_partition_sizes_by_example(total: int, fractions: list[float], sizes: list[int]) -> None:
+    assert partition_sizes(total, fractions) == sizes
+
+
+@pytest.mark.parametrize(
+    ("fractions", "words"),
+    [
+        ([], "no fractions"),
+        ([1.5, -0.5], "by -0.5"),
+        ([float("nan"), 1.0], "by nan"),
+        ([float("inf")], "by inf"),
+        ([0.5, 0.4], "sum to 0.9, not to 1"),
+        ([0.5, 0.50001], "sum to 1.00001, not to 1"),
+    ],
+)
+def test_bad_fractions_are_refused(fractions: list[float], words: str) -> None:
+    with pytest.raises(DatasetError, match=words):
+        partition_sizes(10, fractions)
+
+
+@given(st.integers(0, 300), st.integers(0, 2**31), st.integers(0, 1000))
+def test_the_order_is_a_permutation_fixed_by_seed_and_epoch(n: int, seed: int, epoch: int) -> None:
+    indices = order(n, seed, epoch)
+    assert sorted(indices.tolist()) == list(range(n))
+    assert torch.equal(indices, order(n, seed, epoch))
+
+
+def test_the_order_is_the_documented_one() -> None:
+    generator = torch.Generator().manual_seed(key(1234, 5))
+    assert torch.equal(order(100, 1234, 5), torch.randperm(100, generator=generator))
+
+
+def test_another_seed_or_epoch_gives_another_order() -> None:
+    orders = {tuple(order(50, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+
+
+def test_without_shuffling_the_order_ascends() -> None:
+    assert order(5, 1, 2, shuffle=False).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_order_leaves_the_global_generator_alone() -> None:
+    before = torch.default_generator.get_state()
+    order(50, 0, 0)
+    assert torch.equal(before, torch.default_generator.get_state())
+
+
+@given(st.integers(1, 100), st.integers(1, 40))
+def test_uniform_batches_cover_the_order_and_only_the_last_is_short(n: int, size: int) -> None:
+    epoch = Epoch.uniform(torch.arange(n), size)
+    spans = [epoch.span(batch) for batch in range(len(epoch))]
+    assert [position for span in spans for position in span] == list(range(n))
+    assert all(len(span) == size for span in spans[:-1])
+    assert 1 <= len(spans[-1]) <= size
+
+
+def test_grouped_batches_stay_as_they_are() -> None:
+    epoch = Epoch.grouped([[4, 2], [7], [1, 0, 3]])
+    batches = [epoch.indices[epoch.span(b).start : epoch.span(b).stop].tolist() for b in range(3)]
+    assert batches == [[4, 2], [7], [1, 0, 3]]
+    assert epoch.repeats is None
+
+
+def test_an_empty_group_is_refused() -> None:
+    with pytest.raises(DatasetError, match="batch 1 holds no sample"):
+        Epoch.grouped([[1], []])
+
+
+def test_repeated_draws_are_counted() -> None:
+    epoch = Epoch.uniform(torch.tensor([3, 1, 3, 3, 1, 0]), 2).counted()
+    assert epoch.repeats is not None
+    assert epoch.repeats.tolist() == [0, 0, 1, 2, 1, 0]
+
+
+def test_the_digest_sees_the_order_and_the_batches() -> None:
+    epochs = [
+        Epoch.uniform(torch.arange(6), 2),
+        Epoch.uniform(torch.arange(6), 3),
+        Epoch.uniform(torch.arange(6).flip(0), 2),
+        Epoch.grouped([[0, 1, 2], [3, 4], [5]]),
+    ]
+    assert len({epoch.digest() for epoch in epochs}) == len(epochs)
+    assert Epoch.grouped([[0, 1], [2, 3], [4, 5]]).digest() == epochs[0].digest()

@@ -1,0 +1,84 @@
+import random
+from collections.abc import Iterator
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, WeightedRandomSampler
+
+from lockstep.data.sampling import check_sampler, grouped, sampled
+from lockstep.errors import DatasetError
+
+
+class Mixed:
+    """Draws from all three generators, and knows of epochs."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.epoch
+        yield int(torch.randint(1000, ()))
+        yield random.randrange(1000)
+        yield int(numpy.random.randint(1000))
+
+
+def test_a_sampler_is_drawn_alike_everywhere_and_anew_each_epoch() -> None:
+    torch.rand(3)
+    first = sampled(Mixed(), 2, seed=1, epoch=0)
+    torch.rand(5)
+    random.random()
+    again = sampled(Mixed(), 2, seed=1, epoch=0)
+    later = sampled(Mixed(), 2, seed=1, epoch=1)
+    assert first.indices.tolist() == again.indices.tolist()
+    assert later.indices[0] == 1
+    assert first.indices.tolist()[1:] != later.indices.tolist()[1:]
+
+
+def test_drawing_leaves_the_users_generators_alone() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(())
+    torch.manual_seed(1)
+    sampled(RandomSampler(range(10)), 2, seed=0, epoch=0)
+    assert torch.rand(()) == expected
+
+
+def test_a_weighted_sampler_counts_its_repeats() -> None:
+    epoch = sampled(WeightedRandomSampler([0.1, 0.9], 20), 4, seed=0, epoch=0)
+    assert len(epoch) == 5
+    assert epoch.repeats is not None
+    assert int(epoch.repeats.max()) > 0
+
+
+def test_a_batch_sampler_gives_whole_batches() -> None:
+    sampler = Mixed()
+    epoch = grouped(BatchSampler(sampler, 3, drop_last=False), seed=0, epoch=6)
+    assert [len(epoch.span(batch)) for batch in range(len(epoch))] == [3, 1]
+    assert epoch.indices[0] == 6
+
+
+def test_what_is_no_index_is_named() -> None:
+    with pytest.raises(DatasetError, match="gave 'a' where"):
+        sampled(["a"], 2, 0, 0)  # type: ignore[list-item]
+
+
+def test_indices_of_other_libraries_are_whole_numbers_too() -> None:
+    indices = [numpy.int64(3), torch.tensor(4)]
+    assert sampled(indices, 2, 0, 0).indices.tolist() == [3, 4]  # type: ignore[arg-type]
+
+
+def test_empty_samplers_are_named() -> None:
+    with pytest.raises(DatasetError, match="sampler list gave no sample"):
+        sampled([], 2, 0, 0)
+    with pytest.raises(DatasetError, match="batch sampler list gave no batch"):
+        grouped([], 0, 0)
+
+
+def test_a_sampler_of_one_ranks_part_is_refused() -> None:
+    part = DistributedSampler(range(8), num_replicas=2, rank=0)
+    for sampler in (part, BatchSampler(part, 2, drop_last=False)):
+        with pytest.raises(DatasetError, match="DistributedSampler gives each rank a part"):
+            check_sampler(sampler)
+    check_sampler(DistributedSampler(range(8), num_replicas=1, rank=0))

@@ -1,0 +1,179 @@
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, get_worker_info
+
+from lockstep.data.loader import Batches
+from lockstep.errors import DatasetError, SampleError
+
+
+class Numbers(Dataset[Any]):
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index)
+
+
+def workers() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def shared_memory() -> set[str]:
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.glob("torch_*")} if folder.is_dir() else set()
+
+
+def until(condition: Any, seconds: float = 20.0) -> bool:
+    """Poll `condition` until it holds; False at the deadline."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    children, threads, segments = workers(), set(threading.enumerate()), shared_memory()
+    yield
+    gc.collect()
+    assert workers() <= children
+    assert set(threading.enumerate()) <= threads
+    assert shared_memory() <= segments
+
+
+@pytest.mark.parametrize("ends", ["break", "raise", "whole", "held"])
+def test_nothing_is_left_however_iterating_ends(ends: str) -> None:
+    before, files = workers(), psutil.Process().num_fds()
+    seen = []
+    batches = iter(Batches(Numbers(), 4, num_workers=2))
+    try:
+        for _batch in batches:
+            seen.append(len(workers() - before))
+            if ends == "raise":
+                raise KeyError
+            if ends in ("break", "held"):
+                break
+    except KeyError:
+        assert ends == "raise"
+    assert seen[0] == 2
+    del _batch
+    if ends == "held":
+        assert len(workers() - before) == 2
+    del batches
+    assert workers() == before
+    assert psutil.Process().num_fds() <= files
+
+
+def test_a_worker_computes_with_one_thread() -> None:
+    class Threads(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return torch.tensor([torch.get_num_threads(), 0 if get_worker_info() is None else 1])
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for num_workers in (0, 1):
+            batch = next(iter(Batches(Threads(), 2, num_workers=num_workers)))
+            assert batch.microbatches[0].data.tolist() == [[1, num_workers]]
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_killed_worker_is_one_sentence() -> None:
+    class Deadly(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return torch.tensor(index)
+
+    begun, before = time.monotonic(), workers()
+    with pytest.raises(SampleError, match=r"^a loader worker failed: .*(SIGKILL|Killed)") as caught:
+        list(Batches(Deadly(), 4, shuffle=False, num_workers=2))
+    assert time.monotonic() - begun < 20
+    assert workers() == before, caught  # though the exception still holds the loader's frames
+
+
+def test_a_worker_killed_during_a_step_is_the_same_sentence() -> None:
+    """torch tells the main thread at once, wherever it is."""
+    before = workers()
+    batches = iter(Batches(Numbers(), 4, num_workers=2))
+    next(batches)
+    os.kill(min(workers() - before), signal.SIGKILL)
+    with pytest.raises(SampleError, match=r"^a loader worker failed: .*(SIGKILL|Killed)"):
+        assert until(lambda: False)  # a step that goes on
+    del batches
+
+
+class Blocking(Numbers):
+    """Gives 8 samples, says so, and blocks."""
+
+    def __init__(self, reached: Path) -> None:
+        self.reached = reached
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 8:
+            self.reached.touch()
+            time.sleep(60)
+        return torch.tensor(index)
+
+
+def test_a_death_whose_signal_got_lost_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler's exception can come up where Python ignores it; then torch waited on."""
+    monkeypatch.setattr("lockstep.data.workers.GLANCE", 0.2)
+    dataset = Blocking(tmp_path / "reached")
+    before = workers()
+    batches = iter(Batches(dataset, 4, shuffle=False, num_workers=1))
+    assert [next(batches).size, next(batches).size] == [4, 4]
+    assert until(dataset.reached.exists)
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        os.kill(*(workers() - before), signal.SIGKILL)
+        with pytest.raises(
+            SampleError, match=r"^a loader worker failed: process \d+ was killed by"
+        ):
+            next(batches)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def test_a_silent_worker_is_named_at_the_deadline(tmp_path: Path) -> None:
+    dataset = Blocking(tmp_path / "reached")
+    with pytest.raises(SampleError, match=r"gave no batch within 0\.5 s; look for a sample"):
+        list(Batches(dataset, 4, shuffle=False, num_workers=1, timeout=0.5))
+    assert dataset.reached.exists()
+
+
+def test_workers_beside_a_gloo_group(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(3))
+        batches = list(Batches(Numbers(), 40, num_workers=2))
+        dist.all_reduce(torch.ones(3))
+    finally:
+        dist.destroy_process_group()
+    assert sum(batch.size for batch in batches) == 400
+
+
+def test_a_daemon_may_not_start_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    import multiprocessing
+
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    with pytest.raises(DatasetError, match="a daemon process may not start loader workers"):
+        Batches(Numbers(), 4, num_workers=1)

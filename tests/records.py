@@ -1,0 +1,70 @@
+"""Records written by hand: small ones for words, long ones for charts."""
+
+import json
+import math
+
+from lockstep.show.record import FILE
+
+HEADER = {
+    "kind": "run",
+    "version": 1,
+    "name": "night",
+    "started": "2026-11-21T07:52:00+00:00",
+    "command": ["/opt/bin/lockstep", "train", "digits", "-n", "2", "--note", "two words"],
+    "recipe": "digits",
+    "layout": {
+        "world_size": 2, "replicas": 2, "stages": 1, "microbatches": 8,
+        "threads": 1, "backend": "gloo", "device": "cpu",
+    },
+    "options": {"lr": 0.05, "seed": 7},
+    "environment": {
+        "torch": "2.13.0", "hostname": "elsewhere", "memory_bytes": 8e9,
+        "variables": {"OMP_NUM_THREADS": "1"},
+    },
+    "model": {"class": "Net", "parameters": 21840},
+    "epochs": 2,
+    "steps_per_epoch": 10,
+    "samples": 320,
+}  # fmt: skip
+
+END = {
+    "kind": "end", "t": 2.0, "state": "done", "digest": "ab" * 32, "optimizer_digest": "cd" * 32,
+    "seconds": 2.5, "steps": 20, "samples": 640, "loss": 0.2, "metrics": {"accuracy": 0.9},
+}  # fmt: skip
+
+
+def step(number, per_epoch=10, **fields):
+    """Return the line of one step of a run that learns; step 13 is slow, by rank 1's data."""
+    slow = 0.09 if number == 13 else 0.0
+    return {
+        "kind": "step", "t": number * 0.01, "step": number, "epoch": number // per_epoch,
+        "loss": 2 * math.exp(-number / 8), "samples": 32,
+        "metrics": {"accuracy": 1 - 0.9 * math.exp(-number / 8)},
+        "seconds": 0.01 + slow, "lr": 0.05,
+        "ranks": [[0.006, 0.002, 0.0019 + slow, 0.0001], [0.007, 0.002, 0.0009, 0.0001 + slow]],
+    } | fields  # fmt: skip
+
+
+def epoch(number, loss=0.3):
+    """Return the line of one epoch with its evaluation."""
+    return {
+        "kind": "epoch", "t": number + 1.0, "epoch": number, "loss": 0.5,
+        "metrics": {"accuracy": 0.8}, "samples": 320, "seconds": 0.1,
+        "evaluation": {"loss": loss, "metrics": {"accuracy": 0.9125}, "samples": 80},
+        "memory_bytes": [300_000_000, 310_000_000],
+    }  # fmt: skip
+
+
+def whole(**header):
+    """Return the lines of a run of 20 steps that reached its end."""
+    steps = [step(number) for number in range(20)]
+    warning = {"kind": "warning", "t": 0.05, "rank": 1, "message": "rank 1 <b>limps</b> & waits"}
+    return [HEADER | header, *steps[:10], epoch(0), warning, *steps[10:], epoch(1, 0.25), END]
+
+
+def write(folder, lines, tail=""):
+    """Write lines as a record into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / FILE).write_text(text + tail)
+    return folder

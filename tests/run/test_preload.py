@@ -1,0 +1,91 @@
+"""The template: kept from launch to launch, replaced where it would start otherwise now."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import lockstep as ls
+from lockstep.run import preload
+
+
+def parent() -> int:
+    return os.getppid()
+
+
+def test_launches_share_a_template():
+    first, second = (set(ls.launch(parent, nprocs=2)) for _ in range(2))
+    assert first == second == {preload.template_pid()}
+
+
+def test_a_variable_that_is_read_at_the_start_asks_for_a_new_template(monkeypatch):
+    def seen() -> tuple[int, str | None]:
+        return os.getppid(), os.environ.get("PYTHONLOCKSTEPTEST")
+
+    ((before, nothing),) = ls.launch(seen)
+    monkeypatch.setenv("PYTHONLOCKSTEPTEST", "yes")
+    ((after, told),) = ls.launch(seen)
+    assert (nothing, told) == (None, "yes")
+    assert before != after
+
+
+def test_other_variables_the_folder_and_the_arguments_reach_the_ranks_of_a_kept_template(
+    monkeypatch, tmp_path
+):
+    def seen() -> tuple[int, str | None, str]:
+        return os.getppid(), os.environ.get("SOME_VARIABLE"), os.getcwd()
+
+    ((before, _, _),) = ls.launch(seen)
+    monkeypatch.setenv("SOME_VARIABLE", "some value")
+    monkeypatch.chdir(tmp_path)
+    assert ls.launch(seen) == [(before, "some value", str(tmp_path))]
+
+
+def test_a_retired_template_ends_after_its_last_job(monkeypatch):
+    gate, opened = os.pipe()
+    os.set_inheritable(gate, True)
+    path = f"/proc/{os.getpid()}/fd/{gate}"
+
+    def wait() -> str:
+        with open(path, "rb", buffering=0) as file:
+            file.read(1)
+        return "done"
+
+    launched = ls.launch(wait, nprocs=1, join=False)
+    assert launched.processes
+    monkeypatch.setenv("PYTHONLOCKSTEPTEST", "retire the one before")
+    assert ls.launch(int) == [0]
+    os.write(opened, b"x")
+    assert launched.join(timeout=30) == ["done"]
+    os.close(gate)
+    os.close(opened)
+
+
+def test_ranks_draw_different_random_numbers_but_the_same_torch_seed():
+    def draw() -> tuple[float, float, int]:
+        import random
+
+        import numpy
+        import torch
+
+        return random.random(), numpy.random.random(), torch.initial_seed()
+
+    drawn = ls.launch(draw, nprocs=3)
+    assert len({python for python, _, _ in drawn}) == 3
+    assert len({numpy for _, numpy, _ in drawn}) == 3
+    assert len({seed for _, _, seed in drawn}) == 1
+
+
+def test_the_guess_whether_a_program_trains():
+    assert preload.trains(b"optimizer = torch.optim.SGD(model.parameters(), lr=0.1)")
+    assert not preload.trains(b"print('hello')")
+
+
+def test_a_thread_that_ends_does_not_end_its_ranks():
+    launched = []
+    thread = threading.Thread(
+        target=lambda: launched.append(ls.launch(parent, nprocs=2, join=False))
+    )
+    thread.start()
+    thread.join()
+    assert len(launched[0].join(timeout=30)) == 2

@@ -1,0 +1,345 @@
+"""`lockstep run`: whole scripts, and every way they can end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lockstep.commands.run import command, make_plan
+from lockstep.errors import FileError, RankError, UsageError
+from lockstep.run import lingering
+from lockstep.run.script import run_plan
+
+CLI = [sys.executable, "-c", "from lockstep.cli import main; main()"]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfdbinary):
+    """Run a script in an empty folder; what it printed, and its logs by rank."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(source, *arguments, flags="-n 2"):
+        Path("train.py").write_text(source)
+        context = command.make_context("run", [*flags.split(), "train.py", *arguments])
+        target, given = context.params.pop("script"), context.params.pop("arguments")
+        run_plan(make_plan(target, given, context.params))
+        return capfdbinary.readouterr()
+
+    return run
+
+
+def logs(folder: str = "runs") -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).glob("*/rank-*.log")}
+
+
+def failure(run, capfdbinary, source, *arguments, **settings) -> tuple[str, str]:
+    with pytest.raises(RankError) as caught:
+        run(source, *arguments, **settings)
+    return str(caught.value), capfdbinary.readouterr().err.decode(errors="replace")
+
+
+def test_lines_carry_their_rank_and_go_to_a_log_each(run):
+    printed = run("import os, sys\nprint('rank', os.environ['RANK'], *sys.argv[1:])", "--lr", "1")
+    assert sorted(printed.out.splitlines()) == [b"[0] rank 0 --lr 1", b"[1] rank 1 --lr 1"]
+    assert logs() == {"rank-0.log": b"rank 0 --lr 1\n", "rank-1.log": b"rank 1 --lr 1\n"}
+
+
+def test_one_rank_needs_no_prefix(run):
+    assert run("print('alone')", flags="-n 1").out == b"alone\n"
+
+
+def test_torchruns_variables_are_there(run):
+    names = (
+        "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE "
+        "GROUP_WORLD_SIZE ROLE_WORLD_SIZE MASTER_ADDR TORCHELASTIC_RESTART_COUNT "
+        "TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE "
+        "OMP_NUM_THREADS"
+    )
+    source = f"import os; print(*[os.environ[n] for n in {names.split()!r}])"
+    printed = run(source, flags="-n 2 --rdzv_id job --role trainer").out
+    expected = "{0} {0} 0 {0} trainer 2 2 1 2 127.0.0.1 0 0 job True 1"
+    lines = sorted(printed.decode().splitlines())
+    assert lines == [f"[{rank}] " + expected.format(rank) for rank in range(2)]
+
+
+def test_a_stock_script_joins_a_gloo_group(run):
+    source = (
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo'); t = torch.ones(1); dist.all_reduce(t); print(t.item())\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert sorted(run(source, flags="-n 3").out.splitlines()) == [b"[%d] 3.0" % r for r in range(3)]
+
+
+def test_a_script_is_main_and_its_folder_comes_first_on_the_path(run):
+    Path("beside.py").write_text("word = 'imported'")
+    printed = run("import beside\nif __name__ == '__main__': print(beside.word, __file__)")
+    assert printed.out.splitlines()[0].endswith(b"imported train.py")
+
+
+def test_files_left_open_are_written_out(run):
+    run("f = open('note', 'w'); f.write('kept')\ndef keep(): return f", flags="-n 1")
+    assert Path("note").read_text() == "kept"
+
+
+def test_modules_and_programs_and_fresh_interpreters(tmp_path, monkeypatch, capfdbinary):
+    monkeypatch.chdir(tmp_path)
+    Path("package").mkdir()
+    Path("package/tool.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    for flags in (["-m", "package.tool"], ["--start-method", "spawn", "-m", "package.tool"]):
+        params = command.make_context("run", [*flags, "x"]).params
+        run_plan(make_plan(params.pop("script"), params.pop("arguments"), params))
+        assert capfdbinary.readouterr().out == b"__main__ ['x']\n"
+    program = ["--no-python", "sh", "-c", "echo $RANK of $1", "", "two"]
+    params = command.make_context("run", program).params
+    run_plan(make_plan(params.pop("script"), params.pop("arguments"), params))
+    assert capfdbinary.readouterr().out == b"0 of two\n"
+
+
+def test_what_is_shown_and_what_is_only_logged(run):
+    source = "import os, sys; print('out'); print('err', file=sys.stderr)"
+    printed = run(source, flags="-n 2 --redirects 0:1,1:3 --tee 1:2 --log_dir logs")
+    assert printed.out == b""
+    assert sorted(printed.err.splitlines()) == [b"[0] err", b"[1] err"]
+    assert all(sorted(log.split()) == [b"err", b"out"] for log in logs("logs").values())
+    assert len(logs("logs")) == 2
+    printed = run(source, flags="-n 2 --local-ranks-filter 1")
+    assert (printed.out, printed.err) == (b"[1] out\n", b"[1] err\n")
+
+
+def test_a_megabyte_without_a_newline_and_bytes_that_are_no_text(run):
+    source = "import os; os.write(1, b'x' * (1 << 20)); os.write(1, b'\\xff\\xfe\\n')"
+    printed = run(source, flags="-n 1")
+    assert printed.out.replace(b"\n", b"") == b"x" * (1 << 20) + b"\xff\xfe"
+    assert logs()["rank-0.log"] == b"x" * (1 << 20) + b"\xff\xfe\n"
+
+
+def test_a_progress_bar_shows_its_last_state(run):
+    printed = run("import os; os.write(1, b'10%\\r55%\\r100%\\n')", flags="-n 1")
+    assert printed.out == b"100%\n"
+
+
+def test_rank_0_reads_standard_input_and_the_others_find_it_empty(tmp_path):
+    (tmp_path / "train.py").write_text("import sys; print(repr(sys.stdin.read()))")
+    done = subprocess.run(
+        [*CLI, "run", "-n", "2", "train.py"],
+        cwd=tmp_path, input=b"hello", capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert sorted(done.stdout.splitlines()) == [b"[0] 'hello'", b"[1] ''"]
+    assert done.returncode == 0
+
+
+FAIL = """
+import os, signal, sys
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print("ready", flush=True)
+if dist.get_rank() == 1:
+    {}
+dist.barrier()
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence", "status"),
+    [
+        ("raise KeyError('lr')", "rank 1 raised KeyError: 'lr' (train.py:7)", 1),
+        ("sys.exit(3)", "rank 1 exited with status 3", 3),
+        ("sys.exit('bad data')", "rank 1 exited with status 1", 1),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "rank 1 was killed by SIGSEGV", -11),
+        ("import no_such_module", "rank 1 raised ModuleNotFoundError: No module named "
+         "'no_such_module' (train.py:7)", 1),
+    ],
+)  # fmt: skip
+def test_the_first_failure_is_the_last_thing_said(run, capfdbinary, how, sentence, status):
+    told, shown = failure(run, capfdbinary, FAIL.format(how), flags="-n 3")
+    log = next(Path("runs").glob("*/rank-1.log"))
+    assert told == f"{sentence}; its log: {log}"
+    assert "lockstep: the last lines of rank 1:\n" in shown
+    assert "    ready\n" in shown.partition("the last lines of rank 1")[2]
+
+
+def test_a_rank_that_exits_0_early_is_named(run, capfdbinary):
+    told, _ = failure(run, capfdbinary, FAIL.format("sys.exit(0)"), flags="-n 3")
+    assert told.startswith("rank 1 returned while rank ")
+    assert "still waited in a collective (train.py:" in told
+
+
+def test_several_ranks_that_fail_at_once_give_one_sentence(run, capfdbinary):
+    source = "import os\nraise ValueError(os.environ['RANK'])"
+    told, _ = failure(run, capfdbinary, source, flags="-n 4")
+    assert told[:6] in {f"rank {rank}" for rank in range(4)}
+    assert f"raised ValueError: {told[5]} (train.py:2)" in told
+
+
+def test_failing_during_import_before_anybody_met(run, capfdbinary):
+    Path("broken.py").write_text("import nothing_of_this_name")
+    source = (
+        "import os\nif os.environ['RANK'] == '0': import broken\nimport lockstep\nlockstep.init()"
+    )
+    told, _ = failure(run, capfdbinary, source, flags="-n 2")
+    assert "rank 0 raised ModuleNotFoundError" in told
+    assert "(broken.py:1)" in told
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(
+    run, capfdbinary, monkeypatch
+):
+    monkeypatch.setattr("lockstep.run.job.Job.terminate.__defaults__", (0.3,))
+    source = """
+import os, signal, time
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, lambda *_: print("not me", flush=True))
+    open("deaf", "w").close()
+    while True: signal.pause()
+while not os.path.exists("deaf"): time.sleep(0.01)
+raise ValueError("enough")
+"""
+    told, _ = failure(run, capfdbinary, source)
+    assert told.startswith("rank 1 raised ValueError: enough")
+    assert logs()["rank-0.log"] == b"not me\n"
+
+
+def test_grandchildren_end_with_their_rank(run, capfdbinary):
+    source = """
+import os, subprocess, time
+if os.environ["RANK"] == "0":
+    child = subprocess.Popen(["sleep", "1000"])
+    with open("new", "w") as file: file.write(str(child.pid))
+    os.rename("new", "child")
+    child.wait()
+while not os.path.exists("child"): time.sleep(0.01)
+raise ValueError("enough")
+"""
+    failure(run, capfdbinary, source)
+    child = int(Path("child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+
+def test_what_a_rank_leaves_running_when_it_returns_is_ended_too(run):
+    source = """
+import subprocess
+with open("child", "w") as file: file.write(str(subprocess.Popen(["sleep", "1000"]).pid))
+"""
+    run(source, flags="-n 1")
+    child = int(Path("child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+
+def test_a_stopped_rank_is_named(run, capfdbinary, monkeypatch):
+    def say_and_let_it_go_on(sentence: str) -> None:
+        say(sentence)
+        os.kill(int(re.search(r"process (\d+)", sentence)[1]), signal.SIGCONT)
+
+    say = lingering.say
+    monkeypatch.setattr(lingering, "say", say_and_let_it_go_on)
+    monkeypatch.setattr(lingering, "LINGER", 0.1)
+    source = """
+import os, signal
+pid = os.getpid()
+if os.environ["RANK"] == "1":
+    os.kill(pid, signal.SIGSTOP)
+"""
+    shown = run(source).err.decode()
+    assert "lockstep: rank 1 is stopped, process " in shown
+    assert shown.count("is stopped") == 1
+
+
+def test_who_returned_while_a_stock_script_waits_is_said(run, capfdbinary, monkeypatch):
+    monkeypatch.setattr(lingering, "LINGER", 0.3)
+    source = """
+import os, datetime, torch.distributed as dist
+if os.environ["RANK"] == "0":
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+"""
+    _, shown = failure(run, capfdbinary, source)
+    assert "lockstep: rank 1 returned, while rank 0 waits in " in shown
+    assert "train.py:4" in shown
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("print('a'", "train.py, line 1 is no Python: '(' was never closed"),
+        ("x = 'a\0b'", "train.py is no Python: source code string cannot contain null bytes"),
+    ],
+)
+def test_a_syntax_error_is_said_once_and_nothing_starts(run, source, words):
+    with pytest.raises(UsageError) as caught:
+        run(source)
+    assert words.split(" is no ")[0] in str(caught.value) and "is no Python" in str(caught.value)  # noqa: PT018
+    assert logs() == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("-n 0", "--nproc-per-node 0"),
+        ("-n -1", "--nproc-per-node -1"),
+        ("-n many", "--nproc-per-node many: give a number"),
+        ("--nnodes 1:4", "--nnodes 1:4: lockstep run starts a fixed number"),
+        ("--nnodes 2", "--nnodes 2 needs --master-addr"),
+        ("--nnodes 2 --node-rank 2 --master-addr a", "--node-rank 2: with --nnodes 2"),
+        ("--master-port 70000", "--master-port 70000"),
+        ("--tee x", "--tee x: give 0 (none)"),
+        ("-n 2 --local-ranks-filter 2", "--local-ranks-filter names local rank 2"),
+        ("--max-restarts 3", "--max-restarts 3: lockstep run does not restart"),
+        ("-m --no-python", "--module and --no-python exclude each other"),
+    ],
+)
+def test_flags_that_cannot_be(run, flags, words):
+    with pytest.raises(UsageError) as caught:
+        run("", flags=flags)
+    assert str(caught.value).startswith(words)
+
+
+def test_a_missing_script_is_said_with_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    params = command.make_context("run", ["nowhere.py"]).params
+    with pytest.raises(UsageError, match=r"there is no script 'nowhere.py' in /"):
+        run_plan(make_plan(params.pop("script"), params.pop("arguments"), params))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("-m no.such.module", r"^there is no module 'no', looked for from /"),
+        ("-m json.nothing", r"^there is no module 'json.nothing'"),
+        ("-m json", r"^'json' is a package without a __main__ module$"),
+        ("--no-python no-such-program", r"^there is no program 'no-such-program'"),
+        ("empty", r"^'empty' is a folder without a __main__\.py$"),
+    ],
+)
+def test_what_is_not_there_is_said_before_anything_starts(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    params = command.make_context("run", arguments.split()).params
+    with pytest.raises(UsageError, match=words):
+        run_plan(make_plan(params.pop("script"), params.pop("arguments"), params))
+    assert logs() == {}
+
+
+def test_logs_that_cannot_be_kept(run):
+    Path("taken").write_text("")
+    with pytest.raises(FileError, match=r"^--log-dir taken cannot be used"):
+        run("", flags="--log-dir taken")
+    Path("runs").write_text("a file where the folder should be")
+    printed = run("print('works')", flags="-n 1")
+    assert printed.out == b"works\n"
+    assert b"lockstep: no logs are kept: runs/train-" in printed.err
+
+
+def test_variables_give_flags(monkeypatch):
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
+    monkeypatch.setenv("PET_NNODES", "2")
+    params = command.make_context("run", ["--nnodes", "1", "train.py"]).params
+    plan = make_plan(params.pop("script"), params.pop("arguments"), params)
+    assert (plan.nprocs, plan.hosts) == (3, 1)

@@ -1,0 +1,218 @@
+"""Joining a world, and what is said when the ranks do not find each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep as ls
+from lockstep.errors import LockstepError, RankError, UsageError
+from lockstep.run import rollcall
+from lockstep.run.environment import Place, place
+from lockstep.run.rendezvous import interface
+from lockstep.run.world import _device
+
+
+@pytest.fixture
+def alone():
+    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    yield
+    ls.shutdown()
+    torch.set_num_threads(threads)
+    torch.set_deterministic_debug_mode(mode)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_alone_is_a_world_of_one_in_which_collectives_work(alone):
+    world = ls.init()
+    assert (world.rank, world.world_size, world.host, world.backend) == (0, 1, 0, "gloo")
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [1.0] * 3
+    assert ls.world() is ls.init() is world
+    assert torch.get_num_threads() == 1
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_without_a_world_it_says_what_to_call():
+    with pytest.raises(UsageError, match=r"call lockstep\.init\(\) first"):
+        ls.world()
+    assert (ls.rank(), ls.world_size(), ls.local_rank(), ls.local_world_size()) == (0, 1, 0, 1)
+
+
+def test_asking_for_something_else_is_refused(alone):
+    ls.init(timeout=100)
+    with pytest.raises(UsageError, match=r"timeout=100.*now.*timeout=200"):
+        ls.init(timeout=200)
+    ls.shutdown()
+    assert ls.init(timeout=200).world_size == 1
+
+
+def test_a_backend_that_is_not_here_is_refused_with_those_that_are(alone):
+    with pytest.raises(UsageError, match=r"no backend 'glue' here; there are .*gloo"):
+        ls.init(backend="cpu:gloo,cuda:glue")
+    assert not dist.is_initialized()
+
+
+def test_a_local_rank_beyond_the_devices_is_refused():
+    def join(asked):
+        torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+        try:
+            return str(_device(asked, place(os.environ)))
+        except UsageError as error:
+            return str(error)
+
+    told = "rank 1 has local rank 1, but this host has 1 GPU(s): start at most 1 ranks here"
+    for asked in (None, "cuda"):
+        first, second = ls.launch(join, (asked,), 2, timeout=60)
+        assert first == "cuda:0"
+        assert second.startswith(told)
+    assert ls.launch(join, ("cpu",), 2, timeout=60) == ["cpu"] * 2
+
+
+@pytest.mark.parametrize("arguments", [{"threads": 0}, {"timeout": 0}])
+def test_nonsense_is_used_wrongly(alone, arguments):
+    with pytest.raises(UsageError, match=next(iter(arguments))):
+        ls.init(**arguments)
+
+
+def test_a_group_that_others_made_is_adopted():
+    def adopt():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+        world = ls.init()
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        return world.rank, world.world_size, world.backend, tensor.item()
+
+    assert ls.launch(adopt, nprocs=2, timeout=60) == [(0, 2, "gloo", 2.0), (1, 2, "gloo", 2.0)]
+
+
+def test_a_world_may_be_left_and_joined_again():
+    def twice():
+        sums = []
+        for _ in range(3):
+            ls.init(timeout=30)
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor)
+            sums.append(tensor.item())
+            ls.shutdown()
+        return sums, os.environ.get("GLOO_SOCKET_IFNAME")
+
+    assert ls.launch(twice, nprocs=3, timeout=60) == [([3.0] * 3, None)] * 3
+
+
+def attempts(n, change, timeout=30.0):
+    """Let every rank join with its variables changed, and return what it was told."""
+
+    def attempt():
+        os.environ.update(change(ls.rank()))
+        rollcall.NOTE_AFTER = 0.2
+        try:
+            ls.init(timeout=timeout)
+        except LockstepError as error:
+            return type(error).__name__, str(error)
+        return "joined"
+
+    return ls.launch(attempt, nprocs=n, timeout=60)
+
+
+def test_two_ranks_with_one_number_are_told_so_everywhere():
+    told = attempts(3, lambda rank: {"RANK": "1", "LOCAL_RANK": "1"} if rank == 2 else {})
+    assert len(set(told)) == 1
+    kind, sentence = told[0]
+    assert kind == "PlaceError"
+    assert sentence.startswith("two processes say that they are rank 1: process ")
+
+
+def test_another_world_size_is_told_to_everybody_who_waits():
+    told = attempts(3, lambda rank: {"WORLD_SIZE": "4"} if rank == 2 else {})
+    assert len(set(told)) == 1
+    assert told[0][0] == "PlaceError"
+    assert "says that the world has" in told[0][1]
+    assert "start every rank with the same WORLD_SIZE" in told[0][1]
+
+
+def test_missing_ranks_are_named_while_waiting_and_at_the_deadline(capfd):
+    told = attempts(2, lambda rank: {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, timeout=1.5)
+    assert all(kind == "RendezvousError" for kind, _ in told)
+    words = "ranks 2 and 3 of 4 did not come within"
+    assert all(sentence.startswith(words) for _, sentence in told)
+    notes = [line for line in capfd.readouterr().err.splitlines() if "has waited" in line]
+    assert len(notes) == 1
+    assert notes[0].startswith("lockstep: rank 0 has waited")
+    assert "for ranks 2 and 3 of 4" in notes[0]
+
+
+def test_a_name_that_is_no_host_is_said_at_once():
+    told = attempts(2, lambda rank: {"MASTER_ADDR": "no-such-host.invalid"})
+    assert {kind for kind, _ in told} == {"UsageError"}
+    assert all("MASTER_ADDR is 'no-such-host.invalid'" in sentence for _, sentence in told)
+
+
+def test_a_master_that_does_not_answer_is_said_while_waiting_and_at_the_deadline(capfd):
+    with socket.socket() as unused:  # bound and not listening: nobody else gets this port
+        unused.bind(("127.0.0.1", 0))
+        port = str(unused.getsockname()[1])
+        told = attempts(2, lambda rank: {"MASTER_PORT": port}, timeout=1.5)
+    assert {kind for kind, _ in told} == {"RendezvousError"}
+    assert all(f"nobody answered at 127.0.0.1:{port}" in sentence for _, sentence in told)
+    assert all("connection refused" in sentence for _, sentence in told)
+    assert "nobody answers at 127.0.0.1" in capfd.readouterr().err
+
+
+def test_a_port_in_use_is_said_by_the_rank_that_would_serve():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        change = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        told = attempts(1, lambda rank: change)
+    assert told[0][0] == "UsageError"
+    assert f"port {port} at 127.0.0.1 is in use" in told[0][1]
+
+
+def test_ranks_started_by_hand_meet_without_a_launcher_to_serve(capfd):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    change = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert attempts(3, lambda rank: change) == ["joined"] * 3
+
+
+def test_a_rank_that_never_joins_is_named_before_the_deadline():
+    def join():
+        if ls.rank() != 1:
+            ls.init(timeout=60)
+
+    with pytest.raises(RankError, match=r"^rank 1 returned without joining the world, while rank"):
+        ls.launch(join, nprocs=3, timeout=30)
+
+
+@pytest.mark.parametrize("names", [
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+])  # fmt: skip
+def test_mpiexecs_ranks_meet_in_a_file(names, tmp_path):
+    def join():
+        rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        os.environ["TMPDIR"] = str(tmp_path)
+        os.environ.update(zip(names, (rank, size, rank, size), strict=True))
+        world = ls.init(timeout=30)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        return world.rank, tensor.item()
+
+    assert ls.launch(join, nprocs=3, timeout=60) == [(0, 3.0), (1, 3.0), (2, 3.0)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_interface_is_loopback_where_the_ranks_meet_there():
+    assert interface(Place(master_addr="127.0.0.1", master_port=29500)) in ("lo", "lo0")

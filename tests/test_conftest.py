@@ -1,0 +1,50 @@
+"""The fixture that fails a test which leaves something behind, seen failing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LEAVERS = """
+import os, socket, subprocess, threading
+
+def test_clean():
+    pass
+
+def test_process():
+    global reader
+    reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # ends with this process
+
+def test_port():
+    global kept
+    kept = socket.create_server(("127.0.0.1", 0))
+
+def test_thread():
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+def test_variable():
+    os.environ["LEFT_BEHIND"] = "1"
+
+def test_shared_memory():
+    with open(f"/dev/shm/lockstep-test-{os.getpid()}", "w"):
+        pass
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")
+def test_each_kind_of_leftover_fails_its_test(tmp_path):
+    conftest = Path(__file__).with_name("conftest.py").read_text()
+    (tmp_path / "conftest.py").write_text(conftest.replace("PATIENCE = 5.0", "PATIENCE = 0.05"))
+    (tmp_path / "test_leavers.py").write_text(LEAVERS)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    for file in Path("/dev/shm").glob("lockstep-test-*"):
+        file.unlink()
+    assert "6 passed, 5 errors" in done.stdout, done.stdout
+    for kind in ("processes", "listening ports", "threads", "environment", "shared memory"):
+        assert f"left behind: ['{kind}: " in done.stdout

@@ -1,0 +1,305 @@
+"""DataParallel in ordinary loops, against the arithmetic that it promises."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lockstep as ls
+from lockstep.errors import RankError, UsageError
+
+
+class Net(nn.Module):
+    """Several layers of several sizes; one is used by some ranks, one by none, one is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(7, 33)
+        self.some = nn.Linear(33, 33)
+        self.none = nn.Linear(3, 3)
+        self.frozen = nn.Linear(33, 33).requires_grad_(False)
+        self.last = nn.Linear(33, 5)
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, inputs, use_some):
+        hidden = torch.tanh(self.frozen(self.first(inputs)))
+        if use_some:
+            hidden = hidden + self.some(hidden)
+        return self.last(hidden)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def inputs_of(rank, step=0):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, 7, generator=generator)
+
+
+def uses_some(rank):
+    return rank % 2 == 0
+
+
+def local_gradients(rank, steps=(0,)):
+    """Return the gradients that one rank would have alone, accumulated over `steps`."""
+    model = net()
+    for step in steps:
+        model(inputs_of(rank, step), uses_some(rank)).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def tree_mean(columns):
+    """Return the mean along the tree over the ranks; None where nobody has a gradient."""
+    world = len(columns)
+
+    def add(left, right):
+        return left if right is None else right if left is None else left + right
+
+    def node(lo, hi):
+        if hi - lo == 1:
+            return columns[lo]
+        mid = lo + (1 << (hi - lo - 1).bit_length() - 1)
+        return add(node(lo, mid), node(mid, hi))
+
+    total = node(0, world)
+    return None if total is None else total / world
+
+
+def expected_gradients(world, steps=(0,)):
+    columns = zip(*(local_gradients(rank, steps) for rank in range(world)), strict=True)
+    return [tree_mean(column) for column in columns]
+
+
+def same(gradients, expected):
+    return [
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(gradients, expected, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_gradients_are_the_mean_along_the_tree(ranks, n):
+    """Also with parameters that some or all ranks do not use, whatever the bucket size."""
+
+    def gradients():
+        rank, found = dist.get_rank(), []
+        for bucket_bytes in (64, 3000, 1 << 20):
+            model = ls.DataParallel(net(seed=rank), bucket_bytes=bucket_bytes)
+            for _ in range(2):  # the same buffers again
+                model.zero_grad()
+                model(inputs_of(rank), uses_some(rank)).square().mean().backward()
+            found.append(same([p.grad for p in model.parameters()], expected_gradients(n)))
+        return found
+
+    for rank in ranks(gradients, n):
+        assert all(all(row) for row in rank)
+
+
+def test_no_sync_accumulates_and_the_next_backward_averages_the_sum(ranks):
+    def gradients():
+        rank = dist.get_rank()
+        model = ls.DataParallel(net())
+        with model.no_sync():
+            model(inputs_of(rank, 0), uses_some(rank)).square().mean().backward()
+        local = same([p.grad for p in model.parameters()], local_gradients(rank, (0,)))
+        model(inputs_of(rank, 1), uses_some(rank)).square().mean().backward()
+        steps = (0, 1)
+        return local, same([p.grad for p in model.parameters()], expected_gradients(2, steps))
+
+    for local, averaged in ranks(gradients, 2):
+        assert all(local)
+        assert all(averaged)
+
+
+def test_buckets_are_launched_while_backward_goes_on(ranks):
+    def order():
+        events = []
+        model = ls.DataParallel(net(), bucket_bytes=64)
+        launch = model._averager._launch
+
+        def noted():
+            events.append("launch")
+            launch()
+
+        model._averager._launch = noted
+        first = model.module.first.weight
+        first.register_hook(lambda gradient: events.append("first layer"))
+        model(inputs_of(dist.get_rank()), True).square().mean().backward()
+        return events
+
+    for events in ranks(order, 2):
+        assert events.index("launch") < events.index("first layer")
+
+
+def test_it_agrees_with_distributed_data_parallel(ranks):
+    def differences():
+        rank = dist.get_rank()
+        ours, theirs = (
+            ls.DataParallel(net()),
+            DistributedDataParallel(net(), find_unused_parameters=True),
+        )
+        for model in (ours, theirs):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for step in range(4):
+                optimizer.zero_grad()
+                model(inputs_of(rank, step), step % 2 == 0).square().mean().backward()
+                optimizer.step()
+        pairs = zip(ours.module.parameters(), theirs.module.parameters(), strict=True)
+        return max(float((a - b).abs().max()) for a, b in pairs)
+
+    assert max(ranks(differences, 2)) < 1e-6
+
+
+def test_everybody_begins_with_rank_zeros_parameters_and_buffers(ranks):
+    def begin():
+        rank = dist.get_rank()
+        module = net(seed=rank)
+        module.mean += rank
+        model = ls.DataParallel(module)
+        at_start = ls.digest(model.state_dict())
+        module.mean += rank
+        model(inputs_of(rank), True)
+        after_forward = module.mean.tolist()
+        module.mean += rank
+        model.eval()(inputs_of(rank), True)
+        return at_start, after_forward, module.mean.tolist()
+
+    (first, *_), (second, forward, evaluated) = ranks(begin, 2)
+    assert first == second
+    assert forward == [0.0, 0.0]
+    assert evaluated == [1.0, 1.0]
+
+
+@pytest.fixture
+def alone():
+    ls.init()
+    yield
+    ls.shutdown()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_state_dict_has_the_modules_own_names(ranks, compiled):
+    def names():
+        module = net()
+        wrapped = ls.DataParallel(torch.compile(module, backend="eager") if compiled else module)
+        assert list(wrapped.state_dict()) == list(module.state_dict())
+        other = net(seed=9)
+        assert wrapped.load_state_dict(other.state_dict()).missing_keys == []
+        assert ls.digest(module.state_dict()) == ls.digest(other.state_dict())
+        outer = nn.ModuleDict({"inside": wrapped, "beside": nn.Linear(1, 1)})
+        state = outer.state_dict()
+        outer.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
+        return list(state), list(module.state_dict()), bool(module.first.weight.any())
+
+    ((nested, own, kept),) = ranks(names, 1, timeout=100.0)
+    assert nested == [*(f"inside.{name}" for name in own), "beside.weight", "beside.bias"]
+    assert not kept
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_state_dict_with_a_missing_name_is_still_refused():
+    state = net().state_dict()
+    state.pop("last.bias")
+    with pytest.raises(RuntimeError, match=r"Missing key.*last\.bias"):
+        ls.DataParallel(net()).load_state_dict(state)
+
+
+def test_gradients_around_a_compiled_module_are_averaged(ranks):
+    def gradients():
+        rank = dist.get_rank()
+        module = net()
+        model = ls.DataParallel(torch.compile(module, backend="aot_eager"))
+        model(inputs_of(rank), True).square().mean().backward()
+        return [None if p.grad is None else p.grad.tolist() for p in module.parameters()]
+
+    first, second = ranks(gradients, 2, timeout=100.0)
+    assert first == second
+    plain = []
+    for rank in range(2):
+        model = net()
+        model(inputs_of(rank), True).square().mean().backward()
+        plain.append(model.first.weight.grad)
+    assert torch.allclose(torch.tensor(first[0]), (plain[0] + plain[1]) / 2, atol=1e-6)
+
+
+def test_gradients_may_be_kept_by_the_user(ranks):
+    """The mean is written into the user's own memory, not into a buffer used again."""
+
+    def keep():
+        rank = dist.get_rank()
+        model = ls.DataParallel(net())
+        kept = []
+        for step in range(2):
+            model.zero_grad(set_to_none=True)
+            model(inputs_of(rank, step), True).square().mean().backward()
+            kept.append((model.module.last.weight.grad, model.module.last.weight.grad.clone()))
+        return [torch.equal(*pair) for pair in kept]
+
+    assert ranks(keep, 2) == [[True, True]] * 2
+
+
+def test_a_backward_that_raised_does_not_spoil_the_next(ranks):
+    def spoil():
+        rank = dist.get_rank()
+        model = ls.DataParallel(net(), bucket_bytes=64)
+        outputs = model(inputs_of(rank), uses_some(rank))
+
+        def fail(gradient):
+            raise KeyError("mine")
+
+        handle = model.module.first.weight.register_hook(fail)
+        try:
+            outputs.square().mean().backward()
+        except KeyError:
+            handle.remove()
+        dist.barrier()
+        model.zero_grad()
+        model(inputs_of(rank), uses_some(rank)).square().mean().backward()
+        return same([p.grad for p in model.parameters()], expected_gradients(2))
+
+    for rank in ranks(spoil, 2):
+        assert all(rank)
+
+
+@pytest.mark.usefixtures("alone")
+def test_nothing_keeps_a_dropped_wrapper_alive():
+    module = net()
+    wrapper = ls.DataParallel(module)
+    dropped = weakref.ref(wrapper._averager)
+    del wrapper
+    gc.collect()
+    assert dropped() is None
+    module(inputs_of(0), True).sum().backward()
+
+
+def test_different_models_are_told_apart(ranks):
+    with pytest.raises(RankError, match="rank 1 has another model than rank 0"):
+        ranks(lambda: ls.DataParallel(nn.Linear(2, 2 + dist.get_rank())), 2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_that_is_unfrozen_later_is_refused_by_name():
+    model = ls.DataParallel(net())
+    model.module.frozen.weight.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"parameter frozen\.weight was frozen"):
+        model(inputs_of(0), True)
+
+
+def test_a_sparse_gradient_is_refused_by_name(ranks):
+    def backward():
+        model = ls.DataParallel(nn.Embedding(5, 3, sparse=True))
+        model(torch.tensor([1, 2])).sum().backward()
+
+    with pytest.raises(RankError, match="parameter weight has a sparse gradient"):
+        ranks(backward, 2)
+
+
+def test_without_init_it_says_so():
+    with pytest.raises(UsageError, match=r"call lockstep.init\(\) first"):
+        ls.DataParallel(net())

@@ -1,0 +1,138 @@
+"""The promise: the digests of every layout are those of the plain reference.
+
+`tests/reference.py` has no line of Lockstep. The models and batches meet every
+rule: sizes that M does not divide, a batch of fewer samples than ranks, dropout,
+checkpointing, batch norm, buffers, frozen, tied and sometimes unused parameters.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+import models
+import reference
+
+SIZES = [19, 16, 3, 19, 1]
+PICTURE_SIZES = [16, 24, 17, 3]  # a micro-batch of one picture still has 36 values a channel
+OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01),
+}
+TRAININGS = [
+    (case, optimizer, clip)
+    for case in models.CASES
+    for optimizer, clip in [("SGD", None), ("AdamW", 0.5)]
+]
+
+
+def prepared(case):
+    """Return the model, its batches and its loss, made anew."""
+    model, batches, loss = models.CASES[case]
+    torch.manual_seed(5)
+    sizes = PICTURE_SIZES if case == "pictures" else SIZES
+    return model(), batches(sizes), loss()
+
+
+def optimizer_state(optimizer, model):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[parameter]}/{entry}": value
+        for parameter, state in optimizer.state.items()
+        for entry, value in state.items()
+    }
+
+
+def plain_digests():
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    found = {}
+    for case, name, clip in TRAININGS:
+        model, batches, loss = prepared(case)
+        made = []
+
+        def optimizer(parameters, name=name, made=made):
+            made.append(OPTIMIZERS[name](parameters))
+            return made[-1]
+
+        losses = reference.train(model, loss, optimizer, batches, seed=11, clip=clip)
+        state = optimizer_state(made[0], model)
+        found[case, name] = losses, ls.digest(model.state_dict()), ls.digest(state)
+    return found
+
+
+def lockstep_digests():
+    found = {}
+    for case, name, clip in TRAININGS:
+        model, batches, loss = prepared(case)
+        trainer = ls.Trainer(model, loss, OPTIMIZERS[name], seed=11, clip_norm=clip)
+        losses = [trainer.step(batch) for batch in batches]
+        found[case, name] = losses, trainer.digest(), trainer.optimizer_digest()
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain():
+    (found,) = ls.launch(plain_digests, nprocs=1)
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_layout_gives_the_bits_of_the_reference(ranks, plain, n):
+    for found in ranks(lockstep_digests, n):
+        for training, expected in plain.items():
+            assert found[training] == expected, training
+
+
+def test_the_cases_meet_what_they_claim(plain):
+    """Guard the guards: a case that met nothing would prove nothing."""
+    model, batches, _ = prepared("branches")
+    taken = [[bool(x[lo, 0] > 0.5) for lo in range(0, len(x), 3)] for x, _ in batches]
+    assert any(any(row) and not all(row) for row in taken)
+    assert model.zero.signbit().all()
+    digests = [digest for _, digest, _ in plain.values()]
+    assert len(set(digests)) == len(TRAININGS)
+
+
+def test_threads_are_part_of_the_promise_and_set_by_init(ranks):
+    def threads():
+        before = torch.get_num_threads()
+        model = nn.Linear(4, 1)
+        trainer = ls.Trainer(model, nn.MSELoss(), partial(torch.optim.SGD, lr=0.1))
+        torch.set_num_threads(2)  # somebody changes it in the middle
+        trainer.step((torch.ones(8, 4), torch.ones(8, 1)))
+        return before, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+
+    assert ranks(threads, 1) == [(1, 1, True)]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_gradients_are_those_of_one_full_batch_backward(ranks, n):
+    """Without batch norm and dropout the two differ by rounding only: 1e-5 of the largest."""
+
+    def gradients():
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(144, 10))
+        inputs, targets = models.picture_batches([19])[0]
+        whole = torch.autograd.grad(_loss(model, inputs, targets), list(model.parameters()))
+        kept = []
+        trainer = ls.Trainer(
+            model,
+            nn.CrossEntropyLoss(),
+            partial(torch.optim.SGD, lr=0.0),
+            on_step=lambda _: kept.extend(p.grad.clone() for p in model.parameters()),
+        )
+        loss = trainer.step((inputs, targets))
+        assert abs(loss - float(_loss(model, inputs, targets))) < 1e-6
+        return [
+            float((a - b).abs().max() / a.abs().max()) for a, b in zip(whole, kept, strict=True)
+        ]
+
+    for errors in ranks(gradients, n):
+        assert max(errors) < 1e-5
+
+
+def _loss(model, inputs, targets):
+    return nn.functional.cross_entropy(model(inputs), targets)

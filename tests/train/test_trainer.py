@@ -1,0 +1,698 @@
+"""The trainer as a user sees it: loops, resuming, averages, schedules, and what goes wrong."""
+
+import json
+import math
+import os
+import resource
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep as ls
+from lockstep.errors import (
+    DisagreementError,
+    FileError,
+    LayoutError,
+    LossError,
+    RankError,
+    UsageError,
+)
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def small_model():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3))
+
+
+def rows(samples=45):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 6, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=generator))
+
+
+class Augmented(Dataset):
+    """Samples with noise drawn when they are loaded."""
+
+    def __len__(self):
+        return 45
+
+    def __getitem__(self, index):
+        return rows().tensors[0][index] + 0.1 * torch.randn(6), int(rows().tensors[1][index])
+
+
+def test_batches_of_an_augmented_dataset_give_one_digest(ranks):
+    def train(workers):
+        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        losses = [
+            trainer.step(batch)
+            for epoch in range(2)
+            for batch in trainer.batches(Augmented(), 10, seed=5, epoch=epoch, num_workers=workers)
+        ]
+        return losses, trainer.digest()
+
+    outcomes = [each for n in (1, 2, 3) for each in ranks(train, n, 0)] + ranks(train, 2, 2)
+    assert len(outcomes[0][0]) == 10
+    assert all(each == outcomes[0] for each in outcomes)
+
+
+def test_a_loop_of_ones_own_gives_the_bits_of_the_short_form(ranks):
+    def train(own):
+        model, loss = small_model(), nn.CrossEntropyLoss()
+        trainer = ls.Trainer(model, loss, SGD, metrics={"accuracy": ls.accuracy})
+        for batch in trainer.batches(rows(), 10):
+            if own:
+                with trainer.step() as step:
+                    for inputs, targets in step.microbatches(batch):
+                        outputs = model(inputs)
+                        accuracy = ls.accuracy(outputs, targets)
+                        step.backward(loss(outputs, targets), metrics={"accuracy": accuracy})
+            else:
+                trainer.step(batch)
+        return trainer.digest(), trainer.history.last.loss, trainer.history.last.metrics
+
+    assert len({str(each) for n in (1, 3) for own in (0, 1) for each in ranks(train, n, own)}) == 1
+
+
+def test_several_backward_passes_add_up_within_a_microbatch(ranks):
+    def train():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        trainer = ls.Trainer(model, None, SGD)
+        inputs, targets = rows(16).tensors
+        with trainer.step() as step:
+            for x, y in step.microbatches((inputs, targets)):
+                loss = nn.functional.cross_entropy(model(x), y)
+                step.backward(loss, retain_graph=True)
+                step.backward(loss * 2)
+        torch.manual_seed(0)
+        whole = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
+        return trainer.history.last.loss, 3 * whole.step((inputs, targets)), trainer.digest()
+
+    for tripled, expected, _ in (found := ranks(train, 2) + ranks(train, 1)):
+        assert tripled == pytest.approx(expected, rel=1e-6)
+    assert len({digest for *_, digest in found}) == 1
+
+
+class OwnLoss(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.layer, self.form = nn.Linear(6, 3), form
+
+    def forward(self, inputs, targets):
+        loss = nn.functional.cross_entropy(self.layer(inputs), targets)
+        return {"tensor": loss, "mapping": {"loss": loss}, "object": _Holds(loss)}[self.form]
+
+
+class _Holds:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+def test_models_that_return_their_loss(ranks):
+    def train(form, as_mapping):
+        torch.manual_seed(0)
+        trainer = ls.Trainer(OwnLoss(form), None, SGD)
+        inputs, targets = rows(20).tensors
+        batch = {"inputs": inputs, "targets": targets} if as_mapping else (inputs, targets)
+        return trainer.step(batch), trainer.digest()
+
+    found = [
+        each for form in ("tensor", "mapping", "object") for each in ranks(train, 2, form, False)
+    ]
+    assert len({str(each) for each in found + ranks(train, 1, "tensor", True)}) == 1
+
+
+def test_groups_schedules_and_the_average_are_the_same_everywhere(ranks):
+    def train():
+        epochs, steps = [], []
+        trainer = ls.Trainer(
+            small_model(),
+            nn.CrossEntropyLoss(),
+            partial(torch.optim.AdamW, lr=0.01),
+            groups=lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {"lr": 0.02},
+            scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
+            scheduler_each="epoch",
+            average=0.9,
+            clip_norm=0.1,
+            on_step=steps.append,
+            on_epoch=[epochs.append],
+        )
+        digests = []
+        for epoch in range(2):
+            for batch in trainer.batches(rows(), 16, epoch=epoch):
+                trainer.step(batch)
+            digests.append(ls.digest(trainer.average.state_dict()))
+        averaged = trainer.evaluate(rows(), 16, average=True)
+        return (
+            trainer.digest(),
+            trainer.optimizer_digest(),
+            digests,
+            averaged,
+            [group["lr"] for group in trainer.optimizer.param_groups],
+            [len(group["params"]) for group in trainer.optimizer.param_groups],
+            [each.lr for each in steps],
+            [(each.epoch, each.loss, each.samples) for each in epochs],
+            [each.norm > 0.1 for each in steps],
+        )
+
+    found = ranks(train, 1) + ranks(train, 3)
+    assert all(each == found[0] for each in found)
+    _, _, digests, averaged, lrs, sizes, seen, epochs, clipped = found[0]
+    assert len({found[0][0], *digests}) == 3
+    assert averaged.samples == 45
+    assert lrs == pytest.approx([0.005, 0.0025])
+    assert sizes == [2, 2]
+    assert seen == pytest.approx([0.02] * 3 + [0.01] * 3)
+    assert [(epoch, samples) for epoch, _, samples in epochs] == [(0, 45), (1, 45)]
+    assert any(clipped)
+
+
+def test_the_average_is_the_exponential_moving_average():
+    ls.init()
+    try:
+        model = nn.Linear(1, 1, bias=False)
+        trainer = ls.Trainer(model, nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), average=0.5)
+        expected = None
+        for _ in range(4):
+            trainer.step((torch.ones(8, 1), torch.zeros(8, 1)))
+            weight = model.weight.item()
+            expected = weight if expected is None else expected + 0.5 * (weight - expected)
+        assert trainer.average.weight.item() == pytest.approx(expected, rel=1e-6)
+    finally:
+        ls.shutdown()
+
+
+def test_mixed_precision_gives_one_digest_and_bfloat16_outputs(ranks):
+    def train():
+        dtypes = []
+        model = small_model()
+        trainer = ls.Trainer(
+            model,
+            nn.CrossEntropyLoss(),
+            SGD,
+            precision=torch.bfloat16,
+            metrics={"bf16": lambda outputs, targets: dtypes.append(outputs.dtype) or 0.0},
+        )
+        trainer.step(rows(30).tensors)
+        return trainer.digest(), set(dtypes), model[0].weight.grad.dtype
+
+    found = ranks(train, 1) + ranks(train, 3)
+    assert {digest for digest, *_ in found} == {found[0][0]}
+    assert found[0][1:] == ({torch.bfloat16}, torch.float32)
+
+
+def test_bfloat16_parameters_round_at_each_node(ranks):
+    def train():
+        trainer = ls.Trainer(small_model().bfloat16(), nn.CrossEntropyLoss(), SGD)
+        inputs, targets = rows(30).tensors
+        for _ in range(3):
+            trainer.step((inputs.bfloat16(), targets))
+        return trainer.digest()
+
+    assert len({*ranks(train, 1), *ranks(train, 2), *ranks(train, 3)}) == 1
+
+
+def test_evaluation_counts_every_sample_once_and_keeps_modes(ranks):
+    def evaluate():
+        model = small_model()
+        model[1].eval()
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, metrics={"accuracy": ls.accuracy})
+        found = [trainer.evaluate(rows(45), size) for size in (45, 7)]
+        model.eval()
+        inputs, targets = rows(45).tensors
+        with torch.no_grad():
+            outputs = model(inputs)
+        whole = float(nn.functional.cross_entropy(outputs, targets))
+        model.train()
+        return found, whole, float(ls.accuracy(outputs, targets)), model[0].training
+
+    outcomes = ranks(evaluate, 1) + ranks(evaluate, 4)
+    for found, whole, accuracy, training in outcomes:
+        assert training
+        assert found == outcomes[0][0]
+        for each in found:
+            assert each.samples == 45
+            assert each.loss == pytest.approx(whole, rel=1e-5)
+            assert each.metrics["accuracy"] == pytest.approx(accuracy)
+
+
+def test_training_goes_on_at_another_width_from_any_batch(ranks, tmp_path):
+    def start(stop):
+        trainer = ls.Trainer(
+            small_model(), nn.CrossEntropyLoss(), partial(torch.optim.AdamW, lr=0.01), average=0.9
+        )
+        batches = trainer.batches(rows(), 10, seed=2)
+        for number, batch in enumerate(batches):
+            trainer.step(batch)
+            if number == stop:
+                if dist.get_rank() == 0:
+                    state = {"trainer": trainer.state_dict(), "batches": batches.state_dict()}
+                    torch.save(state, tmp_path / "state.pt")
+                return None
+        return trainer.digest(), trainer.optimizer_digest(), trainer.steps
+
+    def resume():
+        state = torch.load(tmp_path / "state.pt", weights_only=True)
+        torch.manual_seed(99)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3))
+        trainer = ls.Trainer(
+            model, nn.CrossEntropyLoss(), partial(torch.optim.AdamW, lr=0.5), average=0.9
+        )
+        trainer.load_state_dict(state["trainer"])
+        batches = trainer.batches(rows(), 10, seed=2)
+        batches.load_state_dict(state["batches"])
+        for batch in batches:
+            trainer.step(batch)
+        return trainer.digest(), trainer.optimizer_digest(), trainer.steps
+
+    (expected,) = ranks(start, 1, None)
+    ranks(start, 3, 1)
+    assert ranks(resume, 2) == [expected, expected]
+    assert ranks(resume, 1) == [expected]
+
+
+def test_a_state_of_another_seed_is_refused():
+    ls.init()
+    try:
+        state = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, seed=1).state_dict()
+        other = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, seed=2)
+        with pytest.raises(UsageError, match="saved with seed=1, this trainer has seed=2"):
+            other.load_state_dict(state)
+    finally:
+        ls.shutdown()
+
+
+def test_what_users_draw_between_steps_does_not_depend_on_the_layout(ranks):
+    def train():
+        torch.manual_seed(8)
+        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        drawn = []
+        for batch in trainer.batches(rows(), 10):
+            trainer.step(batch)
+            drawn.append(torch.rand(()).item())
+        return drawn
+
+    found = ranks(train, 1) + ranks(train, 3)
+    assert all(each == found[0] for each in found)
+    assert len(set(found[0])) == 5
+
+
+def test_channels_last_and_a_frozen_layer_keep_the_digest(ranks):
+    def train(frozen):
+        torch.manual_seed(1)
+        model = nn.Sequential(
+            nn.Conv2d(3, 5, 3),
+            nn.BatchNorm2d(5),
+            nn.Conv2d(5, 4, 3),
+            nn.Flatten(),
+            nn.Linear(64, 3),
+        ).to(memory_format=torch.channels_last)
+        model[0].requires_grad_(not frozen)
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, clip_norm=0.3)
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(27, 3, 8, 8, generator=generator)
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+        before = model[0].weight.detach().clone()
+        for _ in range(3):
+            trainer.step((inputs, torch.arange(27) % 3))
+        return trainer.digest(), torch.equal(before, model[0].weight)
+
+    for frozen in (False, True):
+        found = ranks(train, 1, frozen) + ranks(train, 3, frozen)
+        assert len({digest for digest, _ in found}) == 1
+        assert {kept for _, kept in found} == {frozen}
+
+
+def test_a_module_that_is_unfrozen_later_is_trained(ranks):
+    def train():
+        model = small_model()
+        model[0].requires_grad_(False)
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
+        trainer.step(rows(20).tensors)
+        before = model[0].weight.detach().clone()
+        model[0].requires_grad_(True)
+        trainer.step(rows(20).tensors)
+        return trainer.digest(), torch.equal(before, model[0].weight)
+
+    found = ranks(train, 1) + ranks(train, 2)
+    assert found == [found[0]] * 3
+    assert found[0][1] is False
+
+
+def test_a_compiled_model_has_its_own_names_and_the_same_bits(ranks):
+    def train(compiled):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+        trainer = ls.Trainer(
+            torch.compile(model, backend="eager") if compiled else model,
+            nn.CrossEntropyLoss(),
+            SGD,
+            average=0.9,
+        )
+        trainer.step(rows(32).tensors)
+        return trainer.digest(), list(trainer.state_dict()["model"]) == list(model.state_dict())
+
+    found = ranks(train, 1, False) + ranks(train, 2, True, timeout=100.0)
+    assert found == [(found[0][0], True)] * 3
+
+
+# --- the record ---------------------------------------------------------------------------
+
+
+def test_rank_zero_records_the_run_line_by_line(ranks, tmp_path):
+    def train():
+        with ls.Trainer(
+            small_model(),
+            nn.CrossEntropyLoss(),
+            SGD,
+            metrics={"accuracy": ls.accuracy},
+            record=tmp_path / "run",
+            about={"recipe": "rows", "epochs": 2},
+        ) as trainer:
+            for epoch in range(2):
+                for batch in trainer.batches(rows(), 16, epoch=epoch):
+                    trainer.step(batch)
+                evaluation = trainer.evaluate(rows(), 16)
+            return trainer.digest(), evaluation.loss
+
+    (digest, loss), _ = ranks(train, 2)
+    lines = [json.loads(line) for line in (tmp_path / "run/record.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == [
+        "run", "step", "step", "step", "epoch", "step", "step", "step", "epoch", "end",
+    ]  # fmt: skip
+    header, step, epoch, end = lines[0], lines[1], lines[8], lines[9]
+    assert header["layout"]["replicas"] == 2
+    assert header["recipe"] == "rows"
+    assert header["environment"]["torch"] == torch.__version__
+    assert step["samples"] == 16
+    assert len(step["ranks"]) == 2
+    assert all(len(row) == 4 and min(row) >= 0 for row in step["ranks"])
+    assert set(step["metrics"]) == {"accuracy"}
+    assert epoch["evaluation"]["loss"] == loss
+    assert len(epoch["memory_bytes"]) == 2
+    assert end["state"] == "done"
+    assert end["digest"] == digest
+
+
+def test_a_record_that_cannot_be_finished_fails_the_run_at_its_end(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    ls.init()
+    try:
+        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, record=tmp_path / "run")
+        (recorder,) = trainer.history.writers
+        with Path("/dev/full").open("wb", buffering=0) as full:
+            os.dup2(full.fileno(), recorder._descriptor)
+        losses = [trainer.step(batch) for batch in trainer.batches(rows(), 16)]
+        assert len(losses) == 3
+        with pytest.raises(FileError, match="No space left on device"):
+            trainer.finish()
+    finally:
+        ls.shutdown()
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def test_an_exception_ends_the_record_as_failed(tmp_path):
+    def fail():
+        with ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, record=tmp_path / "run"):
+            raise ValueError("my own")
+
+    ls.init()
+    try:
+        with pytest.raises(ValueError, match="my own"):
+            fail()
+    finally:
+        ls.shutdown()
+    end = json.loads((tmp_path / "run/record.jsonl").read_text().splitlines()[-1])
+    assert (end["state"], end["message"]) == ("failed", "ValueError: my own")
+
+
+# --- what goes wrong ------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_a_number_stops_all_ranks_with_the_last_good_weights(ranks, tmp_path):
+    def train():
+        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, record=tmp_path / "run")
+        trainer.step(rows(40).tensors)
+        good = trainer.digest()
+        inputs = rows(40).tensors[0].clone()
+        inputs[27, 0] = math.inf
+        try:
+            trainer.step((inputs, rows(40).tensors[1]))
+        except LossError as error:
+            return str(error), good, trainer.digest()
+
+    for message, good, after in ranks(train, 3):
+        assert "rank 1, step 1, micro-batch 5: the loss is nan" in message
+        assert str(tmp_path / "run" / "last-good.safetensors") in message
+        assert after == good
+        assert ls.digest(load_file(tmp_path / "run" / "last-good.safetensors")) == good
+
+
+def test_a_gradient_that_is_not_a_number_stops_before_the_weights_change(ranks, tmp_path):
+    def train():
+        model = nn.Linear(2, 1, bias=False)
+        trainer = ls.Trainer(
+            model,
+            lambda outputs, targets: (outputs.sum(dim=1) * 0).sqrt().mean(),  # d sqrt(0) = inf
+            SGD,
+            clip_norm=1.0,
+            record=tmp_path / "run",
+        )
+        before = model.weight.detach().clone()
+        try:
+            trainer.step((torch.ones(8, 2), torch.ones(8)))
+        except ls.LockstepError as error:
+            return str(error), torch.equal(before, model.weight)
+
+    for message, unchanged in ranks(train, 2):
+        assert "step 0: the norm of the gradient is nan" in message
+        assert unchanged
+
+
+def test_more_replicas_than_microbatches_is_said_at_once(ranks):
+    with pytest.raises(RankError, match="3 replicas share 2 micro-batches"):
+        ranks(lambda: ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, microbatches=2), 3)
+
+
+def test_ranks_with_different_models_are_told_apart(ranks):
+    def build():
+        width = 3 + (dist.get_rank() == 1)
+        try:
+            ls.Trainer(nn.Linear(6, width), nn.CrossEntropyLoss(), SGD)
+        except DisagreementError as error:
+            return str(error)
+
+    for message in ranks(build, 2):
+        assert "rank 1 has another model than rank 0" in message
+
+
+def test_ranks_with_different_data_are_told_apart(ranks):
+    def train():
+        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        try:
+            for batch in trainer.batches(rows(45 - dist.get_rank()), 16):
+                trainer.step(batch)
+        except DisagreementError as error:
+            return str(error)
+
+    for message in ranks(train, 2):
+        assert "rank 1 has a dataset of 44 samples, rank 0 one of 45" in message
+
+
+def test_every_rank_begins_with_rank_zeros_weights(ranks):
+    def build():
+        torch.manual_seed(dist.get_rank())
+        model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+        model[1].running_mean += dist.get_rank()
+        return ls.digest(model.state_dict()), ls.Trainer(model, None, SGD).digest()
+
+    (first, agreed), (second, also) = ranks(build, 2)
+    assert first != second
+    assert agreed == also == first
+
+
+@pytest.fixture
+def alone():
+    ls.init()
+    yield
+    ls.shutdown()
+
+
+def test_without_init_the_trainer_says_so():
+    with pytest.raises(UsageError, match=r"call lockstep.init\(\) first"):
+        ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("wrong", "error", "sentence"),
+    [
+        ({"microbatches": 0}, LayoutError, "at least one"),
+        ({"precision": torch.float16}, UsageError, "bfloat16 or torch.float32"),
+        ({"scheduler_each": "week", "scheduler": object}, UsageError, '"step" or "epoch"'),
+        (
+            {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1)},
+            UsageError,
+            "given as a factory",
+        ),
+    ],
+)
+def test_wrong_arguments_get_one_sentence(wrong, error, sentence):
+    arguments = {"model": small_model(), "loss": nn.CrossEntropyLoss(), "optimizer": SGD} | wrong
+    with pytest.raises(error, match=sentence):
+        ls.Trainer(**arguments)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("loss", "batch", "sentence"),
+    [
+        (
+            nn.CrossEntropyLoss(reduction="none"),
+            rows(16).tensors,
+            r"rank 0, step 0, micro-batch 0: the loss has shape \(2,\); it must be a scalar",
+        ),
+        (lambda o, t: 1.0, rows(16).tensors, "the loss is a float, not a tensor"),
+        (lambda o, t: o.detach().sum(), rows(16).tensors, "depends on no parameter"),
+        (
+            nn.CrossEntropyLoss(),
+            (torch.zeros(16, 6), torch.arange(16)),
+            r"micro-batch 1: the loss CrossEntropyLoss failed on outputs \(2, 3\) float32 and "
+            r"targets \(2,\) int64 with values 2 to 3: IndexError: Target 3 is out of bounds",
+        ),
+        (nn.CrossEntropyLoss(), torch.zeros(16, 6), "a pair .inputs, targets., not a Tensor"),
+        (nn.CrossEntropyLoss(), (torch.zeros(4, 6), torch.zeros(5)), "holds 4 samples"),
+    ],
+    ids=["shape", "float", "detached", "label", "no pair", "sizes"],
+)
+def test_a_wrong_loss_or_batch_is_named_with_its_place(loss, batch, sentence):
+    trainer = ls.Trainer(small_model(), loss, SGD)
+    before = trainer.digest()
+    with pytest.raises(ls.LockstepError, match=sentence):
+        trainer.step(batch)
+    assert trainer.digest() == before
+
+
+@pytest.mark.usefixtures("alone")
+def test_batch_norm_with_a_microbatch_of_one_sample_is_explained():
+    trainer = ls.Trainer(
+        nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), nn.CrossEntropyLoss(), SGD
+    )
+    with pytest.raises(UsageError, match="micro-batch 1 holds one sample, and batch norm"):
+        trainer.step(rows(9).tensors)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_returns_no_loss_is_explained():
+    class Wordy(nn.Linear):
+        def forward(self, inputs, targets):
+            return "no loss"
+
+    with pytest.raises(LossError, match="the model must return its loss"):
+        ls.Trainer(Wordy(6, 3), None, SGD).step(rows(16).tensors)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_exception_in_a_loop_of_ones_own_undoes_the_step():
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+    trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
+    before, state = trainer.digest(), torch.get_rng_state()
+
+    def step():
+        with trainer.step() as step:
+            for number, (inputs, targets) in enumerate(step.microbatches(rows(32).tensors)):
+                step.backward(nn.functional.cross_entropy(model(inputs), targets))
+                if number == 2:
+                    raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        step()
+    assert caught.value.__notes__ == ["in rank 0, step 0, micro-batch 2"]
+    assert trainer.digest() == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert trainer.step(rows(32).tensors) > 0
+
+
+@pytest.mark.usefixtures("alone")
+def test_misuse_of_the_step_object_is_explained():
+    model = nn.Linear(6, 3)
+    trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
+    batch = rows(16).tensors
+
+    def leave_early():
+        with trainer.step() as step:
+            for inputs, targets in step.microbatches(batch):
+                step.backward(nn.functional.cross_entropy(model(inputs), targets))
+                break
+
+    def forget_backward():
+        with trainer.step() as step:
+            for _ in step.microbatches(batch):
+                pass
+
+    def backward_outside():
+        with trainer.step() as step:
+            step.backward(torch.zeros((), requires_grad=True))
+
+    def two_batches():
+        with trainer.step() as step:
+            for inputs, targets in step.microbatches(batch):
+                step.backward(nn.functional.cross_entropy(model(inputs), targets))
+            next(step.microbatches(batch))
+
+    for misuse, sentence in [
+        (leave_early, "left before its last micro-batch"),
+        (forget_backward, "was not called"),
+        (backward_outside, "belongs into the loop"),
+        (two_batches, "one step takes one batch"),
+    ]:
+        with pytest.raises(UsageError, match=sentence):
+            misuse()
+    assert trainer.steps == 0
+
+
+def test_weights_that_cannot_be_written_fail_on_every_rank(ranks, tmp_path):
+    (tmp_path / "file").touch()
+
+    def save():
+        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        try:
+            trainer.save(tmp_path / "file" / "model.safetensors")
+        except FileError as error:
+            return str(error)
+
+    for message in ranks(save, 2):
+        assert "the weights could not be written" in message
+
+
+def test_a_disk_that_fills_leaves_the_old_weights(ranks, tmp_path):
+    path = tmp_path / "model.safetensors"
+
+    def save():
+        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        trainer.save(path)
+        saved = trainer.digest()
+        trainer.step(rows(16).tensors)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        try:
+            trainer.save(path)
+        except FileError as error:
+            return str(error), saved
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+    ((message, saved),) = ranks(save, 1)
+    assert "File too large" in message
+    assert ls.digest(load_file(path)) == saved
+    assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
