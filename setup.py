@@ -23,8 +23,11 @@ def options() -> dict[str, Any]:
     try:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError:
-        print("lockstep: torch is not in the building environment, so the backend 'lockstep' is "
-              "not built; install with --no-build-isolation to have it", file=sys.stderr)
+        print(
+            "lockstep: torch is not in the building environment, so the backend 'lockstep' is "
+            "not built; install with --no-build-isolation to have it",
+            file=sys.stderr,
+        )
         return {}
 
     class OptionalBuild(BuildExtension):  # type: ignore[misc]
@@ -35,8 +38,11 @@ def options() -> dict[str, Any]:
                 super().build_extensions()
             except Exception as error:
                 first = (str(error).splitlines() or [type(error).__name__])[0]
-                print(f"lockstep: the backend 'lockstep' was not built ({first}); everything "
-                      f"works on gloo, more slowly", file=sys.stderr)
+                print(
+                    f"lockstep: the backend 'lockstep' was not built ({first}); everything "
+                    f"works on gloo, more slowly",
+                    file=sys.stderr,
+                )
                 self.extensions = []
 
     sources = sorted(str(path.relative_to(SOURCES.parent)) for path in SOURCES.rglob("*.cpp"))

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.comm import backend as native
 from lockstep.comm.bucket import plan
 from lockstep.comm.exact import (
     ExactSum,
@@ -15,6 +16,10 @@ from lockstep.comm.exact import (
 from lockstep.comm.tree import Fold, nodes_of, total
 from lockstep.data.microbatch import spans
 
+BACKENDS = [
+    "gloo",
+    pytest.param("lockstep", marks=pytest.mark.skipif(not native.available(), reason="not built")),
+]
 SHAPES = [(3, 5), (0,), (129,), (2, 3, 4, 5), (1,), (7, 11), (1000,)]
 NEGATIVE_ZERO = 4  # the tensor that is -0.0 in one leaf and absent in all others
 
@@ -78,34 +83,40 @@ def sums_on_a_rank(leaves, dtype, capacity, absent, divisor=1):
     return seen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 @pytest.mark.parametrize(("n", "leaves"), [(1, 3), (2, 8), (3, 8), (4, 8), (3, 3), (4, 7)])
-def test_the_sum_is_the_tree_bit_for_bit(ranks, n, leaves, dtype):
+def test_the_sum_is_the_tree_bit_for_bit(ranks, n, leaves, dtype, backend):
     expected = [bits(each) for each in expected_sums(leaf_values(leaves, dtype), leaves)]
     assert expected[NEGATIVE_ZERO] == bits(torch.tensor([-0.0], dtype=dtype))
-    for seen in ranks(sums_on_a_rank, n, leaves, dtype, 300, True):
+    for seen in ranks(sums_on_a_rank, n, leaves, dtype, 300, True, backend=backend):
         assert seen == [expected, expected]
 
 
-def test_bits_do_not_depend_on_the_bucket_size(ranks):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bits_do_not_depend_on_the_bucket_size(ranks, backend):
     def digests():
         return [sums_on_a_rank(8, torch.float32, capacity, True) for capacity in (64, 700, 1 << 20)]
 
-    for rank in ranks(digests, 3):
+    for rank in ranks(digests, 3, backend=backend):
         assert rank[0] == rank[1] == rank[2]
 
 
-def test_all_present_takes_the_whole_slice_and_gives_the_same_bits(ranks):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_present_takes_the_whole_slice_and_gives_the_same_bits(ranks, backend):
     values = leaf_values(8, torch.float32, absent=False)
     expected = [bits(each) for each in expected_sums(values, 8)]
-    for seen in ranks(sums_on_a_rank, 3, 8, torch.float32, 1 << 20, False):
+    for seen in ranks(sums_on_a_rank, 3, 8, torch.float32, 1 << 20, False, backend=backend):
         assert seen == [expected, expected]
 
 
-def test_a_mean_is_the_sum_divided_once(ranks):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mean_is_the_sum_divided_once(ranks, backend):
     values = leaf_values(3, torch.float32)
     expected = [bits(None if each is None else each / 3) for each in expected_sums(values, 3)]
-    for seen in ranks(sums_on_a_rank, 3, 3, torch.float32, 300, True, 3):
+    for seen in ranks(sums_on_a_rank, 3, 3, torch.float32, 300, True, 3, backend=backend):
         assert seen == [expected, expected]
 
 

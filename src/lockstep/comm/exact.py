@@ -19,7 +19,8 @@ whether it is present.
 
     message of one rank to rank j     | node 0, slice j | node 1, slice j | flags |
 
-Only movement and addition are asked of the backend and of torch. All bytes
+The backend "lockstep" does all three in one call (`lockstep.comm.native`); on any
+other, only movement and addition are asked of the backend and of torch. All bytes
 travel as `uint8`; each addition rounds to the tensor's own dtype.
 """
 
@@ -31,6 +32,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.bucket import ALIGNMENT, Bucket, pieces, slice_length
+from lockstep.comm.dense import in_layout_of, in_memory_order
+from lockstep.comm.native import NativeSum, native_backend
 from lockstep.comm.transfer import all_gather_single, as_bytes
 from lockstep.comm.tree import Node, total
 
@@ -52,33 +55,6 @@ def add_lists(
 ) -> list[torch.Tensor | None]:
     """Add two lists of tensors, entry by entry, in the memory of the left one."""
     return [add_present(*pair) for pair in zip(left, right, strict=True)]
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether the elements fill a block of memory without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as a vector, without a copy, in the order they lie in memory.
-
-    Where there are gaps or overlaps it is a copy, in logical order.
-    """
-    if not _is_dense(tensor):
-        return tensor.reshape(-1)
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def in_layout_of(vector: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """View a vector made by `in_memory_order` in the shape and memory format of `model`."""
-    if not _is_dense(model):
-        return vector.view(model.shape)
-    return vector.as_strided(model.shape, model.stride())
 
 
 class ExactSum:
@@ -104,6 +80,47 @@ class ExactSum:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         divisor: int = 1,
+    ) -> None:
+        native = native_backend(device, bucket.dtype, group)
+        self._sum: PortableSum | NativeSum
+        if native is None:
+            self._sum = PortableSum(bucket, holders, leaves, device, group, divisor)
+        else:
+            rank = dist.get_rank(group)
+            self._sum = NativeSum(native, bucket, holders, leaves, rank, divisor)
+
+    def launch(self, held: Mapping[Node, Values]) -> None:
+        """Begin (1): copy this rank's nodes and start the exchange.
+
+        `held` maps each of this rank's nodes to a list of tensors, None where
+        absent; the bucket's members are picked from it by index.
+        """
+        self._sum.launch(held)
+
+    def combine(self) -> None:
+        """Do (2) and begin (3): add my slice along the tree, and start the gather."""
+        self._sum.combine()
+
+    def gather(self) -> list[tuple[int, torch.Tensor | None]]:
+        """Finish (3): return (index, sum) of every member, None where no rank had a value.
+
+        The sums are vectors in the order of memory that the values were given
+        in, 64-byte aligned views of a buffer that the next use overwrites.
+        """
+        return self._sum.gather()
+
+
+class PortableSum:
+    """The exact sum of one bucket on any backend; parameters as of `ExactSum`."""
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        holders: Sequence[Sequence[Node]],
+        leaves: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        divisor: int,
     ) -> None:
         self.bucket, self.holders, self.leaves = bucket, holders, leaves
         self._group, self._divisor = group, divisor

@@ -1,0 +1,34 @@
+"""A tensor as the vector of its elements, in the order they lie in memory."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["in_layout_of", "in_memory_order"]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether the elements fill a block of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as a vector, without a copy, in the order they lie in memory.
+
+    Where there are gaps or overlaps it is a copy, in logical order.
+    """
+    if not _is_dense(tensor):
+        return tensor.reshape(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def in_layout_of(vector: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """View a vector made by `in_memory_order` in the shape and memory format of `model`."""
+    if not _is_dense(model):
+        return vector.view(model.shape)
+    return vector.as_strided(model.shape, model.stride())

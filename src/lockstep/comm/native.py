@@ -1,0 +1,103 @@
+"""The exact sum on the backend "lockstep": the same bits, without an exchange of messages.
+
+Every rank packs its nodes into shared memory; the backend adds slice j on rank j,
+straight from everybody's memory into everybody's result (csrc/collectives/exact_sum.h).
+
+    packed    | node 0: member 0 . member 1 . | node 1: ... | flags of 0 | flags of 1 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import backend
+from lockstep.comm.bucket import Bucket
+from lockstep.comm.dense import in_memory_order
+from lockstep.comm.memory import empty
+from lockstep.comm.tree import Node
+
+__all__ = ["NativeSum", "native_backend"]
+
+Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
+"""As in `lockstep.comm.exact`."""
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def native_backend(
+    device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None
+) -> Any | None:
+    """Return the group's backend if it adds such tensors exactly by itself, else None."""
+    if device.type != "cpu" or dtype not in DTYPES or not backend.available():
+        return None
+    found = (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
+    return found if isinstance(found, backend.load().LockstepBackend) else None
+
+
+class NativeSum:
+    """The exact sum of one bucket on the backend "lockstep"; parameters as of `ExactSum`."""
+
+    def __init__(
+        self,
+        native: Any,
+        bucket: Bucket,
+        holders: Sequence[Sequence[Node]],
+        leaves: int,
+        rank: int,
+        divisor: int,
+    ) -> None:
+        self._native, self._bucket = native, bucket
+        self._nodes = holders[rank]
+        values = len(self._nodes) * bucket.length * bucket.dtype.itemsize
+        flags = len(self._nodes) * len(bucket.members)
+        # Zeros once: the gaps between the members are added too, and must stay numbers.
+        self._packed = empty(max(values + flags, 1), dtype=torch.uint8).zero_()
+        self._values = (
+            self._packed[:values].view(bucket.dtype).view(len(self._nodes), bucket.length)
+        )
+        self._flags = self._packed[values : values + flags]
+        self._result = empty(max(bucket.length, 1), dtype=bucket.dtype)
+        self._present = torch.zeros(max(len(bucket.members), 1), dtype=torch.uint8)
+        self._plan = {
+            "length": bucket.length,
+            "members": [(member.offset, member.numel) for member in bucket.members],
+            "holders": [list(nodes) for nodes in holders],
+            "leaves": leaves,
+            "divisor": float(divisor),
+        }
+        self._work: dist.Work | None = None
+
+    def launch(self, held: Mapping[Node, Values]) -> None:
+        """Copy this rank's nodes into shared memory and start the sum."""
+        flags = bytearray()
+        for node, row in zip(self._nodes, self._values, strict=True):
+            values = held[node]
+            for member in self._bucket.members:
+                value = values[member.index]
+                flags.append(value is not None)
+                if value is not None:
+                    part = row[member.offset : member.offset + member.numel]
+                    part.copy_(in_memory_order(value))
+        if flags:
+            self._flags.copy_(torch.frombuffer(flags, dtype=torch.uint8))
+        self._work = self._native.exact_sum(self._packed, self._result, self._present, **self._plan)
+
+    def combine(self) -> None:
+        """Nothing is left to be done between the start and the end."""
+
+    def gather(self) -> list[tuple[int, torch.Tensor | None]]:
+        """Finish, and return (index, sum) of every member as `ExactSum.gather` does."""
+        assert self._work is not None
+        self._work.wait()
+        self._work = None
+        return [
+            (
+                member.index,
+                self._result[member.offset : member.offset + member.numel] if present else None,
+            )
+            for member, present in zip(self._bucket.members, self._present.tolist(), strict=False)
+        ]
