@@ -24,9 +24,8 @@ void set_reduction(Call& call, const char* op, const at::Tensor& tensor,
   TORCH_CHECK_VALUE(number >= 0 && number < kReductions, op, ": unknown reduction");
   const Type type = type_of(tensor.scalar_type());
   const auto reduction = static_cast<Reduction>(number);
-  const bool scales = reduction == Reduction::avg || reduction == Reduction::premul_sum;
-  TORCH_CHECK_VALUE(supports(reduction, type) && !(scales && type == Type::boolean), op, ": ",
-                    reduction_name(number), " is not defined for ",
+  TORCH_CHECK_VALUE(supports(reduction, type), op, ": ", reduction_name(number),
+                    " is not defined for ",
                     dtype_name(static_cast<int>(tensor.scalar_type())));
   call.reduction = static_cast<uint8_t>(number);
   if (reduction != Reduction::premul_sum) return;

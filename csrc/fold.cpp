@@ -54,9 +54,11 @@ Slice slice_of(size_t count, int ranks, int j, size_t item) {
 
 bool supports(Reduction reduction, Type type) {
   if (type == Type::bytes) return false;
-  if (is_half(type))
-    return kernels().combine[static_cast<int>(reduction)][static_cast<int>(Type::f32)] != nullptr;
-  return kernels().combine[static_cast<int>(reduction)][static_cast<int>(type)] != nullptr;
+  const int t = static_cast<int>(accumulator(type));
+  // A fraction of a whole number is none, and a bool has no average.
+  if (reduction == Reduction::premul_sum) return kernels().multiply[t] != nullptr;
+  if (reduction == Reduction::avg) return kernels().divide[t] != nullptr;
+  return kernels().combine[static_cast<int>(reduction)][t] != nullptr;
 }
 
 Fold::Fold(std::vector<int> steps, Arithmetic arithmetic)

@@ -38,7 +38,7 @@ struct Kernels {
   void (*widen[2])(float* dst, const uint16_t* src, size_t count);    // f16, bf16
   void (*narrow[2])(uint16_t* dst, const float* src, size_t count);   // nearest, ties to even
   using Scale = void (*)(void* dst, const void* src, double by, size_t count);
-  Scale multiply[kTypes];
+  Scale multiply[kTypes];  // floating-point and complex types only
   Scale divide[kTypes];
   // memcpy for messages: the library's may use "rep movsb", which some processors run
   // ten times slower where the two lie alike within their pages, as ours often do.
