@@ -42,7 +42,7 @@ def error_of(call) -> str:
 def test_the_name_is_known_without_an_import(tmp_path):
     script = (
         "import torch, torch.distributed as dist, sys\n"
-        "assert '_native' not in ''.join(sys.modules)\n"
+        "assert 'lockstep.comm._native' not in sys.modules\n"
         "dist.init_process_group('lockstep', store=dist.HashStore(), rank=0, world_size=1)\n"
         "x = torch.ones(3); dist.all_reduce(x); print(x.tolist())\n"
         "dist.destroy_process_group()\n"
@@ -114,6 +114,7 @@ def test_a_killed_rank_is_named_by_all_within_a_second(ranks, operation, tmp_pat
 
 
 def late() -> str:
+    ls.init(backend="lockstep", timeout=1.0)
     dist.barrier()
     if dist.get_rank() == 1:
         released = dist.distributed_c10d._get_default_store()
@@ -128,8 +129,8 @@ def busy_in_this_function(store) -> None:
     store.wait(["told"], timedelta(seconds=30))
 
 
-def test_a_rank_that_does_not_come_is_named_with_its_place(ranks):
-    waited, came = ranks(late, 2, timeout=1.0, **on_lockstep)
+def test_a_rank_that_does_not_come_is_named_with_its_place():
+    waited, came = ls.launch(late, nprocs=2, timeout=60.0)
     seconds, _, told = waited.partition(" ")
     assert 1 <= float(seconds) < 4
     assert "all_reduce #2 on group default failed: rank 0 waited 1." in told
