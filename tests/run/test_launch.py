@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 
 import pytest
 import torch
@@ -102,6 +103,16 @@ def test_other_start_methods_do_the_same(method):
 
 def test_the_rank_may_be_an_argument():
     assert ls.launch(lambda rank, more: rank + more, (5,), 2, pass_rank=True) == [5, 6]
+
+
+def test_what_cannot_travel_is_said():
+    lock = threading.Lock()
+    with pytest.raises(
+        UsageError, match=r"cannot send the function .* cannot pickle '_thread.lock'"
+    ):
+        ls.launch(lambda: lock.locked())
+    with pytest.raises(RankError, match=r"rank 0 raised TypeError: cannot pickle '_thread.lock'"):
+        ls.launch(threading.Lock)
 
 
 @pytest.mark.parametrize("arguments", [{"nprocs": 0}, {"timeout": 0}, {"start_method": "magic"}])
