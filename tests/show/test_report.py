@@ -58,6 +58,12 @@ def test_waiting_is_never_the_cause_of_a_slow_step(run):
     assert (found.part, found.rank) == ("data", 1)  # rank 0 waited as long
 
 
+def test_no_cause_is_named_where_none_accounts_for_a_slow_step(tmp_path):
+    lines = [records.HEADER, *map(records.step, range(10)), records.step(10, seconds=0.5)]
+    found = slowest_step(read(records.write(tmp_path, lines)))
+    assert (found.step, found.part) == (10, "")
+
+
 def test_equal_ranks_are_not_called_slow(tmp_path):
     rows = [[0.006, 0.002, 0.001, 0.0], [0.00605, 0.002, 0.0009, 0.0]]
     lines = [records.HEADER, *(records.step(n, ranks=rows) for n in range(5)), records.END]
