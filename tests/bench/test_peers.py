@@ -70,6 +70,16 @@ class Ending:
         self.peer.end()
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no choice of cores here")
+def test_bound_ranks_stay_on_cores_of_their_own(meeting):
+    with closing(Ending(TorchPeer("gloo", meeting))) as ending:
+        pids = ending.peer._launched.processes
+        allowed = sorted(os.sched_getaffinity(pids[0]))
+        assert ending.peer.ask({"bind": True}) == [{}] * 3
+        bound = [os.sched_getaffinity(pid) for pid in pids]
+        assert bound == [{allowed[rank % len(allowed)]} for rank in range(3)]
+
+
 def test_a_rank_that_is_killed_is_named(meeting):
     peer = TorchPeer("gloo", meeting)
     try:
