@@ -55,10 +55,13 @@ def fail(how: str) -> None:
     dist.barrier()
 
 
+LINE = fail.__code__.co_firstlineno
+
+
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("raise", "rank 1 raised ValueError: no such luck (test_launch.py:42)"),
+        ("raise", f"rank 1 raised ValueError: no such luck (test_launch.py:{LINE + 3})"),
         ("sentence", "rank 1 failed: nobody is here"),
         ("exit", "rank 1 exited with status 3"),
         ("killed", "rank 1 was killed by SIGKILL"),
