@@ -7,7 +7,7 @@ rank of a peer answers.
     {"prepare": key, "order": {...}}             -> {} or {"cannot": reason}
     {"block": key, "calls": 50}                  -> {"times": [ns, ...], "wrong": 0}
     {"drop": key}                                -> {}
-    {"bind": true}                               -> {}: from now on rank r stays on core r
+    {"bind": true}                               -> {}: rank r stays on core r, if there are enough
     end of file                                  the rank leaves
 """
 
@@ -91,7 +91,8 @@ def _answer(
         return {"times": times, "wrong": wrong}
     if "bind" in asked:
         allowed = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {allowed[rank % len(allowed)]})
+        if ranks <= len(allowed):
+            os.sched_setaffinity(0, {allowed[rank]})
         return {}
     tasks.pop(asked["drop"], None)
     return {}
