@@ -154,6 +154,12 @@ def test_a_loss_that_is_nan_renders(tmp_path):
     assert 'id="chart-seconds"' in page
 
 
+@pytest.mark.parametrize("loss", [1e308, -1e308, 1e-320, 0.0])
+def test_a_loss_of_any_size_renders(tmp_path, loss):
+    lines = [records.HEADER, records.step(0, loss=loss), records.step(1), records.END]
+    assert 'id="chart-loss"' in report.html(read(records.write(tmp_path, lines)))
+
+
 def test_many_ranks_and_epochs_are_cut_and_counted(tmp_path):
     rows = [[0.006 + rank / 1e5, 0.002, 0.0, 0.0] for rank in range(100)]
     lines = [records.HEADER, records.step(0, ranks=rows), *(records.epoch(n) for n in range(500))]
