@@ -142,6 +142,16 @@ def test_dockers_small_shared_memory_is_noted(monkeypatch):
     assert "--shm-size" in found.advice
 
 
+def test_a_segment_that_cannot_be_made_is_noted(monkeypatch):
+    def memfd_create(name):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(machine.os, "memfd_create", memfd_create)
+    found = next(iter(machine.shared_memory(TWO)))
+    assert found.verdict == "note"
+    assert "Operation not permitted" in found.what
+
+
 def test_a_folder_that_cannot_be_written_is_bad(monkeypatch):
     assert verdicts(machine.disk) == [("good", "disk"), ("good", "temporary files")]
     monkeypatch.chdir("/proc")  # not even root writes there
