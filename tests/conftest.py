@@ -68,9 +68,7 @@ def nothing_left_behind() -> Iterator[None]:
 def _left() -> dict[str, dict[str, str]]:
     return {
         "processes": _processes(),
-        "shared memory": dict.fromkeys(
-            os.listdir("/dev/shm") if sys.platform == "linux" else (), ""
-        ),
+        "shared memory": _shared_memory(),
         "listening ports": _ports(),
         "threads": {str(thread.ident): thread.name for thread in threading.enumerate()},
         "environment": {k: v for k, v in os.environ.items() if k not in PYTESTS_OWN},

@@ -12,6 +12,7 @@ from dataclasses import asdict
 import pytest
 
 from lockstep.bench.collectives import COLLECTIVES
+from lockstep.bench.lineup import cores
 from lockstep.bench.measure import Order
 from lockstep.bench.peers import CopyPeer, Meeting, MpiPeer, TorchPeer, mpi_python, mpiexec
 from lockstep.errors import RankError, UsageError, WorkError
@@ -68,6 +69,18 @@ class Ending:
 
     def close(self):
         self.peer.end()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no choice of cores here")
+@pytest.mark.parametrize("ranks", [1, 2, cores() + 1])
+def test_bound_ranks_stay_on_cores_of_their_own_where_there_are_enough(ranks):
+    with closing(Meeting(ranks, 20.0)) as met, closing(Ending(TorchPeer("gloo", met))) as ending:
+        pids = ending.peer._launched.processes
+        allowed = sorted(os.sched_getaffinity(pids[0]))
+        assert ending.peer.ask({"bind": True}) == [{}] * ranks
+        bound = [os.sched_getaffinity(pid) for pid in pids]
+        enough = ranks <= len(allowed)
+        assert bound == [{core} for core in allowed[:ranks]] if enough else [set(allowed)] * ranks
 
 
 def test_a_rank_that_is_killed_is_named(meeting):

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from lockstep.bench import startup
 from lockstep.bench.startup import Start, measure
 from lockstep.commands.bench_startup import command
-from lockstep.errors import UsageError, WorkError
+from lockstep.errors import FileError, UsageError, WorkError
 
 
 def test_a_start_of_each_launcher_is_timed_and_written(tmp_path, monkeypatch):
@@ -29,6 +29,7 @@ def test_a_start_of_each_launcher_is_timed_and_written(tmp_path, monkeypatch):
     assert "1.00 of torchrun's" in done.output
     assert counts == ["lockstep run 3", "torchrun 3"] * 3  # in turn, the first round not counted
     records = json.loads(file.read_text())
+    assert all("cores" in record["machine"] and record["command"] for record in records)
     assert [(r["launcher"], r["nprocs"], len(r["seconds"])) for r in records] == [
         ("lockstep run", 3, 2),
         ("torchrun", 3, 2),
@@ -53,6 +54,12 @@ def test_a_launcher_that_fails_is_an_error(tmp_path, monkeypatch):
 
 def test_the_median_is_the_middle():
     assert Start("x", 2, (3.0, 1.0, 2.0)).record()["median_seconds"] == 2.0
+
+
+def test_a_file_that_cannot_be_written_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(startup, "_starts", lambda nprocs, script: {"torchrun": int})
+    result = CliRunner().invoke(command, ["-n", "1", "--json", str(tmp_path / "no" / "file")])
+    assert isinstance(result.exception, FileError)
 
 
 @pytest.mark.parametrize("flags", [["--repeats", "0"], ["-n", "0"]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 
 import pytest
 import torch
@@ -54,10 +55,13 @@ def fail(how: str) -> None:
     dist.barrier()
 
 
+LINE = fail.__code__.co_firstlineno
+
+
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("raise", "rank 1 raised ValueError: no such luck (test_launch.py:42)"),
+        ("raise", f"rank 1 raised ValueError: no such luck (test_launch.py:{LINE + 3})"),
         ("sentence", "rank 1 failed: nobody is here"),
         ("exit", "rank 1 exited with status 3"),
         ("killed", "rank 1 was killed by SIGKILL"),
@@ -102,6 +106,16 @@ def test_other_start_methods_do_the_same(method):
 
 def test_the_rank_may_be_an_argument():
     assert ls.launch(lambda rank, more: rank + more, (5,), 2, pass_rank=True) == [5, 6]
+
+
+def test_what_cannot_travel_is_said():
+    lock = threading.Lock()
+    with pytest.raises(
+        UsageError, match=r"cannot send the function .* cannot pickle '_thread.lock'"
+    ):
+        ls.launch(lambda: lock.locked())
+    with pytest.raises(RankError, match=r"rank 0 raised TypeError: cannot pickle '_thread.lock'"):
+        ls.launch(threading.Lock)
 
 
 @pytest.mark.parametrize("arguments", [{"nprocs": 0}, {"timeout": 0}, {"start_method": "magic"}])

@@ -15,6 +15,7 @@ import pytest
 from lockstep.commands.run import command, make_plan
 from lockstep.errors import FileError, RankError, UsageError
 from lockstep.run import lingering
+from lockstep.run.plan import DEFAULT_PORT, Plan
 from lockstep.run.script import run_plan
 
 CLI = [sys.executable, "-c", "from lockstep.cli import main; main()"]
@@ -343,3 +344,23 @@ def test_variables_give_flags(monkeypatch):
     params = command.make_context("run", ["--nnodes", "1", "train.py"]).params
     plan = make_plan(params.pop("script"), params.pop("arguments"), params)
     assert (plan.nprocs, plan.hosts) == (3, 1)
+
+
+def planned(*flags: str) -> Plan:
+    params = command.make_context("run", [*flags, "train.py"]).params
+    return make_plan(params.pop("script"), params.pop("arguments"), params)
+
+
+def test_where_the_ranks_meet():
+    two = ("--nnodes", "2", "--node_rank", "1")
+    assert planned("--master-port", "5").port == 5
+    assert planned(*two, "--master-addr", "a").port == DEFAULT_PORT
+    found = planned(*two, "--rdzv-endpoint", "a:7", "--rdzv-backend", "c10d")
+    assert (found.address, found.port, found.host) == ("a", 7, 1)
+    alone = planned(*two, "--master-addr", "a", "--master-port", "5", "--standalone")
+    assert (alone.address, alone.port, alone.hosts, alone.host) == ("127.0.0.1", 0, 1, 0)
+
+
+def test_ranks_for_each_core():
+    assert planned("-n", "cpu").nprocs == len(os.sched_getaffinity(0))
+    assert planned("-n", "auto").nprocs >= 1

@@ -54,6 +54,11 @@ def test_one_value_has_an_axis_around_it():
     assert logarithmic(5.0, 5.0).low < 5.0
 
 
+def test_what_lies_beyond_an_axis_lies_at_its_end():
+    axis = logarithmic(1e-300, 1.0)
+    assert axis.place(np.array([1e-200, 100.0])).tolist() == [0.0, 1.0]
+
+
 def test_a_logarithm_has_no_place_for_zero():
     places = logarithmic(0.1, 10).place(np.array([0.0, -1.0, 0.1, 1.0]))
     assert np.isnan(places[:2]).all()

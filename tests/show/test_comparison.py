@@ -121,6 +121,13 @@ def test_every_form_holds_the_sentences(run):
     assert page.count('class="chart"') == 3
 
 
+def test_a_runs_name_cannot_break_out_of_the_page(run):
+    evil = "</script><script>alert(1)</script>"
+    page = comparison.html(compare([run("a", header={"name": evil}), run("b")]))
+    assert "<script>alert" not in page
+    assert page.count("</script>") == page.count("<script")
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders(run):
     a, b = run("a", header={"name": "same"}), run("b", header={"name": "same"})
     assert compare([a, b]).names == [str(a.folder), str(b.folder)]

@@ -43,12 +43,16 @@ def test_what_is_tried_is_said_before():
 def test_the_block_holds_every_finding_and_no_secret(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("TORCH_TOKEN", "hush")
-    text = doctor.block([good("torch", "2.13"), bad("ports", "closed", "open them")])
+    monkeypatch.setenv("HOME", "/home/ada")
+    disk = good("disk", "/home/ada/work can be written")
+    text = doctor.block([good("torch", "2.13"), bad("ports", "closed", "open them"), disk])
     assert text.startswith("```\n")
     assert "good  torch: 2.13" in text
     assert "bad   ports: closed" in text
     assert "OMP_NUM_THREADS=3" in text
     assert "hush" not in text
+    assert "disk: ~/work can be written" in text
+    assert "ada" not in text
 
 
 def test_two_ranks_add_on_gloo():
@@ -136,6 +140,16 @@ def test_dockers_small_shared_memory_is_noted(monkeypatch):
     assert found.verdict == "note"
     assert "67.1 MB of 67.1 MB free" in found.what
     assert "--shm-size" in found.advice
+
+
+def test_a_segment_that_cannot_be_made_is_noted(monkeypatch):
+    def memfd_create(name):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(machine.os, "memfd_create", memfd_create)
+    found = next(iter(machine.shared_memory(TWO)))
+    assert found.verdict == "note"
+    assert "Operation not permitted" in found.what
 
 
 def test_a_folder_that_cannot_be_written_is_bad(monkeypatch):

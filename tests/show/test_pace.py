@@ -89,7 +89,8 @@ def test_speed_counts_samples_not_steps(tmp_path):
     assert not compare_paces(*runs).significant
 
 
-def test_warm_up_does_not_count(tmp_path):
+def test_warm_up_does_not_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(pacing, "memory_of", lambda values: 0.5)  # every step its own block
     lines = [records.step(n, seconds=9.0 if n < 5 else 0.01, ranks=None) for n in range(100)]
     found = pace(read(records.write(tmp_path, [records.HEADER, *lines])))
     assert found.blocks.max() < 1

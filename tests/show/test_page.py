@@ -68,6 +68,8 @@ def test_hover_over_many_steps_shows_their_span_and_its_peak(page, pages):
     shown = page.evaluate(f"{TIP.format('loss')}.innerText")
     assert shown.startswith("steps 1,230 to 1,239")
     assert "(1.000 to 9.000)" in shown
+    drawn = "document.querySelector('#chart-loss .on-linear .band').getBBox().height"
+    assert page.evaluate(drawn) > 700  # of 1000: the peak stands out of the mean
 
 
 @needs_chromium

@@ -58,6 +58,12 @@ def test_waiting_is_never_the_cause_of_a_slow_step(run):
     assert (found.part, found.rank) == ("data", 1)  # rank 0 waited as long
 
 
+def test_no_cause_is_named_where_none_accounts_for_a_slow_step(tmp_path):
+    lines = [records.HEADER, *map(records.step, range(10)), records.step(10, seconds=0.5)]
+    found = slowest_step(read(records.write(tmp_path, lines)))
+    assert (found.step, found.part) == (10, "")
+
+
 def test_equal_ranks_are_not_called_slow(tmp_path):
     rows = [[0.006, 0.002, 0.001, 0.0], [0.00605, 0.002, 0.0009, 0.0]]
     lines = [records.HEADER, *(records.step(n, ranks=rows) for n in range(5)), records.END]
@@ -146,6 +152,12 @@ def test_a_loss_that_is_nan_renders(tmp_path):
     page = report.html(read(records.write(tmp_path, lines)))
     assert 'id="chart-loss"' not in page
     assert 'id="chart-seconds"' in page
+
+
+@pytest.mark.parametrize("loss", [1e308, -1e308, 1e-320, 0.0])
+def test_a_loss_of_any_size_renders(tmp_path, loss):
+    lines = [records.HEADER, records.step(0, loss=loss), records.step(1), records.END]
+    assert 'id="chart-loss"' in report.html(read(records.write(tmp_path, lines)))
 
 
 def test_many_ranks_and_epochs_are_cut_and_counted(tmp_path):

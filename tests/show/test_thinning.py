@@ -43,6 +43,13 @@ def test_means_lie_between(values):
     assert (found.mean[known] <= found.high[known]).all()
 
 
+def test_what_is_not_finite_counts_nowhere():
+    found = thin(np.arange(4.0), np.array([-3.0, np.nan, 5.0, np.inf]), 2)
+    assert found.high.tolist() == [-3.0, 5.0]
+    assert found.low.tolist() == [-3.0, 5.0]
+    assert found.mean.tolist() == [-3.0, 5.0]
+
+
 def test_few_values_are_left_alone():
     x, y = np.array([3.0, 5.0]), np.array([1.0, 2.0])
     found = thin(x, y, 400)

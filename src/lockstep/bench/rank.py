@@ -7,12 +7,14 @@ rank of a peer answers.
     {"prepare": key, "order": {...}}             -> {} or {"cannot": reason}
     {"block": key, "calls": 50}                  -> {"times": [ns, ...], "wrong": 0}
     {"drop": key}                                -> {}
+    {"bind": true}                               -> {}: rank r stays on core r, if there are enough
     end of file                                  the rank leaves
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from typing import Any
@@ -87,6 +89,11 @@ def _answer(
     if "block" in asked:
         times, wrong = tasks[asked["block"]].block(asked["calls"], lineup)
         return {"times": times, "wrong": wrong}
+    if "bind" in asked:
+        allowed = sorted(os.sched_getaffinity(0))
+        if ranks <= len(allowed):
+            os.sched_setaffinity(0, {allowed[rank]})
+        return {}
     tasks.pop(asked["drop"], None)
     return {}
 

@@ -64,6 +64,7 @@ def options(collective: Collective) -> list[Any]:
             "--seconds", default=0.4, show_default=True, help="For each backend and size."
         ),
         click.option("--timeout", default=120.0, show_default=True, help="Longest wait, seconds."),
+        click.option("--bind", is_flag=True, help="Keep rank r on core r, if there are enough."),
         click.option("--mpi-python", metavar="PATH", help="A Python with mpi4py, for --vs mpi."),
         click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write results."),
         click.option("--plot", type=click.Path(path_type=Path), help="Draw a .svg or a .png."),
@@ -145,7 +146,7 @@ def race(
     in_place = bool(flags.get("in_place"))
     width = itemsize(dtype)
     check_memory(max(wanted), ranks, len(names))
-    with contenders(collective, ranks, names, python, flags["timeout"]) as racing:
+    with contenders(collective, ranks, names, python, flags) as racing:
         click.echo(f"\n# {collective.name} on {ranks} ranks" + (", in place" if in_place else ""))
         click.echo(table.header())
         done: set[int] = set()
@@ -167,19 +168,21 @@ def race(
 
 @contextmanager
 def contenders(
-    collective: Collective, ranks: int, names: list[str], python: str, patience: float
+    collective: Collective, ranks: int, names: list[str], python: str, flags: dict[str, Any]
 ) -> Iterator[list[Contender]]:
     """Start a peer for each name, and end them all."""
     from lockstep.bench.peers import CopyPeer, Meeting
     from lockstep.bench.rounds import Contender
 
     with ExitStack() as opened:
-        meeting = opened.enter_context(closing(Meeting(ranks, patience)))
+        meeting = opened.enter_context(closing(Meeting(ranks, flags["timeout"])))
         racing = []
         for name in names:
             status(f"starting {ranks} ranks of {name} ...")
             peer = start(name, python, meeting)
             opened.callback(peer.end)
+            if flags["bind"]:
+                peer.ask({"bind": True})
             racing.append(Contender(name, peer))
             if name == "lockstep" and collective.name != "barrier":
                 racing.append(Contender("lockstep (segment)", peer, segment=True))
@@ -215,6 +218,8 @@ def check(collective: Collective, flags: dict[str, Any]) -> None:
         raise UsageError(f"--op AVG of {dtype} is no {dtype}: take --dtype float32")
     if flags["seconds"] <= 0 or flags["timeout"] <= 0:
         raise UsageError("--seconds and --timeout are positive numbers of seconds")
+    if flags["bind"] and not hasattr(os, "sched_setaffinity"):
+        raise UsageError("--bind: this system does not let a program choose its core")
     if flags["plot"]:
         from lockstep.bench.plot import check_format
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import shlex
+import sys
 from pathlib import Path
 
 import click
 
 from lockstep.bench.startup import measure
-from lockstep.errors import UsageError
+from lockstep.errors import FileError, UsageError
+from lockstep.show.machine import processor, usable_cores
 
 __all__ = ["command"]
 
@@ -25,6 +30,8 @@ def command(nprocs: tuple[int, ...], repeats: int, file: Path | None) -> None:
     """
     if repeats < 1 or min(nprocs) < 1:
         raise UsageError("bench startup: --repeats and -n are numbers from 1")
+    context = {"machine": _machine(), "command": shlex.join(["lockstep", *sys.argv[1:]])}
+    click.echo(f"# {context['machine']}\n# {context['command']}")
     records = []
     for count in nprocs:
         starts = list(measure(count, repeats))
@@ -33,6 +40,19 @@ def command(nprocs: tuple[int, ...], repeats: int, file: Path | None) -> None:
         for start in starts:
             times = f"{start.median:6.2f} s   {start.median / torchrun:5.2f} of torchrun's"
             click.echo(f"    {start.launcher:<24}{times}")
-        records += [start.record() for start in starts]
+        records += [{**start.record(), **context} for start in starts]
     if file is not None:
-        file.write_text(json.dumps(records, indent=1) + "\n")
+        _write(file, json.dumps(records, indent=1) + "\n")
+
+
+def _machine() -> str:
+    torch = importlib.metadata.version("torch")
+    load = os.getloadavg()[0]
+    return f"{processor()}, {usable_cores()} cores, torch {torch}, load {load:.1f} at the start"
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise FileError(f"{file} cannot be written: {error.strerror}") from error

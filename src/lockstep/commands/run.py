@@ -151,10 +151,12 @@ def make_plan(script: str, arguments: tuple[str, ...], flags: dict[str, Any]) ->
 
 def _meeting(flags: dict[str, Any], hosts: int) -> tuple[str, int]:
     address, port = flags["master_addr"], flags["master_port"]
-    if flags["rdzv_endpoint"] and not flags["standalone"]:
+    if flags["standalone"]:
+        return plans.LOOPBACK, 0
+    if flags["rdzv_endpoint"]:
         address, port = plans.endpoint(flags["rdzv_endpoint"])
     if hosts == 1:
-        return address or plans.LOOPBACK, 0 if flags["standalone"] else port
+        return address or plans.LOOPBACK, port
     if not address:
         raise UsageError(
             f"--nnodes {hosts} needs --master-addr: the name or address of host 0, for every host"

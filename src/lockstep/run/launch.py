@@ -203,7 +203,7 @@ def _task(variables: dict[str, str], fresh: bool) -> Message:
         "environ": {"OMP_NUM_THREADS": "1", **os.environ, **variables},
         "cwd": os.getcwd(),
         "argv": sys.argv,
-        "path": sys.path,
+        "path": [os.fspath(place) for place in sys.path],
     }
 
 

@@ -59,6 +59,8 @@ def run_plan(plan: Plan) -> None:
         try:
             error = job.watch(tick=Lingering(job).look)
         except Interrupted as interruption:
+            if sys.stderr.isatty():
+                print(file=sys.stderr)  # the terminal has just shown ^C
             if job.running:
                 say(f"{interruption}: ending {spoken(job.running)}")
             raise

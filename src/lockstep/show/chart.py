@@ -24,6 +24,7 @@ __all__ = ["Chart", "Series", "curves", "overlaid"]
 
 BUCKETS = 400
 METRICS = 6  # charts of metrics at most
+UTMOST = 1e300  # an axis ends here: beyond it a range is no longer a number
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def chart(
     kept = tuple(one for one in series if np.isfinite(one.curve.mean).any())
     lows = np.concatenate([one.curve.low for one in kept] or [np.array([0.0])])
     highs = np.concatenate([one.curve.high for one in kept] or [np.array([1.0])])
+    lows, highs = np.clip(lows, -UTMOST, UTMOST), np.clip(highs, -UTMOST, UTMOST)
     first = min((one.curve.first[0] for one in kept), default=0.0)
     last = max((one.curve.last[-1] for one in kept), default=1.0)
     low, high = float(np.nanmin(lows)), float(np.nanmax(highs))

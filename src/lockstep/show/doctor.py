@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import lockstep
 from lockstep.show.checks import backends, machine, network, software
@@ -61,9 +62,10 @@ def examine(
 
 
 def block(findings: Iterable[Finding]) -> str:
-    """Return the findings as Markdown, to paste into an issue."""
+    """Return the findings as Markdown, to paste into an issue; the home folder is a "~"."""
     lines = [f"lockstep {lockstep.__version__} doctor", ""]
     lines += [f"{one.verdict:<5} {one.subject}: {one.what}" for one in findings]
     found = variables(os.environ)
     lines += [f"      {name}={value}" for name, value in found.items()]
-    return "\n".join(["```", *lines, "```"])
+    home = str(Path.home())
+    return "\n".join(["```", *lines, "```"]).replace(home, "~" if len(home) > 1 else home)

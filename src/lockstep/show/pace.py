@@ -74,7 +74,7 @@ class Verdict:
 def pace(run: Run) -> Pace:
     """Return the pace of `run`."""
     steps = run.steps
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         samples = np.where(np.isfinite(steps.samples), steps.samples, 1.0)
         cost = steps.seconds / samples
     cost = cost[min(WARM_AT_MOST, math.ceil(WARM * len(cost))) :]

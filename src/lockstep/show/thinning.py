@@ -33,7 +33,7 @@ class Thinned:
     @property
     def x(self) -> Column:
         """The middle of each bucket."""
-        return (self.first + self.last) / 2
+        return self.first / 2 + self.last / 2
 
     @property
     def is_thinned(self) -> bool:

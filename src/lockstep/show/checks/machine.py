@@ -136,36 +136,37 @@ def memory_speed(question: Question) -> Iterator[Finding]:
 
 def shared_memory(question: Question) -> Iterator[Finding]:
     """Make a shared segment, and look at the size of /dev/shm."""
-    if hasattr(os, "memfd_create"):
-        try:
-            descriptor = os.memfd_create("lockstep-doctor")
-            try:
-                os.posix_fallocate(descriptor, 0, 1 << 20)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            yield note(
-                "shared memory",
-                f"a segment cannot be made ({error.strerror})",
-                "ranks of one host will talk through sockets, which is slower",
-            )
+    if refusal := segment_refusal():
+        advice = "ranks of one host will talk through sockets, which is slower"
+        yield note("shared memory", f"a segment cannot be made ({refusal})", advice)
+    if sys.platform != "linux":
+        return
     if not SHM.is_dir():
-        if sys.platform == "linux":
-            yield note(
-                "shared memory", f"there is no {SHM}", "data loader workers need it: mount it"
-            )
+        yield note("shared memory", f"there is no {SHM}", "data loader workers need it: mount it")
         return
     status = os.statvfs(SHM)
     total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     what = f"{SHM} has {words.size(free)} of {words.size(total)} free"
     if free < min(SHM_ENOUGH, total // 2) or total < SHM_ENOUGH // 2:
-        yield note(
-            "shared memory",
-            what,
-            "data loader workers may run out of it; in Docker start with --shm-size=1g",
-        )
+        advice = "data loader workers may run out of it; in Docker start with --shm-size=1g"
+        yield note("shared memory", what, advice)
     else:
         yield good("shared memory", what)
+
+
+def segment_refusal() -> str:
+    """Make a shared segment of 1 MiB; return why it cannot be made, "" if it can."""
+    if sys.platform != "linux":
+        return ""
+    try:
+        descriptor = os.memfd_create("lockstep-doctor")
+        try:
+            os.posix_fallocate(descriptor, 0, 1 << 20)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return str(error.strerror)
+    return ""
 
 
 def disk(question: Question) -> Iterator[Finding]:

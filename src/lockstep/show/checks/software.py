@@ -44,7 +44,7 @@ def python(question: Question) -> Iterator[Finding]:
     if sys.version_info < PYTHON:
         yield bad("python", version, "Lockstep needs Python 3.11 or later")
     else:
-        yield good("python", f"{version} at {sys.executable.replace(str(Path.home()), '~')}")
+        yield good("python", f"{version} at {sys.executable}")
     if sys.platform == "linux":
         yield good("platform", platform.platform())
     else:
