@@ -7,11 +7,13 @@ The calls between are `torch.distributed`'s own.
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +40,7 @@ __all__ = [
 class World:
     """A rank's view of its world; `host` is the index of its machine.
 
-    `backend` is what `torch.distributed` was given: "gloo", or for GPUs
+    `backend` is what `torch.distributed` was given: "lockstep", "gloo", or for GPUs
     "cpu:gloo,cuda:nccl".
     """
 
@@ -94,8 +96,9 @@ def init(
     chosen = _device(device, place)
     _settle(threads, chosen)
     if not dist.is_initialized():
+        _native()  # its name must be known to torch before it is asked for
         try:
-            _join(place, backend or default_backend(chosen), timeout, chosen)
+            _join(place, backend or default_backend(chosen, place), timeout, chosen)
         except BaseException:
             _give_back()
             raise
@@ -105,16 +108,40 @@ def init(
     return _current
 
 
-def cpu_backend() -> str:
-    """Return the name of the backend for CPU tensors, where the user names none."""
-    return "gloo"
+def cpu_backend(one_host: bool = True) -> str:
+    """Return the name of the backend for CPU tensors, where the user names none.
+
+    The environment variable LOCKSTEP_BACKEND names one; else it is "lockstep" where
+    its extension is built and all ranks are on one host, and "gloo" elsewhere.
+    """
+    asked = os.environ.get("LOCKSTEP_BACKEND")
+    if asked:
+        return asked
+    return "lockstep" if one_host and _native().available() else "gloo"
 
 
-def default_backend(device: torch.device) -> str:
+def default_backend(device: torch.device, place: Place) -> str:
     """Return what `torch.distributed` is given for tensors on `device` and on the CPU."""
     if device.type == "cuda":
-        return f"cpu:{cpu_backend()},cuda:nccl"
-    return cpu_backend()
+        # A name with a colon gives torch no default backend for the CPU beside it.
+        return "cpu:gloo,cuda:nccl"
+    name = cpu_backend(place.local_world_size == place.world_size)
+    reason = _native().reason_unavailable()
+    if name == "gloo" and reason and place.rank == 0 and place.world_size > 1:
+        print(
+            f"lockstep: the fast backend is not built here ({reason}); ranks talk through gloo, "
+            "many times more slowly: install a C++ compiler, then `pip install "
+            "--no-build-isolation --force-reinstall --no-deps torch-lockstep`",
+            file=sys.stderr,
+        )
+    return name
+
+
+def _native() -> Any:
+    """Return lockstep.comm.backend: by name, because this module lies below it."""
+    module = importlib.import_module("lockstep.comm.backend")
+    module.register()
+    return module
 
 
 def world() -> World:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lockstep.comm import backend as native
 from lockstep.errors import LockstepError
 from lockstep.show import words
 from lockstep.show.finding import Finding, Question, bad, good, note
@@ -34,6 +35,8 @@ def present() -> list[str]:
     if dist.is_nccl_available() and torch.cuda.is_available() and torch.cuda.device_count() > 1:
         found.append("nccl")
     known = {"undefined", "fake", "gloo", "nccl", "mpi", "ucc", "xccl", "hccl"}
+    if not native.available():
+        known.add("lockstep")  # it has its name also where it was not built
     return found + [name for name in dist.Backend.backend_list if name not in known]
 
 
