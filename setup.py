@@ -6,6 +6,7 @@ The extension is optional: without it everything works on gloo.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def options() -> dict[str, Any]:
         return {}
     try:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
-    except ImportError:
+    except (ImportError, OSError):
         print(
             "lockstep: torch is not in the building environment, so the backend 'lockstep' is "
             "not built; install with --no-build-isolation to have it",
@@ -56,7 +57,9 @@ def options() -> dict[str, Any]:
     )
     return {
         "ext_modules": [extension],
-        "cmdclass": {"build_ext": OptionalBuild.with_options(use_ninja=False)},
+        "cmdclass": {
+            "build_ext": OptionalBuild.with_options(use_ninja=shutil.which("ninja") is not None)
+        },
     }
 
 

@@ -76,9 +76,22 @@ c10d::ErrorType LockstepBackend::getError() {
                                               : c10d::ErrorType::SUCCESS;
 }
 
-void LockstepBackend::check_open() const {
+void LockstepBackend::check_open() {
   if (!inside_) C10_THROW_ERROR(DistBackendError, "the group was destroyed");
   inside_->caller.store(static_cast<unsigned long>(pthread_self()), std::memory_order_relaxed);
+  take_name();
+}
+
+void LockstepBackend::take_name() {
+  // torch tells the name that the user gave only after the group was made.
+  const std::string& given = getGroupDesc();
+  if (calls_ == 0 && !given.empty() && given != "undefined" && given != "default_pg")
+    inside_->group->rename(given);
+}
+
+void LockstepBackend::check_root(const char* op, int root) const {
+  TORCH_CHECK_VALUE(root >= 0 && root < size_, op, ": there is no rank ", root,
+                    " in a group of ", size_);
 }
 
 at::Tensor LockstepBackend::allocateTensor(long size, at::TensorOptions options) {
@@ -127,11 +140,15 @@ static std::unique_ptr<Group> attach(c10d::Store& store, const std::string& key,
       "rank " + std::to_string(naming.ranks.empty() ? 0 : naming.ranks[0]);
   try {
     store.wait({key}, timeout);
-    address = parsed(text_of(store.get(key)));
   } catch (const std::exception&) {
     throw Failure(who + " waited " + seconds(timeout) + " for " + host + " to create group " +
                   naming.group);
   }
+  const std::string text = text_of(store.get(key));
+  if (text.empty())
+    throw Failure(host + " could not create group " + naming.group + ": " +
+                  text_of(store.get(refused)));
+  address = parsed(text);
   try {
     return Group::attach(rank, size, address, naming);
   } catch (const Failure& error) {
@@ -248,6 +265,7 @@ WorkPtr LockstepBackend::message(c10d::OpType type, Tensors& tensors, int peer, 
   post->count = static_cast<uint64_t>(kept.numel());
   post->dtype = static_cast<uint8_t>(kept.scalar_type());
   post->timeout = options_->timeout;
+  ++calls_;
   try {
     mail_->post(post);
   } catch (...) {

@@ -92,7 +92,9 @@ class LockstepBackend : public c10d::Backend {
                 std::chrono::milliseconds timeout, bool asynchronous,
                 std::vector<Writable> written);
   WorkPtr message(c10d::OpType type, Tensors& tensors, int peer, int tag);
-  void check_open() const;
+  void check_open();
+  void take_name();
+  void check_root(const char* op, int root) const;
   Plan all_reduce_plan(const at::Tensor& tensor, const c10d::ReduceOp& op, int root);
   Plan exchange_plan(Call call, Exchange blocks);
   Plan gather_plan(const at::Tensor& output, const at::Tensor& input);

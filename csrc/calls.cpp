@@ -106,6 +106,7 @@ WorkPtr LockstepBackend::allreduce_coalesced(Tensors& tensors,
 
 WorkPtr LockstepBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   const int root = static_cast<int>(opts.rootRank);
+  check_root("reduce", root);
   const at::Tensor& given = only("reduce", tensors);
   if (root != rank_)
     return start(c10d::OpType::REDUCE, tensors,
@@ -135,6 +136,7 @@ void LockstepBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
 
 WorkPtr LockstepBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   const int root = static_cast<int>(opts.rootRank);
+  check_root("broadcast", root);
   const at::Tensor& given = only("broadcast", tensors);
   Exchange blocks{none(size_), none(size_), true};
   std::vector<Writable> written;
@@ -157,6 +159,7 @@ WorkPtr LockstepBackend::broadcast(Tensors& tensors, const c10d::BroadcastOption
 WorkPtr LockstepBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                 const c10d::GatherOptions& opts) {
   const int root = static_cast<int>(opts.rootRank);
+  check_root("gather", root);
   const at::Tensor input = readable("gather", only("gather", inputs));
   Exchange blocks{none(size_), none(size_), true};
   blocks.send[root] = block_of(input);
@@ -178,6 +181,7 @@ WorkPtr LockstepBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
 WorkPtr LockstepBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                  const c10d::ScatterOptions& opts) {
   const int root = static_cast<int>(opts.rootRank);
+  check_root("scatter", root);
   Writable output("scatter", only("scatter", outputs), false);
   Exchange blocks{none(size_), none(size_), false};
   blocks.receive[root] = block_of(output.plain());

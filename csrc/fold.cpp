@@ -77,7 +77,7 @@ Fold::Fold(std::vector<int> steps, Arithmetic arithmetic)
 }
 
 void Fold::run(const std::vector<const char*>& inputs, const std::vector<char*>& outputs,
-               size_t count) const {
+               size_t count, bool past_caches) const {
   const size_t width = kBlock / std::max(bytes_of(working_), bytes_of(arithmetic_.type));
   alignas(kLine) static thread_local char own[8 * kBlock];
   std::unique_ptr<char[]> more;
@@ -87,7 +87,7 @@ void Fold::run(const std::vector<const char*>& inputs, const std::vector<char*>&
     scratch = more.get();
   }
   for (size_t begin = 0; begin < count; begin += width)
-    block(inputs, outputs, begin, std::min(width, count - begin), scratch);
+    block(inputs, outputs, begin, std::min(width, count - begin), past_caches, scratch);
 }
 
 const char* Fold::pushed(const char* input, int number, size_t count, char* room) const {
@@ -105,7 +105,7 @@ const char* Fold::pushed(const char* input, int number, size_t count, char* room
 }
 
 void Fold::block(const std::vector<const char*>& inputs, const std::vector<char*>& outputs,
-                 size_t begin, size_t count, char* scratch) const {
+                 size_t begin, size_t count, bool past_caches, char* scratch) const {
   const size_t item = bytes_of(arithmetic_.type);
   const char* stack[16];
   size_t height = 0;
@@ -124,11 +124,11 @@ void Fold::block(const std::vector<const char*>& inputs, const std::vector<char*
     combine_(to, stack[height - 1], stack[height], count);
     stack[height - 1] = to;
   }
-  finish(stack[0], outputs, begin, count);
+  finish(stack[0], outputs, begin, count, past_caches);
 }
 
 void Fold::finish(const char* value, const std::vector<char*>& outputs, size_t begin,
-                  size_t count) const {
+                  size_t count, bool past_caches) const {
   const size_t item = bytes_of(arithmetic_.type);
   char* first = outputs[0] + begin * item;
   if (arithmetic_.divisor != 1) {
@@ -154,9 +154,9 @@ void Fold::finish(const char* value, const std::vector<char*>& outputs, size_t b
     value = first;
   }
   for (char* output : outputs)
-    // Outputs after the first are for other cores.
     if (output + begin * item != value)
-      (output == outputs[0] ? copy_bytes : stream_bytes)(output + begin * item, value, count * item);
+      (past_caches && output != outputs[0] ? stream_bytes : copy_bytes)(output + begin * item, value,
+                                                                        count * item);
 }
 
 }  // namespace lockstep

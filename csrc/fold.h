@@ -40,15 +40,16 @@ class Fold {
   Fold(std::vector<int> steps, Arithmetic arithmetic);
 
   // outputs[j][i] = the fold of inputs[0][i], inputs[1][i], ...; outputs may be inputs.
+  // `past_caches`: outputs after the first are stages, which other cores read next.
   void run(const std::vector<const char*>& inputs, const std::vector<char*>& outputs,
-           size_t count) const;
+           size_t count, bool past_caches = false) const;
 
  private:
   void block(const std::vector<const char*>& inputs, const std::vector<char*>& outputs,
-             size_t begin, size_t count, char* scratch) const;
+             size_t begin, size_t count, bool past_caches, char* scratch) const;
   const char* pushed(const char* input, int number, size_t count, char* room) const;
-  void finish(const char* value, const std::vector<char*>& outputs, size_t begin,
-              size_t count) const;
+  void finish(const char* value, const std::vector<char*>& outputs, size_t begin, size_t count,
+              bool past_caches) const;
 
   std::vector<int> steps_;
   Arithmetic arithmetic_;

@@ -54,6 +54,9 @@ class Group {
   char* at(uint64_t offset) { return segment_->data() + offset; }
   Neighbours& neighbours() { return neighbours_; }
 
+  // What a rank does while it waits in a collective: it moves its messages.
+  std::function<void()> meanwhile;
+
   // Ranks that have not attached yet.
   std::vector<int> missing();
   bool aborted() { return header_->aborted.load(std::memory_order_acquire) != 0; }
@@ -67,6 +70,7 @@ class Group {
   std::string names_of(const std::vector<int>& ranks) const;
   std::string described(const Call& call) const;     // "all_reduce(SUM, float32, 4 elements)"
   const Naming& naming() const { return naming_; }
+  void rename(std::string name) { naming_.group = std::move(name); }
   // What keeps `rank` from coming, for the person who waits for it.
   std::string whereabouts(int rank);
 
@@ -120,6 +124,10 @@ class Turn : public Watch {
   [[noreturn]] void disagree();
 
   void check() override;
+  // Others may wait for a message of this rank before they come.
+  void idle() override {
+    if (group_.meanwhile) group_.meanwhile();
+  }
   bool stopped() const override { return group_.header_->aborted.load(std::memory_order_relaxed); }
 
  private:

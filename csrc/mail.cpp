@@ -62,6 +62,15 @@ Mail::Mail(Group& group)
   announced_.resize(n);
   const char* staged = std::getenv("LOCKSTEP_NO_READ");  // for tests: take the lanes
   readable_.assign(n, staged && *staged ? 2 : 0);
+  group_.meanwhile = [this] {
+    if (unfinished_.load(std::memory_order_relaxed) == 0) return;
+    std::vector<Post> done;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      progress(done);
+    }
+    settle(done);
+  };
 }
 
 void Mail::stop() {
@@ -76,6 +85,7 @@ void Mail::stop() {
   changed_.notify_all();
   group_.record(me_).bell.ring();
   if (thread_.joinable()) thread_.join();
+  group_.meanwhile = nullptr;
 }
 
 // ---- where things lie ----
@@ -113,6 +123,7 @@ void Mail::post(const Post& message) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     message->begun = Clock::now();
+    ++unfinished_;
     if (group_.aborted()) {
       finish(message, done, group_.reason());
     } else if (message->op == Op::recv) {
@@ -196,6 +207,7 @@ void Mail::settle(std::vector<Post>& done) {
 }
 
 void Mail::finish(const Post& message, std::vector<Post>& done, std::string error) {
+  --unfinished_;
   message->error = std::move(error);
   message->done.store(true, std::memory_order_release);
   if (message->then) --notified_;

@@ -108,6 +108,7 @@ class Mail {
   std::vector<std::deque<Post>> waiting_;     // sends that found no cell, by target
   std::vector<std::list<Post>> announced_;    // long sends, by target
   std::vector<uint8_t> readable_;             // by source: 0 unknown, 1 yes, 2 no
+  std::atomic<int> unfinished_{0};
   int waiters_ = 0, notified_ = 0;
   bool stopping_ = false;
   std::condition_variable changed_;

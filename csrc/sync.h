@@ -67,6 +67,7 @@ class Watch {
   virtual ~Watch() = default;
   virtual void check() = 0;           // deadline, dead ranks
   virtual bool stopped() const = 0;   // one load: has somebody aborted the group?
+  virtual void idle() {}              // called again and again once spinning was in vain
 };
 
 constexpr std::chrono::milliseconds kSlice{20};
@@ -84,6 +85,7 @@ void wait_for(Flag& flag, Ready ready, const Patience& patience, Watch& watch) {
     if (ready(flag.value.load(std::memory_order_acquire))) return;
     if (watch.stopped()) watch.check();
     if (Clock::now() >= until) break;
+    watch.idle();
     yield_core();
   }
   struct Sleeper {
@@ -95,6 +97,7 @@ void wait_for(Flag& flag, Ready ready, const Patience& patience, Watch& watch) {
     const uint32_t seen = flag.value.load(std::memory_order_seq_cst);
     if (ready(seen)) return;
     watch.check();
+    watch.idle();
     futex_sleep(flag.value, seen, kSlice);
   }
 }

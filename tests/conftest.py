@@ -38,7 +38,7 @@ def ranks() -> Callable[..., list[Any]]:
         fn: Callable[..., Any],
         n: int,
         *args: Any,
-        backend: str | None = "gloo",
+        backend: str | None = None,
         timeout: float = 60.0,
     ) -> list[Any]:
         def rank() -> Any:

@@ -44,7 +44,10 @@ struct Job {
                         ? data
                         : turn.group().neighbours().at(turn.call(rank).place, count * item());
       inputs.push_back(start + slice.begin * item());
-      if (root < 0 || root == rank) outputs.push_back(start + slice.begin * item());
+      if (root >= 0 && root != rank) continue;
+      // My own first: it stays in this core's cache.
+      outputs.insert(rank == turn.rank() ? outputs.begin() : outputs.end(),
+                     start + slice.begin * item());
     }
     if (slice.size()) fold().run(inputs, outputs, slice.size());
     turn.sync();
@@ -81,7 +84,7 @@ struct Job {
       inputs.push_back(rank == turn.rank() ? own : stage);
     }
     if (gets())
-      fold.run(inputs, {own, shared}, slice.size());
+      fold.run(inputs, {own, shared}, slice.size(), true);
     else
       fold.run(inputs, {shared}, slice.size());
   }

@@ -146,7 +146,7 @@ TEST(exchange_brings_unequal_blocks_to_everybody) {
         }
         for (int s = 0; s < n; ++s) {
           const auto expected = values(s * n + group.rank(), length(s, group.rank()), 3);
-          CHECK(std::memcmp(expected.data(), receive[static_cast<size_t>(s)]->data,
+          CHECK(expected.empty() || std::memcmp(expected.data(), receive[static_cast<size_t>(s)]->data,
                             expected.size() * sizeof(float)) == 0);
         }
       }

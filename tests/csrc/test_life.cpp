@@ -228,3 +228,17 @@ TEST(waiting_for_a_message_of_a_dead_rank_ends) {
   CHECK(Clock::now() - begun < std::chrono::seconds(1));
   waitpid(child, nullptr, 0);
 }
+
+TEST(a_rank_in_a_collective_still_takes_its_messages) {
+  on_ranks(2, [](Group& group) {
+    Mail mail(group);
+    std::vector<char> data(100000, static_cast<char>(group.rank()));
+    Post post = message(group.rank() == 0 ? Op::send : Op::recv, 1 - group.rank(), 1, data);
+    mail.post(post);
+    if (group.rank() == 0) mail.wait(post, kPatience);  // comes to the barrier only after that
+    meet(group);
+    mail.wait(post, kPatience);
+    CHECK(data[99999] == 0);
+    meet(group);
+  });
+}

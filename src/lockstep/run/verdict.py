@@ -33,6 +33,8 @@ LOST_PEER = (
     "failed to recv, got 0 bytes",
     "nccl remote error",
     "socket closed",
+    "has left the group",  # these two are lockstep's own
+    "died (process",
 )
 
 

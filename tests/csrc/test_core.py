@@ -1,0 +1,37 @@
+"""The C++ tests of the backend's core, built here; under sanitizers with `-m stress`."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the core is for Linux"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here"),
+    pytest.mark.timeout(600),
+]
+
+
+def make(target: str, folder: Path) -> str:
+    done = subprocess.run(
+        ["make", "-C", str(HERE), target, f"BUILD={folder}"],
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def test_the_core(tmp_path):
+    assert "tests passed" in make("test", tmp_path)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+def test_the_core_under_a_sanitizer(tmp_path, sanitizer):
+    assert "tests passed" in make(sanitizer, tmp_path)
