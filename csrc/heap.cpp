@@ -50,8 +50,13 @@ void* Heap::take(Region& region, uint64_t bytes) {
       best = hole;
   if (best == region.holes.end()) return nullptr;
   const auto [offset, room] = *best;
-  region.segment.reserve(offset, bytes);
-  region.segment.prefault(offset, bytes);
+  // Memory below the mark was reserved and touched before: holes stay warm.
+  const uint64_t end = offset + bytes, cold = std::max(offset, region.warm);
+  if (cold < end) {
+    region.segment.reserve(cold, end - cold);
+    region.segment.prefault(cold, end - cold);
+    region.warm = end;
+  }
   region.holes.erase(best);
   if (room > bytes) region.holes[offset + bytes] = room - bytes;
   region.blocks[offset] = bytes;

@@ -34,6 +34,7 @@ class Heap {
     Segment segment;
     std::map<uint64_t, uint64_t> holes;   // offset -> bytes
     std::map<uint64_t, uint64_t> blocks;  // offset -> bytes
+    uint64_t warm = 0;                    // everything below has memory
   };
   void* take(Region& region, uint64_t bytes);
   Region* region_of(const void* data);

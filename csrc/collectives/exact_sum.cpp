@@ -74,16 +74,17 @@ std::vector<bool> exact_sum(Turn& turn, const ExactBucket& bucket, char* packed,
   bool all = true;
   for (size_t m = 0; m < any.size(); ++m)
     for (const Node& node : nodes) {
-      if (node.present[m]) any[m] = true;
-      else all = false;
+      if (node.present[m] == kNew) any[m] = true;
+      if (node.present[m] == kAbsent) all = false;
     }
   if (all && mine.size()) add(nodes, bucket, {}, results, mine);
   for (size_t m = 0; !all && m < any.size(); ++m) {
+    if (!any[m]) continue;
     const auto [offset, elements] = bucket.members[m];
     const Slice slice{std::max(mine.begin, offset), std::min(mine.end, offset + elements)};
     if (slice.begin >= slice.end) continue;
     std::vector<bool> present;
-    for (const Node& node : nodes) present.push_back(node.present[m] != 0);
+    for (const Node& node : nodes) present.push_back(node.present[m] != kAbsent);
     add(nodes, bucket, present, results, slice);
   }
   turn.sync();

@@ -19,6 +19,9 @@
 
 namespace lockstep {
 
+// What a flag says. A stale value counts, but only where somebody has a new one.
+constexpr uint8_t kAbsent = 0, kNew = 1;  // 2: stale
+
 struct ExactBucket {
   Type type = Type::f32;
   size_t length = 0;                                    // elements of one node
@@ -28,7 +31,8 @@ struct ExactBucket {
   double divisor = 1;
 };
 
-// Both buffers lie in segments. Returns which members are present in any node.
+// Both buffers lie in segments. Returns which members are new in any node;
+// the result has the others only by chance.
 std::vector<bool> exact_sum(Turn& turn, const ExactBucket& bucket, char* packed, char* result);
 
 // Bytes that rank `rank` packs.

@@ -6,6 +6,7 @@ import pytest
 
 from lockstep.bench import rounds
 from lockstep.bench.measure import Order
+from lockstep.bench.peers import CopyPeer
 from lockstep.bench.rounds import Contender, Result, measure
 
 ORDER = Order("all_reduce", 256, "float32", "SUM")
@@ -47,6 +48,23 @@ def test_the_slowest_rank_counts():
 def test_a_round_trip_counts_half():
     order = Order("send_recv", 256, "float32", "SUM")
     assert race(Scripted("a", []), order=order)[0].median == 1.5
+
+
+@pytest.mark.parametrize(("name", "copied"), [("all_gather", 1024), ("send_recv", 256)])
+def test_a_copy_moves_as_many_bytes_as_the_message(name, copied):
+    class Copy(CopyPeer):
+        def ask(self, message):
+            if "prepare" in message:
+                assert message["order"]["count"] == copied
+            if "block" in message:
+                return [{"times": [3000] * message["calls"], "wrong": 0}]
+            return super().ask(message)
+
+    (result,) = measure(
+        [Contender("memcpy", Copy())], Order(name, 256, "float32", "SUM"), 4, 4, 0.1
+    )
+    assert result.median == 3.0  # a copy is no round trip
+    assert result.order.count == 256
 
 
 def test_contenders_take_turns_and_another_begins_each_round():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.comm import backend
+from lockstep.comm.transfer import all_gather_single
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 
@@ -47,7 +48,7 @@ def one_call(draw: random.Random, waiting: list) -> None:
         check = (mine, torch.full((numel,), root + 1.0))
     elif kind == 2:
         whole = tensor_for(draw, numel * n)
-        work = ls.comm.transfer.all_gather_single(whole, mine, async_op=later)
+        work = all_gather_single(whole, mine, async_op=later)
         check = (whole, torch.arange(1.0, n + 1).repeat_interleave(numel))
     elif kind == 3:
         whole = tensor_for(draw, numel * n).fill_(rank + 1)

@@ -5,21 +5,34 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.transfer import PAGE, all_gather_bytes, broadcast_tensors
+from lockstep.errors import DisagreementError
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_messages_of_any_length_reach_everybody(ranks, n):
     def exchange():
         rank = dist.get_rank()
-        short = all_gather_bytes(b"x" * rank)
-        mixed = all_gather_bytes(bytes([rank]) * (PAGE * 2 * rank))
-        edge = all_gather_bytes(bytes([rank]) * (PAGE - 8 + rank))
+        short = all_gather_bytes(b"x" * rank, "short")
+        mixed = all_gather_bytes(bytes([rank]) * (PAGE * 2 * rank), "mixed")
+        edge = all_gather_bytes(bytes([rank]) * (PAGE - 14 + rank), "edge")
         return short, mixed, edge
 
     for short, mixed, edge in ranks(exchange, n):
         assert short == [b"x" * rank for rank in range(n)]
         assert mixed == [bytes([rank]) * (PAGE * 2 * rank) for rank in range(n)]
-        assert edge == [bytes([rank]) * (PAGE - 8 + rank) for rank in range(n)]
+        assert edge == [bytes([rank]) * (PAGE - 14 + rank) for rank in range(n)]
+
+
+def test_ranks_that_do_different_things_are_told_apart(ranks):
+    def exchange():
+        about = "saving" if dist.get_rank() == 1 else "in step 3"
+        try:
+            all_gather_bytes(b"", about)
+        except DisagreementError as error:
+            return str(error)
+
+    for message in ranks(exchange, 3):
+        assert message.startswith("rank 1 is saving while rank 0 is in step 3: make the same calls")
 
 
 def make(rank):

@@ -106,15 +106,22 @@ def test_what_cannot_be_cut_is_named(batch: Any, words: str) -> None:
         cut(batch, 2, 1, 0)
 
 
-def test_an_empty_batch_has_no_microbatch() -> None:
-    batch = cut(torch.zeros(0, 3), 4, 1, 0)
-    assert (batch.size, batch.leaves, batch.microbatches) == (0, 0, ())
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(DatasetError, match="the batch is empty"):
+        cut(torch.zeros(0, 3), 4, 1, 0)
 
 
-def test_well_placed_tensors_are_not_copied() -> None:
-    batch = torch.zeros(8, 16)  # rows of 64 bytes
-    for index, microbatch in enumerate(cut(batch, 4, 1, 0).microbatches):
-        assert microbatch.data.data_ptr() == batch[2 * index :].data_ptr()
+def test_a_microbatch_has_its_own_memory() -> None:
+    """A model that writes into its input must not change the user's batch."""
+    batch = torch.zeros(8, 16)
+    for microbatch in cut(batch, 4, 1, 0).microbatches:
+        microbatch.data.fill_(1.0)
+    assert not batch.any()
+
+
+def test_well_placed_tensors_are_not_copied_by_alignment() -> None:
+    tensor = torch.zeros(8, 16)
+    assert aligned(tensor) is tensor
 
 
 def test_misplaced_tensors_are_copied_with_their_strides() -> None:

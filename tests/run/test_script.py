@@ -195,6 +195,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(
     run, capfdbinary, monkeypatch
 ):
     monkeypatch.setattr("lockstep.run.job.Job.terminate.__defaults__", (0.3,))
+    monkeypatch.setattr("lockstep.run.script.GRACE", 0.3)
     source = """
 import os, signal, time
 if os.environ["RANK"] == "0":

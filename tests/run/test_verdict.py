@@ -62,6 +62,12 @@ def test_a_sentence_of_locksteps_own_needs_no_traceback():
     assert not hasattr(error, "__notes__")
 
 
+def test_a_sentence_that_names_its_rank_stands_alone():
+    message = "rank 0, step 3, micro-batch 1: the loss is nan"
+    assert str(rank_error([raised(1, 1.0, message, plain=True)])) == message
+    assert str(rank_error([raised(1, 1.0, "ranks differ", plain=True)])).startswith("rank 1 failed")
+
+
 def test_only_the_first_line_of_a_long_message_is_in_the_sentence():
     assert (
         str(rank_error([raised(0, 1.0, "one\ntwo")]))

@@ -26,7 +26,7 @@ def run(write, leaves=3, ranks=1, rank=0, gathered=None):
     """Let `write(model, leaf)` act as each micro-batch that this rank owns."""
     model = Holder()
     owned = spans(leaves, ranks)
-    buffers = Buffers(model)
+    buffers = Buffers({"": model})
     for leaf in owned[rank]:
         buffers.enter()
         write(model, leaf)
@@ -77,7 +77,7 @@ def test_what_nobody_wrote_stays_as_it_is():
 def test_a_buffer_keeps_its_identity_and_its_other_name():
     model = Holder()
     kept = model.mean
-    buffers = Buffers(model)
+    buffers = Buffers({"": model})
     buffers.enter()
     assert model.again.same is model.mean
     assert model.mean is not kept
@@ -94,7 +94,7 @@ def test_integers_that_differ_are_an_error_that_names_the_buffer():
     def write(model, leaf):
         model.count += leaf
 
-    with pytest.raises(BufferError, match=r"buffer count .* integers have no mean"):
+    with pytest.raises(BufferError, match=r"buffer count .* only floating numbers have a mean"):
         run(write)
 
 

@@ -1,5 +1,7 @@
 """The history: steps become epochs, and everybody is told once."""
 
+import json
+
 import pytest
 
 from lockstep.train.evaluation import Evaluation
@@ -28,6 +30,7 @@ def test_an_epoch_is_the_mean_over_its_samples():
     history.step(result(0, loss=1.0, samples=3, hit=1.0), [10, 20])
     history.step(result(1, loss=5.0, samples=1, hit=0.0, rare=2.0), [11, 21])
     epoch = history.end_epoch(4)
+    history.tell(epoch)
     assert (epoch.epoch, epoch.loss, epoch.samples, epoch.seconds) == (4, 2.0, 4, 1.0)
     assert epoch.metrics == {"hit": 0.75, "rare": 2.0}
     assert [each.step for each in steps] == [0, 1]
@@ -65,3 +68,34 @@ def test_times_split_a_step_by_rank():
         pytest.approx([5.5, 3.5, 0.0, 0.0]),
     ]
     assert rank_times(pages[:1], 0.1, 0.1, 0.5) == [pytest.approx([2.5, 0.0, 0.0, 1.0])]
+
+
+def test_an_open_epoch_goes_on_where_it_was_saved():
+    whole, first, second = (History([], [], []) for _ in range(3))
+    results = [
+        result(step, loss=0.1 * step + 1 / 3, samples=step + 1, hit=0.7) for step in range(6)
+    ]
+    for each in results:
+        whole.step(each, [1])
+    for each in results[:4]:
+        first.step(each, [1])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for each in results[4:]:
+        second.step(each, [1])
+    assert second.end_epoch(0) == whole.end_epoch(0)
+
+
+def test_a_broken_off_epoch_is_forgotten():
+    history = History([], [], [])
+    history.step(result(0, loss=100.0), [1])
+    history.begin_epoch()
+    history.step(result(1, loss=1.0), [1])
+    assert history.end_epoch(0).loss == 1.0
+
+
+def test_a_warning_is_written_once_wherever_it_comes_from():
+    writer = Lines()
+    history = History([writer], [], [])
+    history.warn(1, "rank 1, step 0: beware", show=False)
+    history.warn(2, "rank 2, step 5: beware", show=True)
+    assert writer.lines == [("warning", {"rank": 1, "message": "rank 1, step 0: beware"})]

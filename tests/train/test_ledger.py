@@ -18,7 +18,7 @@ def test_pages_arrive_with_every_bit(ranks):
         values = [1 / 3, 5e-324, math.inf, -0.0]
         entry = Entry(leaf=rank, size=3, share=0.1, loss=values[rank], metrics={"é": 1e300 / 7})
         entries = [] if rank == 2 else [entry] * 40  # longer than a page, and empty
-        return exchange(page(*entries, buffers=["differ"] * rank))
+        return exchange(page(*entries, buffers=["differ"] * rank), "in step 1")
 
     found = ranks(swap, 3)
     assert found[0] == found[1] == found[2]

@@ -68,7 +68,7 @@ class Result:
     @property
     def busbw(self) -> float:
         """The bus bandwidth in GB/s; a memory copy's is its algorithm bandwidth."""
-        if isinstance(self.contender.peer, CopyPeer):
+        if is_copy(self.contender):
             return self.algbw
         return self.algbw * COLLECTIVES[self.order.collective].factor(self.ranks)
 
@@ -103,8 +103,8 @@ def measure(
     """
     racing = [Turns(one, replace(order, segment=one.segment), times=[]) for one in contenders]
     for turns in racing:
-        message = {"prepare": turns.contender.name, "order": asdict(turns.order)}
-        ask(turns, message)
+        asked = whole(turns.order, ranks) if is_copy(turns.contender) else turns.order
+        ask(turns, {"prepare": turns.contender.name, "order": asdict(asked)})
         warm_up(turns)
     for number in rotation(len(racing)):
         running = [turns for turns in racing if not turns.is_done(seconds)]
@@ -132,9 +132,21 @@ def ask(turns: Turns, message: dict[str, Any]) -> list[dict[str, Any]]:
     return answers
 
 
-def slowest(order: Order, answers: list[dict[str, Any]]) -> list[float]:
+def is_copy(contender: Contender) -> bool:
+    """Whether a contender is the memory copy, which knows no ranks and no parts."""
+    return isinstance(contender.peer, CopyPeer)
+
+
+def whole(order: Order, ranks: int) -> Order:
+    """Return the order of a copy of as many bytes as the message has."""
+    parts = ranks if COLLECTIVES[order.collective].is_cut else 1
+    return replace(order, count=order.count * parts)
+
+
+def slowest(turns: Turns, answers: list[dict[str, Any]]) -> list[float]:
     """Return each call's microseconds: the longest of all ranks, of a round trip the half."""
-    scale = 2e3 if order.collective == "send_recv" else 1e3
+    is_round_trip = turns.order.collective == "send_recv" and not is_copy(turns.contender)
+    scale = 2e3 if is_round_trip else 1e3
     by_call = zip(*(answer["times"] for answer in answers), strict=True)
     return [max(times) / scale for times in by_call]
 
@@ -146,7 +158,7 @@ def warm_up(turns: Turns) -> None:
             return
         answers = ask(turns, {"block": turns.contender.name, "calls": 2})
         if not turns.cannot:
-            typical = statistics.median(slowest(turns.order, answers))
+            typical = statistics.median(slowest(turns, answers))
             turns.calls = max(1, min(LONGEST, round(BLOCK / max(typical, 1e-3))))
 
 
@@ -155,7 +167,7 @@ def run_block(turns: Turns) -> None:
     answers = ask(turns, {"block": turns.contender.name, "calls": turns.calls})
     if turns.cannot:
         return
-    times = slowest(turns.order, answers)
+    times = slowest(turns, answers)
     assert turns.times is not None
     turns.times += times
     turns.rounds += 1

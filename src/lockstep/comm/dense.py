@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["in_layout_of", "in_memory_order"]
+__all__ = ["in_format_of", "in_layout_of", "in_memory_order"]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -32,3 +32,9 @@ def in_layout_of(vector: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     if not _is_dense(model):
         return vector.view(model.shape)
     return vector.as_strided(model.shape, model.stride())
+
+
+def in_format_of(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values in the memory format that `in_layout_of` gives to `model`."""
+    keep = torch.preserve_format if _is_dense(model) else torch.contiguous_format
+    return torch.empty_like(model, memory_format=keep, requires_grad=False).copy_(tensor)

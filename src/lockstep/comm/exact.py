@@ -26,18 +26,26 @@ travel as `uint8`; each addition rounds to the tensor's own dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from lockstep.comm.bucket import ALIGNMENT, Bucket, pieces, slice_length
-from lockstep.comm.dense import in_layout_of, in_memory_order
-from lockstep.comm.native import NativeSum, native_backend
+from lockstep.comm.dense import in_format_of, in_layout_of, in_memory_order
+from lockstep.comm.native import ABSENT, NEW, STALE, NativeSum, native_backend
 from lockstep.comm.transfer import all_gather_single, as_bytes
 from lockstep.comm.tree import Node, total
 
-__all__ = ["ExactSum", "add_lists", "add_present", "exact_sums", "in_layout_of", "in_memory_order"]
+__all__ = [
+    "ExactSum",
+    "add_lists",
+    "add_present",
+    "exact_sums",
+    "in_format_of",
+    "in_layout_of",
+    "in_memory_order",
+]
 
 Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
 """The tensors by the index that a bucket's members have; None is absent."""
@@ -81,31 +89,35 @@ class ExactSum:
         group: dist.ProcessGroup | None = None,
         divisor: int = 1,
     ) -> None:
-        native = native_backend(device, bucket.dtype, group)
+        self.bucket = bucket
         self._sum: PortableSum | NativeSum
+        native = native_backend(device, bucket.dtype, group)
         if native is None:
             self._sum = PortableSum(bucket, holders, leaves, device, group, divisor)
         else:
             rank = dist.get_rank(group)
             self._sum = NativeSum(native, bucket, holders, leaves, rank, divisor)
 
-    def launch(self, held: Mapping[Node, Values]) -> None:
+    def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
         """Begin (1): copy this rank's nodes and start the exchange.
 
-        `held` maps each of this rank's nodes to a list of tensors, None where
-        absent; the bucket's members are picked from it by index.
+        The tensors whose index is in `stale` count only if some other rank has one
+        that is not.
+
+        `held` maps each of this rank's nodes to its tensors, None where absent; the
+        bucket's members are picked from it by index.
         """
-        self._sum.launch(held)
+        self._sum.launch(held, stale)
 
     def combine(self) -> None:
         """Do (2) and begin (3): add my slice along the tree, and start the gather."""
         self._sum.combine()
 
     def gather(self) -> list[tuple[int, torch.Tensor | None]]:
-        """Finish (3): return (index, sum) of every member, None where no rank had a value.
+        """Finish (3): return (index, sum) of every member, None where no rank had a new one.
 
         The sums are vectors in the order of memory that the values were given
-        in, 64-byte aligned views of a buffer that the next use overwrites.
+        in, 64-byte aligned views of one new buffer.
         """
         return self._sum.gather()
 
@@ -137,12 +149,14 @@ class PortableSum:
         # Zeros once: the gaps between the members are added too, and must stay numbers.
         self._out = torch.zeros(ranks, mine, dtype=torch.uint8, device=device)
         self._in = torch.empty(sum(self._widths), dtype=torch.uint8, device=device)
-        self._result = torch.empty(ranks * self._length, dtype=bucket.dtype, device=device)
         self._work: dist.Work | None = None
         self._present: list[bool] = []
 
-    def launch(self, held: Mapping[Node, Values]) -> None:
+    def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
         """Begin (1): copy this rank's nodes into the message and start the exchange.
+
+        The tensors whose index is in `stale` count only if some other rank has one
+        that is not.
 
         `held` maps each of this rank's nodes to its tensors, None where absent; the
         bucket's members are picked from it by index.
@@ -153,7 +167,10 @@ class PortableSum:
         flags = bytearray()
         for number, node in enumerate(nodes):
             values = held[node]
-            flags += bytes(values[member.index] is not None for member in members)
+            flags += bytes(
+                ABSENT if values[member.index] is None else STALE if member.index in stale else NEW
+                for member in members
+            )
             rows = self._out[:, number * slices : (number + 1) * slices].view(self.bucket.dtype)
             flat: dict[int, torch.Tensor] = {}
             for piece in self._pieces:
@@ -182,8 +199,8 @@ class PortableSum:
         assert self._work is not None
         self._work.wait()
         slices, flags = self._received()
-        self._present = [any(column) for column in zip(*flags.values(), strict=True)]
-        if all(all(row) for row in flags.values()):
+        self._present = [NEW in column for column in zip(*flags.values(), strict=True)]
+        if all(ABSENT not in row for row in flags.values()):
             whole: dict[Node, torch.Tensor | None] = dict(slices)
             mine = total(whole, self.leaves, add_present)
             assert mine is not None
@@ -191,36 +208,39 @@ class PortableSum:
             mine = self._combine_members(slices, flags)
         if self._divisor != 1:
             mine.div_(self._divisor)
+        # New memory each time: somebody may hold on to the sums of the step before.
+        self._result = torch.empty(
+            len(self.holders) * self._length, dtype=self.bucket.dtype, device=mine.device
+        )
         self._work = all_gather_single(
             as_bytes(self._result), as_bytes(mine), group=self._group, async_op=True
         )
 
-    def _received(self) -> tuple[dict[Node, torch.Tensor], dict[Node, list[bool]]]:
+    def _received(self) -> tuple[dict[Node, torch.Tensor], dict[Node, list[int]]]:
         """Split what arrived into my slice of every node, and its members' presence."""
         members = len(self.bucket.members)
         slice_bytes = self._length * self.bucket.dtype.itemsize
         slices: dict[Node, torch.Tensor] = {}
-        flags: dict[Node, list[bool]] = {}
+        flags: dict[Node, list[int]] = {}
         for nodes, message in zip(self.holders, self._in.split(self._widths), strict=True):
             presence = message[len(nodes) * slice_bytes :].tolist()
             for number, node in enumerate(nodes):
                 values = message[number * slice_bytes : (number + 1) * slice_bytes]
                 slices[node] = values.view(self.bucket.dtype)
-                row = presence[number * members : (number + 1) * members]
-                flags[node] = [flag == 1 for flag in row]
+                flags[node] = presence[number * members : (number + 1) * members]
         return slices, flags
 
     def _combine_members(
-        self, slices: Mapping[Node, torch.Tensor], flags: Mapping[Node, Sequence[bool]]
+        self, slices: Mapping[Node, torch.Tensor], flags: Mapping[Node, Sequence[int]]
     ) -> torch.Tensor:
         """Add member by member, where some are absent from some nodes."""
-        mine = torch.zeros(self._length, dtype=self.bucket.dtype, device=self._result.device)
+        mine = torch.zeros(self._length, dtype=self.bucket.dtype, device=self._in.device)
         for piece in self._pieces:
             if piece.slice != self._rank or not self._present[piece.member]:
                 continue
             part = slice(piece.offset, piece.offset + piece.stop - piece.start)
             values = {
-                node: values[part] if flags[node][piece.member] else None
+                node: values[part] if flags[node][piece.member] != ABSENT else None
                 for node, values in slices.items()
             }
             added = total(values, self.leaves, add_present)
@@ -229,10 +249,10 @@ class PortableSum:
         return mine
 
     def gather(self) -> list[tuple[int, torch.Tensor | None]]:
-        """Finish (3): return (index, sum) of every member, None where no rank had a value.
+        """Finish (3): return (index, sum) of every member, None where no rank had a new one.
 
         The sums are vectors in the order of memory that the values were given
-        in, 64-byte aligned views of a buffer that the next use overwrites.
+        in, 64-byte aligned views of one new buffer.
         """
         assert self._work is not None
         self._work.wait()

@@ -8,7 +8,7 @@ straight from everybody's memory into everybody's result (csrc/collectives/exact
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,10 @@ from lockstep.comm.dense import in_memory_order
 from lockstep.comm.memory import empty
 from lockstep.comm.tree import Node
 
-__all__ = ["NativeSum", "native_backend"]
+__all__ = ["ABSENT", "NEW", "STALE", "NativeSum", "native_backend"]
+
+ABSENT, NEW, STALE = 0, 1, 2
+"""What a flag says of a tensor in a node."""
 
 Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
 """As in `lockstep.comm.exact`."""
@@ -60,7 +63,6 @@ class NativeSum:
             self._packed[:values].view(bucket.dtype).view(len(self._nodes), bucket.length)
         )
         self._flags = self._packed[values : values + flags]
-        self._result = empty(max(bucket.length, 1), dtype=bucket.dtype)
         self._present = torch.zeros(max(len(bucket.members), 1), dtype=torch.uint8)
         self._plan = {
             "length": bucket.length,
@@ -71,19 +73,23 @@ class NativeSum:
         }
         self._work: dist.Work | None = None
 
-    def launch(self, held: Mapping[Node, Values]) -> None:
-        """Copy this rank's nodes into shared memory and start the sum."""
+    def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
+        """Copy this rank's nodes into shared memory and start the sum; as in `ExactSum`."""
         flags = bytearray()
         for node, row in zip(self._nodes, self._values, strict=True):
             values = held[node]
             for member in self._bucket.members:
                 value = values[member.index]
-                flags.append(value is not None)
-                if value is not None:
+                if value is None:
+                    flags.append(ABSENT)
+                else:
+                    flags.append(STALE if member.index in stale else NEW)
                     part = row[member.offset : member.offset + member.numel]
                     part.copy_(in_memory_order(value))
         if flags:
             self._flags.copy_(torch.frombuffer(flags, dtype=torch.uint8))
+        # New memory each time: somebody may hold on to the sums of the step before.
+        self._result = empty(max(self._bucket.length, 1), dtype=self._bucket.dtype)
         self._work = self._native.exact_sum(self._packed, self._result, self._present, **self._plan)
 
     def combine(self) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from lockstep.errors import DisagreementError
+
 __all__ = [
     "all_gather_bytes",
     "all_gather_single",
@@ -42,22 +44,38 @@ def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def all_gather_bytes(message: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+def all_gather_bytes(
+    message: bytes, about: str, group: dist.ProcessGroup | None = None
+) -> list[bytes]:
     """Return every rank's message, in rank order.
 
-    The messages may differ in length. Everybody sends one page, which begins with
-    the message's length; only if some message is longer than a page there is a
-    second exchange, as wide as the longest.
+    `about` says in a few words what the rank is doing ("in step 12"); ranks that
+    exchange messages about different things have gone different ways. The messages
+    may differ in length. Everybody sends one page; only if some message does not
+    fit there is a second exchange, as wide as the longest.
+
+        page    | length of the message, 8 bytes | of `about`, 2 | about | message ... |
+
+    Raises DisagreementError on every rank where `about` differs.
     """
     if dist.get_world_size(group) == 1:
         return [message]
-    header = len(message).to_bytes(8, "little")
+    topic = about.encode()[: PAGE // 2]
+    header = len(message).to_bytes(8, "little") + len(topic).to_bytes(2, "little") + topic
     pages = _gather_equal((header + message)[:PAGE].ljust(PAGE, b"\0"), group)
+    topics = [page[10 : 10 + int.from_bytes(page[8:10], "little")] for page in pages]
+    for rank, other in enumerate(topics):
+        if other != topics[0]:
+            raise DisagreementError(
+                f"rank {rank} is {other.decode(errors='replace')} while rank 0 is "
+                f"{topics[0].decode(errors='replace')}: make the same calls on every rank, with "
+                "the same arguments"
+            )
     lengths = [int.from_bytes(page[:8], "little") for page in pages]
-    if max(lengths) > PAGE - 8:
+    if max(lengths) > PAGE - len(header):
         bodies = _gather_equal(message.ljust(max(lengths), b"\0"), group)
     else:
-        bodies = [page[8:] for page in pages]
+        bodies = [page[len(header) :] for page in pages]
     return [body[:length] for body, length in zip(bodies, lengths, strict=True)]
 
 
@@ -89,21 +107,22 @@ def _packets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 @torch.no_grad()
 def broadcast_tensors(
-    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, source: int = 0
 ) -> None:
-    """Overwrite `tensors` on every rank with those of the group's first rank, bit for bit.
+    """Overwrite `tensors` on every rank with those of rank `source` of the group, bit for bit.
 
-    Shapes and dtypes must be the same on all ranks; strides may differ.
+    Shapes and dtypes must be the same on all ranks; strides may differ. Autograd
+    is not told: a graph that holds a tensor goes on with the new values.
     """
     if dist.get_world_size(group) == 1:
         return
-    source = dist.get_global_rank(group, 0) if group is not None else 0
+    sender = dist.get_global_rank(group, source) if group is not None else source
     for packet in _packets(tensor for tensor in tensors if tensor.numel()):
         flat = torch.cat([as_bytes(tensor.detach().contiguous()) for tensor in packet])
-        dist.broadcast(flat, source, group=group)
-        if dist.get_rank(group) == 0:
+        dist.broadcast(flat, sender, group=group)
+        if dist.get_rank(group) == source:
             continue
         sizes = [tensor.nbytes for tensor in packet]
         for tensor, part in zip(packet, flat.split(sizes), strict=True):
             # A clone, because a view of another dtype must start at a multiple of its size.
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+            tensor.data.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

@@ -89,10 +89,11 @@ def cut(batch: Any, microbatches: int, replicas: int, replica: int, epoch: int =
 
     `batch` is a tensor, or tuples, lists and mappings of tensors and of plain
     lists (one entry a sample), all with one common first dimension. Scalars and
-    tensors without a dimension go to every micro-batch as they are. The results
-    are views where `aligned` allows it.
+    tensors without a dimension go to every micro-batch. Each micro-batch has its
+    own memory: what a model writes into its input changes nobody else's.
 
-    Raises DatasetError where first dimensions differ, or where nothing has one.
+    Raises DatasetError where first dimensions differ, where nothing has one, or
+    where it is 0.
     """
     sizes: dict[str, int] = {}
     _measure(batch, "batch", sizes)
@@ -105,11 +106,13 @@ def cut(batch: Any, microbatches: int, replicas: int, replica: int, epoch: int =
     for name, other in others:
         if other != size:
             raise DatasetError(f"{first} holds {size} samples, but {name} holds {other}")
+    if size == 0:
+        raise DatasetError("the batch is empty: it holds no sample")
     return Batch(
         size=size,
         leaves=leaves(size, microbatches),
         microbatches=tuple(
-            Microbatch(index, len(span), aligned(_sliced(batch, span)))
+            Microbatch(index, len(span), mapped(torch.clone, _sliced(batch, span)))
             for index, span in pieces(size, microbatches, replicas, replica)
         ),
         epoch=epoch,

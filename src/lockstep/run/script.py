@@ -24,7 +24,7 @@ from lockstep.errors import FileError, RankError, UsageError
 from lockstep.run import preload
 from lockstep.run.assignment import Assignment
 from lockstep.run.channel import Message
-from lockstep.run.job import Job
+from lockstep.run.job import GRACE, Job
 from lockstep.run.lingering import Lingering, say
 from lockstep.run.output import Output
 from lockstep.run.plan import STDERR, STDOUT, Plan
@@ -54,7 +54,7 @@ def run_plan(plan: Plan) -> None:
     """
     _check_target(plan)
     folder = _log_folder(plan)
-    with _interruptible():
+    with _interruptible() as requests:
         job = _start(plan, folder)
         try:
             error = job.watch(tick=Lingering(job).look)
@@ -65,7 +65,7 @@ def run_plan(plan: Plan) -> None:
                 say(f"{interruption}: ending {spoken(job.running)}")
             raise
         finally:
-            _end(job)
+            _end(job, requests)
     _complain(job)
     if error is not None:
         raise _with_last_lines(job, error)
@@ -197,29 +197,32 @@ def _task(plan: Plan, variables: dict[str, str], folder: Path | None) -> Message
     }
 
 
-def _end(job: Job) -> None:
+def _end(job: Job, requests: list[int]) -> None:
+    """End what still runs; at once where that was asked for twice, now or before."""
     try:
-        job.terminate()
-    except Interrupted:  # asked for a second time: at once
+        job.terminate(grace=GRACE if len(requests) < 2 else 0.0)
+    except Interrupted:
         job.terminate(grace=0.0)
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Turn the signals that ask a program to stop into an exception, twice at most."""
-    times = 0
+def _interruptible() -> Iterator[list[int]]:
+    """Turn the signals that ask a program to stop into an exception, twice at most.
+
+    Gives the list of those that came.
+    """
+    requests: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal times
-        times += 1
-        if times <= 2:
+        requests.append(number)
+        if len(requests) <= 2:
             raise Interrupted(number)
 
     # What is ignored already stays so: nohup does that to SIGHUP.
     heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in heard}
     try:
-        yield
+        yield requests
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

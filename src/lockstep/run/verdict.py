@@ -7,6 +7,7 @@ the sentence names the cause even where a consequence was reported earlier.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -109,11 +110,19 @@ def rank_error(outcomes: Iterable[Outcome]) -> RankError | None:
     failure = first_failure(outcomes)
     if failure is None:
         return deserted(outcomes)
-    error = RankError(_left_early(outcomes, failure) or f"rank {failure.rank} {ending(failure)}")
+    error = RankError(_left_early(outcomes, failure) or _sentence(failure))
     error.rank, error.status = failure.rank, failure.status
     if failure.error is not None and not failure.error["plain"]:
         error.add_note(f"rank {failure.rank}:\n{failure.error['traceback'].rstrip()}")
     return error
+
+
+def _sentence(failure: Outcome) -> str:
+    """Say which rank failed and how; a message that names a rank itself stands alone."""
+    error = failure.error
+    if error is not None and error["plain"] and re.match(r"rank \d", str(error["message"])):
+        return str(error["message"])
+    return f"rank {failure.rank} {ending(failure)}"
 
 
 def _moment(outcome: Outcome) -> float:

@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.comm.transfer import all_gather_bytes, broadcast_tensors
 from lockstep.errors import DisagreementError
 
-__all__ = ["agree"]
+__all__ = ["agree", "require_same"]
 
 
 def agree(
@@ -21,26 +21,29 @@ def agree(
 ) -> None:
     """Give every rank rank 0's parameters and buffers.
 
-    Raises DisagreementError on every rank where the models' names, shapes or dtypes
-    differ, or their `settings` (JSON values).
+    Raises DisagreementError on every rank where the models' names, shapes, strides or
+    dtypes differ, or their `settings` (JSON values).
     """
-    _require_same({"model": _hash(module), **settings}, group)
+    require_same({"model": _hash(module), **settings}, group)
     broadcast_tensors([*module.parameters(), *module.buffers()], group)
 
 
 def _hash(model: nn.Module) -> str:
     """Hash what must be the same of a model before its tensors can be exchanged."""
     lines = [
-        f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+        f"{name} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype} {tensor.requires_grad}"
         for named in (model.named_parameters(), model.named_buffers())
         for name, tensor in named
     ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def _require_same(settings: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+def require_same(settings: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Raise DisagreementError on every rank unless `settings` (JSON values) are equal on all."""
     message = json.dumps(settings).encode()
-    everyone = [json.loads(each) for each in all_gather_bytes(message, group)]
+    everyone = [
+        json.loads(each) for each in all_gather_bytes(message, "beginning a training", group)
+    ]
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.items():
             ours = everyone[0].get(name)

@@ -8,6 +8,11 @@
     its end    (4) what is left is launched: members without a gradient are absent
                (5) the means are written into `.grad`
 
+Where several wrapped modules live on one group, a backward may go through them
+in another order on each rank. Then nothing is launched before its end; the ranks
+tell each other whose turn it was, and (2) to (5) follow in the order in which
+the wrappers were made.
+
 It sees whole batches, not micro-batches, so the digest depends on the number of
 ranks, as it does with DistributedDataParallel. What it promises is equal bits on
 all ranks and from run to run, whatever the bucket size: every element is added
@@ -16,6 +21,8 @@ along the tree over the ranks.
 
 from __future__ import annotations
 
+import itertools
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,12 +33,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.bucket import Bucket, plan
-from lockstep.comm.exact import ExactSum, in_layout_of
-from lockstep.comm.transfer import broadcast_tensors
+from lockstep.comm.exact import ExactSum, in_format_of, in_layout_of
+from lockstep.comm.transfer import all_gather_bytes, broadcast_tensors
 from lockstep.errors import GradientError, UsageError
 from lockstep.run.world import world
 from lockstep.train.agreement import agree
 from lockstep.train.gradients import BUCKET_BYTES
+from lockstep.train.units import in_backward
 
 __all__ = ["DataParallel"]
 
@@ -92,7 +100,8 @@ class DataParallel(nn.Module):
                     f"parameter {name} was frozen when DataParallel was made and is not now; "
                     "its gradient would not be averaged: make DataParallel after unfreezing"
                 )
-        if self._averager.enabled and self.training and torch.is_grad_enabled():
+        training = self.training and torch.is_grad_enabled()
+        if training and self._averager.enabled and not in_backward():
             self._averager.reset()
             if self._broadcast_buffers:
                 broadcast_tensors(list(self._origin.buffers()), self._group)
@@ -112,6 +121,10 @@ class DataParallel(nn.Module):
             yield
         finally:
             self._averager.enabled = before
+
+
+_averagers: weakref.WeakSet[_Averager] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 class _Averager:
@@ -142,10 +155,14 @@ class _Averager:
             ExactSum(bucket, holders, ranks, parameters[0].device, group, divisor=ranks)
             for bucket in self._buckets
         ]
+        self._group = group or dist.group.WORLD
+        self._number = next(_numbers)
         self._touched: set[int] = set()  # gradients that are not averaged yet
         self._ready: set[int] = set()  # of those, the ones complete in this backward
         self._launched = 0
         self._active = False
+        self._together = False  # are there several, which must wait for each other?
+        self._join()
         for index in indices:
             parameters[index].register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
 
@@ -166,9 +183,13 @@ class _Averager:
         if not self._active:
             self._active = True
             engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._finish)
+            engine.queue_callback(self._end_backward)
         self._ready.add(index)
-        while self._launched < len(self._buckets) and self._complete(self._launched):
+        while (
+            not self._together
+            and self._launched < len(self._buckets)
+            and self._complete(self._launched)
+        ):
             self._launch()
 
     def _complete(self, number: int) -> bool:
@@ -178,7 +199,10 @@ class _Averager:
     def _launch(self) -> None:
         """Do (2) and (3)."""
         number, self._launched = self._launched, self._launched + 1
-        self._sums[number].launch({self._node: self._gradients(self._buckets[number])})
+        bucket = self._buckets[number]
+        # A gradient of before that nobody touched this time has its part in the mean of others.
+        stale = {member.index for member in bucket.members} - self._touched
+        self._sums[number].launch({self._node: self._gradients(bucket)}, stale)
         if number:
             self._sums[number - 1].combine()
 
@@ -187,16 +211,37 @@ class _Averager:
         gradients: dict[int, torch.Tensor | None] = {}
         for member in bucket.members:
             parameter = self._parameters[member.index]
-            gradient = parameter.grad if member.index in self._touched else None
+            gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
                 raise GradientError(
                     f"parameter {self._names[member.index]} has a sparse gradient, which cannot be "
                     "averaged exactly: make its Embedding with sparse=False"
                 )
             if gradient is not None and gradient.stride() != parameter.stride():
-                gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+                gradient = in_format_of(gradient, parameter)
             gradients[member.index] = gradient
         return gradients
+
+    def _join(self) -> None:
+        """Find out, with the other ranks, whether there are several on this group."""
+        _averagers.add(self)
+        here = [each for each in _averagers if each._group is self._group]
+        message = str(len(here)).encode()
+        counts = all_gather_bytes(message, "wrapping a module in DataParallel", self._group)
+        for each in here:
+            each._together = max(map(int, counts)) > 1
+
+    def _end_backward(self) -> None:
+        """Finish this one, or all whose turn it was, in the order in which they were made."""
+        if not self._active:
+            return  # another one's call has finished it
+        if not self._together:
+            return self._finish()
+        here = {each._number: each for each in _averagers if each._group is self._group}
+        message = json.dumps([number for number, each in here.items() if each._active]).encode()
+        turns = all_gather_bytes(message, "averaging gradients at the end of backward", self._group)
+        for number in sorted({number for turn in turns for number in json.loads(turn)}):
+            here[number]._finish()
 
     @torch.no_grad()
     def _finish(self) -> None:

@@ -14,7 +14,9 @@ from torch import nn
 
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.loader import Batches
-from lockstep.train.forward import Metric, forward
+from lockstep.errors import LossError
+from lockstep.train.buffers import Buffers
+from lockstep.train.forward import Metric, check_scalar, forward
 from lockstep.train.setting import Setting
 from lockstep.train.units import Units
 from lockstep.train.weight import is_sum
@@ -59,27 +61,35 @@ def evaluate(
     """
     rows: list[tuple[int, float, float, dict[str, float]]] = []
     units = Units(model, seed, setting.device)
+    buffers = Buffers(setting.modules_with(model))
     with _evaluating(model), units.seeded():
         for number, batch in enumerate(batches):
             for microbatch in batch.microbatches:
                 units.begin(-1 - number, microbatch.index)  # keys that no training step has
                 data = setting.moved(microbatch.data)
                 place = f"rank {setting.rank}, evaluation batch {number}, {microbatch.index}"
-                with setting.autocast():
+                # Even in evaluation a module may count or collect: on a copy.
+                with buffers.untouched(), setting.autocast():
                     loss, values = forward(model, setting.loss, metrics, data, place)
+                check_scalar(loss, place)
                 weight = _weight(setting, microbatch.size, microbatch.data)
-                if weight:
-                    numbers = {name: float(value) for name, value in values.items()}
-                    rows.append((microbatch.size, weight, float(loss), numbers))
+                numbers = {name: float(value) for name, value in values.items()}
+                rows.append((microbatch.size, weight, float(loss) if weight else 0.0, numbers))
     gathered = [
         row
-        for message in all_gather_bytes(json.dumps(rows).encode(), setting.group)
+        for message in all_gather_bytes(json.dumps(rows).encode(), "evaluating", setting.group)
         for row in json.loads(message)
     ]
     samples = sum(size for size, _, _, _ in gathered)
     loss = math.fsum(weight * loss for _, weight, loss, _ in gathered)
+    whole = math.fsum(row[1] for row in gathered)
+    if whole == 0:
+        raise LossError(
+            f"the weights of the {samples} samples add up to 0, so their loss has no mean; does "
+            "every one have its target ignored?"
+        )
     return Evaluation(
-        loss=loss if is_sum(setting.loss) else loss / math.fsum(row[1] for row in gathered),
+        loss=loss if is_sum(setting.loss) else loss / whole,
         metrics={
             name: math.fsum(size * values[name] for size, _, _, values in gathered) / samples
             for name in gathered[0][3]

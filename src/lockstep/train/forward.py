@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.errors import LossError, UsageError
 
-__all__ = ["Metric", "accuracy", "forward"]
+__all__ = ["Metric", "accuracy", "check_scalar", "forward"]
 
 Metric = Callable[[Any, Any], Any]
 """Gives a mean over a micro-batch's samples from (outputs, targets)."""
@@ -54,7 +54,25 @@ def forward(
             f"{_describe(targets)}: {type(error).__name__}: {_first_line(error)}"
         ) from error
     with torch.no_grad():
-        return value, {name: metric(outputs, targets) for name, metric in metrics.items()}
+        measured = {name: metric(outputs, targets) for name, metric in metrics.items()}
+    for name, number in measured.items():
+        if isinstance(number, torch.Tensor) and number.numel() != 1:
+            raise UsageError(
+                f"{place}: the metric {name} has shape {tuple(number.shape)}; it must be one "
+                "number, a mean over the samples"
+            )
+    return value, measured
+
+
+def check_scalar(loss: object, place: str) -> None:
+    """Raise LossError unless a loss is a tensor with one number."""
+    if not isinstance(loss, torch.Tensor):
+        raise LossError(f"{place}: the loss is a {type(loss).__name__}, not a tensor")
+    if loss.numel() != 1:
+        raise LossError(
+            f"{place}: the loss has shape {tuple(loss.shape)}; it must be a scalar, so leave "
+            'the loss at reduction="mean" or call .mean() on it'
+        )
 
 
 def _called(model: nn.Module, data: Any, place: str) -> Any:

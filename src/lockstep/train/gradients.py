@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.bucket import plan
-from lockstep.comm.exact import ExactSum, add_lists, exact_sums, in_layout_of
+from lockstep.comm.exact import ExactSum, add_lists, exact_sums, in_format_of, in_layout_of
 from lockstep.comm.tree import Fold, Node
 from lockstep.errors import GradientError
 
@@ -38,7 +38,7 @@ class Gradients:
         self._group = group
         self._fold: Fold[list[torch.Tensor | None]] | None = None
         self._leaves = 0
-        # Kept between steps with their buffers, for one case: the leaves and who is trained.
+        # Kept between steps with their buffers, for one case: the leaves and the gradients.
         self._case: tuple[int, ...] = ()
         self._sums: list[ExactSum] = []
 
@@ -60,13 +60,19 @@ class Gradients:
         self.clear()
         self._fold.put((microbatch, microbatch + 1), taken)
 
+    def present(self) -> str:
+        """Return which parameters have a gradient on this rank, as the bits of a hex number."""
+        assert self._fold is not None
+        columns = zip(*self._fold.nodes.values(), strict=True)
+        return f"{sum(1 << index for index, column in enumerate(columns) if _any(column)):x}"
+
     @torch.no_grad()
-    def reduce(self, holders: Sequence[Sequence[Node]]) -> None:
+    def reduce(self, holders: Sequence[Sequence[Node]], present: Sequence[str]) -> None:
         """Leave the sum over all micro-batches in `.grad` of every parameter, on every rank.
 
-        `holders` lists the nodes of each rank of the group. A parameter that got
-        no gradient in any micro-batch keeps `.grad = None`. The gradients may be
-        views of buffers that the next step overwrites.
+        `holders` lists the nodes of each rank of the group, `present` what each
+        rank says of its own. A parameter that got no gradient in any micro-batch
+        keeps `.grad = None`, and nothing of it is sent.
         """
         assert self._fold is not None
         held, self._fold = self._fold.nodes, None
@@ -74,19 +80,16 @@ class Gradients:
             (sums,) = held.values()
             pairs = list(enumerate(sums))
         else:
-            pairs = exact_sums(self._exact_sums(holders), held)
+            pairs = exact_sums(self._exact_sums(holders, _union(present)), held)
         for index, gradient in pairs:
             parameter = self._parameters[index][1]
             if gradient is not None:
                 parameter.grad = in_layout_of(gradient, parameter) if len(holders) > 1 else gradient
 
-    def _exact_sums(self, holders: Sequence[Sequence[Node]]) -> list[ExactSum]:
-        """Plan the buckets of the parameters that are trained now; frozen ones stay at home."""
-        trained = [
-            number
-            for number, (_, parameter) in enumerate(self._parameters)
-            if parameter.requires_grad
-        ]
+    def _exact_sums(
+        self, holders: Sequence[Sequence[Node]], trained: Sequence[int]
+    ) -> list[ExactSum]:
+        """Plan the buckets of the parameters that have a gradient somewhere."""
         case = (self._leaves, *trained)
         if case != self._case:
             parameters = [self._parameters[number][1] for number in trained]
@@ -122,4 +125,16 @@ def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor | None:
     if gradient.stride() == parameter.stride():
         return gradient
     # The norm of a gradient depends on the order in which its elements lie.
-    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+    return in_format_of(gradient, parameter)
+
+
+def _any(column: Sequence[torch.Tensor | None]) -> bool:
+    return any(value is not None for value in column)
+
+
+def _union(present: Sequence[str]) -> list[int]:
+    """Return the numbers of the parameters that some rank has a gradient of."""
+    bits = 0
+    for each in present:
+        bits |= int(each, 16)
+    return [index for index in range(bits.bit_length()) if bits >> index & 1]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 from lockstep.show.record import Writer
@@ -20,7 +20,7 @@ class StepResult:
     """One optimizer step. Times in seconds; `ranks` as `rank_times` gives them.
 
     `loss` is the batch's loss before the step, `metrics` means over its samples,
-    `norm` the gradient's 2-norm before clipping, where there is clipping.
+    `norm` the whole gradient's 2-norm before clipping.
     """
 
     step: int
@@ -31,7 +31,7 @@ class StepResult:
     lr: float
     seconds: float = 0.0
     ranks: list[list[float]] = field(default_factory=list)
-    norm: float | None = None
+    norm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class History:
     ) -> None:
         self.writers = list(writers)
         self._on_step, self._on_epoch = list(on_step), list(on_epoch)
-        self._steps: list[StepResult] = []
+        self._open = _Sums()
         self._pending: EpochResult | None = None
         self._memory: list[int] = []
         self._warned: set[str] = set()
@@ -97,7 +97,7 @@ class History:
         """Take one step, and each rank's peak memory in bytes."""
         self.flush()
         self._memory = list(memory)
-        self._steps.append(replace(result, ranks=[]))
+        self._open.add(result)
         self.samples += result.samples
         self.last = result
         if self.writers:
@@ -105,24 +105,38 @@ class History:
         for callback in self._on_step:
             callback(result)
 
+    def begin_epoch(self) -> None:
+        """Forget the steps of an epoch that was broken off."""
+        self._open = _Sums()
+
     def end_epoch(self, epoch: int) -> EpochResult | None:
-        """Close the epoch; None if it had no step."""
-        steps, self._steps = self._steps, []
-        if not steps:
+        """Close the epoch; None if it had no step. Callbacks are told by `tell`."""
+        steps, self._open = self._open, _Sums()
+        if not steps.samples:
             return None
         self._pending = EpochResult(
             epoch=epoch,
-            loss=_mean(steps, lambda each: each.loss),
+            loss=float(steps.loss / steps.samples),
             metrics={
-                name: _mean([each for each in steps if name in each.metrics], _metric(name))
-                for name in dict.fromkeys(name for each in steps for name in each.metrics)
+                name: float(value / samples) for name, (value, samples) in steps.metrics.items()
             },
-            samples=sum(each.samples for each in steps),
-            seconds=math.fsum(each.seconds for each in steps),
+            samples=steps.samples,
+            seconds=steps.seconds,
         )
-        for callback in self._on_epoch:
-            callback(self._pending)
         return self._pending
+
+    def tell(self, result: EpochResult) -> None:
+        """Call the callbacks of an epoch."""
+        for callback in self._on_epoch:
+            callback(result)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the open epoch's sums as plain numbers and texts, so that it can go on."""
+        return self._open.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the epoch that `state_dict` returned."""
+        self._open = _Sums.loaded(state)
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Add an evaluation to the epoch that was just closed."""
@@ -136,12 +150,14 @@ class History:
         if pending is not None and self.writers:
             self.write("epoch", **_without_none(asdict(pending)), memory_bytes=self._memory)
 
-    def warn(self, rank: int, place: str, sentence: str) -> None:
-        """Give a warning on the screen and to the writers, once whatever the place."""
+    def warn(self, rank: int, message: str, show: bool) -> None:
+        """Write a warning to the record, and show it, once whatever its place."""
+        place, _, sentence = message.partition(": ")
         if sentence not in self._warned:
             self._warned.add(sentence)
-            warnings.warn(f"{place}: {sentence}", stacklevel=2)
-            self.write("warning", rank=rank, message=f"{place}: {sentence}")
+            if show:
+                warnings.warn(f"{place}: {sentence}", stacklevel=2)
+            self.write("warning", rank=rank, message=message)
 
     def close(self, **fields: Any) -> None:
         """Write the last line and close the writers."""
@@ -152,13 +168,35 @@ class History:
         self.writers = []
 
 
-def _mean(steps: Sequence[StepResult], value: Callable[[StepResult], float]) -> float:
-    samples = sum(each.samples for each in steps)
-    return math.fsum(value(each) * each.samples for each in steps) / samples
+@dataclass
+class _Sums:
+    """What an epoch has added up so far, exactly, so that resuming changes no bit."""
 
+    loss: Fraction = Fraction(0)
+    metrics: dict[str, tuple[Fraction, int]] = field(default_factory=dict)
+    samples: int = 0
+    seconds: float = 0.0
 
-def _metric(name: str) -> Callable[[StepResult], float]:
-    return lambda each: each.metrics[name]
+    def add(self, result: StepResult) -> None:
+        self.loss += Fraction(result.loss) * result.samples
+        for name, value in result.metrics.items():
+            total, samples = self.metrics.get(name, (Fraction(0), 0))
+            self.metrics[name] = total + Fraction(value) * result.samples, samples + result.samples
+        self.samples += result.samples
+        self.seconds += result.seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "loss": str(self.loss),
+            "metrics": {name: [str(value), n] for name, (value, n) in self.metrics.items()},
+            "samples": self.samples,
+            "seconds": self.seconds,
+        }
+
+    @classmethod
+    def loaded(cls, state: Mapping[str, Any]) -> _Sums:
+        metrics = {name: (Fraction(value), n) for name, (value, n) in state["metrics"].items()}
+        return cls(Fraction(state["loss"]), metrics, state["samples"], state["seconds"])
 
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

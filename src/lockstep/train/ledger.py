@@ -45,12 +45,15 @@ class Page:
     compute: float
     data: float
     memory: int = 0
+    gradients: str = "0"
+    """The parameters that have a gradient here, as the bits of a hexadecimal number."""
+    warnings: list[str] = field(default_factory=list)
 
 
-def exchange(page: Page, group: dist.ProcessGroup | None = None) -> list[Page]:
-    """Return every rank's page, in rank order."""
+def exchange(page: Page, about: str, group: dist.ProcessGroup | None = None) -> list[Page]:
+    """Return every rank's page, in rank order; `about` must be the same on all."""
     message = json.dumps(asdict(page)).encode()
-    return [_read(message) for message in all_gather_bytes(message, group)]
+    return [_read(message) for message in all_gather_bytes(message, about, group)]
 
 
 def peak_memory() -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -48,10 +49,19 @@ class Optimization:
             )
         if each not in ("step", "epoch"):
             raise UsageError(f'scheduler_each is "step" or "epoch", not {each!r}')
+        if decay is not None and not 0 <= decay < 1:
+            raise UsageError(f"average={decay}: the decay of an average is from 0 to below 1")
         self.optimizer = optimizer(_grouped(module.named_parameters(), groups))
+        if isinstance(self.optimizer, LBFGS):
+            raise UsageError(
+                "LBFGS computes the loss several times a step, which a trainer cannot repeat; "
+                "choose an optimizer that steps once"
+            )
         self.scheduler = scheduler(self.optimizer) if scheduler else None
         self.average = (
-            AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay)) if decay else None
+            AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay))
+            if decay is not None
+            else None
         )
         self._module, self._each = module, each
 
@@ -59,6 +69,17 @@ class Optimization:
     def rate(self) -> float:
         """The learning rate of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return the plain options of each parameter group, which all ranks must share."""
+        return [
+            {
+                name: value
+                for name, value in group.items()
+                if isinstance(value, (bool, int, float, str))
+            }
+            for group in self.optimizer.param_groups
+        ]
 
     def step(self) -> None:
         """Step the optimizer, the average, and a schedule that moves each step."""
@@ -72,10 +93,13 @@ class Optimization:
         """Move a schedule that moves each epoch; one that watches a plateau gets the loss."""
         if self.scheduler is None or self._each != "epoch":
             return
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(loss)
-        else:
-            self.scheduler.step()
+        with warnings.catch_warnings():
+            # The optimizer has stepped, if only before the state was saved that this goes on from.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            if isinstance(self.scheduler, ReduceLROnPlateau):
+                self.scheduler.step(loss)
+            else:
+                self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all three."""

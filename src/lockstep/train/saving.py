@@ -14,8 +14,11 @@ from safetensors.torch import save
 
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.errors import FileError
+from lockstep.show.record import fresh_name
 
-__all__ = ["save_together", "save_weights"]
+__all__ = ["save_last_good", "save_together", "save_weights"]
+
+LAST_GOOD = "last-good.safetensors"
 
 
 def save_weights(path: Path, state: Mapping[str, Any]) -> None:
@@ -55,6 +58,26 @@ def save_together(path: Path, state: Mapping[str, Any], group: dist.ProcessGroup
             save_weights(path, state)
         except FileError as error:
             failure = str(error).encode()
-    failure = all_gather_bytes(failure, group)[0]
+        except Exception as error:  # whatever it is, the other ranks wait for the outcome
+            failure = f"{path}: the weights could not be written: {error}".encode()
+    failure = all_gather_bytes(failure, "saving weights", group)[0]
     if failure:
         raise FileError(failure.decode())
+
+
+def save_last_good(
+    folder: Path | None, state: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> str:
+    """Let rank 0 save the weights of a training that stops; return on all ranks what became of it.
+
+    `folder` is the run's, or None for a new one under `runs`.
+    """
+    outcome = ""
+    if dist.get_rank(group) == 0:
+        try:
+            folder = folder or Path("runs") / fresh_name(Path("runs"), "stopped")
+            save_weights(folder / LAST_GOOD, state)
+            outcome = f"the weights before this step are in {folder / LAST_GOOD}"
+        except Exception as error:  # whatever it is, the other ranks wait for the outcome
+            outcome = f"and the weights before this step could not be saved: {error}"
+    return all_gather_bytes(outcome.encode(), "stopping", group)[0].decode()

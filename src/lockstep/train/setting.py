@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lockstep.data.microbatch import mapped
 from lockstep.errors import LayoutError, UsageError
@@ -32,6 +33,7 @@ class Setting:
     weight: WeightFunction | None
     precision: torch.dtype | None
     group: dist.ProcessGroup | None
+    also: tuple[nn.Module, ...] = ()
 
     @classmethod
     def of(
@@ -41,12 +43,18 @@ class Setting:
         loss: Callable[..., Any] | None,
         weight: WeightFunction | None,
         precision: torch.dtype | None,
+        also: Sequence[nn.Module],
     ) -> Setting:
         """Return the setting of a trainer on this rank; every rank is a replica.
 
         Raises LayoutError or UsageError for what cannot work.
         """
         _check(world.world_size, microbatches, precision)
+        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+            raise UsageError(
+                f"the loss {type(loss).__name__} has parameters, which nobody would train: make it "
+                "a part of the model, which then returns its loss (loss=None)"
+            )
         return cls(
             microbatches=microbatches,
             rank=world.rank,
@@ -58,7 +66,22 @@ class Setting:
             weight=weight or weight_of(loss),
             precision=None if precision == torch.float32 else precision,
             group=None,
+            also=tuple(also),
         )
+
+    def share(self) -> dict[str, Any]:
+        """Return this rank's part of every batch, as the loader takes it."""
+        return {
+            "microbatches": self.microbatches,
+            "replicas": self.replicas,
+            "replica": self.replica,
+            "rank": self.rank,
+        }
+
+    def modules_with(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return `model` and what else a step calls, by the names that messages use."""
+        others = [*self.also, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
+        return {"": model} | {type(each).__name__: each for each in others}
 
     def place(self, step: int, microbatch: int) -> str:
         """Say where something happened."""

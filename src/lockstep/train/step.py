@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -29,6 +29,7 @@ from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.microbatch import Batch, Microbatch, cut, spans
 from lockstep.errors import LossError, UsageError
 from lockstep.train.buffers import Buffers
+from lockstep.train.forward import check_scalar
 from lockstep.train.gradients import Gradients
 from lockstep.train.ledger import Entry, Page, peak_memory
 from lockstep.train.setting import Setting
@@ -68,7 +69,6 @@ class Step:
         buffers: Buffers,
         gradients: Gradients,
         finish: Callable[[Step], None],
-        warn: Callable[[str, str], None],
     ) -> None:
         self.number = number
         self.setting = setting
@@ -77,7 +77,8 @@ class Step:
         self.batch: Batch | None = None
         self._units = units
         self._finish = finish
-        self._warn = warn
+        self._iteration: Iterator[Any] | None = None
+        self._warnings: list[str] = []
         self._stack = ExitStack()
         self._results: list[_Result] = []
         self._current: _Result | None = None
@@ -99,15 +100,18 @@ class Step:
         traceback: TracebackType | None,
     ) -> None:
         """Finish the step, or undo it where there was an exception."""
+        broken = self._current
+        if isinstance(self._iteration, Generator):
+            self._iteration.close()  # leaves autocast, whoever still holds the generator
         self._stack.close()
         self.buffers.restore()
         if error is not None:
             self.gradients.clear()
-            if self._current is not None:
-                leaf = self._current.microbatch.index
+            if broken is not None:
+                leaf = broken.microbatch.index
                 error.add_note(f"in {self.setting.place(self.number, leaf)}")
             return
-        if self.batch is None or self._current is not None:
+        if self.batch is None or broken is not None:
             raise UsageError(
                 "a step was left before its last micro-batch: go through all of "
                 "step.microbatches(batch) inside `with trainer.step() as step`"
@@ -122,8 +126,12 @@ class Step:
         the same on every rank, which is cut here. `backward` must be called for
         each micro-batch before the next one is asked for.
         """
-        if self.batch is not None:
+        if self._iteration is not None:
             raise UsageError("one step takes one batch: begin another step for the next batch")
+        self._iteration = self._microbatches(batch)
+        return self._iteration
+
+    def _microbatches(self, batch: Any) -> Iterator[Any]:
         setting = self.setting
         if not isinstance(batch, Batch):
             batch = cut(batch, setting.microbatches, setting.replicas, setting.replica)
@@ -176,6 +184,15 @@ class Step:
         leaf = self._current.microbatch.index if self._current else 0
         return self.setting.place(self.number, leaf)
 
+    @property
+    def about(self) -> str:
+        """What must be the same of this step on all ranks, in words."""
+        assert self.batch is not None
+        return (
+            f"in step {self.number} of a trainer, with a batch of {self.batch.size} samples "
+            f"in {self.batch.leaves} micro-batches"
+        )
+
     def page(self) -> Page:
         """Return what this rank has to say of its micro-batches."""
         assert self.batch is not None
@@ -185,18 +202,14 @@ class Step:
             compute=self._compute,
             data=self.batch.seconds,
             memory=peak_memory(),
+            gradients=self.gradients.present(),
+            warnings=self._warnings,
         )
 
-    def _check(self, loss: object) -> None:
+    def _check(self, loss: torch.Tensor) -> None:
         assert self._current is not None
         place = self.setting.place(self.number, self._current.microbatch.index)
-        if not isinstance(loss, torch.Tensor):
-            raise LossError(f"{place}: the loss is a {type(loss).__name__}, not a tensor")
-        if loss.numel() != 1:
-            raise LossError(
-                f"{place}: the loss has shape {tuple(loss.shape)}; it must be a scalar, so leave "
-                'the loss at reduction="mean" or call .mean() on it'
-            )
+        check_scalar(loss, place)
         if not loss.requires_grad:
             raise LossError(
                 f"{place}: the loss depends on no parameter that is trained; all may be frozen, "
@@ -212,8 +225,8 @@ class Step:
         if setting.weight is None:
             self._warn_of_ignored_targets(batch)
             return {leaf: size / batch.size for leaf, size in sizes.items()}, batch.size
-        mine = {each.index: float(setting.weight(each.data)) for each in batch.microbatches}
-        weights = _exchanged(mine, setting.group)
+        mine = {each.index: self._weight(each) for each in batch.microbatches}
+        weights = _exchanged(mine, self.about, setting.group)
         if not sum(weights.values()) > 0:
             raise LossError(
                 f"rank {setting.rank}, step {self.number}: the weights of the batch's "
@@ -223,24 +236,36 @@ class Step:
         parts = shares(weights)
         return parts, sum(sizes[leaf] for leaf in parts)
 
+    def _weight(self, microbatch: Microbatch) -> float:
+        assert self.setting.weight is not None
+        try:
+            return float(self.setting.weight(microbatch.data))
+        except Exception as error:
+            place = self.setting.place(self.number, microbatch.index)
+            raise LossError(
+                f"{place}: the weight of the micro-batch could not be computed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
     def _warn_of_ignored_targets(self, batch: Batch) -> None:
         for each in batch.microbatches:
             if ignored_targets(self.setting.loss, each.data):
-                self._warn(
-                    self.setting.place(self.number, each.index),
-                    "some targets are ignored by the loss, whose mean is then not one over "
-                    "samples, and the gradient is not that of the whole batch; give the trainer "
-                    "weight=lockstep.target_weight(loss)",
+                self._warnings.append(
+                    f"{self.setting.place(self.number, each.index)}: some targets are ignored by "
+                    "the loss, whose mean is then not one over samples, and the gradient is not "
+                    "that of the whole batch; give the trainer weight=lockstep.target_weight(loss)"
                 )
                 return
 
 
-def _exchanged(mine: Mapping[int, float], group: dist.ProcessGroup | None) -> dict[int, float]:
+def _exchanged(
+    mine: Mapping[int, float], about: str, group: dist.ProcessGroup | None
+) -> dict[int, float]:
     """Return the weights of all micro-batches, in leaf order, on every rank."""
     text = ",".join(f"{leaf}:{weight.hex()}" for leaf, weight in mine.items())
     pairs = [
         pair.split(":")
-        for message in all_gather_bytes(text.encode(), group)
+        for message in all_gather_bytes(text.encode(), f"weighing {about}", group)
         for pair in message.decode().split(",")
         if pair
     ]

@@ -22,8 +22,8 @@ from lockstep.data.loader import Batches
 from lockstep.data.microbatch import Batch
 from lockstep.errors import FileError, GradientError, LossError, UsageError
 from lockstep.run.world import world
-from lockstep.show.record import Recorder, fresh_name
-from lockstep.train.agreement import agree
+from lockstep.show.record import Recorder
+from lockstep.train.agreement import agree, require_same
 from lockstep.train.buffers import Buffers
 from lockstep.train.digest import digest, optimizer_tensors
 from lockstep.train.evaluation import Evaluation, evaluate
@@ -37,7 +37,7 @@ from lockstep.train.optimization import (
     OptimizerFactory,
     SchedulerFactory,
 )
-from lockstep.train.saving import save_together
+from lockstep.train.saving import save_last_good, save_together
 from lockstep.train.setting import Setting
 from lockstep.train.step import Step
 from lockstep.train.units import Units
@@ -74,6 +74,9 @@ class Trainer:
         precision: torch.bfloat16 for mixed precision by autocast.
         average: the decay of an exponential moving average of the weights,
             `trainer.average`.
+        also: modules that the step calls besides the model and does not train (a GAN's
+            discriminator in the generator's step): their buffers are kept alike on
+            all ranks, as the model's are.
         on_step, on_epoch: callables that get a `StepResult`, an `EpochResult`, on every rank.
         record: a run's folder, or writers, or several; rank 0 writes.
         about: what the record says of the run besides ("recipe", "epochs", "options", ...).
@@ -100,25 +103,32 @@ class Trainer:
         clip_norm: float | None = None,
         precision: torch.dtype | None = None,
         average: float | None = None,
+        also: Sequence[nn.Module] = (),
         on_step: Callable[[StepResult], None] | Iterable[Callable[[StepResult], None]] = (),
         on_epoch: Callable[[EpochResult], None] | Iterable[Callable[[EpochResult], None]] = (),
         record: Record | Sequence[Record] = (),
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self.world = world()
-        self.setting = Setting.of(self.world, microbatches, loss, weight, precision)
+        self.setting = Setting.of(self.world, microbatches, loss, weight, precision, also)
         self.model = model.to(self.world.device)
         # A compiled model is a wrapper, whose name is in front of every parameter's.
         self.module: nn.Module = getattr(model, "_orig_mod", model)
         self.metrics = dict(metrics or {})
         self.seed = seed
         self.steps, self.epoch = 0, 0
-        agree(self.module, self._must_agree(), self.setting.group)
+        for each in self.setting.modules_with(self.module).values():
+            each.to(self.world.device)
+            agree(each, self._must_agree(), self.setting.group)
         parameters = list(self.module.named_parameters())
         self._names: dict[torch.Tensor, str] = {tensor: name for name, tensor in parameters}
         self._optimization = Optimization(
             self.module, optimizer, groups, scheduler, scheduler_each, average
         )
+        if clip_norm is not None and not clip_norm > 0:
+            raise UsageError(f"clip_norm={clip_norm}: the largest norm is a positive number")
+        settings = {"clip_norm": clip_norm, "optimizer": self._optimization.settings()}
+        require_same(settings, self.setting.group)
         self._units = Units(self.model, seed, self.world.device)
         self._gradients = Gradients(parameters, self.setting.group)
         self._update = Update(
@@ -156,13 +166,14 @@ class Trainer:
         """
         self.epoch = epoch
         return _Epoch(
+            self.history.begin_epoch,
             self._end_epoch,
             dataset,
             batch_size,
-            **self._share(),
+            **self.setting.share(),
             seed=self.seed if seed is None else seed,
             epoch=epoch,
-            agree=lambda message: all_gather_bytes(message, self.setting.group),
+            agree=self._agreeing(f"beginning epoch {epoch}"),
             **options,
         )
 
@@ -186,10 +197,9 @@ class Trainer:
                 self.steps,
                 self.setting,
                 self._units,
-                Buffers(self.module),
+                Buffers(self.setting.modules_with(self.module)),
                 self._gradients,
                 self._finish_step,
-                partial(self.history.warn, self.world.rank),
             )
         with self.step() as step:
             for data in step.microbatches(batch):
@@ -212,9 +222,9 @@ class Trainer:
         batches = Batches(
             dataset,
             batch_size,
-            **self._share(),
+            **self.setting.share(),
             **{"shuffle": False, "seed": self.seed, **options},
-            agree=lambda message: all_gather_bytes(message, self.setting.group),
+            agree=self._agreeing("beginning an evaluation"),
         )
         evaluation = evaluate(model, batches, self.setting, self.metrics, self.seed)
         self.history.evaluated(evaluation)
@@ -278,6 +288,7 @@ class Trainer:
         return {
             "model": self.module.state_dict(),
             **self._optimization.state_dict(),
+            "open_epoch": self.history.state_dict(),
             "steps": self.steps,
             "epoch": self.epoch,
             "seed": self.seed,
@@ -298,6 +309,7 @@ class Trainer:
                 )
         self.module.load_state_dict(state["model"])
         self._optimization.load_state_dict(state)
+        self.history.load_state_dict(state["open_epoch"])
         self.steps, self.epoch = state["steps"], state["epoch"]
 
     def save(self, path: str | Path, *, average: bool = False) -> None:
@@ -331,29 +343,24 @@ class Trainer:
 
     def _finish_step(self, step: Step) -> None:
         try:
-            result, memory = self._update.apply(step)
+            result, pages = self._update.apply(step)
         except (LossError, GradientError) as error:
-            raise type(error)(f"{error}; training stopped, {self._saved()}") from None
+            saved = save_last_good(self._folder, self.module.state_dict(), self.setting.group)
+            raise type(error)(f"{error}; training stopped, {saved}") from None
         self.steps += 1
-        self.history.step(result, memory)
+        for rank, page in enumerate(pages):
+            for message in page.warnings:
+                self.history.warn(rank, message, show=rank == self.world.rank)
+        self.history.step(result, [page.memory for page in pages])
 
-    def _saved(self) -> str:
-        """Save the weights, which are those before the step, and say where."""
-        folder = self._folder
-        if folder is None and self.world.rank == 0:
-            folder = Path("runs") / fresh_name(Path("runs"), "stopped")
-        name = all_gather_bytes(str(folder or "").encode(), self.setting.group)[0].decode()
-        path = Path(name) / "last-good.safetensors"
-        try:
-            self.save(path)
-        except FileError as failure:
-            return f"and the weights before this step could not be saved: {failure}"
-        return f"the weights before this step are in {path}"
+    def _agreeing(self, about: str) -> Callable[[bytes], list[bytes]]:
+        return partial(all_gather_bytes, about=about, group=self.setting.group)
 
     def _end_epoch(self, epoch: int) -> None:
         result = self.history.end_epoch(epoch)
         if result is not None:
-            self._optimization.end_epoch(result.loss)
+            self._optimization.end_epoch(result.loss)  # first: a callback may save the state
+            self.history.tell(result)
 
     # --- beginning ------------------------------------------------------------------------
 
@@ -366,25 +373,24 @@ class Trainer:
             "version of torch": torch.__version__,
         }
 
-    def _share(self) -> dict[str, Any]:
-        setting = self.setting
-        return {
-            "microbatches": setting.microbatches,
-            "replicas": setting.replicas,
-            "replica": setting.replica,
-            "rank": setting.rank,
-        }
-
 
 class _Epoch(Batches):
-    """Batches that tell the trainer when their last one has been trained."""
+    """Batches that tell the trainer when their first and last ones are trained."""
 
-    def __init__(self, ended: Callable[[int], None], *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        begun: Callable[[], None],
+        ended: Callable[[int], None],
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
-        self._ended = ended
+        self._begun, self._ended = begun, ended
 
     def __iter__(self) -> Iterator[Batch]:
         """Go through the epoch."""
+        if self._start == 0:
+            self._begun()
         yield from super().__iter__()
         self._ended(self.epoch)
 

@@ -6,6 +6,9 @@
     the loss and what follows   key(seed, step, m, U)
     either one, call c > 0      key(seed, step, m, ..., c)      a model called several times
 
+torch's generators are seeded before each unit, Python's and numpy's once a
+micro-batch.
+
 The units are fixed by the model, so that a cut into stages changes no bit: the
 children of a `torch.nn.Sequential`, and otherwise the model as a whole. The
 generators are seeded by hooks that exist only while a step is computed; a
@@ -25,9 +28,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.randomness import isolated, key, seed_torch
+from lockstep.randomness import isolated, key, seed_all, seed_torch
 
-__all__ = ["BEFORE", "Units", "units_of"]
+__all__ = ["BEFORE", "Units", "in_backward", "units_of"]
 
 BEFORE = -1
 """The unit number of what a loop of one's own draws before it calls the model."""
@@ -48,7 +51,7 @@ class Units:
         self._model, self._seed, self._device = model, seed, device
         self._place: tuple[int, int] | None = None
         self._calls: list[list[bytes]] = []  # of each unit, the generator's state at each call
-        self._models_calls = 0
+        self._last_call = 0  # of the first unit, so of the model
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
@@ -59,7 +62,7 @@ class Units:
         ]
         handles.append(self._model.register_forward_hook(self._after))
         try:
-            with isolated(self._device):
+            with isolated(self._device, everything=True):
                 yield
         finally:
             self._place = None
@@ -70,7 +73,8 @@ class Units:
         """Say which micro-batch is computed from now on."""
         self._place = (step, microbatch)
         self._calls = [[] for _ in self.modules]
-        self._models_calls = 0
+        self._last_call = 0
+        seed_all(key(self._seed, step, microbatch, BEFORE))
         self._seed_unit(BEFORE)
 
     def _seed_unit(self, unit: int, call: int = 0) -> None:
@@ -81,19 +85,21 @@ class Units:
     def _before(self, unit: int) -> Any:
         def seed(module: nn.Module, args: Any) -> None:
             if self._place is not None:
-                self._seed_unit(unit, self._call_number(unit))
+                call = self._call_number(unit)
+                self._seed_unit(unit, call)
+                if unit == 0:
+                    self._last_call = call
 
         return seed
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self._place is not None and not _in_backward():
-            self._seed_unit(len(self.modules), self._models_calls)
-            self._models_calls += 1
+        if self._place is not None:
+            self._seed_unit(len(self.modules), self._last_call)
 
     def _call_number(self, unit: int) -> int:
         """Count the calls of a unit, and recognise the repetition of one by its entry state."""
         calls = self._calls[unit]
-        if not _in_backward():
+        if not in_backward():
             # The first call needs no state: it is what a repetition is when nothing else fits.
             calls.append(torch.default_generator.get_state().numpy().tobytes() if calls else b"")
             return len(calls) - 1
@@ -103,6 +109,6 @@ class Units:
         return calls.index(entry) if entry in calls else 0
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Tell whether autograd is running: what is called then is a recomputation."""
     return torch._C._current_graph_task_id() != -1

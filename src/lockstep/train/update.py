@@ -3,7 +3,7 @@
 (1) exchange   the ledger: losses, metrics, buffers' hashes, times
 (2) judge      a loss that is no number stops here, before anything has changed
 (3) reduce     gradients along the tree, over the ranks
-(4) clip       by the whole gradient's norm
+(4) clip       by the whole gradient's norm, which must be a number too
 (5) merge      buffers
 (6) step       the optimizer, the average, the schedule
 """
@@ -23,7 +23,7 @@ from lockstep.errors import GradientError, LossError
 from lockstep.train.clipping import clip
 from lockstep.train.gradients import Gradients
 from lockstep.train.history import StepResult, rank_times
-from lockstep.train.ledger import exchange, mean_metrics, not_finite, total_loss
+from lockstep.train.ledger import Page, exchange, mean_metrics, not_finite, total_loss
 from lockstep.train.optimization import Optimization
 from lockstep.train.setting import Setting
 from lockstep.train.step import Step
@@ -41,8 +41,8 @@ class Update:
     optimization: Optimization
     clip_norm: float | None
 
-    def apply(self, step: Step) -> tuple[StepResult, list[int]]:
-        """Do (1) to (6); return the result, and each rank's peak memory in bytes.
+    def apply(self, step: Step) -> tuple[StepResult, list[Page]]:
+        """Do (1) to (6); return the result, and what each rank had to say.
 
         Raises LossError or GradientError, on every rank alike and before weights
         or buffers have changed, where a number is not finite.
@@ -53,14 +53,16 @@ class Update:
         holders = [nodes_of(each, batch.leaves) for each in owned]
         page = step.page()
         begun = time.perf_counter()
-        pages = exchange(page, group)
+        pages = exchange(page, step.about, group)
         exchanged = time.perf_counter()
         if (bad := not_finite(pages)) is not None:
             rank, entry = bad
             place = f"rank {rank}, step {step.number}, micro-batch {entry.leaf}"
             raise LossError(f"{place}: the loss is {entry.loss}")
-        self.gradients.reduce(holders)
-        norm = self._clip(step.number)
+        self.gradients.reduce(holders, [each.gradients for each in pages])
+        norm = clip(self.parameters, self.clip_norm)
+        if not math.isfinite(norm):
+            raise GradientError(f"step {step.number}: the norm of the gradient is {norm}")
         step.buffers.merge([each.buffers for each in pages], holders, batch.leaves, group)
         reduced = time.perf_counter()
         rate = self.optimization.rate
@@ -77,12 +79,4 @@ class Update:
             ranks=rank_times(pages, exchanged - begun, reduced - exchanged, updated - reduced),
             norm=norm,
         )
-        return result, [each.memory for each in pages]
-
-    def _clip(self, step: int) -> float | None:
-        if self.clip_norm is None:
-            return None
-        norm = clip(self.parameters, self.clip_norm)
-        if not math.isfinite(norm):
-            raise GradientError(f"step {step}: the norm of the gradient is {norm}")
-        return norm
+        return result, pages

@@ -10,6 +10,7 @@ function of the micro-batch, and a micro-batch of weight 0 is left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,21 +26,40 @@ IGNORED_BY_DEFAULT = -100
 
 
 def is_sum(loss: object) -> bool:
-    """Tell whether a loss adds its samples instead of averaging them, so that nothing is scaled."""
-    return getattr(loss, "reduction", "mean") == "sum"
+    """Tell whether a loss adds its samples instead of averaging them, so that nothing is scaled.
+
+    Sees the `reduction` of a loss module, and the one bound by `functools.partial`.
+    """
+    return bool(_option(loss, "reduction", "mean") == "sum")
 
 
-def target_weight(loss: nn.Module) -> WeightFunction:
+def _option(loss: object, name: str, default: Any) -> Any:
+    bound = loss.keywords if isinstance(loss, partial) else {}
+    return bound.get(name, getattr(loss, name, default))
+
+
+def _is_classification(loss: object) -> bool:
+    function = loss.func if isinstance(loss, partial) else loss
+    known = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in (
+        nn.functional.cross_entropy,
+        nn.functional.nll_loss,
+    )
+    return known and _option(loss, "reduction", "mean") == "mean"
+
+
+def target_weight(loss: Callable[..., Any]) -> WeightFunction:
     """Return the weight function of a `CrossEntropyLoss` or `NLLLoss`: what its mean divides by.
 
     Counts the targets that are not `ignore_index`, each with its class weight.
     The micro-batch must be a tuple or list whose last entry holds class indices.
     """
-    class_weights = getattr(loss, "weight", None)
-    ignored = getattr(loss, "ignore_index", IGNORED_BY_DEFAULT)
+    class_weights = _option(loss, "weight", None)
+    ignored = _option(loss, "ignore_index", IGNORED_BY_DEFAULT)
 
     def weight(data: Any) -> float:
         targets = data[-1]
+        if targets.is_floating_point():  # a distribution over classes: a mean over the samples
+            return float(len(targets))
         kept = targets[targets != ignored]
         if class_weights is None:
             return float(kept.numel())
@@ -54,21 +74,22 @@ def weight_of(loss: object) -> WeightFunction | None:
     Class weights, or an `ignore_index` of the user's own, say that the mean is
     not one over samples.
     """
-    if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss.reduction != "mean":
+    if not callable(loss) or not _is_classification(loss):
         return None
-    if loss.weight is None and loss.ignore_index in (IGNORED_BY_DEFAULT, None):
+    ignored = _option(loss, "ignore_index", IGNORED_BY_DEFAULT)
+    if _option(loss, "weight", None) is None and ignored == IGNORED_BY_DEFAULT:
         return None
     return target_weight(loss)
 
 
 def ignored_targets(loss: object, data: Any) -> int:
     """Count the targets that a loss leaves out of its mean although no weight says so."""
-    if not isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or loss.reduction != "mean":
+    if not _is_classification(loss):
         return 0
     targets = data[-1] if isinstance(data, (tuple, list)) and data else None
     if not isinstance(targets, torch.Tensor) or targets.is_floating_point():
         return 0
-    return int((targets == loss.ignore_index).sum())
+    return int((targets == _option(loss, "ignore_index", IGNORED_BY_DEFAULT)).sum())
 
 
 def shares(weights: Mapping[int, float]) -> dict[int, float]:

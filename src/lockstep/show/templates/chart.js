@@ -34,7 +34,7 @@
     const value = document.createElement("b");
     value.textContent = s.mean[i] === null ? "not finite" : say[kind](s.mean[i]);
     line.append(value);
-    if (s.low && s.mean[i] !== null && s.last[i] > s.first[i]) {
+    if (s.low && s.mean[i] !== null && s.low[i] < s.high[i]) {
       line.append(" (" + say[kind](s.low[i]) + " to " + say[kind](s.high[i]) + ")");
     }
     return line;
