@@ -41,7 +41,7 @@ inline bool reached(uint32_t value, uint32_t target) {
 // How a waiter spends its time. Oversubscribed ranks yield at once; a thread in
 // the background must not take a core from compute for long.
 struct Patience {
-  int spins = 4000;                          // relaxed loads, a few ns each
+  int spins = 500;                           // about 15 us: the other rank may need this core
   std::chrono::microseconds yielding{300};   // then give the core away, but come back
   static Patience of(int ranks, bool background);
 };
