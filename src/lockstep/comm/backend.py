@@ -18,6 +18,9 @@ __all__ = ["available", "load", "reason_unavailable", "register"]
 
 NAME = "lockstep"
 
+ENOUGH = 1 << 30
+"""Bytes that a file must be allowed to have: shared memory counts as one."""
+
 
 def register() -> None:
     """Tell torch of the backend "lockstep" for CPU tensors; harmless when repeated."""
@@ -49,11 +52,16 @@ def reason_unavailable() -> str | None:
         load()
     except ImportError as error:
         return str(error)
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < ENOUGH:
+        return f"no file may grow beyond {limit >> 10} KiB (ulimit -f), nor may shared memory"
     return None
 
 
 def available() -> bool:
-    """Tell whether the native module is there."""
+    """Tell whether the backend can be used here."""
     return reason_unavailable() is None
 
 
@@ -62,8 +70,8 @@ def _create(options: Any, _given: Any = None) -> Any:
     reason = reason_unavailable()
     if reason is not None:
         raise RuntimeError(
-            f"the backend 'lockstep' is not built here ({reason}); use the backend 'gloo', or "
-            "reinstall with a C++ compiler and `pip install --no-build-isolation torch-lockstep`"
+            f"the backend 'lockstep' can't be used here ({reason}); use the backend 'gloo', or "
+            "build it with a C++ compiler: `pip install --no-build-isolation torch-lockstep`"
         )
     return load().create(
         store=options.store,

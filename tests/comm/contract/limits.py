@@ -41,7 +41,10 @@ GLOO: tuple[Limit, ...] = (
 LIMITS: dict[str, tuple[Limit, ...]] = {"gloo": GLOO, "lockstep": ()}
 
 # Bytes of a message at which a backend takes another path; sizes around each are tried.
-THRESHOLDS: dict[str, tuple[int, ...]] = {"gloo": (), "lockstep": ()}
+THRESHOLDS: dict[str, tuple[int, ...]] = {
+    "gloo": (),
+    "lockstep": (8 << 10, 16 << 10, 32 << 10, 64 << 10),
+}
 
 # Backends whose sums are those of the design's tree, on every rank and in every run.
 PROMISE_TREE = ("lockstep",)
