@@ -7,7 +7,9 @@ read its results. What a backend cannot do is in `contract/limits.py`.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch.distributed as dist
 import lockstep as ls
 from comm.contract import forms, grouping, layout, messages, movement, reduction, rounding
 from comm.contract.check import Ledger
-from comm.contract.limits import LIMITS, PROMISE_TREE, THRESHOLDS
+from comm.contract.limits import LIMITS, PROMISE_TREE, SMALL_PIECES, THRESHOLDS
 from lockstep.errors import LockstepError
 
 WIDTHS = (1, 2, 3, 4)
@@ -50,29 +52,30 @@ GROUPS: dict[str, Callable[..., None]] = {
 
 
 def backends() -> list[str]:
-    """Return gloo, and lockstep where its extension is built."""
-    try:
-        built = importlib.util.find_spec("lockstep.comm.backend") is not None
-    except ModuleNotFoundError:
-        built = False
-    return ["gloo", "lockstep"] if built else ["gloo"]
+    """Return gloo, and lockstep where its extension is built; with small pieces too."""
+    if importlib.util.find_spec("lockstep.comm.backend") is None:
+        return ["gloo"]
+    backend = importlib.import_module("lockstep.comm.backend")
+    return ["gloo", "lockstep", "lockstep-small"] if backend.available() else ["gloo"]
 
 
 def sizes(backend: str) -> tuple[int, ...]:
     """Return the sizes in float32 elements, those around the backend's thresholds included."""
-    around = {bytes_ // 4 + step for bytes_ in THRESHOLDS[backend] for step in (-1, 0, 1)}
+    around = {bytes_ // 4 + step for bytes_ in THRESHOLDS.get(backend, ()) for step in (-1, 0, 1)}
     return tuple(sorted({*SIZES, *around}))
 
 
-def run_all(backend: str, folder: str) -> dict[str, Any]:
+def run_all(variant: str, folder: str) -> dict[str, Any]:
     """Run every case on this rank; say in `folder` which one is running."""
+    backend, _, small = variant.partition("-")
+    os.environ.update(SMALL_PIECES if small else {})
     ls.init(backend=backend, timeout=PATIENCE)
     place = Path(folder) / f"rank-{ls.rank()}"
     ledger = Ledger(backend, LIMITS[backend], lambda case: place.write_text(case) and None)
     for name, group in GROUPS.items():
         ledger.prefix = name
         more = {"promises_tree": backend in PROMISE_TREE} if name == "rounding" else {}
-        group(ledger, sizes(backend), **more)
+        group(ledger, sizes(variant), **more)
     digest = rounding.digest()
     dist.barrier()
     ls.shutdown()
@@ -113,8 +116,9 @@ def test_contract(backend: str, n: int, group: str) -> None:
 @pytest.mark.parametrize("backend", backends())
 def test_limits_are_true(backend: str) -> None:
     """A limit that no longer shows must leave the table."""
+    limits = LIMITS[backend.partition("-")[0]]
     launches = [found(backend, n) for n in WIDTHS]
-    for limit in LIMITS[backend]:
+    for limit in limits:
         if limit.how == "breaks":
             continue
         assert any(
