@@ -41,12 +41,10 @@ GLOO: tuple[Limit, ...] = (
 LIMITS: dict[str, tuple[Limit, ...]] = {"gloo": GLOO, "lockstep": ()}
 
 # Bytes of a message at which a backend takes another path; sizes around each are tried.
-<<<<<<< HEAD
 THRESHOLDS: dict[str, tuple[int, ...]] = {
     "gloo": (),
     "lockstep": (8 << 10, 16 << 10, 32 << 10, 64 << 10),
-=======
-THRESHOLDS: dict[str, tuple[int, ...]] = {"gloo": (), "lockstep": (8192, 65_536)}
+}
 
 # Variables that shrink a backend's pieces, so that small messages take the long paths.
 SMALL_PIECES = {
@@ -54,7 +52,6 @@ SMALL_PIECES = {
     "LOCKSTEP_STAGE_BYTES": "1024",
     "LOCKSTEP_CELL_BYTES": "128",
     "LOCKSTEP_LANE_BYTES": "512",
->>>>>>> main
 }
 
 # Backends whose sums are those of the design's tree, on every rank and in every run.
