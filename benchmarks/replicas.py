@@ -34,9 +34,9 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
 
 
-def train() -> tuple[list[float], str]:
-    """Train on this rank; return the seconds of each step and the digest."""
-    ls.init()
+def train() -> tuple[list[float], str, str]:
+    """Train on this rank; return the seconds of each step, the digest and the backend."""
+    world = ls.init()
     trainer = ls.Trainer(
         network(),
         nn.CrossEntropyLoss(),
@@ -51,17 +51,18 @@ def train() -> tuple[list[float], str]:
         begun = time.perf_counter()
         trainer.step((inputs, targets))
         seconds.append(time.perf_counter() - begun)
-    return seconds[WARM_UP:], trainer.digest()
+    return seconds[WARM_UP:], trainer.digest(), world.backend
 
 
 def measure() -> dict[str, Any]:
     """Return the speeds of each round, their ratios, and the digests."""
     speeds: dict[int, list[float]] = {1: [], 2: []}
-    digests = set()
+    digests, backends = set(), set()
     for turn in range(ROUNDS):
         for ranks in (1, 2) if turn % 2 == 0 else (2, 1):
             outcomes = ls.launch(train, nprocs=ranks, timeout=300.0)
-            digests |= {digest for _, digest in outcomes}
+            digests |= {digest for _, digest, _ in outcomes}
+            backends |= {backend for _, _, backend in outcomes}
             speeds[ranks].append(BATCH / statistics.median(outcomes[0][0]))
             print(f"round {turn + 1}/{ROUNDS}: {ranks} rank(s) {speeds[ranks][-1]:.1f} samples/s")
     ratios = [two / one for one, two in zip(speeds[1], speeds[2], strict=True)]
@@ -71,6 +72,7 @@ def measure() -> dict[str, Any]:
         "environment": environment(),
         "global_batch": BATCH,
         "microbatches": MICROBATCHES,
+        "backend": " and ".join(sorted(backends)),
         "samples_per_second": {str(ranks): values for ranks, values in speeds.items()},
         "ratios": ratios,
         "ratio": statistics.median(ratios),
@@ -87,7 +89,7 @@ def told(result: dict[str, Any]) -> str:
     return f"""# Two replicas against one process
 
 A compute-bound convolutional network (0.4 M parameters, 64x64 pictures), global batch {BATCH},
-{MICROBATCHES} micro-batches, one thread a rank, backend gloo.
+{MICROBATCHES} micro-batches, one thread a rank, backend {result["backend"]}.
 
 | ranks | samples/s (median of {ROUNDS} rounds) |
 |---|---|

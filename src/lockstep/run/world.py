@@ -21,6 +21,7 @@ import torch.utils.deterministic
 
 from lockstep.errors import RendezvousError, UsageError
 from lockstep.run import environment, rendezvous
+from lockstep.run.allocator import keep_freed_memory
 from lockstep.run.environment import Place
 
 __all__ = [
@@ -217,6 +218,7 @@ def _settle(threads: int, device: torch.device) -> None:
     """Set what bits depend on, before the first operation."""
     if threads < 1:
         raise UsageError(f"init(threads={threads}): a rank computes with at least one thread")
+    keep_freed_memory()
     torch.set_num_threads(threads)
     if device.type == "cuda":
         # cuBLAS is deterministic only with a workspace of its own, chosen before its first use.
