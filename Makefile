@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench clean
+.PHONY: help install demo test check format bench core sanitize clean
 
 help: ## say what can be made here
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
@@ -37,6 +37,12 @@ format: install ## put the code into its form
 
 bench: install ## measure, and write the results into benchmarks/
 	@$(BIN)/python benchmarks/replicas.py
+
+core: ## run the native core's own tests
+	@$(MAKE) -C tests/csrc test
+
+sanitize: ## run them under ThreadSanitizer and AddressSanitizer
+	@$(MAKE) -C tests/csrc sanitize
 
 clean: ## remove what was built
 	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
