@@ -47,12 +47,21 @@ def alive(pid: int) -> bool:
         return False
 
 
+def hear_hangups():
+    """Undo `nohup`, under which the tests themselves may run and which a launcher honours."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture
 def waiting(tmp_path):
     """A launcher whose two ranks wait, and the process ids of all that it started."""
     (tmp_path / "wait.py").write_text(WAIT)
     launcher = subprocess.Popen(
-        [*CLI, "-n", "2", "wait.py"], cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
+        [*CLI, "-n", "2", "wait.py"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=hear_hangups,
     )
     told = [tmp_path / "rank0", tmp_path / "rank1"]
     until(lambda: all(path.exists() for path in told), "the ranks did not start")
