@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ALIGNMENT", "Bucket", "Member", "Piece", "pieces", "plan", "slice_length"]
+__all__ = ["ALIGNMENT", "Bucket", "Member", "Piece", "parts", "pieces", "plan", "slice_length"]
 
 ALIGNMENT = 64
 """Bytes. Kernels may choose their path by alignment, so nothing starts anywhere else."""
@@ -107,3 +107,16 @@ def pieces(bucket: Bucket, ranks: int) -> list[Piece]:
             found.append(Piece(number, start, stop, slice_, offset))
             start = stop
     return found
+
+
+def parts(
+    bucket: Bucket, vector: torch.Tensor, present: Sequence[object]
+) -> list[tuple[int, torch.Tensor | None]]:
+    """Return (index, view of `vector`) of every member, None where it is not `present`."""
+    return [
+        (
+            member.index,
+            vector[member.offset : member.offset + member.numel] if there else None,
+        )
+        for member, there in zip(bucket.members, present, strict=True)
+    ]

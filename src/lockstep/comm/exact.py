@@ -31,7 +31,7 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.bucket import ALIGNMENT, Bucket, pieces, slice_length
+from lockstep.comm.bucket import ALIGNMENT, Bucket, parts, pieces, slice_length
 from lockstep.comm.dense import in_format_of, in_layout_of, in_memory_order
 from lockstep.comm.native import ABSENT, NEW, STALE, NativeSum, native_backend
 from lockstep.comm.transfer import all_gather_single, as_bytes
@@ -257,13 +257,7 @@ class PortableSum:
         assert self._work is not None
         self._work.wait()
         self._work = None
-        return [
-            (
-                member.index,
-                self._result[member.offset : member.offset + member.numel] if present else None,
-            )
-            for member, present in zip(self.bucket.members, self._present, strict=True)
-        ]
+        return parts(self.bucket, self._result, self._present)
 
 
 def exact_sums(

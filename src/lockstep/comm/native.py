@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import backend
-from lockstep.comm.bucket import Bucket
+from lockstep.comm.bucket import Bucket, parts
 from lockstep.comm.dense import in_memory_order
 from lockstep.comm.memory import empty
 from lockstep.comm.tree import Node
@@ -100,10 +100,5 @@ class NativeSum:
         assert self._work is not None
         self._work.wait()
         self._work = None
-        return [
-            (
-                member.index,
-                self._result[member.offset : member.offset + member.numel] if present else None,
-            )
-            for member, present in zip(self._bucket.members, self._present.tolist(), strict=False)
-        ]
+        present = self._present[: len(self._bucket.members)].tolist()
+        return parts(self._bucket, self._result, present)
