@@ -6,6 +6,7 @@ bit. Read DESIGN section 1 beside it.
 
 import copy
 import hashlib
+import math
 import struct
 
 import torch
@@ -34,6 +35,12 @@ def merged(start, results, shares):  # rule 5
         return results[0]
     wide = torch.float64 if start.dtype == torch.float64 else torch.float32
     return tree([r.to(wide) * s for r, s in zip(results, shares, strict=True)]).to(start.dtype)
+
+
+def norms(gradient):  # rule 6: blocks of 65,536 elements, in memory order
+    order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
+    blocks = gradient.permute(order).reshape(-1).split(65536)
+    return [torch.linalg.vector_norm(block).item() for block in blocks]
 
 
 def train(model, loss, optimizer, batches, microbatches=8, seed=0, clip=None):
@@ -65,7 +72,7 @@ def train(model, loss, optimizer, batches, microbatches=8, seed=0, clip=None):
             buffer.copy_(merged(start[name], [r[name] for r in results], shares))
         if clip is not None:  # rule 6
             present = [p.grad for p in model.parameters() if p.grad is not None]
-            norm = sum(torch.linalg.vector_norm(g).item() ** 2 for g in present) ** 0.5
+            norm = math.sqrt(math.fsum(n * n for gradient in present for n in norms(gradient)))
             for gradient in present if norm > clip else []:
                 gradient.mul_(clip / norm)
         optimizer.step()

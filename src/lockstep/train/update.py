@@ -3,7 +3,8 @@
 (1) exchange   the ledger: losses, metrics, buffers' hashes, times
 (2) judge      a loss that is no number stops here, before anything has changed
 (3) reduce     gradients along the tree, over the ranks
-(4) clip       by the whole gradient's norm, which must be a number too
+(4) clip       by the whole gradient's norm, which must be a number too; each rank
+               computes its part of the blocks
 (5) merge      buffers
 (6) step       the optimizer, the average, the schedule
 """
@@ -12,15 +13,17 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from lockstep.comm.transfer import all_gather_bytes
 from lockstep.comm.tree import nodes_of
 from lockstep.data.microbatch import spans
 from lockstep.errors import GradientError, LossError
-from lockstep.train.clipping import clip
+from lockstep.train import clipping
 from lockstep.train.gradients import Gradients
 from lockstep.train.history import StepResult, rank_times
 from lockstep.train.ledger import Page, exchange, mean_metrics, not_finite, total_loss
@@ -60,7 +63,7 @@ class Update:
             place = f"rank {rank}, step {step.number}, micro-batch {entry.leaf}"
             raise LossError(f"{place}: the loss is {entry.loss}")
         self.gradients.reduce(holders, [each.gradients for each in pages])
-        norm = clip(self.parameters, self.clip_norm)
+        norm = self._clipped(step)
         if not math.isfinite(norm):
             raise GradientError(f"step {step.number}: the norm of the gradient is {norm}")
         step.buffers.merge([each.buffers for each in pages], holders, batch.leaves, group)
@@ -80,3 +83,14 @@ class Update:
             norm=norm,
         )
         return result, pages
+
+    def _clipped(self, step: Step) -> float:
+        """Scale the gradients down to the limit, and return their norm before."""
+        group = self.setting.group
+        present = [each.grad for each in self.parameters if each.grad is not None]
+        squares = clipping.squares(present, self.setting.replica, self.setting.replicas)
+        sums = array("d", clipping.partial(squares)).tobytes()
+        messages = all_gather_bytes(sums, f"at the norm of the gradient {step.about}", group)
+        norm = clipping.norm(each for message in messages for each in array("d", message))
+        clipping.scale(present, norm, self.clip_norm)
+        return norm
