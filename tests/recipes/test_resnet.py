@@ -1,0 +1,127 @@
+"""ResNet-50 without torchvision: its size, its names, its arithmetic, its blocks."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.recipes.resnet import Bottleneck, ResNet, resnet50
+
+COUNTS = (3, 4, 6, 3)
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    return resnet50()
+
+
+def published_shapes():
+    """The names and shapes of the published weights, derived here from the paper's table 1."""
+    shapes = {"conv1.weight": (64, 3, 7, 7), **norm("bn1", 64)}
+    channels = 64
+    for layer, count in enumerate(COUNTS, 1):
+        width = 32 * 2**layer
+        for index in range(count):
+            name = f"layer{layer}.{index}"
+            shapes |= {
+                f"{name}.conv1.weight": (width, channels, 1, 1),
+                **norm(f"{name}.bn1", width),
+            }
+            shapes |= {f"{name}.conv2.weight": (width, width, 3, 3), **norm(f"{name}.bn2", width)}
+            shapes |= {f"{name}.conv3.weight": (4 * width, width, 1, 1)}
+            shapes |= norm(f"{name}.bn3", 4 * width)
+            if index == 0:
+                shapes |= {f"{name}.downsample.0.weight": (4 * width, channels, 1, 1)}
+                shapes |= norm(f"{name}.downsample.1", 4 * width)
+            channels = 4 * width
+    return shapes | {"fc.weight": (1000, 2048), "fc.bias": (1000,)}
+
+
+def norm(name, channels):
+    vectors = ("weight", "bias", "running_mean", "running_var")
+    return {f"{name}.{each}": (channels,) for each in vectors} | {f"{name}.num_batches_tracked": ()}
+
+
+def written_out(state, images):
+    """Compute the network in training mode from its state dict alone."""
+
+    def conv(x, name, stride=1, padding=0):
+        return F.conv2d(x, state[f"{name}.weight"], None, stride, padding)
+
+    def bn(x, name):
+        return F.batch_norm(
+            x, None, None, state[f"{name}.weight"], state[f"{name}.bias"], training=True
+        )
+
+    x = F.max_pool2d(F.relu(bn(conv(images, "conv1", 2, 3), "bn1")), 3, 2, 1)
+    for layer, count in enumerate(COUNTS, 1):
+        for index in range(count):
+            name, stride = f"layer{layer}.{index}", 2 if layer > 1 and index == 0 else 1
+            y = F.relu(bn(conv(x, f"{name}.conv1"), f"{name}.bn1"))
+            y = F.relu(bn(conv(y, f"{name}.conv2", stride, 1), f"{name}.bn2"))
+            y = bn(conv(y, f"{name}.conv3"), f"{name}.bn3")
+            if index == 0:
+                x = bn(conv(x, f"{name}.downsample.0", stride), f"{name}.downsample.1")
+            x = F.relu(x + y)
+    return F.linear(x.mean((2, 3)), state["fc.weight"], state["fc.bias"])
+
+
+def test_resnet50_has_25_557_032_parameters(network):
+    assert sum(parameter.numel() for parameter in network.parameters()) == 25_557_032
+
+
+def test_published_weights_load(network):
+    shapes = published_shapes()
+    assert len(shapes) == 320
+    assert {name: tuple(t.shape) for name, t in network.state_dict().items()} == shapes
+    network.load_state_dict({name: torch.zeros(shape) for name, shape in shapes.items()})
+    torch.manual_seed(0)
+    network.load_state_dict(resnet50().state_dict())
+
+
+def test_outputs_are_those_of_the_published_arithmetic(network):
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = written_out(network.state_dict(), images)
+        torch.testing.assert_close(network(images), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_hold_every_parameter_once_and_in_order(network):
+    held = [parameter for block in network.blocks() for parameter in block.parameters()]
+    assert [id(each) for each in held] == [id(each) for each in network.parameters()]
+
+
+def test_blocks_end_at_every_bottleneck(network):
+    assert sum(type(block) is Bottleneck for block in network.blocks()) == sum(COUNTS)
+
+
+def test_any_cut_gives_the_same_bits():
+    torch.manual_seed(0)
+    network = ResNet((1, 2), classes=5, width=4)
+    images = torch.randn(3, 3, 32, 32)
+    whole = gradients(network, network, images)
+    blocks = network.blocks()
+    for cut in range(1, len(blocks)):
+        ends = [0, cut, len(blocks)]
+        stages = nn.Sequential(*(nn.Sequential(*blocks[lo:hi]) for lo, hi in pairwise(ends)))
+        for name, gradient in gradients(network, stages, images).items():
+            assert torch.equal(gradient, whole[name]), f"{name}, cut at {cut}"
+
+
+def gradients(network, model, images):
+    network.zero_grad()
+    F.cross_entropy(model(images), torch.tensor([0, 1, 2])).backward()
+    return {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
+
+
+def test_convolutions_are_drawn_by_their_fan_out(network):
+    for name, parameter in network.named_parameters():
+        if parameter.dim() == 4:
+            fan_out = parameter.shape[0] * parameter.shape[2] * parameter.shape[3]
+            assert parameter.std().item() == pytest.approx(math.sqrt(2 / fan_out), rel=0.05), name
+    assert torch.equal(network.bn1.weight, torch.ones(64))
+    assert torch.equal(network.bn1.bias, torch.zeros(64))
