@@ -1,0 +1,300 @@
+"""Schedules: in which order each rank of a pipeline works on its micro-batches.
+
+    1f1b, 3 ranks, 4 micro-batches; a backward (') takes twice as long as a forward
+
+    rank 0   0  1  2  .  .  .  .  0' 0' 3  1' 1' .  2' 2' .  3' 3'      time ->
+    rank 1   .  0  1  .  .  0' 0' 2  1' 1' 3  2' 2' .  3' 3' .  .
+    rank 2   .  .  0  0' 0' 1  1' 1' 2  2' 2' 3  3' 3' .  .  .  .
+
+A schedule is plain data: for each rank the tuple of its actions, in order. What
+runs them only runs them. Stage s lies on rank s % ranks; only "interleaved" has
+several stages (chunks) a rank. On every stage the gradients of micro-batches
+0, 1, 2, ... are made in that order, whatever the schedule.
+
+Letters: p ranks, m micro-batches, v chunks; r a rank, s a stage, j a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from lockstep.errors import LayoutError
+
+__all__ = [
+    "NAMES",
+    "Action",
+    "Kind",
+    "Product",
+    "Schedule",
+    "gpipe",
+    "in_order",
+    "interleaved",
+    "made",
+    "needed",
+    "one_f_one_b",
+    "schedule",
+    "stages_of",
+    "validate",
+    "zero_bubble",
+]
+
+Kind = Literal["forward", "backward", "input", "weight"]
+"""`backward` is whole; "input" and "weight" are its two parts, of the inputs' gradients
+and of the weights'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of work: what is computed of which micro-batch on which stage."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        """Name it as sentences do."""
+        words = {"input": "input gradient", "weight": "weight gradient"}
+        return f"{words.get(self.kind, self.kind)} of micro-batch {self.microbatch}"
+
+
+Schedule = tuple[tuple[Action, ...], ...]
+"""For each rank of a pipeline its actions, in order."""
+
+Product = tuple[Literal["output", "gradient"], int, int]
+"""What an action makes that others wait for: a stage's output, or the gradient of its input."""
+
+NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
+
+def schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """Return the schedule called `name`, one of NAMES.
+
+    `chunks`, stages a rank, belongs to "interleaved" (2 by default). Raises
+    LayoutError for another name, for chunks elsewhere, and for numbers below 1.
+    """
+    if name not in NAMES:
+        raise LayoutError(f"there is no schedule {name!r}; there are {', '.join(NAMES)}")
+    if name == "interleaved":
+        return interleaved(ranks, microbatches, 2 if chunks is None else chunks)
+    if chunks not in (None, 1):
+        raise LayoutError(f"chunks={chunks}: only the schedule interleaved has several, not {name}")
+    makers = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero-bubble": zero_bubble}
+    return makers[name](ranks, microbatches)
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """Return GPipe's schedule: all forwards, then all backwards.
+
+    Bubble (p-1)/(m+p-1); every rank holds the activations of all m micro-batches.
+    Huang et al., "GPipe", 2019.
+    """
+    _check(ranks, microbatches)
+    return tuple(
+        _all("forward", rank, microbatches) + _all("backward", rank, microbatches)
+        for rank in range(ranks)
+    )
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """Return 1F1B: as soon as a rank can go backward, it does so after each forward.
+
+    Bubble (p-1)/(m+p-1) as in GPipe, but rank r holds the activations of at most
+    p - r micro-batches. Narayanan et al., "PipeDream-2BW", 2021.
+    """
+    _check(ranks, microbatches)
+    return tuple(
+        _alternating(
+            _all("forward", rank, microbatches),
+            _all("backward", rank, microbatches),
+            ahead=ranks - 1 - rank,
+        )
+        for rank in range(ranks)
+    )
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """Return interleaved 1F1B: each rank has `chunks` stages, every `ranks`-th of the model.
+
+    Micro-batches go through a rank's stages in groups of p to 2p - 1, as even as can
+    be, so that any number of them fits. Bubble (p-1)/(vm+p-1) from m = p on; more
+    transfers and more activations than 1F1B. Narayanan et al., "Efficient
+    Large-Scale Language Model Training on GPU Clusters", 2021.
+    """
+    _check(ranks, microbatches)
+    if chunks < 1:
+        raise LayoutError(f"chunks={chunks}: a rank has at least one stage")
+    rounds = max(1, microbatches // ranks)
+    bounds = [-(-microbatches * turn // rounds) for turn in range(rounds + 1)]  # larger first
+    groups = [range(lo, hi) for lo, hi in pairwise(bounds)]
+    result = []
+    for rank in range(ranks):
+        own = range(rank, ranks * chunks, ranks)
+        forwards = [Action("forward", s, j) for group in groups for s in own for j in group]
+        backwards = [
+            Action("backward", s, j) for group in groups for s in reversed(own) for j in group
+        ]
+        ahead = 2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[0])
+        result.append(_alternating(forwards, backwards, ahead))
+    return tuple(result)
+
+
+def zero_bubble(ranks: int, microbatches: int) -> Schedule:
+    """Return a zero-bubble schedule (ZB-H1): weight gradients wait, and fill the bubble.
+
+    It is 1F1B with the backward cut in two. The gradient of the input, for which the
+    rank before waits, comes at once; rank r computes that of the weights r
+    micro-batches later. Bubble (p-1)/(3m+p-1) where the parts take as long as a
+    forward, a third of 1F1B's; at most p micro-batches are held, as in 1F1B. Stage 0
+    sends no gradient, so its backward stays whole. Qi et al., "Zero Bubble Pipeline
+    Parallelism", 2024.
+    """
+    _check(ranks, microbatches)
+    first = one_f_one_b(ranks, microbatches)[:1]
+    return first + tuple(_delayed(rank, ranks, microbatches) for rank in range(1, ranks))
+
+
+def _delayed(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
+    """Return a rank's 1F1B with its weight gradients `rank` micro-batches late."""
+    inputs = _all("input", rank, microbatches)
+    weights = _all("weight", rank, microbatches)
+    result: list[Action] = []
+    for action in _alternating(_all("forward", rank, microbatches), inputs, ranks - 1 - rank):
+        result.append(action)
+        if action.kind == "input" and action.microbatch >= rank:
+            result.append(weights[action.microbatch - rank])
+    return (*result, *weights[max(0, microbatches - rank) :])
+
+
+def _all(kind: Kind, stage: int, microbatches: int) -> tuple[Action, ...]:
+    return tuple(Action(kind, stage, j) for j in range(microbatches))
+
+
+def _alternating(
+    forwards: Sequence[Action], backwards: Sequence[Action], ahead: int
+) -> tuple[Action, ...]:
+    """Return `ahead` forwards, then one of each in turn, then the backwards that are left."""
+    ahead = min(ahead, len(forwards))
+    result = list(forwards[:ahead])
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        result += (forward, backward)
+    return (*result, *backwards[len(forwards) - ahead :])
+
+
+def made(action: Action) -> Product | None:
+    """Return what others may wait for; the gradient of weights stays where it is."""
+    if action.kind == "weight":
+        return None
+    what: Literal["output", "gradient"] = "output" if action.kind == "forward" else "gradient"
+    return (what, action.stage, action.microbatch)
+
+
+def needed(action: Action, stages: int) -> list[Product]:
+    """Return what must have been made before `action` in a model of `stages` stages."""
+    s, j = action.stage, action.microbatch
+    if action.kind == "forward":
+        return [("output", s - 1, j)] if s > 0 else []
+    if action.kind == "weight":
+        return [("gradient", s, j)]
+    own: Product = ("output", s, j)
+    return [own, ("gradient", s + 1, j)] if s < stages - 1 else [own]
+
+
+def stages_of(schedule: Schedule) -> int:
+    """Return the number of stages that a schedule cuts the model into."""
+    return 1 + max((action.stage for actions in schedule for action in actions), default=-1)
+
+
+def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """Yield (rank, action) in an order in which everything needed was made before.
+
+    Raises LayoutError where the ranks wait for each other for ever.
+    """
+    stages = stages_of(schedule)
+    ready: set[Product | None] = set()
+    at = [0] * len(schedule)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule):
+            while at[rank] < len(actions) and ready.issuperset(needed(actions[at[rank]], stages)):
+                ready.add(made(actions[at[rank]]))
+                yield rank, actions[at[rank]]
+                at[rank] += 1
+                moved = True
+    for rank, actions in enumerate(schedule):
+        if at[rank] < len(actions):
+            stuck = actions[at[rank]]
+            raise LayoutError(
+                f"the schedule never ends: rank {rank} waits at its action {at[rank]}, the "
+                f"{stuck} on stage {stuck.stage}, for what is made later or never"
+            )
+
+
+def validate(schedule: Schedule) -> None:
+    """Check that a schedule can be run and computes everything once.
+
+    Every stage lies on rank s % ranks; every micro-batch goes forward once and
+    backward once (whole, or in two parts) on every stage; the gradients of a stage
+    come in the order of the micro-batches; no rank waits for ever. Raises
+    LayoutError with what is wrong.
+    """
+    ranks, stages = len(schedule), stages_of(schedule)
+    if stages == 0:
+        raise LayoutError("the schedule has no actions")
+    if stages % ranks:
+        raise LayoutError(f"the schedule has {stages} stages on {ranks} ranks; give all alike")
+    for rank, actions in enumerate(schedule):
+        for action in actions:
+            if action.stage % ranks != rank:
+                raise LayoutError(
+                    f"the schedule has stage {action.stage} on rank {rank}, where it does not lie"
+                )
+    _check_counts(schedule, stages)
+    for rank, actions in enumerate(schedule):
+        _check_order(rank, actions)
+    for _ in in_order(schedule):
+        pass
+
+
+def _check_counts(schedule: Schedule, stages: int) -> None:
+    """Check that each micro-batch is computed once on each stage."""
+    counts = Counter(action for actions in schedule for action in actions)
+    microbatches = 1 + max(action.microbatch for action in counts)
+    for s in range(stages):
+        for j in range(microbatches):
+            forward, whole, inputs, weights = (
+                counts[Action(kind, s, j)] for kind in ("forward", "backward", "input", "weight")
+            )
+            if forward != 1 or (whole, inputs, weights) not in ((1, 0, 0), (0, 1, 1)):
+                raise LayoutError(
+                    f"the schedule takes micro-batch {j} on stage {s} forward {forward} times and "
+                    f"backward {whole} times whole, {inputs} and {weights} times in parts; each "
+                    "goes forward once, and backward once whole or once in both parts"
+                )
+
+
+def _check_order(rank: int, actions: Sequence[Action]) -> None:
+    """Check that a stage's gradients come in the order of the micro-batches."""
+    last: dict[tuple[int, Kind], int] = {}
+    for action in actions:
+        if action.kind == "forward":
+            continue
+        before = last.get((action.stage, action.kind), -1)
+        if action.microbatch < before:
+            raise LayoutError(
+                f"the schedule has on rank {rank} the {action} on stage {action.stage} after that "
+                f"of micro-batch {before}; gradients come in the order of the micro-batches"
+            )
+        last[action.stage, action.kind] = action.microbatch
+
+
+def _check(ranks: int, microbatches: int) -> None:
+    if ranks < 1 or microbatches < 1:
+        raise LayoutError(
+            f"a schedule needs at least one rank and one micro-batch, not {ranks} and "
+            f"{microbatches}"
+        )
