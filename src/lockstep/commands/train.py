@@ -13,7 +13,8 @@ from lockstep.errors import FileError, LayoutError, UsageError
 
 __all__ = ["command"]
 
-RECIPES = ("digits", "mnist")
+RECIPES = ("digits", "mnist", "resnet50")
+DECAYS = ("cosine", "none")
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
 
@@ -29,6 +30,17 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
 @click.option("--batch-size", type=POSITIVE, help="Samples of a global batch, over all ranks.")
 @click.option("--lr", type=NOT_NEGATIVE, help="Learning rate of SGD.")
 @click.option("--momentum", type=NOT_NEGATIVE, help="Momentum of SGD.")
+@click.option("--weight-decay", type=NOT_NEGATIVE, help="Weight decay of SGD.")
+@click.option("--warmup", type=NOT_NEGATIVE, help="Epochs over which the learning rate rises.")
+@click.option("--lr-decay", type=click.Choice(DECAYS), help="How the learning rate falls.")
+@click.option(
+    "--label-smoothing", type=click.FloatRange(0, 1, max_open=True),
+    help="Share of each label that goes to all classes.",
+)  # fmt: skip
+@click.option(
+    "--size", type=click.IntRange(min=32),
+    help="Width and height of pictures.  [resnet50: 224; 128 for generated ones]",
+)  # fmt: skip
 @click.option(
     "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
     help="Of weights, order and dropout.",
@@ -39,7 +51,9 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
     help="Loader processes a rank.",
 )  # fmt: skip
 @click.option("--bf16", is_flag=True, help="Mixed precision: bfloat16 by autocast.")
-@click.option("--data", metavar="DIR", help="Where the data is.  [mnist: data/mnist]")
+@click.option(
+    "--data", metavar="DIR", help="Where the data is.  [mnist: data/mnist; resnet50: generated]"
+)
 @click.option("--download", is_flag=True, help="Fetch missing data from a public mirror.")
 @click.option("--runs", default="runs", show_default=True, metavar="DIR", help="Folder of runs.")
 @click.option("--name", metavar="NAME", help="The run's name.  [default: recipe, date and time]")
@@ -61,9 +75,15 @@ def command(
     from lockstep.run.launch import launch
     from lockstep.show.record import fresh_name
 
+    if recipe != "resnet50" and given["size"] is not None:
+        raise UsageError(f"--size: the pictures of {recipe} have one size; leave it out")
     folder = Path(runs) / (name or fresh_name(Path(runs), recipe))
     if given["download"]:
         _download(recipe, given["data"])
+    elif recipe == "resnet50" and given["data"] is None:
+        from lockstep.recipes.resnet50 import NOTICE
+
+        click.echo(NOTICE, err=True)
     summary = launch(_rank, (recipe, given, str(folder)), nprocs)[0]
     failure = summary.pop("failure", None)
     click.echo(json.dumps(summary) if as_json else _told(summary))
@@ -77,12 +97,17 @@ def _rank(recipe: str, given: dict[str, Any], folder: str) -> dict[str, Any]:
 
     module = importlib.import_module(f"lockstep.recipes.{recipe}")
     chosen = {name: value for name, value in given.items() if value is not None}
-    options = Options(recipe=recipe, **{"data": None, **module.DEFAULTS, **chosen})
+    options = Options(recipe=recipe, **{"data": None, **module.defaults(chosen), **chosen})
     return train(options, module.load, module.network, folder)
 
 
 def _download(recipe: str, data: str | None) -> None:
     """Fetch what the recipe's data lacks, once, before the ranks start."""
+    if recipe == "resnet50":
+        raise UsageError(
+            "resnet50 trains on pictures of your own: there is nothing to download, give their "
+            "folder with --data"
+        )
     if recipe != "mnist":
         raise UsageError(f"{recipe} comes with Lockstep: there is nothing to download")
     from lockstep.data.datasets import mnist

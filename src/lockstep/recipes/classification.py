@@ -14,13 +14,14 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep.errors import FileError
+from lockstep.recipes.rate import Rate
 from lockstep.run.world import init
 from lockstep.show.progress import Progress
 from lockstep.show.record import Recorder
 from lockstep.train.forward import accuracy
 from lockstep.train.trainer import Trainer
 
-__all__ = ["Options", "train"]
+__all__ = ["Data", "Options", "train"]
 
 WEIGHTS = "weights.safetensors"
 
@@ -42,23 +43,38 @@ class Options:
     data: str | None
     download: bool
     quiet: bool
+    weight_decay: float = 0.0
+    label_smoothing: float = 0.0
+    warmup: float = 0.0  # epochs
+    lr_decay: str = "none"
+    size: int | None = None  # of pictures that can be scaled, in pixels
 
 
-Load = Callable[[Options], tuple[Dataset[Any], Dataset[Any]]]
+@dataclass(frozen=True)
+class Data:
+    """What a recipe trains on, what it holds out, and how many classes there are."""
+
+    training: Dataset[Any]
+    held_out: Dataset[Any]
+    classes: int
 
 
-def train(
-    options: Options, load: Load, network: Callable[[], nn.Module], folder: str
-) -> dict[str, Any]:
+Load = Callable[[Options], Data]
+Network = Callable[[int], nn.Module]
+
+
+def train(options: Options, load: Load, network: Network, folder: str) -> dict[str, Any]:
     """Train on this rank, evaluate after each epoch, and return the summary.
 
-    `load` gives the data to train on and the data held out; `folder` is the run's.
-    Writes the record and the weights from rank 0.
+    `load` gives the data, `network` the model for a number of classes; `folder` is
+    the run's. Writes the record and the weights from rank 0.
     """
     world = init(threads=options.threads)
     torch.manual_seed(options.seed)
-    training, held_out = load(options)
-    steps = -(-len(training) // options.batch_size)  # type: ignore[arg-type]
+    data = load(options)
+    samples: int = len(data.training)  # type: ignore[arg-type]
+    steps = -(-samples // options.batch_size)
+    rate = Rate.of(options.epochs, steps, options.warmup, options.lr_decay)
     record: list[Any] = []
     if world.rank == 0:
         title = f"{options.recipe}, {_layout(world.world_size, options)}, {world.backend}"
@@ -66,28 +82,36 @@ def train(
         record = [Recorder(Path(folder)), progress]
     begun = time.perf_counter()
     with Trainer(
-        network(),
-        nn.CrossEntropyLoss(),
-        partial(torch.optim.SGD, lr=options.lr, momentum=options.momentum),
+        network(data.classes),
+        nn.CrossEntropyLoss(label_smoothing=options.label_smoothing),
+        partial(
+            torch.optim.SGD,
+            lr=options.lr,
+            momentum=options.momentum,
+            weight_decay=options.weight_decay,
+        ),
         microbatches=options.microbatches,
         seed=options.seed,
         metrics={"accuracy": accuracy},
         precision=torch.bfloat16 if options.bf16 else None,
+        scheduler=rate.schedule if rate else None,
         record=record,
         about={
             "recipe": options.recipe,
             "options": asdict(options),
             "epochs": options.epochs,
             "steps_per_epoch": steps,
-            "samples": len(training),  # type: ignore[arg-type]
+            "samples": samples,
         },
     ) as trainer:
         for epoch in range(options.epochs):
             for batch in trainer.batches(
-                training, options.batch_size, epoch=epoch, num_workers=options.workers
+                data.training, options.batch_size, epoch=epoch, num_workers=options.workers
             ):
                 trainer.step(batch)
-            evaluation = trainer.evaluate(held_out, options.batch_size)
+            evaluation = trainer.evaluate(
+                data.held_out, options.batch_size, num_workers=options.workers
+            )
         seconds = time.perf_counter() - begun
         trainer.save(Path(folder) / WEIGHTS)
         summary = {

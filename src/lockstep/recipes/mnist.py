@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch import nn
 
 from lockstep.data.datasets import mnist
-from lockstep.recipes.classification import Options
-from lockstep.recipes.network import digit_network as network
+from lockstep.recipes.classification import Data, Options
+from lockstep.recipes.network import digit_network
 
-__all__ = ["DEFAULTS", "load", "network"]
-
-DEFAULTS = {"epochs": 10, "batch_size": 128, "lr": 0.05, "momentum": 0.5}
+__all__ = ["defaults", "load", "network"]
 
 FOLDER = "data/mnist"
 
 
-def load(options: Options) -> tuple[Dataset[Any], Dataset[Any]]:
+def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that were not given."""
+    return {"epochs": 10, "batch_size": 128, "lr": 0.05, "momentum": 0.5}
+
+
+def load(options: Options) -> Data:
     """Return the training and the test digits, read on each rank; rank 0 downloads."""
     folder = options.data or FOLDER
-    return mnist(folder, train=True), mnist(folder, train=False)
+    return Data(mnist(folder, train=True), mnist(folder, train=False), classes=10)
+
+
+def network(classes: int) -> nn.Module:
+    """Return the model."""
+    return digit_network()

@@ -1,0 +1,111 @@
+"""Pictures through the loader: the same for every layout and number of workers."""
+
+import pytest
+import torch
+from PIL import Image
+
+from folders import write_pictures
+from lockstep.data.augmentation import centre_box, cut, normalised
+from lockstep.data.folders import read_folder
+from lockstep.data.loader import Batches
+from lockstep.data.pictures import Generated, Pictures
+from lockstep.errors import FileError, SampleError
+
+
+def epoch_of(dataset, number, replicas=1, replica=0, workers=0):
+    """Return the samples of an epoch that this replica loads, by batch and micro-batch."""
+    batches = Batches(
+        dataset, 6, microbatches=3, replicas=replicas, replica=replica, seed=5, epoch=number,
+        num_workers=workers,
+    )  # fmt: skip
+    return {
+        (place, microbatch.index): microbatch.data
+        for place, batch in enumerate(batches)
+        for microbatch in batch.microbatches
+    }
+
+
+def assert_same(one, other):
+    for place, (pictures, labels) in other.items():
+        assert torch.equal(one[place][0], pictures)
+        assert one[place][0].stride() == pictures.stride()
+        assert torch.equal(one[place][1], labels)
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    files, _ = read_folder(write_pictures(tmp_path, ["a", "b", "c"], 5), 0.2, 0)
+    return Pictures(files, 32, augment=True)
+
+
+def test_augmentation_is_the_same_for_every_layout_and_number_of_workers(pictures):
+    whole = epoch_of(pictures, 0)
+    assert len(whole) == 6
+    assert_same(whole, epoch_of(pictures, 0, workers=2))
+    parts = epoch_of(pictures, 0, 2, 0) | epoch_of(pictures, 0, 2, 1, workers=1)
+    assert parts.keys() == whole.keys()
+    assert_same(whole, parts)
+
+
+def test_augmentation_is_another_one_in_each_epoch(pictures):
+    def seen(number):
+        rows = [row for data, _ in epoch_of(pictures, number).values() for row in data]
+        return {row.numpy().tobytes() for row in rows}
+
+    assert len(seen(0)) == 12
+    assert not seen(0) & seen(1)
+
+
+def test_evaluation_shows_the_middle_and_draws_nothing(tmp_path):
+    files, _ = read_folder(write_pictures(tmp_path, ["a"], 2), 0.5, 0)
+    before = torch.default_generator.get_state()
+    picture, label = Pictures(files, 32, augment=False)[0]
+    assert torch.equal(torch.default_generator.get_state(), before)
+    with Image.open(files.name(0)) as image:
+        assert torch.equal(picture, normalised(cut(image, centre_box(*image.size), 32)))
+    assert label == 0
+
+
+def missing(path):
+    path.unlink()
+    return "it is gone"
+
+
+def text(path):
+    path.write_text("no picture")
+    return "of no known format, or damaged"
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[:-400])
+    return "truncated"
+
+
+def damaged_png(path):
+    Image.new("RGB", (64, 64)).save(path, "PNG")
+    path.write_bytes(path.read_bytes()[:60])
+    return "cannot be read as a picture"
+
+
+@pytest.mark.parametrize("spoil", [missing, text, truncated, damaged_png])
+def test_a_picture_that_cannot_be_read_is_named_in_one_sentence(tmp_path, spoil):
+    files, _ = read_folder(write_pictures(tmp_path, ["a"], 2), 0.5, 0)
+    reason = spoil(tmp_path / files.name(0))
+    dataset = Pictures(files, 32, augment=True)
+    with pytest.raises(FileError, match=reason):
+        dataset[0]
+    with pytest.raises(SampleError) as caught:
+        list(Batches(dataset, 1))
+    assert files.name(0) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_generated_pictures_differ_and_show_their_class():
+    source = Generated(20, 5, 40, seed=0)
+    assert source.labels.tolist() == [0, 1, 2, 3, 4] * 4
+    shown = [source.open(index).tobytes() for index in range(20)]
+    assert len(set(shown)) == 20
+    assert shown[3] == source.open(3).tobytes()
+    assert shown[3] != Generated(20, 5, 40, seed=1).open(3).tobytes()
+    red, green = source.open(0).resize((1, 1)), source.open(2).resize((1, 1))
+    assert red.getpixel((0, 0))[0] - green.getpixel((0, 0))[0] > 30
