@@ -11,22 +11,32 @@ Queue::~Queue() { stop(); }
 
 void Queue::stop() {
   if (owner_ != getpid()) {
-    // A forked child has this object but not the thread.
-    if (thread_.joinable()) thread_.detach();
+    // A forked child has this object but not the threads.
+    for (std::thread& thread : threads_)
+      if (thread.joinable()) thread.detach();
     return;
   }
-  {
-    std::lock_guard<std::mutex> lock(list_);
-    stopping_ = true;
-  }
+  std::unique_lock<std::mutex> lock(list_);
+  stopping_ = true;
   changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  while (!threads_.empty()) {  // a callback may yet start another one
+    std::thread thread = std::move(threads_.back());
+    threads_.pop_back();
+    lock.unlock();
+    thread.join();
+    lock.lock();
+  }
+}
+
+void Queue::start_thread() {
+  threads_.emplace_back([this] { loop(); });
+  ++running_;
 }
 
 void Queue::add(std::shared_ptr<Job> job) {
   std::lock_guard<std::mutex> lock(list_);
   jobs_.push_back(std::move(job));
-  if (!thread_.joinable()) thread_ = std::thread([this] { loop(); });
+  if (running_ == concluding_) start_thread();
   changed_.notify_one();
 }
 
@@ -39,19 +49,43 @@ std::shared_ptr<Job> Queue::next() {
 }
 
 void Queue::run(Job& job) {
-  std::lock_guard<std::mutex> turn(turn_);
-  while (auto earlier = next()) earlier->execute(false);
-  job.execute(false);
+  while (true) {
+    std::shared_ptr<Job> earlier;
+    {
+      std::lock_guard<std::mutex> turn(turn_);
+      earlier = next();
+      (earlier ? *earlier : job).execute(false);
+    }
+    Job& executed = earlier ? *earlier : job;
+    if (executed.settle()) executed.announce();
+    if (!earlier) return;
+  }
 }
 
 void Queue::help(Job& job) {
   while (!job.over()) {
-    std::lock_guard<std::mutex> turn(turn_);
-    if (job.over()) return;
-    auto first = next();
-    if (!first) return;  // it was over between the two looks
-    first->execute(false);
+    std::shared_ptr<Job> first;
+    {
+      std::lock_guard<std::mutex> turn(turn_);
+      if (job.over()) return;
+      first = next();
+      if (!first) return;  // it was over between the two looks
+      first->execute(false);
+    }
+    if (first->settle()) first->announce();
   }
+}
+
+void Queue::conclude(Job& job) {
+  if (!job.settle()) return;
+  {
+    std::lock_guard<std::mutex> lock(list_);
+    ++concluding_;
+    if (running_ == concluding_ && !jobs_.empty()) start_thread();
+  }
+  job.announce();
+  std::lock_guard<std::mutex> lock(list_);
+  --concluding_;
 }
 
 void Queue::loop() {
@@ -60,10 +94,18 @@ void Queue::loop() {
     {
       std::unique_lock<std::mutex> lock(list_);
       changed_.wait(lock, [this] { return stopping_ || !jobs_.empty(); });
-      if (jobs_.empty()) return;
+      if (jobs_.empty()) {
+        --running_;
+        return;
+      }
     }
-    std::lock_guard<std::mutex> turn(turn_);
-    if (auto job = next()) job->execute(true);
+    std::shared_ptr<Job> job;
+    {
+      std::lock_guard<std::mutex> turn(turn_);
+      job = next();
+      if (job) job->execute(true);
+    }
+    if (job) conclude(*job);
   }
 }
 

@@ -4,6 +4,10 @@
 // thread of the group takes them, or whoever waits for one of them first: then no
 // other thread need be woken. The thread starts with the first queued call and
 // sleeps when there is none.
+//
+// What waits for a call's future may be a callback that makes further calls and waits
+// for them (torch's PowerSGD does). So a call is concluded outside its turn, and while
+// all threads are busy with that, another one is started for what is queued.
 #pragma once
 
 #include <condition_variable>
@@ -12,14 +16,17 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 namespace lockstep {
 
 class Job {
  public:
   virtual ~Job() = default;
-  virtual void execute(bool background) = 0;  // must not throw
-  virtual bool over() = 0;
+  virtual void execute(bool background) = 0;  // in its turn; must not throw
+  virtual bool over() = 0;                    // has it been executed?
+  virtual bool settle() = 0;                  // after its turn: wake who waits; are there callbacks to run?
+  virtual void announce() = 0;                // run them
 };
 
 class Queue {
@@ -29,20 +36,24 @@ class Queue {
   void add(std::shared_ptr<Job> job);
   // Runs what was queued before, then the job, in this thread.
   void run(Job& job);
-  // Returns when a queued job is over; runs it here unless the thread does already.
+  // Returns when a queued job is over; runs it here unless a thread does already.
   void help(Job& job);
   void stop();  // finishes what is queued
 
  private:
   void loop();
+  void conclude(Job& job);  // in a thread of ours
+  void start_thread();
   std::shared_ptr<Job> next();
 
-  std::mutex list_;  // guards jobs_, stopping_
+  std::mutex list_;  // guards all below but owner_
   std::mutex turn_;  // held by whoever runs a job
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Job>> jobs_;
   bool stopping_ = false;
-  std::thread thread_;
+  std::vector<std::thread> threads_;
+  size_t running_ = 0;     // threads that have not ended
+  size_t concluding_ = 0;  // of those, the ones that may be in a callback
   int owner_;
 };
 

@@ -30,21 +30,28 @@ std::exception_ptr as_torch_error() {
 FutureWork::FutureWork(c10d::OpType type, std::vector<at::Tensor> outputs)
     : c10d::Work(-1, type), outputs_(std::move(outputs)) {}
 
-void FutureWork::complete(std::exception_ptr error) {
-  c10::intrusive_ptr<c10::ivalue::Future> future;
+bool FutureWork::settle(std::exception_ptr error) {
+  bool heard;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (completed_) return;
+    if (completed_) return false;
     completed_ = true;
     exception_ = error;
-    future = future_;
+    heard = future_ != nullptr;
   }
   cv_.notify_all();
-  if (!future) return;
-  if (error)
-    future->setErrorIfNeeded(error);
+  return heard;
+}
+
+void FutureWork::announce() {
+  if (exception_)
+    future_->setErrorIfNeeded(exception_);
   else
-    future->markCompleted(c10::IValue(outputs_));
+    future_->markCompleted(c10::IValue(outputs_));
+}
+
+void FutureWork::complete(std::exception_ptr error) {
+  if (settle(error)) announce();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> FutureWork::getFuture() {
@@ -56,12 +63,7 @@ c10::intrusive_ptr<c10::ivalue::Future> FutureWork::getFuture() {
         c10::ListType::create(c10::TensorType::get()));
     over = completed_;
   }
-  if (over) {
-    if (exception_)
-      future_->setErrorIfNeeded(exception_);
-    else
-      future_->markCompleted(c10::IValue(outputs_));
-  }
+  if (over) announce();
   return future_;
 }
 
@@ -72,22 +74,26 @@ class CollectiveWork::Run : public Job {
   explicit Run(CollectiveWork* work)
       : work_(c10::intrusive_ptr<CollectiveWork>::reclaim_copy(work)) {}
   void execute(bool background) override {
-    auto work = std::move(work_);
-    std::exception_ptr error;
     try {
       at::NoGradGuard guard;
-      work->body_(background);
+      work_->body_(background);
     } catch (...) {
-      error = as_torch_error();
+      error_ = as_torch_error();
     }
-    work->body_ = nullptr;
+    work_->body_ = nullptr;
     over_.store(true, std::memory_order_release);
-    work->complete(error);
   }
   bool over() override { return over_.load(std::memory_order_acquire); }
+  bool settle() override {
+    const bool heard = work_->settle(error_);
+    if (!heard) work_ = nullptr;
+    return heard;
+  }
+  void announce() override { std::exchange(work_, nullptr)->announce(); }
 
  private:
-  c10::intrusive_ptr<CollectiveWork> work_;  // until it has run
+  c10::intrusive_ptr<CollectiveWork> work_;  // until it is concluded
+  std::exception_ptr error_;
   std::atomic<bool> over_{false};
 };
 

@@ -23,6 +23,8 @@ class FutureWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  protected:
+  bool settle(std::exception_ptr error);  // wake who waits; true if a future is yet to be told
+  void announce();                        // tell it: this runs its callbacks
   void complete(std::exception_ptr error);
   std::vector<at::Tensor> outputs_;
 
