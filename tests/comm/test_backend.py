@@ -399,8 +399,8 @@ def ddp_gradients(how: str) -> list[torch.Tensor]:
     return [p.grad.clone() for p in wrapped.parameters()]
 
 
-def test_ddp_reduces_in_shared_memory_and_agrees_with_gloo(ranks, monkeypatch):
-    monkeypatch.setenv("DDP_DISABLE_COMM_MEM", "0")  # torch's switch; its default is 1
+def test_ddp_reduces_in_shared_memory_and_agrees_with_gloo(ranks):
+    """`lockstep.init` turns torch's switch, DDP_DISABLE_COMM_MEM, whose default is 1."""
     by_name = {name: ranks(ddp_gradients, 2, name, backend=name) for name in ("gloo", "lockstep")}
     for mine, theirs in zip(*by_name["lockstep"], strict=True):
         assert torch.equal(mine, theirs)

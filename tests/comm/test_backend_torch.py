@@ -5,7 +5,6 @@ All programs run in one launch of ranks for each backend; a test looks at one of
 
 from __future__ import annotations
 
-import copy
 import functools
 import tempfile
 import traceback
@@ -175,14 +174,39 @@ def fully_sharded_in_bfloat16() -> list[torch.Tensor]:
 
 
 @program
+def fully_sharded_communicates_in_shared_memory() -> list[Any]:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    kept: list[torch.Tensor] = []
+    allocate = collectives.ProcessGroupAllocMixin.allocate
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kept.append(allocate(self, *args, **kwargs))
+        return kept[-1]
+
+    net = fully_sharded()
+    for layer in (net[0], net[2]):
+        layer.set_allocate_memory_from_process_group_for_comm(True)
+    collectives.ProcessGroupAllocMixin.allocate = noted
+    try:
+        net(inputs(0, dist.get_rank())).square().mean().backward()
+    finally:
+        collectives.ProcessGroupAllocMixin.allocate = allocate
+    native = dist.get_backend() == "lockstep"
+    found = [len(kept) > 0, all(is_shared(each) == native for each in kept)]
+    return [found, full([parameter.grad for parameter in net.parameters()])]
+
+
+@program
 def sharded_tensors() -> list[torch.Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("outer", "inner"))["inner"]
     left, right = inputs(1)[:7], inputs(2)[:, :5].repeat(4, 1)
-    rows, columns = distribute_tensor(left, mesh, [Shard(0)]), distribute_tensor(
-        right, mesh, [Shard(1)]
+    rows, columns = (
+        distribute_tensor(left, mesh, [Shard(0)]),
+        distribute_tensor(right, mesh, [Shard(1)]),
     )
     moved = rows.redistribute(mesh, [Shard(1)])
     product = moved @ columns.redistribute(mesh, [Shard(0)])  # partial sums
@@ -220,7 +244,9 @@ def pipelines() -> list[Any]:
         net = model()
         mine = nn.Sequential(*(net[:2] if rank == 0 else net[2:]))
         stage = PipelineStage(mine, rank, RANKS, torch.device("cpu"))
-        schedule = kind(stage, 4, loss_fn=lambda outputs, targets: (outputs - targets).square().mean())
+        schedule = kind(
+            stage, 4, loss_fn=lambda outputs, targets: (outputs - targets).square().mean()
+        )
         losses: list[torch.Tensor] = []
         if rank == 0:
             schedule.step(inputs())

@@ -182,6 +182,13 @@ def shutdown() -> None:
     _give_back()
 
 
+def _borrow(variable: str, value: str) -> None:
+    """Set an environment variable until shutdown(), unless the user has set it."""
+    if variable not in os.environ:
+        os.environ[variable] = value
+        _borrowed.append(variable)
+
+
 def _give_back() -> None:
     """Unset the environment variables that init() set."""
     while _borrowed:
@@ -229,9 +236,8 @@ def _settle(threads: int, device: torch.device) -> None:
     torch.set_deterministic_debug_mode("error")
     if "torch._inductor.config" in sys.modules:
         torch.use_deterministic_algorithms(True)
-    elif "TORCHINDUCTOR_DETERMINISTIC" not in os.environ:
-        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
-        _borrowed.append("TORCHINDUCTOR_DETERMINISTIC")
+    else:
+        _borrow("TORCHINDUCTOR_DETERMINISTIC", "1")
     # Deterministic algorithms fill every empty tensor: 68 us for 4 MiB, for no bit of a result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -240,6 +246,9 @@ def _join(place: Place, backend: str, timeout: float, device: torch.device) -> N
     if timeout <= 0:
         raise UsageError(f"init(timeout={timeout}): a deadline is a positive number of seconds")
     _check_backend(backend)
+    if backend == "lockstep":
+        # DistributedDataParallel then has its buckets in shared memory, where they are added.
+        _borrow("DDP_DISABLE_COMM_MEM", "0")
     began = time.monotonic()
     store = rendezvous.meet(place, timeout)
     _choose_interface(place)
@@ -277,9 +286,8 @@ def _check_backend(backend: str) -> None:
 def _choose_interface(place: Place) -> None:
     """Keep Gloo on the right interface: by itself it takes that of the host's name."""
     name = rendezvous.interface(place)
-    if name is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = name
-        _borrowed.append("GLOO_SOCKET_IFNAME")
+    if name is not None:
+        _borrow("GLOO_SOCKET_IFNAME", name)
 
 
 def _describe(place: Place, device: torch.device) -> World:
