@@ -19,9 +19,11 @@ whether it is present.
 
     message of one rank to rank j     | node 0, slice j | node 1, slice j | flags |
 
-The backend "lockstep" does all three in one call (`lockstep.comm.native`); on any
-other, only movement and addition are asked of the backend and of torch. All bytes
-travel as `uint8`; each addition rounds to the tensor's own dtype.
+The backend "lockstep" does all three in one call, in place, on values that may have
+been written where it reads them (`lockstep.comm.native`). On any other, only movement
+and addition are asked of the backend and of torch, and a value is copied once, into
+the message; the sums are read where they arrive. All bytes travel as `uint8`; each
+addition rounds to the tensor's own dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.bucket import ALIGNMENT, Bucket, parts, pieces, slice_length
+from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, pieces, slice_length
 from lockstep.comm.dense import in_format_of, in_layout_of, in_memory_order
 from lockstep.comm.native import ABSENT, NEW, STALE, NativeSum, native_backend
 from lockstep.comm.transfer import all_gather_single, as_bytes
@@ -98,6 +100,19 @@ class ExactSum:
             rank = dist.get_rank(group)
             self._sum = NativeSum(native, bucket, holders, leaves, rank, divisor)
 
+    def place(self, node: Node, member: Member) -> torch.Tensor | None:
+        """Return where a value of one of this rank's nodes may be written before the launch.
+
+        A vector of the member's length, 64-byte aligned; what is given to `launch`
+        from there is not copied. None where the backend has no such place. After
+        the sum, the first node's places hold the sums.
+        """
+        return self._sum.place(node, member) if isinstance(self._sum, NativeSum) else None
+
+    def uses(self) -> int:
+        """Count who holds the memory of the sums: more than before, and a sum is still in use."""
+        return int(torch._C._storage_Use_Count(self._sum.sums.untyped_storage()._cdata))
+
     def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
         """Begin (1): copy this rank's nodes and start the exchange.
 
@@ -109,6 +124,11 @@ class ExactSum:
         """
         self._sum.launch(held, stale)
 
+    def finish_here(self) -> None:
+        """Add now, in this thread, what the backend would otherwise add in the background."""
+        if isinstance(self._sum, NativeSum):
+            self._sum.wait()
+
     def combine(self) -> None:
         """Do (2) and begin (3): add my slice along the tree, and start the gather."""
         self._sum.combine()
@@ -117,7 +137,7 @@ class ExactSum:
         """Finish (3): return (index, sum) of every member, None where no rank had a new one.
 
         The sums are vectors in the order of memory that the values were given
-        in, 64-byte aligned views of one new buffer.
+        in, 64-byte aligned views of one buffer, until the next launch.
         """
         return self._sum.gather()
 
@@ -149,6 +169,7 @@ class PortableSum:
         # Zeros once: the gaps between the members are added too, and must stay numbers.
         self._out = torch.zeros(ranks, mine, dtype=torch.uint8, device=device)
         self._in = torch.empty(sum(self._widths), dtype=torch.uint8, device=device)
+        self.sums = torch.empty(ranks * self._length, dtype=bucket.dtype, device=device)
         self._work: dist.Work | None = None
         self._present: list[bool] = []
 
@@ -208,12 +229,8 @@ class PortableSum:
             mine = self._combine_members(slices, flags)
         if self._divisor != 1:
             mine.div_(self._divisor)
-        # New memory each time: somebody may hold on to the sums of the step before.
-        self._result = torch.empty(
-            len(self.holders) * self._length, dtype=self.bucket.dtype, device=mine.device
-        )
         self._work = all_gather_single(
-            as_bytes(self._result), as_bytes(mine), group=self._group, async_op=True
+            as_bytes(self.sums), as_bytes(mine), group=self._group, async_op=True
         )
 
     def _received(self) -> tuple[dict[Node, torch.Tensor], dict[Node, list[int]]]:
@@ -252,12 +269,12 @@ class PortableSum:
         """Finish (3): return (index, sum) of every member, None where no rank had a new one.
 
         The sums are vectors in the order of memory that the values were given
-        in, 64-byte aligned views of one new buffer.
+        in, 64-byte aligned views of one buffer, until the next launch.
         """
         assert self._work is not None
         self._work.wait()
         self._work = None
-        return parts(self.bucket, self._result, self._present)
+        return parts(self.bucket, self.sums, self._present)
 
 
 def exact_sums(

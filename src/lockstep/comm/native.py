@@ -1,9 +1,13 @@
 """The exact sum on the backend "lockstep": the same bits, without an exchange of messages.
 
 Every rank packs its nodes into shared memory; the backend adds slice j on rank j,
-straight from everybody's memory into everybody's result (csrc/collectives/exact_sum.h).
+straight from everybody's memory into everybody's first row (csrc/collectives/exact_sum.h).
 
     packed    | node 0: member 0 . member 1 . | node 1: ... | flags of 0 | flags of 1 |
+    after it  | the sums of all members       |
+
+A value that was written into its place in a row, instead of private memory, is not
+copied: the bucket then costs one reading of all rows and one writing of the first.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import backend
-from lockstep.comm.bucket import Bucket, parts
+from lockstep.comm.bucket import Bucket, Member, parts
 from lockstep.comm.dense import in_memory_order
 from lockstep.comm.memory import empty
 from lockstep.comm.tree import Node
@@ -55,13 +59,13 @@ class NativeSum:
     ) -> None:
         self._native, self._bucket = native, bucket
         self._nodes = holders[rank]
-        values = len(self._nodes) * bucket.length * bucket.dtype.itemsize
+        rows = max(len(self._nodes), 1)  # who holds nothing needs room for the sums
+        values = rows * bucket.length * bucket.dtype.itemsize
         flags = len(self._nodes) * len(bucket.members)
         # Zeros once: the gaps between the members are added too, and must stay numbers.
         self._packed = empty(max(values + flags, 1), dtype=torch.uint8).zero_()
-        self._values = (
-            self._packed[:values].view(bucket.dtype).view(len(self._nodes), bucket.length)
-        )
+        self._values = self._packed[:values].view(bucket.dtype).view(rows, bucket.length)
+        self.sums = self._values[0]
         self._flags = self._packed[values : values + flags]
         self._present = torch.zeros(max(len(bucket.members), 1), dtype=torch.uint8)
         self._plan = {
@@ -73,32 +77,40 @@ class NativeSum:
         }
         self._work: dist.Work | None = None
 
+    def place(self, node: Node, member: Member) -> torch.Tensor:
+        """Return where a member's value in one of this rank's nodes belongs, a vector."""
+        row = self._values[self._nodes.index(node)]
+        return row[member.offset : member.offset + member.numel]
+
     def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
-        """Copy this rank's nodes into shared memory and start the sum; as in `ExactSum`."""
+        """Bring what is not there yet into shared memory, and start the sum; as in `ExactSum`."""
         flags = bytearray()
-        for node, row in zip(self._nodes, self._values, strict=True):
+        for node, row in zip(self._nodes, self._values, strict=False):
             values = held[node]
             for member in self._bucket.members:
                 value = values[member.index]
                 if value is None:
                     flags.append(ABSENT)
-                else:
-                    flags.append(STALE if member.index in stale else NEW)
-                    part = row[member.offset : member.offset + member.numel]
+                    continue
+                flags.append(STALE if member.index in stale else NEW)
+                part = row[member.offset : member.offset + member.numel]
+                if value.data_ptr() != part.data_ptr():
                     part.copy_(in_memory_order(value))
         if flags:
             self._flags.copy_(torch.frombuffer(flags, dtype=torch.uint8))
-        # New memory each time: somebody may hold on to the sums of the step before.
-        self._result = empty(max(self._bucket.length, 1), dtype=self._bucket.dtype)
-        self._work = self._native.exact_sum(self._packed, self._result, self._present, **self._plan)
+        self._work = self._native.exact_sum(self._packed, self.sums, self._present, **self._plan)
+
+    def wait(self) -> None:
+        """Wait for the sum, and compute this rank's part of it in this thread if nobody has."""
+        assert self._work is not None
+        self._work.wait()
 
     def combine(self) -> None:
         """Nothing is left to be done between the start and the end."""
 
     def gather(self) -> list[tuple[int, torch.Tensor | None]]:
         """Finish, and return (index, sum) of every member as `ExactSum.gather` does."""
-        assert self._work is not None
-        self._work.wait()
+        self.wait()
         self._work = None
         present = self._present[: len(self._bucket.members)].tolist()
-        return parts(self._bucket, self._result, present)
+        return parts(self._bucket, self.sums, present)

@@ -85,6 +85,20 @@ class Fold(Generic[Value]):
             node = parent
         self.nodes[node] = value
 
+    def meet(self, leaf: int) -> tuple[list[Value], Node]:
+        """Take out the left siblings that a leaf's value meets, innermost first.
+
+        For whoever adds by other means than `put`, when leaves arrive in order.
+        Returns them and the node that the sum with all of them is.
+        """
+        node, met = (leaf, leaf + 1), []
+        while node in self._parents and self._parents[node][0] in self.nodes:
+            sibling, parent = self._parents[node]
+            assert sibling < node, "leaves arrive in order"
+            met.append(self.nodes.pop(sibling))
+            node = parent
+        return met, node
+
 
 def total(values: Mapping[Node, Value], leaves: int, add: Callable[[Value, Value], Value]) -> Value:
     """Add the nodes in `values`, which together cover all leaves, along the tree."""

@@ -48,6 +48,8 @@ class Page:
     gradients: str = "0"
     """The parameters that have a gradient here, as the bits of a hexadecimal number."""
     warnings: list[str] = field(default_factory=list)
+    failure: str = ""
+    """What went wrong here that stops the step on every rank."""
 
 
 def exchange(page: Page, about: str, group: dist.ProcessGroup | None = None) -> list[Page]:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -137,7 +138,8 @@ class Step:
             batch = cut(batch, setting.microbatches, setting.replicas, setting.replica)
         self.batch = batch
         parts, computed = self._shares(batch)
-        self.gradients.begin(batch.leaves)
+        announce = partial(all_gather_bytes, b"", self.about, setting.group)
+        self.gradients.begin(batch.leaves, announce)
         for microbatch in batch.microbatches:
             leaf = microbatch.index
             if leaf not in parts:
@@ -157,6 +159,7 @@ class Step:
             self.gradients.take(leaf)
             self._results.append(self._current)
             self._current = None
+        self.gradients.launch()
 
     def backward(
         self,
@@ -164,11 +167,14 @@ class Step:
         *,
         metrics: Mapping[str, Any] | None = None,
         retain_graph: bool = False,
+        final: bool = False,
     ) -> None:
         """Run backward from the loss of the current micro-batch, a scalar mean over its samples.
 
         May be called several times for one micro-batch: the losses add up.
-        `metrics` are means over the micro-batch's samples, for the record.
+        `metrics` are means over the micro-batch's samples, for the record. `final`
+        promises that this is the only backward of the micro-batch: on the backend
+        "lockstep" the gradients of the last one then travel while it runs.
         """
         if self._current is None:
             raise UsageError("step.backward(loss) belongs into the loop over step.microbatches")
@@ -176,7 +182,18 @@ class Step:
         self._current.losses.append(loss.detach())
         self._current.metrics.update(metrics or {})
         with torch.autocast(self.setting.device.type, enabled=False):
-            (loss * self._current.share).backward(retain_graph=retain_graph)
+            scaled = loss * self._current.share
+            with self._watched(scaled) if final else nullcontext():
+                scaled.backward(retain_graph=retain_graph)
+
+    def _watched(self, loss: torch.Tensor) -> AbstractContextManager[None]:
+        """Let gradients travel as they arrive, if this is the last micro-batch of this rank."""
+        assert self.batch is not None
+        assert self._current is not None
+        leaf = self._current.microbatch.index
+        if not self.gradients.eager or leaf != self.batch.microbatches[-1].index:
+            return nullcontext()
+        return self.gradients.arrival.watch(loss, leaf)
 
     @property
     def place(self) -> str:
@@ -204,6 +221,14 @@ class Step:
             memory=peak_memory(),
             gradients=self.gradients.present(),
             warnings=self._warnings,
+            failure=self._failure(),
+        )
+
+    def _failure(self) -> str:
+        name = self.gradients.arrival.late()
+        return name and (
+            f"the gradient of {name} came in two parts, and not in the steps before; if a part of "
+            "the model is checkpointed, do it with use_reentrant=False"
         )
 
     def _check(self, loss: torch.Tensor) -> None:

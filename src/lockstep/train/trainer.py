@@ -205,7 +205,7 @@ class Trainer:
             for data in step.microbatches(batch):
                 place = step.place
                 loss, metrics = forward(self.model, self.setting.loss, self.metrics, data, place)
-                step.backward(loss, metrics=metrics)
+                step.backward(loss, metrics=metrics, final=True)
         assert self.history.last is not None
         return self.history.last.loss
 

@@ -58,10 +58,7 @@ class Update:
         begun = time.perf_counter()
         pages = exchange(page, step.about, group)
         exchanged = time.perf_counter()
-        if (bad := not_finite(pages)) is not None:
-            rank, entry = bad
-            place = f"rank {rank}, step {step.number}, micro-batch {entry.leaf}"
-            raise LossError(f"{place}: the loss is {entry.loss}")
+        _judge(step.number, pages)
         self.gradients.reduce(holders, [each.gradients for each in pages])
         norm = self._clipped(step)
         if not math.isfinite(norm):
@@ -94,3 +91,14 @@ class Update:
         norm = clipping.norm(each for message in messages for each in array("d", message))
         clipping.scale(present, norm, self.clip_norm)
         return norm
+
+
+def _judge(number: int, pages: Sequence[Page]) -> None:
+    """Raise, on every rank alike, what the ledger says of a step that cannot go on."""
+    for rank, page in enumerate(pages):
+        if page.failure:
+            raise GradientError(f"rank {rank}, step {number}: {page.failure}")
+    if (bad := not_finite(pages)) is not None:
+        rank, entry = bad
+        place = f"rank {rank}, step {number}, micro-batch {entry.leaf}"
+        raise LossError(f"{place}: the loss is {entry.loss}")
