@@ -55,6 +55,35 @@ def epoch(number, loss=0.3):
     }  # fmt: skip
 
 
+def timeline(number, pairs=1):
+    """Return the recorded work of one step: `pairs` replicas of two stages, 2 micro-batches each.
+
+    A forward takes 2 ms, a backward 4 ms on stage 0 and 3 on stage 1; transfers are
+    0.5 ms. Ranks begin 0.1 ms after each other.
+    """
+    ranks = []
+    for pair in range(pairs):
+        a, b = 2 * pair, 2 * pair + 1  # of micro-batches and ranks alike
+        first = [
+            ["forward", 0, a, 0.0, 2e-3, 0, None, 0],
+            ["forward", 0, b, 2e-3, 4e-3, 0, None, 0],
+            ["backward", 0, a, 8e-3, 12e-3, 4e-3, b, 1000],
+            ["backward", 0, b, 13e-3, 17e-3, 1e-3, b, 1000],
+            ["update", None, None, 17e-3, 18e-3, 0, None, 0],
+        ]
+        second = [
+            ["forward", 1, a, 2.5e-3, 4.5e-3, 2.5e-3, a, 2000],
+            ["backward", 1, a, 4.5e-3, 7.5e-3, 0, None, 0],
+            ["forward", 1, b, 7.5e-3, 9.5e-3, 0, a, 2000],
+            ["backward", 1, b, 9.5e-3, 12.5e-3, 0, None, 0],
+            ["update", None, None, 17e-3, 18e-3, 4.5e-3, None, 0],
+        ]
+        begin = 500 + number * 0.02
+        ranks += [{"begin": begin + 1e-4 * a, "works": first}]
+        ranks += [{"begin": begin + 1e-4 * b, "works": second}]
+    return {"kind": "timeline", "t": number * 0.02, "step": number, "ranks": ranks}
+
+
 def whole(**header):
     """Return the lines of a run of 20 steps that reached its end."""
     steps = [step(number) for number in range(20)]

@@ -1,6 +1,7 @@
 """`lockstep report`: where it writes, which formats, what it says of what is not there."""
 
 import io
+import json
 import subprocess
 import sys
 
@@ -45,6 +46,26 @@ def test_standard_output(place):
     done = invoke("night", "--format", "png", "-o", "-")
     assert Image.open(io.BytesIO(done.stdout_bytes)).size == (2400, 1350)
     assert not (place / "runs/night/report.png").exists()
+
+
+def test_a_trace(place):
+    assert invoke("night", "--trace", "night.json").output.startswith("night.json  (")
+    events = json.loads((place / "night.json").read_text())["traceEvents"]
+    assert sum(event["cat"] == "compute" for event in events if event["ph"] == "X") == 40
+    assert not (place / "runs/night/report.html").exists()
+
+
+def test_a_run_without_a_step_has_no_trace(place):
+    records.write(place / "runs" / "young", [records.HEADER])
+    with pytest.raises(UsageError, match="young holds no steps yet"):
+        invoke("young", "--trace", "young.json")
+
+
+def test_recorded_stages_are_simulated_too(place):
+    records.write(place / "runs" / "stages", [records.HEADER, records.timeline(0)])
+    invoke("stages")
+    page = (place / "runs/stages/report.html").read_text()
+    assert "step 0, simulated" in page
 
 
 def test_open_asks_the_browser(place, monkeypatch):

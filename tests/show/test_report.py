@@ -11,6 +11,7 @@ from lockstep.show import report, sentences
 from lockstep.show.reading import read
 from lockstep.show.record import FILE
 from lockstep.show.summary import slowest_rank, slowest_step, summarise
+from lockstep.show.timeline import Timeline, Work
 
 
 @pytest.fixture
@@ -79,6 +80,46 @@ def test_the_page_is_whole(run):
     assert page.count('class="chart"') == 3
     assert "310 MB" in page
     assert "rank 1, after 50.0 ms: rank 1 &lt;b&gt;limps&lt;/b&gt; &amp; waits" in page
+
+
+def test_replicas_are_drawn_from_the_sums_of_their_steps(run):
+    page = report.html(run)
+    assert "Steps 10 to 15 took 150 ms; the ranks idled 35.6% of it" in page
+    assert "<title>rank 0: waiting, 91.9 ms</title>" in page
+    assert page.count('class="card track"') == 1
+
+
+def test_a_run_of_one_rank_has_no_timeline(tmp_path):
+    alone = [records.step(number, ranks=[[0.006, 0, 0, 0.0001]]) for number in range(20)]
+    page = report.html(read(records.write(tmp_path, [records.HEADER, *alone])))
+    assert "Timeline" not in page
+
+
+def test_stages_are_drawn_as_they_were_and_as_simulated(tmp_path):
+    lines = [records.HEADER, records.step(0), *(records.timeline(n) for n in range(3)), records.END]
+    run = read(records.write(tmp_path, lines))
+    simulated = Timeline("as simulated", 2, (Work(0, "forward", 0, 0.016, 0, 0),))
+    page = report.html(run, simulated)
+    assert page.count('class="card track"') == 2
+    assert "Step 2 took 18.1 ms; the ranks idled 33.7% of it" in page
+    assert "Simulated with the same times, and nothing ever on its way, they take 16.0 ms" in page
+    assert (
+        "<title>rank 0: backward of micro-batch 0 on stage 0, 4.00 ms, "
+        "after waiting 4.00 ms for rank 1</title>"
+    ) in page
+    assert "5.00 ms, 2.00 kB" in page
+    text = report.markdown(run)
+    assert "| 0 |  | 5.00 ms, 2.00 kB |" in text
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+def test_a_timeline_cannot_break_out_of_the_page(tmp_path):
+    line = records.timeline(0)
+    line["step"] = line["ranks"][0]["works"][0][0] = "</title><img src=x>"
+    page = report.html(read(records.write(tmp_path, [records.HEADER, line])))
+    assert "<img" not in page
+    assert "&lt;img" in page
 
 
 def test_the_page_loads_nothing(run):

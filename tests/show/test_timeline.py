@@ -52,6 +52,13 @@ def test_replicas_share_their_stages():
     assert replicas.label(replicas.works[3]) == "1"
 
 
+def test_some_kinds_alone_begin_with_their_first_piece():
+    alone = TWO.only(["backward"])
+    assert [(work.begin, work.end) for work in alone.works] == [(0, 2), (2, 3)]
+    assert (alone.origin, alone.length) == (2, 3)
+    assert TWO.only([]).works == ()
+
+
 def test_kinds_come_in_their_order_and_unknown_ones_last():
     mixed = by_hand((0, "zap", 0, 1), (0, "update", 1, 2), (0, "forward", 2, 3))
     assert mixed.kinds == ["forward", "update", "zap"]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.errors import FileError
+from lockstep.errors import FileError, UsageError
+
+if TYPE_CHECKING:
+    from lockstep.show.reading import Run
+    from lockstep.show.timeline import Timeline
 
 __all__ = ["command", "place_of", "save", "show_page"]
 
@@ -21,17 +26,24 @@ SUFFIXES = {"html": "html", "md": "md", "svg": "svg", "png": "png"}
     "--format", "kind", type=click.Choice(list(SUFFIXES)), help="What to make; html by default."
 )
 @click.option("-o", "--output", help="Where to write it; '-' is the standard output.")
+@click.option("--trace", type=click.Path(), help="Write a trace for Perfetto here instead.")
 @click.option("--open", "opened", is_flag=True, help="Open it in the browser.")
-def command(run: str, folder: str, kind: str | None, output: str | None, opened: bool) -> None:
+def command(
+    run: str, folder: str, kind: str | None, output: str | None, trace: str | None, opened: bool
+) -> None:
     """Render the record of RUN, a run's name or folder.
 
     The page is one file that loads nothing: runs/NAME/report.html. Runs that are
     still going, failed or died are rendered as far as they came. md, svg and png
-    are for an issue or a slide.
+    are for an issue or a slide. --trace writes the timeline of all ranks as JSON
+    that ui.perfetto.dev and chrome://tracing open.
     """
     from lockstep.show.reading import read
 
     found = read(place_of(run, folder))
+    if trace is not None:
+        save(traced(found), trace)
+        return
     kind = kind or kind_of(output)
     content = rendered(found, kind)
     place = save(content, output or str(found.folder / f"report.{SUFFIXES[kind]}"))
@@ -39,18 +51,36 @@ def command(run: str, folder: str, kind: str | None, output: str | None, opened:
         show_page(place)
 
 
-def rendered(run: object, kind: str) -> bytes:
+def rendered(run: Run, kind: str) -> bytes:
     """Return a run's report as the bytes of a file of `kind`."""
     from lockstep.show import report, slide
-    from lockstep.show.reading import Run
 
-    assert isinstance(run, Run)
     if kind == "md":
         return report.markdown(run).encode()
     if kind == "html":
-        return report.html(run).encode()
+        return report.html(run, simulated(run)).encode()
     picture = slide.draw(run)
     return picture.svg().encode() if kind == "svg" else picture.png()
+
+
+def simulated(run: Run) -> Timeline | None:
+    """Return the timeline that the report draws, simulated; None where it has no stages."""
+    from lockstep.show.recorded import typical
+    from lockstep.train.replay import replay
+
+    found = typical(run)
+    return None if found is None else replay(found)
+
+
+def traced(run: Run) -> bytes:
+    """Return the run's trace; UsageError where it recorded no times."""
+    from lockstep.show.trace import trace
+
+    if not len(run.steps) and not run.timelines:
+        raise UsageError(
+            f"the run {run.folder.name} holds no steps yet, so there is nothing to trace"
+        )
+    return trace(run)
 
 
 def kind_of(output: str | None) -> str:

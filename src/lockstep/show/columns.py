@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from lockstep.show.record import PARTS
 
-__all__ = ["Column", "Columns", "Line", "Steps", "columns", "join", "mapping"]
+__all__ = ["Column", "Columns", "Line", "Steps", "columns", "join", "mapping", "number"]
 
 Column = npt.NDArray[np.float64]
 Line = dict[str, Any]

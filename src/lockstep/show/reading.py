@@ -45,6 +45,7 @@ class Run:
     end: Line | None = None
     state: State = "done"
     remarks: list[str] = field(default_factory=list)
+    timelines: list[Line] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -110,6 +111,7 @@ class Gathered:
         self.epochs: list[Line] = []
         self.warnings: list[Line] = []
         self.end: Line | None = None
+        self.timelines: list[Line] = []
         self.blocks: list[Columns] = []
         self.good = 0
         self.bad = 0
@@ -170,13 +172,15 @@ class Gathered:
             self.warnings.append(line)
         elif kind == "end":
             self.end = line
+        elif kind == "timeline":
+            self.timelines.append(line)
 
     def run(self, folder: Path, locked: bool | None, age: float) -> Run:
         """Return the run, with its state and remarks."""
         state = self.state(locked, age)
         return Run(
             folder, self.header, join(self.blocks), self.epochs, self.warnings, self.end, state,
-            list(self.remarks(state)),
+            list(self.remarks(state)), self.timelines,
         )  # fmt: skip
 
     def state(self, locked: bool | None, age: float) -> State:

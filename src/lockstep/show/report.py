@@ -17,17 +17,25 @@ from lockstep.show.chart import curves
 from lockstep.show.page import panel, render
 from lockstep.show.reading import Run
 from lockstep.show.record import FILE, PARTS
-from lockstep.show.sentences import STATES, findings, headline, trouble, warning
+from lockstep.show.recorded import typical
+from lockstep.show.sentences import STATES, findings, headline, moments, trouble, waited, warning
 from lockstep.show.settings import command, facts
 from lockstep.show.summary import Summary, summarise
+from lockstep.show.timeline import Timeline
+from lockstep.show.track import tracks
+from lockstep.show.waits import Waits, table, waits
 
 __all__ = ["html", "markdown"]
 
 WARNINGS = 50  # warnings listed at most
 
 
-def html(run: Run) -> str:
-    """Return the report of `run` as one self-contained HTML page."""
+def html(run: Run, simulated: Timeline | None = None) -> str:
+    """Return the report of `run` as one self-contained HTML page.
+
+    `simulated` is drawn below the timeline: what it was to be.
+    """
+    real, found = typical(run), waits(run)
     summary = summarise(run)
     charts = {chart.key: panel(chart) for chart in curves(run)}
     split = rank_splits(run)
@@ -45,6 +53,9 @@ def html(run: Run) -> str:
         split=split[:RANKS],
         hidden_ranks=max(0, len(split) - RANKS),
         total_shares=shares(run),
+        tracks=tracks([one for one in (real, simulated) if one]),
+        moments=moments(real, simulated),
+        waits=found and Matrix.of(found),
         memory=memory(run),
         epochs=epoch_table(run),
         warnings=[warning(line) for line in run.warnings[:WARNINGS]],
@@ -54,6 +65,20 @@ def html(run: Run) -> str:
         version=lockstep.__version__,
         path=str(Path(run.folder.name) / FILE),
     )
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Who waits for whom, as a table of text with its sentence."""
+
+    names: list[str]
+    rows: list[list[str]]
+    words: str
+
+    @classmethod
+    def of(cls, found: Waits) -> Matrix:
+        """Return the table of `found`."""
+        return cls(*table(found), waited(found))
 
 
 @dataclass(frozen=True)
@@ -92,7 +117,9 @@ def markdown(run: Run) -> str:
     if summary.digest:
         lines.append(f"| digest of the weights | `{summary.digest}` |")
     lines += ["", *(f"- {sentence}" for sentence in findings(run))]
+    lines += [f"- {sentence}" for sentence in moments(typical(run), None)]
     lines += split_table(run)
+    lines += waits_table(run)
     lines += epoch_lines(run)
     if run.warnings:
         lines += ["", "### Warnings", ""]
@@ -116,6 +143,16 @@ def split_table(run: Run) -> list[str]:
         parts = " | ".join(words.percent(share) for share in one.shares.values())
         lines.append(f"| {one.rank} | {words.duration(one.seconds)} | {parts} |")
     return lines
+
+
+def waits_table(run: Run) -> list[str]:
+    """Return who waits for whom as a Markdown table."""
+    found = waits(run)
+    if found is None:
+        return []
+    names, rows = table(found)
+    lines = ["", waited(found), "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
 
 
 def epoch_lines(run: Run) -> list[str]:

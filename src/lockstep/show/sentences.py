@@ -17,8 +17,10 @@ from lockstep.show.summary import (
     slowest_step,
     text,
 )
+from lockstep.show.timeline import Timeline
+from lockstep.show.waits import Waits
 
-__all__ = ["STATES", "findings", "headline", "trouble", "warning"]
+__all__ = ["STATES", "findings", "headline", "moments", "trouble", "waited", "warning"]
 
 STATES = {"done": "done", "failed": "failed", "running": "still running", "died": "died"}
 
@@ -97,6 +99,34 @@ def findings(run: Run) -> list[str]:
             f"{words.duration(step.seconds)}{much}{cause}."
         )
     return found
+
+
+def moments(real: Timeline | None, simulated: Timeline | None) -> list[str]:
+    """Say how busy the ranks were in the timeline that is shown, and how busy they were to be."""
+    if real is None:
+        return []
+    took = f"{real.title} took {words.duration(real.length)}".capitalize()
+    idle = f"the ranks idled {words.percent(real.bubble)} of it"
+    balance = f"their work is balanced to {words.percent(real.balance)} (mean over most loaded)"
+    found = [f"{took}; {idle}, and {balance}."]
+    if simulated is not None:
+        same = real.only(simulated.kinds)
+        found.append(
+            f"Its forwards and backwards took {words.duration(same.length)} with "
+            f"{words.percent(same.bubble)} idle. Simulated with the same times, and nothing ever "
+            f"on its way, they take {words.duration(simulated.length)} with "
+            f"{words.percent(simulated.bubble)} idle; the rest is transfers, overhead and "
+            "unevenness."
+        )
+    return found
+
+
+def waited(found: Waits) -> str:
+    """Say what the matrix of waiting shows."""
+    return (
+        f"A row a rank: how long it waits in a step for each other rank, and how many bytes it "
+        f"gets from it; means of {many(found.steps, 'step')}."
+    )
 
 
 def warning(line: dict[str, Any]) -> str:

@@ -10,8 +10,8 @@ drawn (terminal, picture, page, trace) is elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 __all__ = ["KINDS", "Timeline", "Work", "shared"]
 
@@ -48,6 +48,10 @@ class Work:
     source: int | None = None
     octets: int = 0
 
+    def moved(self, by: float) -> Work:
+        """Return it `by` later."""
+        return replace(self, begin=self.begin + by, end=self.end + by)
+
     @property
     def words(self) -> str:
         """What it is, as a phrase."""
@@ -58,11 +62,15 @@ class Work:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The work of all ranks, each rank's in order; times begin at 0."""
+    """The work of all ranks, each rank's in order; times begin at 0.
+
+    `origin` is when that was, on the clock of the run; 0 where it is a plan.
+    """
 
     title: str
     ranks: int
     works: tuple[Work, ...]
+    origin: float = 0.0
 
     @property
     def length(self) -> float:
@@ -113,7 +121,14 @@ class Timeline:
     def width(self) -> int:
         """How many ranks a replica has: those that hold the first chunk of its stages."""
         holders = {work.rank for work in self.works if work.stage == 0}
-        return max(1, self.ranks // max(1, len(holders)))
+        return max(1, self.ranks // len(holders)) if holders else 1
+
+    def only(self, kinds: Collection[str]) -> Timeline:
+        """Return the timeline of the work of some kinds, from its first piece on."""
+        works = [work for work in self.works if work.kind in kinds]
+        begin = min((work.begin for work in works), default=0.0)
+        moved = tuple(work.moved(-begin) for work in works)
+        return replace(self, works=moved, origin=self.origin + begin)
 
 
 def shared(timelines: Sequence[Timeline]) -> float:
