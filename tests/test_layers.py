@@ -17,6 +17,7 @@ LAYERS = [
     {"data"},
     {"show"},
     {"train"},
+    {"drive"},
     {"recipes", "examples", "bench"},
     {"commands"},
     {"cli"},

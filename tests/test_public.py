@@ -13,6 +13,7 @@ from lockstep import errors
 
 NAMES = [
     "DataParallel",
+    "Driver",
     "LockstepError",
     "MLflow",
     "TensorBoard",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.comm.memory import empty as empty
     from lockstep.data.partition import partition as partition
+    from lockstep.drive.driver import Driver as Driver
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.run.launch import launch as launch
     from lockstep.run.world import World as World
@@ -49,6 +50,7 @@ PUBLIC = {
     "target_weight": "train.weight",
     "digest": "train.digest",
     "DataParallel": "train.data_parallel",
+    "Driver": "drive.driver",
     "TensorBoard": "show.dashboards",
     "WandB": "show.dashboards",
     "MLflow": "show.dashboards",

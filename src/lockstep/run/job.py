@@ -57,7 +57,7 @@ class Job:
         self._printed: set[int] = set()
         self._memory_ends = memory.counted()
         self._selector = selectors.DefaultSelector()
-        self._listen(channel.fileno(), self._take_news)
+        self.listen(channel.fileno(), self._take_news)
 
     # --- starting -------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Job:
             self._channel.send(order, [*streams, theirs.fileno(), work])
         theirs.close()
         self._reports[rank] = ours
-        self._listen(ours.fileno(), partial(self._take_report, rank))
+        self.listen(ours.fileno(), partial(self._take_report, rank))
         if output is not None:
             self._follow(rank, output)
 
@@ -97,7 +97,7 @@ class Job:
         self.outputs[rank] = output
         for stream in output.streams:
             self._printed.add(stream.reading)
-            self._listen(stream.reading, partial(output.read, stream))
+            self.listen(stream.reading, partial(output.read, stream))
 
     # --- watching -------------------------------------------------------------------------
 
@@ -239,7 +239,8 @@ class Job:
     def _all(self) -> Sequence[Outcome]:
         return list(self.outcomes.values())
 
-    def _listen(self, descriptor: int, callback: Callable[[], bool]) -> None:
+    def listen(self, descriptor: int, callback: Callable[[], bool]) -> None:
+        """Have `pump` call `callback` whenever `descriptor` is readable, until it returns False."""
         self._selector.register(descriptor, selectors.EVENT_READ, callback)
 
     def _take_news(self) -> bool:

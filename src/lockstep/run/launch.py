@@ -8,7 +8,7 @@ import pickle
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from lockstep.errors import RankError, UsageError
@@ -19,7 +19,7 @@ from lockstep.run.job import Job
 from lockstep.run.lingering import Lingering
 from lockstep.run.verdict import spoken
 
-__all__ = ["Launched", "launch"]
+__all__ = ["Launched", "launch", "task"]
 
 START_METHODS = ("forkserver", "spawn", "fork")
 LOOPBACK = "127.0.0.1"
@@ -184,7 +184,7 @@ def _start(
     assignment = Assignment(nprocs, LOOPBACK, port, run=secrets.token_hex(4))
     for rank, packed in enumerate(works):
         work = parcel(packed)
-        job.start(rank, _task(assignment.variables(rank), start_method == "spawn"), work)
+        job.start(rank, task(assignment.variables(rank), start_method == "spawn"), work)
         os.close(work)
     return job
 
@@ -195,7 +195,8 @@ def _template(start_method: str, packed: bytes) -> preload.Preloaded:
     return preload.template(trains=preload.trains(packed))
 
 
-def _task(variables: dict[str, str], fresh: bool) -> Message:
+def task(variables: Mapping[str, str], fresh: bool = False) -> Message:
+    """Return the order for a rank that calls a function, with `variables` in its environment."""
     return {
         "task": "function",
         "fresh": fresh,

@@ -102,11 +102,11 @@ def hosts(text: str) -> int:
     return int(match[1])
 
 
-def endpoint(text: str) -> tuple[str, int]:
-    """Return address and port of "HOST" or "HOST:PORT"."""
+def endpoint(text: str, flag: str = "--rdzv-endpoint") -> tuple[str, int]:
+    """Return address and port of "HOST" or "HOST:PORT", which `flag` asked for."""
     address, _, port = text.rpartition(":") if ":" in text else (text, "", "")
     if port and not port.isdigit():
-        raise UsageError(f"--rdzv-endpoint {text}: give HOST:PORT")
+        raise UsageError(f"{flag} {text}: give HOST:PORT")
     return address, int(port) if port else DEFAULT_PORT
 
 

@@ -36,7 +36,7 @@ from lockstep.errors import LockstepError
 from lockstep.run.channel import Channel, Message, adopt, parcel, unpack
 from lockstep.run.stack import PACKAGES, answer
 
-__all__ = ["Task", "finish", "main", "tell"]
+__all__ = ["Task", "described", "finish", "main", "tell"]
 
 F_SETSIG = 10  # fcntl's number on Linux: which signal an asynchronous descriptor sends
 LONGEST_REPORT = 1 << 16  # characters of a message or traceback that are sent on
@@ -253,24 +253,25 @@ def _send_value(report: Channel, value: Any) -> None:
     os.close(descriptor)
 
 
+def described(error: BaseException) -> Message:
+    """Return what is told of an error that was just raised, in plain values."""
+    return {
+        "kind": "error",
+        "time": time.monotonic(),
+        "type": type(error).__name__,
+        "message": str(error)[:LONGEST_REPORT],
+        "where": _where(error),
+        "traceback": "".join(traceback.format_exception(error))[-LONGEST_REPORT:],
+        "plain": isinstance(error, LockstepError),
+    }
+
+
 def _send_error(report: Channel, error: BaseException, *, shown: bool) -> int:
-    when = time.monotonic()
     error.__traceback__ = _own_frames(error.__traceback__)
-    plain = isinstance(error, LockstepError)
-    text = "".join(traceback.format_exception(error))
+    told = described(error)
     with contextlib.suppress(OSError):
-        report.send(
-            {
-                "kind": "error",
-                "time": when,
-                "type": type(error).__name__,
-                "message": str(error)[:LONGEST_REPORT],
-                "where": _where(error),
-                "traceback": text[-LONGEST_REPORT:],
-                "plain": plain,
-            }
-        )
-    if shown and plain:
+        report.send(told)
+    if shown and told["plain"]:
         print(f"lockstep: {error}", file=sys.stderr)
     elif shown:
         sys.excepthook(type(error), error, error.__traceback__)

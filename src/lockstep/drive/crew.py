@@ -1,0 +1,316 @@
+"""The crew: a driver's workers, from their start to their end.
+
+    waiting for workers ──all said hello──> joining ──all joined──> at work ──> ended
+            │ deadline, or one ended          │ one could not
+            └───────────── ended, with the sentence that says why ──────────────^
+
+Three kinds of threads: each link's two, and one that watches the processes of
+this host, reads what they print, and settles answers after what was printed
+before them. All are daemons, and none holds the driver itself, so that a driver
+that is forgotten is collected, and its workers with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.drive.calls import DRIVER, Calls, ended
+from lockstep.drive.connection import Listener
+from lockstep.drive.frame import Frame, Wire
+from lockstep.drive.future import SETTLE
+from lockstep.drive.link import Link
+from lockstep.drive.member import Member, places
+from lockstep.drive.objects import Address
+from lockstep.drive.screen import Console, Screen
+from lockstep.drive.worker import attend
+from lockstep.errors import RankError, RendezvousError, UsageError
+from lockstep.run import preload
+from lockstep.run.channel import parcel
+from lockstep.run.job import TICK, Job
+from lockstep.run.launch import task
+from lockstep.run.output import Output
+from lockstep.run.verdict import ending
+
+__all__ = ["Crew"]
+
+GRACE = 5.0  # seconds that an idle worker has to end by itself
+
+
+class Crew:
+    """`nprocs` workers of this host and `remote` ones that connect to `address`:`port`.
+
+    `world` is what every worker gives to `lockstep.init`.
+    """
+
+    def __init__(
+        self,
+        nprocs: int,
+        remote: int,
+        address: str,
+        port: int,
+        key: bytes,
+        silence: float,
+        world: dict[str, Any],
+    ) -> None:
+        self.size, self.screen = nprocs + remote, Screen()
+        self.calls = Calls(DRIVER, self, self.screen.wait)
+        self.members: list[Member] = []  # in rank order, once all are there
+        self._nprocs, self._remote, self._address = nprocs, remote, address
+        self._key, self._silence, self._world = key, silence, world
+        self._arrived: dict[Link, Member] = {}
+        self._hosts: dict[Link, str] = {}
+        self._links: list[Link] = []
+        self._answers: deque[Frame] = deque()
+        self._owner = os.getpid()
+        self._closing = False
+        self._lock = threading.Lock()
+        self._listener = Listener(address, port, key, silence, self._accept, self._refuse)
+        self.port = self._listener.port
+        self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._job = Job(preload.template(trains=True).open_job(), range(nprocs))
+        self._job.listen(self._wake[0], self._woken)
+        self._store = self._job.serve_store(address, 0)
+        for rank in range(nprocs):
+            self._start(rank)
+        self._thread = threading.Thread(target=self._watch, name="lockstep driver", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # later than the template's, so called before that waits
+
+    # --- beginning ------------------------------------------------------------------------
+
+    def _start(self, rank: int) -> None:
+        import cloudpickle  # type: ignore[import-untyped]
+
+        arguments = (self._address, self.port, self._key, "", rank, self._silence)
+        work = parcel(cloudpickle.dumps((attend, arguments)))
+        consoles = (Console(self.screen, "stdout"), Console(self.screen, "stderr"))
+        self._job.start(rank, task({}), work, Output(rank, None, consoles))  # type: ignore[arg-type]
+        os.close(work)
+
+    def gather(self, deadline: float) -> None:
+        """Wait until every worker is there and has joined the world.
+
+        Raises RendezvousError at the deadline, RankError where a worker ended before.
+        """
+        self._await(lambda: len(self._arrived) == self.size, deadline, "came")
+        with self._lock:
+            self.members = places(self._arrived.values())
+        peers = [member.place for member in self.members]
+        run = secrets.token_hex(4)
+        for member in self.members:
+            variables = member.variables(self.members, self._address, self._store, run)
+            header = {"kind": "join", "rank": member.rank, "peers": peers, "variables": variables}
+            member.link.post(Frame({**header, "world": self._world}))
+        self._await(lambda: all(member.joined for member in self.members), deadline, "joined")
+
+    def _await(self, done: Callable[[], bool], deadline: float, what: str) -> None:
+        self.screen.wait(lambda: done() or bool(self._failure()), deadline)
+        if failure := self._failure():
+            raise failure
+        if not done():
+            there = len(self._arrived) if what == "came" else sum(m.joined for m in self.members)
+            raise RendezvousError(
+                f"{there} of {self.size} workers {what} in time: see whether `lockstep worker "
+                f"--connect {self._address}:{self.port}` was started on every other host"
+            )
+
+    def _failure(self) -> Exception | None:
+        """Return what kept a worker from joining: its own error, or how it ended."""
+        for member in list(self._arrived.values()):
+            if member.report is not None:
+                return RankError(member.report["message"])
+            if member.how:
+                return RankError(f"rank {member.rank} {member.how} before it had joined")
+        for rank in range(self._nprocs):
+            outcome = self._job.outcomes[rank]
+            if outcome.status is not None or outcome.error is not None:
+                return RankError(f"rank {rank} {ending(outcome)} before it had joined")
+        return None
+
+    # --- as the routes of the driver's calls ------------------------------------------
+
+    def post(self, rank: int, frame: Frame) -> None:
+        """Send a frame to a worker; RankError where that has ended."""
+        member = self.member(rank)
+        if member.how:
+            raise RankError(f"rank {rank} {member.how}, so it cannot be called")
+        member.link.post(frame)
+
+    def post_drop(self, address: Address) -> None:
+        """Tell a worker that a reference of the driver's is dropped."""
+        if not self._closing and os.getpid() == self._owner:
+            header = {"kind": "drop", "object": address.number, "token": address.token}
+            self.members[address.owner].link.post(Frame(header))
+
+    def member(self, rank: int) -> Member:
+        """Return a worker by its rank; UsageError where there is none."""
+        if self._closing:
+            raise UsageError("the driver has ended: its workers and their objects are gone")
+        if not isinstance(rank, int) or not 0 <= rank < self.size:
+            raise UsageError(f"there is no rank {rank}: the driver has ranks 0 to {self.size - 1}")
+        return self.members[rank]
+
+    # --- what comes, on the links' threads --------------------------------------------
+
+    def _accept(self, wire: Wire) -> None:
+        link = Link(wire, self._take, self._cut)
+        with self._lock:
+            self._links.append(link)
+        link.begin()
+
+    def _refuse(self, caller: str, reason: str) -> None:
+        self.screen.put("stderr", f"lockstep: a connection from {caller} was refused: {reason}\n")
+        self._notify()
+
+    def _take(self, link: Link, frame: Frame) -> None:
+        header = frame.header
+        match frame.kind:
+            case "value" | "kept" | "error":
+                self._answers.append(frame)
+                self._notify()
+            case "drop":
+                self.members[header["owner"]].link.post(frame)
+            case "hello":
+                self._enter(link, header)
+            case "joined":
+                self._arrived[link].joined = "report" not in header
+                self._arrived[link].report = header.get("report")
+                self.screen.wake()
+            case "host":
+                self._welcome(link, header["workers"])
+            case "output":
+                self._show(link, header)
+            case "ended":
+                self._end_remote(link, header)
+
+    def _enter(self, link: Link, header: dict[str, Any]) -> None:
+        place = (link.peer, header["port"])
+        with self._lock:
+            self._arrived[link] = Member(link, header["host"], header["index"], place)
+        self.screen.wake()
+
+    def _welcome(self, link: Link, workers: int) -> None:
+        """Let another host's workers in, as many as are still missing."""
+        with self._lock:
+            welcome = workers <= self._remote
+            self._remote -= workers if welcome else 0
+            self._hosts[link] = f"host-{len(self._hosts) + 1}"
+        if welcome:
+            link.post(Frame({"kind": "welcome", "host": self._hosts[link]}))
+        else:
+            reason = f"the driver waits for {self._remote} more workers, not for {workers}"
+            link.post(Frame({"kind": "refused", "reason": reason}))
+
+    def _show(self, link: Link, header: dict[str, Any]) -> None:
+        member = self._of_host(link, header["index"])
+        name = "?" if member is None else member.rank
+        for line in header["text"].splitlines():
+            self.screen.put(header["stream"], f"[{name}] {line}\n")
+        self._notify()
+
+    def _end_remote(self, link: Link, header: dict[str, Any]) -> None:
+        member = self._of_host(link, header["index"])
+        if member is not None:
+            member.ended, member.status = header["how"], header["status"]
+            self._notify()
+
+    def _of_host(self, link: Link, index: int) -> Member | None:
+        with self._lock:
+            here = [m for m in self._arrived.values() if m.host == self._hosts.get(link)]
+        return next((member for member in here if member.index == index), None)
+
+    def _cut(self, link: Link, reason: str) -> None:
+        if link in self._arrived:
+            self._arrived[link].cut = reason
+            self._notify()
+
+    def _notify(self) -> None:
+        try:
+            os.write(self._wake[1], b"!")
+        except OSError:  # full of wake-ups already, or closed at the end
+            return
+
+    # --- what is watched, on the driver's own thread --------------------------------------
+
+    def _watch(self) -> None:
+        while not self._closing:
+            self._job.pump(TICK)
+            self._read_all()
+            while self._answers:
+                self.calls.settle(self._answers.popleft())
+            self._bury()
+            self.screen.wake()
+            self.screen.show_unless_awaited()
+        self._finish()
+
+    def _woken(self) -> bool:
+        os.read(self._wake[0], 1 << 12)
+        return True
+
+    def _read_all(self) -> None:
+        """Take in all that was printed before the answers that are here."""
+        before = -1
+        while self._answers and before != self.screen.written:
+            before = self.screen.written
+            self._job.pump(0)
+
+    def _bury(self) -> None:
+        """Say of a worker that ended how it did, as soon as both its ends are known."""
+        now = time.monotonic()
+        for member in list(self._arrived.values()):
+            if not member.host and self._job.outcomes[member.index].status is not None:
+                outcome = self._job.outcomes[member.index]
+                member.ended, member.status = ending(outcome), outcome.status
+            if member.how or not (member.cut or member.ended):
+                continue
+            member.noticed = member.noticed or now
+            if (member.cut and member.ended) or now > member.noticed + SETTLE:
+                member.how = member.ended or member.cut
+                self._tell_end(member)
+
+    def _tell_end(self, member: Member) -> None:
+        self.calls.lose(ended(member.rank, member.how, member.status))
+        for other in self.members:
+            if other is not member and not other.how:
+                other.link.post(Frame({"kind": "gone", "rank": member.rank, "how": member.how}))
+
+    # --- ending -----------------------------------------------------------------------------
+
+    def close(self, *, wait: bool = True) -> None:
+        """End every worker: an idle one ends by itself, a busy one is ended."""
+        if os.getpid() != self._owner:
+            return
+        atexit.unregister(self.close)
+        self._closing = True
+        self._notify()
+        if wait:
+            self._thread.join()
+
+    def abandon(self) -> None:
+        """Close a driver that was forgotten; the garbage collector may run on any thread."""
+        self.close(wait=threading.current_thread() is threading.main_thread())
+
+    def _finish(self) -> None:
+        busy = bool(self.calls.awaited())
+        for link in self._links:
+            link.post(Frame({"kind": "end"}))
+        until = time.monotonic() + (0 if busy else GRACE)
+        while self._job.running and time.monotonic() < until:
+            self._job.pump(TICK)
+        self._job.terminate()
+        self._listener.close()
+        for link in self._links:
+            link.close()
+        for rank in {future.rank for future in self.calls.awaited()}:
+            self.calls.lose(ended(rank, "had not answered when the driver ended"))
+        for descriptor in self._wake:
+            os.close(descriptor)
+        self.screen.wake()
+        self.screen.show_unless_awaited()

@@ -1,0 +1,64 @@
+"""A member of the crew: one worker as the driver sees it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.drive.link import Link
+from lockstep.run.assignment import Assignment
+
+__all__ = ["Member", "places"]
+
+
+@dataclass(eq=False)
+class Member:
+    """Worker `index` of `host` ("" is the driver's own), reached by others at `place`.
+
+    `report` is the error with which it could not join. `cut` says why its link
+    ended and `ended` how its process did, `how` what is told of it in the end.
+    """
+
+    link: Link
+    host: str
+    index: int
+    place: tuple[str, int]
+    rank: int = -1
+    joined: bool = False
+    report: dict[str, Any] | None = None
+    cut: str = ""
+    ended: str = ""
+    status: int | None = None
+    how: str = ""
+    noticed: float = 0.0
+
+    def variables(
+        self, members: Sequence[Member], address: str, port: int, run: str
+    ) -> dict[str, str]:
+        """Return the environment by which this worker joins the world of `members`."""
+        sizes = Counter(member.host for member in members)
+        hosts = list(sizes)  # in rank order
+        assignment = Assignment(
+            sizes[self.host], address, port, run, len(hosts), hosts.index(self.host)
+        )
+        rank, world_size = str(self.rank), str(len(members))
+        return assignment.variables(self.index) | {
+            "RANK": rank,
+            "ROLE_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "ROLE_WORLD_SIZE": world_size,
+        }
+
+
+def places(members: Iterable[Member]) -> list[Member]:
+    """Number the workers: this host's first, then host by host as they came."""
+    ordered = sorted(members, key=lambda member: (member.host != "", _number(member), member.index))
+    for rank, member in enumerate(ordered):
+        member.rank = rank
+    return ordered
+
+
+def _number(member: Member) -> int:
+    return int(member.host.rpartition("-")[2] or 0)

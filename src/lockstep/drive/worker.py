@@ -1,0 +1,226 @@
+"""A worker: a rank that does what the driver, and other workers, call for.
+
+    driver                              worker
+      <── hello {host, index, port} ──────│  where other workers reach it
+      ── join {rank, variables, peers} ──>│  lockstep.init()
+      <── joined ─────────────────────────│
+      ── call {number, keep, lends} ─────>│  function(*args) on its main thread
+      <── value | kept | error {number} ──│
+      ── lend, drop {object, token} ─────>│  references; at once, on the receiving thread
+      ── gone {rank} ────────────────────>│  a worker that ended holds nothing any more
+      ── end ────────────────────────────>│
+
+Workers call each other over links of their own, made at the first call, proven
+with the driver's key: what they send each other does not pass the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from dataclasses import asdict
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from lockstep.drive.calls import DRIVER, Calls, ended
+from lockstep.drive.connection import Listener, dial
+from lockstep.drive.frame import Frame
+from lockstep.drive.future import SETTLE
+from lockstep.drive.inbox import Inbox
+from lockstep.drive.link import Link
+from lockstep.drive.objects import Address, Objects, Tokens
+from lockstep.errors import RankError
+from lockstep.run.rank import described
+from lockstep.run.world import init
+
+__all__ = ["attend"]
+
+OURS = os.path.dirname(os.path.abspath(__file__))
+
+
+def attend(address: str, port: int, key: bytes, host: str, index: int, silence: float) -> None:
+    """Serve the driver at `address`:`port` as worker `index` of `host`, until it ends.
+
+    Raises RendezvousError where nobody answers there, UsageError for another key.
+    """
+    worker = Server(address, port, key, silence)
+    try:
+        worker.serve(host, index)
+    finally:
+        worker.close()
+
+
+class Server:
+    """What a worker holds: its objects, its links, its calls to others."""
+
+    def __init__(self, address: str, port: int, key: bytes, silence: float) -> None:
+        self._key, self._silence = key, silence
+        self.rank = DRIVER
+        self.inbox, self.objects = Inbox(), Objects()
+        self._peers: dict[int, tuple[str, int]] = {}
+        self._dialed: dict[int, Link] = {}
+        self._gone: dict[int, str] = {}
+        self._holders: dict[Link, int] = {}  # whose calls come over which link
+        self._dialing = threading.Lock()
+        wire = dial(address, port, key, silence)
+        own = wire.end.getsockname()[0]  # the interface by which the driver is reached
+        self._listener = Listener(own, 0, key, silence, self._accept)
+        self._driver = Link(wire, self._take, self._lose_driver)
+        self._holders[self._driver] = DRIVER
+
+    def serve(self, host: str, index: int) -> None:
+        """Say hello and work until the driver ends it, or is lost."""
+        hello = {"host": host, "index": index, "port": self._listener.port, "pid": os.getpid()}
+        self._driver.begin().post(Frame({"kind": "hello", **hello}))
+        self.inbox.work()
+
+    def close(self) -> None:
+        """Send the last answers and hang up."""
+        self._listener.close()
+        for link in [self._driver, *self._holders, *self._dialed.values()]:
+            link.close()
+
+    # --- as the routes of its own calls ---------------------------------------------------
+
+    def post(self, rank: int, frame: Frame) -> None:
+        """Send a frame to another worker; RankError where that has ended."""
+        (self._driver if rank == DRIVER else self._link_to(rank)).post(frame)
+
+    def post_drop(self, address: Address) -> None:
+        """Tell a reference's owner; by way of the driver where there is no link to it."""
+        header = {"kind": "drop", "owner": address.owner, **_key_of(address)}
+        (self._dialed.get(address.owner) or self._driver).post(Frame(header))
+
+    def _link_to(self, rank: int) -> Link:
+        with self._dialing:
+            if rank in self._gone:
+                raise RankError(f"rank {rank} {self._gone[rank]}, so it cannot be called")
+            if rank not in self._dialed:
+                wire = dial(*self._peers[rank], self._key, self._silence)
+                link = Link(wire, self._take, partial(self._lose_peer, rank))
+                link.begin().post(Frame({"kind": "peer", "rank": self.rank}))
+                self._dialed[rank] = link
+            return self._dialed[rank]
+
+    # --- what comes, on the receiving threads -------------------------------------------
+
+    def _accept(self, wire: Any) -> None:
+        link = Link(wire, self._take, lambda link, reason: None)
+        self._holders[link] = DRIVER  # until it says who it is
+        link.begin()
+
+    def _take(self, link: Link, frame: Frame) -> None:
+        header = frame.header
+        match frame.kind:
+            case "call":
+                for number, token in header["lends"]:
+                    self.objects.lend(number, token, self._holders[link])
+                job = partial(self._answer, link, frame)
+                self.inbox.put(job, of_driver=link is self._driver)
+            case "value" | "kept" | "error":
+                self.calls.settle(frame)
+                self.inbox.wake()
+            case "lend":
+                self.objects.lend(header["object"], header["token"], header["holder"])
+            case "drop":
+                self._let_go([self.objects.drop(header["object"], header["token"])])
+            case "peer":
+                self._holders[link] = header["rank"]
+            case "gone":
+                self._lose(header["rank"], header["how"])
+            case "join":
+                self.inbox.put(partial(self._join, header), of_driver=True)
+            case "end":
+                self.inbox.end()
+
+    def _let_go(self, things: list[Any]) -> None:
+        """Let the main thread run the destructors of what nobody holds any more."""
+        if any(thing is not None for thing in things):
+            self.inbox.put(things.clear, of_driver=False)
+
+    def _lose_driver(self, link: Link, reason: str) -> None:
+        self.inbox.end()
+
+    def _lose_peer(self, rank: int, link: Link, reason: str) -> None:
+        # The driver soon says what became of it.
+        self.inbox.wait(lambda: rank in self._gone, time.monotonic() + SETTLE)
+        self._lose(rank, reason)
+
+    def _lose(self, rank: int, how: str) -> None:
+        with self._dialing:
+            self._gone.setdefault(rank, how)
+        self._let_go(self.objects.forget(rank))
+        self.calls.lose(ended(rank, how))
+        self.inbox.wake()
+
+    # --- what is done, on the main thread -------------------------------------------------
+
+    def _join(self, header: dict[str, Any]) -> None:
+        self.rank = header["rank"]
+        self._peers = {rank: (place[0], place[1]) for rank, place in enumerate(header["peers"])}
+        self.calls = Calls(self.rank, self, self.inbox.wait)
+        self.calls.resolve = self._resolve
+        self._tokens = Tokens(self.rank)
+        os.environ.update(header["variables"])
+        answer: dict[str, Any] = {"kind": "joined"}
+        try:
+            init(**header["world"])
+        except Exception as error:
+            answer["report"] = described(error)
+        self._driver.post(Frame(answer))
+
+    def _resolve(self, address: Address) -> Any:
+        """Return the object itself at home, elsewhere a reference."""
+        if address.owner != self.rank:
+            return self.calls.reference(address)
+        value = self.objects.value(address.number)
+        self.objects.drop(address.number, address.token)
+        return value
+
+    def _answer(self, link: Link, frame: Frame) -> None:
+        number, holder = frame.header["number"], self._holders[link]
+        try:
+            function, args, options = self.calls.unpack(frame.pieces)
+            value = function(*args, **options)
+            if frame.header["keep"]:
+                answer = Frame({"kind": "kept", "address": self._keep(value, holder)})
+            else:
+                answer = Frame({"kind": "value"}, self.calls.pack(holder, value))
+        except BaseException as error:  # whatever it is, somebody waits for an answer
+            error.__traceback__ = _own_frames(error.__traceback__)
+            answer = Frame(
+                {"kind": "error", "report": described(error)}, self._packed(holder, error)
+            )
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        answer.header["number"] = number
+        link.post(answer)
+
+    def _keep(self, value: Any, holder: int) -> dict[str, Any]:
+        token = self._tokens.new()
+        number = self.objects.keep(value, token, holder)
+        return asdict(Address(self.rank, number, token, type(value).__qualname__))
+
+    def _packed(self, holder: int, error: BaseException) -> Any:
+        """Return the exception itself where it can travel."""
+        try:
+            return self.calls.pack(holder, error.with_traceback(None))
+        except Exception:
+            return ()
+
+
+def _own_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Drop the frames of the driver's machinery, which say nothing to the user."""
+    kept = frames
+    while kept is not None and kept.tb_frame.f_code.co_filename.startswith(OURS):
+        kept = kept.tb_next
+    return kept or frames
+
+
+def _key_of(address: Address) -> dict[str, int]:
+    return {"object": address.number, "token": address.token}
