@@ -61,6 +61,12 @@ def test_measured_costs(tmp_path, place):
     assert "8.00 MB 2.00 MB" in output
 
 
+def test_costs_of_a_recorded_step(tmp_path):
+    records.write(tmp_path / "run", [records.HEADER, records.timeline(0)])
+    output = invoke("gpipe", "--stages", "2", "--costs", str(tmp_path / "run")).output
+    assert "takes 53.0 ms" in output  # 8 forwards of 2 ms, one of 2, a backward of 3, 8 of 4
+
+
 def test_the_picture(tmp_path):
     invoke("all", "--svg", str(tmp_path / "all.svg"))
     root = ET.parse(tmp_path / "all.svg").getroot()

@@ -26,9 +26,14 @@ def test_it_is_the_recording_without_transfers():
 
 def test_times_are_medians():
     works = [Work(0, "forward", 0, end, 0, j) for j, end in enumerate((1, 2, 9))]
-    assert measured(Timeline("", 1, (*works, Work(0, "input", 0, 3, 0, 0)))) == Costs(
-        (2,), (3,), (0,), backward=(0,)
-    )
+    parts = [Work(0, "input", 0, 3, 0, 0), Work(0, "weight", 3, 7, 0, 0)]
+    found = measured(Timeline("", 1, (*works, *parts)))
+    assert found == Costs((2,), (3,), (4,), backward=(7,))
+
+
+def test_half_of_a_whole_backward_is_for_the_weights():
+    works = (Work(0, "forward", 0, 1, 0, 0), Work(0, "backward", 1, 4, 0, 0))
+    assert measured(Timeline("", 1, works)) == Costs((1,), (1.5,), (1.5,), backward=(3,))
 
 
 @given(st.sampled_from(NAMES), st.integers(2, 4), st.integers(1, 9))

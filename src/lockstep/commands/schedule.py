@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +19,9 @@ from lockstep.show.timeline import Timeline, Work
 from lockstep.train.choice import Plan, plan
 from lockstep.train.schedules import NAMES
 from lockstep.train.simulation import Costs
+
+if TYPE_CHECKING:
+    from lockstep.show.reading import Run
 
 __all__ = ["command"]
 
@@ -47,7 +50,7 @@ def by_hand(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..
 @click.option("--microbatches", default=8, show_default=True, help="Micro-batches of a step.")
 @click.option("--chunks", type=int, help="Stages a rank, for interleaved (2 by default).")
 @click.option("--compare", is_flag=True, help="Draw all the others beside it.")
-@click.option("--costs", "file", type=click.Path(), help="Measured costs: a JSON file, or a run.")
+@click.option("--costs", "file", type=click.Path(), help="Measured costs: a run, or a JSON file.")
 @by_hand("--forward", "Time of a forward, for each stage or block.")
 @by_hand("--backward", "Time of a backward; twice a forward by default.")
 @by_hand("--weight", "Its part for the weights; half by default.")
@@ -131,9 +134,10 @@ def read_costs(file: Path) -> Costs:
     if file.is_dir() or file.suffix == ".jsonl":
         from lockstep.show.reading import read
 
-        found = read(file).header.get("costs")
+        run = read(file)
+        found = run.header.get("costs")
         if found is None:
-            raise UsageError(f"the run {file} holds no measured costs; only those with stages do")
+            return recorded_costs(run)
     else:
         found = parsed(file)
     try:
@@ -144,6 +148,17 @@ def read_costs(file: Path) -> Costs:
             f"{', '.join(FIELDS)}"
         ) from None
     return Costs(**fields)
+
+
+def recorded_costs(run: Run) -> Costs:
+    """Return what the stages of a run took in its typical step."""
+    from lockstep.show.recorded import typical
+    from lockstep.train.replay import measured
+
+    step = typical(run)
+    if step is None or not step.stages:
+        raise UsageError(f"the run {run.folder} holds no measured costs; only those with stages do")
+    return measured(step)
 
 
 def parsed(file: Path) -> Any:

@@ -11,6 +11,7 @@ and unevenness.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from statistics import median
 from typing import get_args
 
@@ -49,15 +50,23 @@ def replay(recorded: Timeline) -> Timeline | None:
 
 
 def measured(recorded: Timeline) -> Costs:
-    """Return the median time of each kind of work on each stage; 0 where it had none."""
+    """Return the median time of each kind of work on each stage.
+
+    Where a stage's backward was only whole, half of it counts for the weights.
+    """
     times: defaultdict[tuple[str, int | None], list[float]] = defaultdict(list)
     for work in recorded.works:
         times[work.kind, work.stage].append(work.end - work.begin)
-    rows = {
-        kind: tuple(median(times.get((kind, stage), [0.0])) for stage in range(recorded.stages))
-        for kind in KINDS
-    }
-    return Costs(rows["forward"], rows["input"], rows["weight"], backward=rows["backward"])
+
+    def row(kind: str, otherwise: Callable[[int], float]) -> tuple[float, ...]:
+        stages = range(recorded.stages)
+        return tuple(median(times[kind, s]) if (kind, s) in times else otherwise(s) for s in stages)
+
+    whole = row("backward", lambda _: 0.0)
+    inputs = row("input", lambda stage: whole[stage] / 2)
+    weights = row("weight", lambda stage: whole[stage] / 2)
+    whole = row("backward", lambda stage: inputs[stage] + weights[stage])
+    return Costs(row("forward", lambda _: 0.0), inputs, weights, backward=whole)
 
 
 def _schedule(works: list[Work], first: int, width: int) -> Schedule:
