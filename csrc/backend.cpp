@@ -216,7 +216,7 @@ WorkPtr LockstepBackend::start(c10d::OpType type, Tensors outputs, std::vector<P
       try {
         Turn turn(*inside->group, plan.call, timeout, background);
         plan.body(turn);
-      } catch (const Disagreement&) {
+      } catch (const Refusal&) {
         throw;  // everybody knows, and the group can go on
       } catch (const std::exception& error) {
         inside->group->abort(error.what());

@@ -77,6 +77,8 @@ class LockstepBackend : public c10d::Backend {
 
   // Beside c10d's calls: see collectives/exact_sum.h. `present` gets one byte a member.
   WorkPtr exact_sum(ExactBucket bucket, at::Tensor packed, at::Tensor result, at::Tensor present);
+  // The same memory on every rank of the group, as bytes: see collectives/share.h.
+  at::Tensor share(int64_t bytes);
 
  private:
   struct Inside;  // what outlives this object in works that are under way

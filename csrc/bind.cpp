@@ -6,6 +6,7 @@
 
 #include "backend.h"
 #include "failure.h"
+#include "word.h"
 
 namespace py = pybind11;
 
@@ -58,13 +59,16 @@ using Pairs = std::vector<std::pair<int, int>>;
 static WorkPtr start_exact_sum(LockstepBackend& backend, at::Tensor packed, at::Tensor result,
                          at::Tensor present, size_t length,
                          std::vector<std::pair<size_t, size_t>> members,
-                         std::vector<Pairs> holders, int leaves, double divisor) {
+                         std::vector<Pairs> holders, int leaves, double divisor,
+                         std::vector<size_t> cuts, bool scatter) {
   ExactBucket bucket;
   bucket.length = length;
   bucket.members = std::move(members);
   bucket.holders = std::move(holders);
   bucket.leaves = leaves;
   bucket.divisor = divisor;
+  bucket.cuts = std::move(cuts);
+  bucket.scatter = scatter;
   return backend.exact_sum(std::move(bucket), packed, result, present);
 }
 
@@ -78,7 +82,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       module, "LockstepBackend")
       .def("exact_sum", &start_exact_sum, py::arg("packed"), py::arg("result"), py::arg("present"),
            py::arg("length"), py::arg("members"), py::arg("holders"), py::arg("leaves"),
-           py::arg("divisor"), py::call_guard<py::gil_scoped_release>());
+           py::arg("divisor"), py::arg("cuts") = std::vector<size_t>(), py::arg("scatter") = false,
+           py::call_guard<py::gil_scoped_release>())
+      .def("share", &LockstepBackend::share, py::arg("bytes"),
+           py::call_guard<py::gil_scoped_release>());
+  module.def("load", &load_word, py::arg("tensor"), py::arg("index"));
+  module.def("store", &store_word, py::arg("tensor"), py::arg("index"), py::arg("value"));
+  module.def("compare_exchange", &compare_exchange, py::arg("tensor"), py::arg("index"),
+             py::arg("expected"), py::arg("desired"));
   module.def("create", &create, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("name"), py::arg("ranks"),
              py::call_guard<py::gil_scoped_release>());

@@ -2,6 +2,7 @@
 // all-to-all; and the exact sum, which c10d has no call for.
 #include "calls.h"
 #include "collectives/exchange.h"
+#include "collectives/share.h"
 
 namespace lockstep {
 
@@ -178,11 +179,19 @@ WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Te
                         result.numel() >= static_cast<int64_t>(bucket.length) &&
                         present.nbytes() >= bucket.members.size(),
                     op, ": a buffer is too small or not contiguous");
-  TORCH_CHECK_VALUE(Heap::here().find(packed.data_ptr(), packed_bytes(bucket, rank_)).shared() &&
-                        Heap::here().find(result.data_ptr(), result.nbytes()).shared(),
-                    op, ": the buffers must lie in shared memory (lockstep.empty)");
+  TORCH_CHECK_VALUE(
+      Heap::here().find(packed.data_ptr(), packed_bytes(bucket, rank_)).shared() &&
+          (bucket.scatter || Heap::here().find(result.data_ptr(), result.nbytes()).shared()),
+      op, ": the buffers must lie in shared memory (lockstep.empty)");
+  try {
+    check(bucket, rank_, static_cast<char*>(packed.data_ptr()),
+          static_cast<char*>(result.data_ptr()));
+  } catch (...) {
+    std::rethrow_exception(as_torch_error());
+  }
   Call call = call_of(Op::exact_sum, result);
   call.count = bucket.length;
+  call.plan = bucket.digest();
   Body body = [bucket = std::move(bucket), packed, result, present](Turn& turn) {
     const std::vector<bool> any =
         lockstep::exact_sum(turn, bucket, static_cast<char*>(packed.data_ptr()),
@@ -192,6 +201,22 @@ WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Te
   };
   return start(c10d::OpType::UNKNOWN, {result}, {{call, std::move(body)}},
                std::chrono::milliseconds(0), true, {});
+}
+
+at::Tensor LockstepBackend::share(int64_t bytes) {
+  TORCH_CHECK_VALUE(bytes >= 0, "share: ", bytes, " bytes");
+  Call call;
+  call.op = Op::share;
+  call.count = static_cast<uint64_t>(bytes);
+  auto segment = std::make_shared<std::unique_ptr<Segment>>();
+  Body body = [segment, bytes](Turn& turn) {
+    *segment = lockstep::share(turn, static_cast<uint64_t>(bytes));
+  };
+  start(c10d::OpType::UNKNOWN, {}, {{call, std::move(body)}}, std::chrono::milliseconds(0), false,
+        {});
+  char* data = (*segment)->data() + kSharedStart;
+  return at::from_blob(data, {bytes}, [segment](void*) { segment->reset(); },
+                       at::TensorOptions().dtype(at::kByte));
 }
 
 }  // namespace lockstep

@@ -12,9 +12,14 @@ struct Failure : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The ranks called different things. All of them know, and the group can go on.
-struct Disagreement : Failure {
+// This call cannot work. All ranks know and throw, and the group can go on.
+struct Refusal : Failure {
   using Failure::Failure;
+};
+
+// The same, because the ranks called different things.
+struct Disagreement : Refusal {
+  using Refusal::Refusal;
 };
 
 // The caller asked for something that cannot work; the group is untouched.

@@ -129,7 +129,8 @@ std::string Group::names_of(const std::vector<int>& ranks) const {
 const char* op_name(Op op) {
   static const char* const names[] = {"no call",    "barrier", "broadcast",     "all_reduce",
                                       "reduce",     "all_gather", "gather",     "scatter",
-                                      "reduce_scatter", "all_to_all", "exact_sum", "send", "recv"};
+                                      "reduce_scatter", "all_to_all", "exact_sum", "share", "send",
+                                      "recv"};
   const auto index = static_cast<size_t>(op);
   return index < sizeof names / sizeof *names ? names[index] : "an unknown call";
 }
@@ -144,11 +145,13 @@ std::string Group::described(const Call& call) const {
   std::string text = op_name(call.op);
   if (call.op == Op::barrier || call.op == Op::none) return text;
   text += "(";
+  if (call.op == Op::share) return text + std::to_string(call.count) + " bytes)";
   if (call.op == Op::all_reduce || call.op == Op::reduce || call.op == Op::reduce_scatter)
     text += std::string(reduction_name(call.reduction)) + ", ";
   text += naming_.dtype ? naming_.dtype(call.dtype) : "dtype " + std::to_string(call.dtype);
   text += ", " + std::to_string(call.count) + " elements";
   if (call.root >= 0) text += (call.op == Op::broadcast || call.op == Op::scatter ? ", from " : ", to ") + name_of(call.root);
+  if (call.plan) text += ", plan " + std::to_string(call.plan % 10000);
   return text + ")";
 }
 

@@ -35,8 +35,8 @@ Layout Layout::chosen(int ranks) {
   layout.cells = n <= 8 ? 16 : 8;
   layout.cell_bytes = asked("LOCKSTEP_CELL_BYTES", between(256, (64 << 10) / (n * n), 8 << 10));
   layout.lane_bytes = asked("LOCKSTEP_LANE_BYTES", between(4096, (4 << 20) / (n * n), 256 << 10));
-  // The tables of an exchange and one line for each rank must fit.
-  layout.slot_bytes = std::max(layout.slot_bytes, rounded(n * 128, kLine));
+  // The tables of an exchange, a sentence, and one line for each rank must fit.
+  layout.slot_bytes = std::max(layout.slot_bytes, rounded(std::max<uint64_t>(n * 128, 2 * kText), kLine));
   layout.stage_bytes = std::max(layout.stage_bytes, n * kLine);
   return layout;
 }

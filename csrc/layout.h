@@ -37,7 +37,7 @@ enum class Route : uint8_t { slot, direct, staged };
 
 enum class Op : uint8_t {
   none, barrier, broadcast, all_reduce, reduce, all_gather, gather, scatter, reduce_scatter,
-  all_to_all, exact_sum, send, recv,
+  all_to_all, exact_sum, share, send, recv,
 };
 
 // What a rank says about its call; the others compare it with their own.
@@ -50,12 +50,14 @@ struct Call {
   int32_t root = -1;
   uint64_t count = 0;     // elements
   double factor = 1;      // of a premultiplied sum
+  uint64_t plan = 0;      // what else must be alike, as one number (exact sum)
   Place place;            // of the tensor, where it lies in a segment
   Place second;           // of the result (exact sum)
 
   bool agrees(const Call& other) const {
     return op == other.op && dtype == other.dtype && reduction == other.reduction &&
-           root == other.root && uneven == other.uneven && (uneven || count == other.count);
+           root == other.root && uneven == other.uneven && (uneven || count == other.count) &&
+           plan == other.plan;
   }
 };
 

@@ -77,6 +77,6 @@ struct Seal {
   uint32_t magic;
 };
 constexpr uint32_t kMagic = 0x4c4f434b;  // "LOCK"
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 
 }  // namespace lockstep

@@ -1,6 +1,8 @@
 #include "exact_sum.h"
 
 #include <algorithm>
+#include <cstring>
+#include <functional>
 
 #include "../failure.h"
 
@@ -50,6 +52,47 @@ void add(const std::vector<Node>& nodes, const ExactBucket& bucket,
 
 }  // namespace
 
+Slice ExactBucket::slice(int ranks, int rank) const {
+  if (cuts.empty()) return slice_of(length, ranks, rank, bytes_of(type));
+  const auto j = static_cast<size_t>(rank);
+  return {cuts[j], cuts[j + 1]};
+}
+
+uint64_t ExactBucket::digest() const {
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a over whole numbers
+  const auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 0x100000001b3; };
+  mix(static_cast<uint64_t>(leaves));
+  mix(scatter);
+  uint64_t bits;
+  std::memcpy(&bits, &divisor, sizeof bits);
+  mix(bits);
+  for (const auto& [offset, elements] : members) mix(offset), mix(elements);
+  for (const auto& held : holders) {
+    mix(held.size());
+    for (const auto& [lo, hi] : held) mix(static_cast<uint64_t>(lo)), mix(static_cast<uint64_t>(hi));
+  }
+  for (size_t cut : cuts) mix(cut);
+  return hash | 1;
+}
+
+void check(const ExactBucket& bucket, int rank, const char* packed, const char* result) {
+  for (const auto& [offset, elements] : bucket.members)
+    if (offset > bucket.length || elements > bucket.length - offset)
+      throw Misuse("exact_sum: a member ends outside its bucket");
+  const auto& cuts = bucket.cuts;
+  if (!cuts.empty() && (cuts.size() != bucket.holders.size() + 1 || cuts.front() != 0 ||
+                        cuts.back() != bucket.length || !std::is_sorted(cuts.begin(), cuts.end())))
+    throw Misuse("exact_sum: the cuts must ascend from 0 to the bucket's " +
+                 std::to_string(bucket.length) + " elements, one more than there are ranks");
+  const size_t row = bucket.length * bytes_of(bucket.type);
+  const std::less<const char*> before;
+  const size_t values = bucket.holders[static_cast<size_t>(rank)].size() * row;
+  if (!before(result, packed + packed_bytes(bucket, rank)) || !before(packed, result + row)) return;
+  const bool inside = !before(result, packed) && before(result, packed + values);
+  if (!inside || static_cast<size_t>(result - packed) % row != 0)
+    throw Misuse("exact_sum: the result overlaps the packed nodes and is not one of them");
+}
+
 size_t packed_bytes(const ExactBucket& bucket, int rank) {
   const size_t nodes = bucket.holders[static_cast<size_t>(rank)].size();
   return nodes * (bucket.length * bytes_of(bucket.type) + bucket.members.size());
@@ -59,17 +102,16 @@ std::vector<bool> exact_sum(Turn& turn, const ExactBucket& bucket, char* packed,
   const size_t item = bytes_of(bucket.type);
   turn.mine().place = Heap::here().find(packed, packed_bytes(bucket, turn.rank()));
   turn.mine().second = Heap::here().find(result, bucket.length * item);
-  if (!turn.mine().place.shared() || !turn.mine().second.shared())
+  if (!turn.mine().place.shared() || !(bucket.scatter || turn.mine().second.shared()))
     throw Misuse("the buffers of an exact sum must lie in shared memory");
   turn.arrive();
   const std::vector<Node> nodes = nodes_of(turn, bucket, packed);
-  std::vector<char*> results;
-  for (int rank = 0; rank < turn.size(); ++rank)
-    results.push_back(rank == turn.rank()
-                          ? result
-                          : turn.group().neighbours().at(turn.call(rank).second,
-                                                         bucket.length * item));
-  const Slice mine = slice_of(bucket.length, turn.size(), turn.rank(), item);
+  std::vector<char*> results{result};  // my own first: it stays in this core's cache
+  for (int rank = 0; rank < turn.size() && !bucket.scatter; ++rank)
+    if (rank != turn.rank())
+      results.push_back(turn.group().neighbours().at(turn.call(rank).second,
+                                                     bucket.length * item));
+  const Slice mine = bucket.slice(turn.size(), turn.rank());
   std::vector<bool> any(bucket.members.size(), false);
   bool all = true;
   for (size_t m = 0; m < any.size(); ++m)

@@ -8,6 +8,7 @@
 #include "collectives/barrier.h"
 #include "collectives/exact_sum.h"
 #include "collectives/exchange.h"
+#include "collectives/share.h"
 #include "failure.h"
 
 using namespace lockstep;
@@ -209,6 +210,165 @@ TEST(exact_sum_leaves_absent_members_out) {
     { Turn turn(group, call_of(Op::barrier, 0), kPatience, false); barrier(turn); }
     Heap::here().free(packed);
     Heap::here().free(result);
+  });
+}
+
+namespace {
+
+// 8 leaves of `length` numbers on 5 ranks, of which rank 3 holds none.
+ExactBucket uneven_bucket(size_t length) {
+  ExactBucket bucket;
+  bucket.length = length;
+  bucket.members = {{0, length}};
+  bucket.holders = {{{0, 2}, {2, 3}}, {{3, 4}}, {{4, 5}, {5, 6}, {6, 7}}, {}, {{7, 8}}};
+  bucket.leaves = 8;
+  return bucket;
+}
+
+// What the tree gives for element i, where node (lo, hi) holds values(lo).
+std::vector<float> tree_of(const ExactBucket& bucket) {
+  std::vector<std::pair<int, int>> nodes;
+  std::vector<std::vector<float>> held;
+  for (const auto& each : bucket.holders)
+    for (const auto& node : each) {
+      nodes.push_back(node);
+      held.push_back(values(node.first, bucket.length, 23));
+    }
+  const std::vector<int> steps = tree_steps(nodes, bucket.leaves);
+  std::vector<float> sums;
+  for (size_t i = 0; i < bucket.length; ++i) {
+    std::vector<float> stack;
+    for (int step : steps) {
+      if (step != kCombine) {
+        stack.push_back(held[static_cast<size_t>(step)][i]);
+        continue;
+      }
+      const float top = stack.back();
+      stack.pop_back();
+      stack.back() += top;
+    }
+    sums.push_back(stack[0]);
+  }
+  return sums;
+}
+
+// Sums `bucket` on 5 ranks into each rank's first node, or where it has none into a
+// buffer of its own, again and again; `seen` gets every rank's result.
+void sum_in_place(const ExactBucket& bucket,
+                  const std::function<void(int rank, const float* result)>& seen) {
+  on_ranks(5, [&](Group& group) {
+    const int rank = group.rank();
+    const auto& held = bucket.holders[static_cast<size_t>(rank)];
+    auto* packed = static_cast<float*>(Heap::here().allocate(packed_bytes(bucket, rank)));
+    auto* own = static_cast<float*>(Heap::here().allocate(bucket.length * sizeof(float)));
+    float* result = held.empty() ? own : packed;
+    std::memset(packed + held.size() * bucket.length, 1, held.size());
+    for (int again = 0; again < 20; ++again) {
+      std::fill(own, own + bucket.length, 7.0f);
+      for (size_t i = 0; i < held.size(); ++i) {
+        const auto filled = values(held[i].first, bucket.length, 23);
+        std::copy(filled.begin(), filled.end(), packed + i * bucket.length);
+      }
+      {
+        Turn turn(group, call_of(Op::exact_sum, bucket.length), kPatience, false);
+        exact_sum(turn, bucket, reinterpret_cast<char*>(packed), reinterpret_cast<char*>(result));
+      }
+      seen(rank, result);
+    }
+    { Turn turn(group, call_of(Op::barrier, 0), kPatience, false); barrier(turn); }
+    Heap::here().free(packed);
+    Heap::here().free(own);
+  });
+}
+
+}  // namespace
+
+TEST(exact_sum_in_place_gives_everybody_the_tree) {
+  for (const std::vector<size_t>& cuts : {std::vector<size_t>{}, {0, 1, 1, 3000, 5003, 5003}}) {
+    ExactBucket bucket = uneven_bucket(5003);
+    bucket.cuts = cuts;
+    const std::vector<float> expected = tree_of(bucket);
+    sum_in_place(bucket, [&](int, const float* result) {
+      CHECK(std::memcmp(result, expected.data(), expected.size() * sizeof(float)) == 0);
+    });
+  }
+}
+
+TEST(exact_sum_scattered_writes_only_a_ranks_own_slice) {
+  ExactBucket bucket = uneven_bucket(5003);
+  bucket.cuts = {0, 17, 1000, 1000, 4099, 5003};
+  bucket.scatter = true;
+  const std::vector<float> expected = tree_of(bucket);
+  sum_in_place(bucket, [&](int rank, const float* result) {
+    const auto& held = bucket.holders[static_cast<size_t>(rank)];
+    const auto before = held.empty() ? std::vector<float>(bucket.length, 7.0f)
+                                     : values(held[0].first, bucket.length, 23);
+    const size_t begin = bucket.cuts[static_cast<size_t>(rank)];
+    const size_t end = bucket.cuts[static_cast<size_t>(rank) + 1];
+    for (size_t i = 0; i < bucket.length; ++i)
+      CHECK(result[i] == (i >= begin && i < end ? expected[i] : before[i]));
+  });
+}
+
+TEST(an_exact_sum_that_contradicts_itself_is_refused) {
+  ExactBucket bucket = uneven_bucket(64);
+  std::vector<char> packed(packed_bytes(bucket, 0) + 4096);
+  const auto refusal = [&](const ExactBucket& asked, size_t offset) {
+    return failure([&] { check(asked, 0, packed.data(), packed.data() + offset); });
+  };
+  CHECK(refusal(bucket, 0).empty() && refusal(bucket, 256).empty());
+  CHECK(refusal(bucket, packed_bytes(bucket, 0)).empty());
+  CHECK(contains(refusal(bucket, 128), "overlaps"));
+  CHECK(contains(refusal(bucket, 512), "overlaps"));  // the flags
+  for (const std::vector<size_t>& cuts :
+       {std::vector<size_t>{0, 64}, {0, 1, 2, 3, 4, 65}, {0, 9, 8, 10, 11, 64}, {1, 1, 1, 1, 1, 64}}) {
+    bucket.cuts = cuts;
+    CHECK(contains(refusal(bucket, 0), "ascend"));
+  }
+  bucket.cuts.clear();
+  bucket.members = {{60, 5}};
+  CHECK(contains(refusal(bucket, 0), "ends outside"));
+}
+
+TEST(plans_that_differ_have_other_digests) {
+  const ExactBucket bucket = uneven_bucket(640);
+  ExactBucket other = bucket;
+  CHECK(bucket.digest() == other.digest());
+  other.cuts = {0, 1, 2, 3, 4, 640};
+  CHECK(bucket.digest() != other.digest());
+  other = bucket;
+  other.scatter = true;
+  CHECK(bucket.digest() != other.digest());
+  other = bucket;
+  std::swap(other.holders[0], other.holders[1]);
+  CHECK(bucket.digest() != other.digest());
+}
+
+TEST(shared_memory_is_the_same_for_all) {
+  on_ranks(3, [](Group& group) {
+    Call call = call_of(Op::share, 100000);
+    std::unique_ptr<Segment> segment;
+    {
+      Turn turn(group, call, kPatience, false);
+      segment = share(turn, 100000);
+    }
+    auto* words = reinterpret_cast<std::atomic<int>*>(segment->data() + kSharedStart);
+    words[group.rank()].store(group.rank() + 5);
+    { Turn turn(group, call_of(Op::barrier, 0), kPatience, false); barrier(turn); }
+    for (int rank = 0; rank < 3; ++rank) CHECK(words[rank].load() == rank + 5);
+  });
+}
+
+TEST(too_much_shared_memory_is_refused_on_every_rank) {
+  on_ranks(3, [](Group& group) {
+    const std::string text = failure([&] {
+      Turn turn(group, call_of(Op::share, 0), kPatience, false);
+      share(turn, uint64_t{1} << 50);
+    });
+    CHECK(contains(text, "rank 0 could not share memory: "));
+    CHECK(contains(text, "MiB of memory"));
+    Turn turn(group, call_of(Op::barrier, 0), kPatience, false);
+    barrier(turn);  // the group goes on
   });
 }
 

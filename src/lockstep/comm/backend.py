@@ -14,7 +14,7 @@ import threading
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-__all__ = ["available", "load", "reason_unavailable", "register"]
+__all__ = ["available", "load", "of_group", "reason_unavailable", "register"]
 
 NAME = "lockstep"
 
@@ -63,6 +63,17 @@ def reason_unavailable() -> str | None:
 def available() -> bool:
     """Tell whether the backend can be used here."""
     return reason_unavailable() is None
+
+
+def of_group(group: Any | None) -> Any | None:
+    """Return the native object behind a process group (None: the world), None on other backends."""
+    if not available():
+        return None
+    import torch
+    import torch.distributed as dist
+
+    found = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    return found if isinstance(found, load().LockstepBackend) else None
 
 
 def _create(options: Any, _given: Any = None) -> Any:

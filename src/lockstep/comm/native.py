@@ -39,14 +39,19 @@ def native_backend(
     device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None
 ) -> Any | None:
     """Return the group's backend if it adds such tensors exactly by itself, else None."""
-    if device.type != "cpu" or dtype not in DTYPES or not backend.available():
+    if device.type != "cpu" or dtype not in DTYPES:
         return None
-    found = (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
-    return found if isinstance(found, backend.load().LockstepBackend) else None
+    return backend.of_group(group)
 
 
 class NativeSum:
-    """The exact sum of one bucket on the backend "lockstep"; parameters as of `ExactSum`."""
+    """The exact sum of one bucket on the backend "lockstep"; parameters as of `ExactSum`.
+
+    `cuts` says which elements each rank adds: rank j elements [cuts[j], cuts[j + 1]),
+    from 0 to the bucket's length, one number more than ranks; even slices if None.
+    With `scatter` a rank gets only the sums of its own slice (an exact
+    reduce-scatter), and the rest of the result means nothing. Cuts change no bits.
+    """
 
     def __init__(
         self,
@@ -56,6 +61,8 @@ class NativeSum:
         leaves: int,
         rank: int,
         divisor: int,
+        cuts: Sequence[int] | None = None,
+        scatter: bool = False,
     ) -> None:
         self._native, self._bucket = native, bucket
         self._nodes = holders[rank]
@@ -74,6 +81,8 @@ class NativeSum:
             "holders": [list(nodes) for nodes in holders],
             "leaves": leaves,
             "divisor": float(divisor),
+            "cuts": list(cuts or ()),
+            "scatter": scatter,
         }
         self._work: dist.Work | None = None
 

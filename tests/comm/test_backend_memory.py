@@ -1,0 +1,185 @@
+"""Memory that ranks share: one tensor for all of them, and words that they decide by."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import backend
+from lockstep.comm.bucket import Bucket, Member
+from lockstep.comm.memory import shared
+from lockstep.comm.native import NativeSum
+from lockstep.comm.word import compare_exchange, load, store
+from lockstep.errors import LayoutError, WorkError
+
+pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
+
+on_lockstep = {"backend": "lockstep"}
+
+
+def mapped() -> int:
+    """Return how many bytes of shared tensors this process has mapped."""
+    gc.collect()
+    total = 0
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            if "memfd:lockstep-shared" in line:
+                begin, _, end = line.split()[0].partition("-")
+                total += int(end, 16) - int(begin, 16)
+    return total
+
+
+# ---- one tensor for all ranks ----
+
+
+def write_and_read() -> list[object]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    tensor = shared((ranks, 1000), torch.float64)
+    fresh = tensor.count_nonzero().item()
+    dist.barrier()
+    tensor[rank] = rank + 1
+    dist.barrier()
+    sums = tensor.sum(1).tolist()
+    view = tensor[1:]
+    del tensor
+    held = mapped()
+    del view
+    opened = len(os.listdir("/proc/self/fd")) - descriptors
+    return [fresh, sums, held, mapped(), opened, shared(0, torch.bool).shape]
+
+
+def test_one_tensor_is_the_same_memory_on_every_rank_until_its_last_view(ranks):
+    page = os.sysconf("SC_PAGESIZE")
+    held = page + -(-3 * 8000 // page) * page
+    expected = [0, [1000.0, 2000.0, 3000.0], held, 0, 0, torch.Size([0])]
+    assert ranks(write_and_read, 3, **on_lockstep) == [expected] * 3
+
+
+def ask_for(sizes: list[int]) -> list[str]:
+    told = []
+    for size in sizes:
+        try:
+            shared(size + (dist.get_rank() if size == 5 else 0), torch.uint8)
+        except (LayoutError, WorkError) as error:
+            told.append(f"{type(error).__name__} {error}")
+    dist.barrier()  # the group goes on
+    return [*told, str(mapped())]
+
+
+def test_too_little_memory_and_other_sizes_are_told_to_every_rank(ranks):
+    for memory, sizes, left in ranks(ask_for, 3, [1 << 50, 5], **on_lockstep):
+        assert memory.startswith("WorkError rank 0 could not share memory: there are not")
+        assert "disagree" in sizes
+        assert all(f"rank {rank} called share({5 + rank} bytes)" in sizes for rank in range(3))
+        assert left == "0"
+
+
+def test_ranks_that_may_be_on_different_hosts_share_no_tensor(ranks):
+    for told, _ in ranks(ask_for, 2, [100], backend="gloo"):
+        assert told.startswith("LayoutError ranks can share one tensor only on the backend")
+        assert "'gloo'" in told
+
+
+def test_a_rank_alone_shares_with_nobody():
+    tensor = shared((2, 3), torch.int32)
+    assert tensor.tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+# ---- words ----
+
+
+def race(times: int) -> tuple[int, int]:
+    """Let all ranks decide each word, and write their rank beside it if they were first."""
+    words = shared((2, times), torch.int64)
+    won = 0
+    dist.barrier()
+    for number in range(times):
+        me = dist.get_rank() + 1
+        if compare_exchange(words[0], number, 0, me) == 0:
+            won += 1
+            words[1, number] = me
+    dist.barrier()
+    assert torch.equal(words[0], words[1])
+    return won, int(words[0].count_nonzero())
+
+
+def test_every_word_is_decided_once(ranks):
+    results = ranks(race, 3, 2000, **on_lockstep)
+    assert sum(won for won, _ in results) == 2000
+    assert {decided for _, decided in results} == {2000}
+
+
+def count_up(tensor: torch.Tensor, times: int) -> None:
+    for _ in range(times):
+        seen = load(tensor, 1)
+        while (now := compare_exchange(tensor, 1, seen, seen + 1)) != seen:
+            seen = now
+
+
+def test_no_count_is_lost_between_threads():
+    tensor = torch.zeros(3, dtype=torch.int64)
+    threads = [threading.Thread(target=count_up, args=(tensor, 1000)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tensor.tolist() == [0, 3000, 0]
+
+
+def test_words_keep_every_bit_and_refuse_what_is_none():
+    tensor = torch.zeros(2, dtype=torch.int64)
+    store(tensor, 0, -(1 << 63))
+    assert load(tensor, 0) == -(1 << 63)
+    assert compare_exchange(tensor, 0, 5, 6) == -(1 << 63)
+    assert tensor.tolist() == [-(1 << 63), 0]
+    with pytest.raises(IndexError, match="no word 2"):
+        load(tensor, 2)
+    for wrong in (torch.zeros(2), torch.zeros(4, dtype=torch.int64)[::2]):
+        with pytest.raises(ValueError, match="contiguous int64"):
+            store(wrong, 0, 1)
+
+
+# ---- exact sums with cuts ----
+
+
+def cut_sums(cuts: list[int], scatter: bool) -> list[object]:
+    """Add 4 leaves of 100 numbers; return this rank's slice, and what a wrong plan raises."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    bucket = Bucket(torch.float32, (Member(0, 100, 0),), 112)
+    holders = [[(0, 2)], [(2, 3), (3, 4)], []][:ranks]
+    native = backend.of_group(None)
+    made = NativeSum(native, bucket, holders, 4, rank, 1, cuts=cuts, scatter=scatter)
+    held = {
+        node: [torch.randn(100, generator=torch.Generator().manual_seed(node[0]))]
+        for node in holders[rank]
+    }
+    made.launch(held)
+    [(_, total)] = made.gather()
+    begin, end = (cuts[rank], min(cuts[rank + 1], 100)) if scatter else (0, 100)
+    told = ""
+    other = [0, *(cut + rank for cut in cuts[1:-1]), 112]
+    wrong = NativeSum(native, bucket, holders, 4, rank, 1, cuts=other, scatter=scatter)
+    wrong.launch(held)
+    try:
+        wrong.gather()
+    except RuntimeError as error:
+        told = str(error)
+    return [total[begin:end].tolist(), told]
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_a_bucket_may_be_cut_anywhere_and_scattered(ranks, scatter):
+    values = [torch.randn(100, generator=torch.Generator().manual_seed(lo)) for lo in (0, 2, 3)]
+    whole = (values[0] + (values[1] + values[2])).tolist()
+    cuts = [0, 37, 41, 112]
+    found = ranks(cut_sums, 3, cuts, scatter, **on_lockstep)
+    for rank, (part, told) in enumerate(found):
+        assert part == (whole[cuts[rank] : min(cuts[rank + 1], 100)] if scatter else whole)
+        assert "disagree" in told  # cuts that differ between ranks are never added
+        assert told.count(", plan ") == 3
