@@ -16,7 +16,7 @@ from lockstep.errors import LockstepError
 COMMANDS = {
     "run": "run a script or module on N ranks",
     "train": "train a recipe on real data",
-    "bench": "measure collectives and start-up beside their peers",
+    "bench": "measure collectives, training steps and start-up beside their peers",
     "schedule": "draw a pipeline's schedule, with its bubble",
     "report": "render a run's record as a page, Markdown or a picture",
     "compare": "compare runs: speed, digests, environment",

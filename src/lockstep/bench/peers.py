@@ -17,6 +17,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -36,6 +37,7 @@ END = 10.0  # seconds until they must have gone
 PACKAGES = str(Path(lockstep.__file__).parent.parent)
 
 Answer = dict[str, Any]
+Main = Callable[[str, str, str, float], None]
 
 
 class Peer(Protocol):
@@ -139,14 +141,15 @@ class RankPeer:
 
 
 class TorchPeer(RankPeer):
-    """Ranks that joined a world on one of torch.distributed's backends."""
+    """Ranks that joined a world on one of torch.distributed's backends.
 
-    def __init__(self, backend: str, meeting: Meeting) -> None:
-        super().__init__(backend, meeting)
-        arguments = (backend, meeting.folder, self._key, meeting.patience)
-        self._launched = lockstep.launch(
-            torch_main, arguments, meeting.ranks, join=False, daemon=True
-        )
+    `main` is what they run: (name, folder, key, patience).
+    """
+
+    def __init__(self, name: str, meeting: Meeting, main: Main = torch_main) -> None:
+        super().__init__(name, meeting)
+        arguments = (name, meeting.folder, self._key, meeting.patience)
+        self._launched = lockstep.launch(main, arguments, meeting.ranks, join=False, daemon=True)
         try:
             self.gather()
         except BaseException:
@@ -162,6 +165,11 @@ class TorchPeer(RankPeer):
             pass
         finally:
             self._launched.terminate()
+
+    @property
+    def pids(self) -> list[int]:
+        """The ranks' process ids, in rank order."""
+        return self._launched.processes
 
     def failed(self) -> bool:
         """Whether a rank has ended already."""

@@ -17,12 +17,13 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from lockstep.bench.lineup import Lineup
 from lockstep.bench.measure import CannotError, Library, Order, Task
 
-__all__ = ["LINEUP", "SOCKET", "mpi_main", "serve", "torch_main"]
+__all__ = ["LINEUP", "SOCKET", "converse", "mpi_main", "serve", "torch_main"]
 
 SOCKET, LINEUP = "socket", "lineup-"  # names in the folder where ranks and asker meet
 
@@ -60,19 +61,32 @@ def serve(
     """Answer on the socket in `folder` until it is closed."""
     lineup = Lineup(f"{folder}/{LINEUP}{peer}", rank, ranks, patience)
     tasks: dict[str, Task] = {}
+
+    def answer(asked: dict[str, Any]) -> dict[str, Any]:
+        return _answer(asked, library, rank, ranks, tasks, lineup)
+
+    converse(answer, folder, {"hello": rank, "peer": peer, "library": named})
+    tasks.clear()
+    lineup.close()
+
+
+def converse(
+    answer: Callable[[dict[str, Any]], dict[str, Any]], folder: str, hello: dict[str, Any]
+) -> None:
+    """Say hello and answer what is asked on the socket in `folder`, until it is closed.
+
+    An exception is an answer too: its sentence, as what cannot be done.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"{folder}/{SOCKET}")
         with connection.makefile("rw", encoding="utf-8") as stream:
-            _say(stream, {"hello": rank, "peer": peer, "library": named})
+            _say(stream, hello)
             for line in stream:
-                asked = json.loads(line)
                 try:
-                    answer = _answer(asked, library, rank, ranks, tasks, lineup)
+                    said = answer(json.loads(line))
                 except Exception as error:
-                    answer = {"cannot": _sentence(error)}
-                _say(stream, answer)
-    tasks.clear()
-    lineup.close()
+                    said = {"cannot": _sentence(error)}
+                _say(stream, said)
 
 
 def _answer(

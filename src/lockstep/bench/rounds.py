@@ -10,7 +10,7 @@ A call lasts as long as the rank that took longest.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from lockstep.bench.collectives import COLLECTIVES
 from lockstep.bench.measure import Order
 from lockstep.bench.peers import CopyPeer, Peer
 
-__all__ = ["Contender", "Result", "measure"]
+__all__ = ["Contender", "Result", "measure", "quantile", "rotation"]
 
 BLOCK = 6e3  # microseconds that a block should last
 LONGEST = 100  # calls of a block at most
@@ -50,10 +50,7 @@ class Result:
 
     def quantile(self, share: float) -> float:
         """Return the time that `share` of the calls stayed below, in microseconds."""
-        place = share * (len(self.times) - 1)
-        low = int(place)
-        high = min(low + 1, len(self.times) - 1)
-        return self.times[low] + (place - low) * (self.times[high] - self.times[low])
+        return quantile(self.times, share)
 
     @property
     def median(self) -> float:
@@ -115,6 +112,14 @@ def measure(
     for turns in racing:
         turns.contender.peer.ask({"drop": turns.contender.name})
     return [result(turns, ranks, size) for turns in racing]
+
+
+def quantile(times: Sequence[float], share: float) -> float:
+    """Return the time that `share` of `times`, which ascend, stay below."""
+    place = share * (len(times) - 1)
+    low = int(place)
+    high = min(low + 1, len(times) - 1)
+    return times[low] + (place - low) * (times[high] - times[low])
 
 
 def rotation(count: int) -> Iterator[int]:

@@ -1,0 +1,1 @@
+"""What `lockstep bench step` measures: a whole training step, beside the peers."""

@@ -1,0 +1,107 @@
+"""A rank's side: it trains as it is told, and waits asleep while others are measured.
+
+{"train": {...case}, "file": path}   -> {}: trained CHECKED steps; rank 0 wrote the parameters
+{"block": 5, "alone": false}         -> {"times": [ns, ...]}, after one step that only settles
+end of file                          the rank leaves
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import lockstep
+from lockstep.bench.lineup import Lineup
+from lockstep.bench.rank import LINEUP, converse
+from lockstep.bench.step.answers import CHECKED, write
+from lockstep.bench.step.networks import Batch
+from lockstep.bench.step.ways import WAYS, Case, Training, Way
+
+__all__ = ["main"]
+
+NOWHERE = "/dev/null"
+
+
+def main(name: str, folder: str, peer: str, patience: float) -> None:
+    """Join a world as the way called `name` asks for, and answer until the end."""
+    way = WAYS[name]
+    if way.stock:
+        dist.init_process_group(way.backend, timeout=timedelta(seconds=patience))
+        torch.set_num_threads(1)
+    else:
+        lockstep.init(backend=way.backend or None, timeout=patience, device="cpu")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    lineup = Lineup(f"{folder}/{LINEUP}{peer}", rank, ranks, patience)
+    stepper = Stepper(way, lineup)
+    hello = {"hello": rank, "peer": peer, "library": f"torch {torch.__version__}"}
+    converse(stepper.answer, folder, hello)
+    stepper.close()
+    lineup.close()
+    if way.stock:
+        dist.destroy_process_group()
+    else:
+        lockstep.shutdown()
+
+
+class Stepper:
+    """One rank of a way, with the training that it was told to begin."""
+
+    def __init__(self, way: Way, lineup: Lineup) -> None:
+        self._way, self._lineup = way, lineup
+        self._training: Training | None = None
+        self._sources: list[Batch] = []
+        self._batch: Batch | None = None
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Do what is asked."""
+        if "train" in asked:
+            self._begin(Case(**asked["train"]), asked["file"])
+            return {}
+        if asked["alone"] and dist.get_rank() > 0:
+            return {"times": []}
+        return {"times": self._block(asked["block"], asked["alone"])}
+
+    def close(self) -> None:
+        """Let the training go."""
+        self._training = None
+
+    def _begin(self, case: Case, file: str) -> None:
+        self._sources = [case.batch(dist.get_world_size(), turn) for turn in range(CHECKED)]
+        inputs, targets = self._sources[0]
+        self._batch = inputs.clone(), targets.clone()
+        self._training = self._way.make(case)
+        for turn in range(CHECKED):
+            self._refill(turn)
+            self._training.step(self._batch)
+        if self._way.average:
+            # All ranks gather what is sharded; one of them keeps it.
+            write(self._training, file if dist.get_rank() == 0 else NOWHERE)
+
+    def _refill(self, turn: int) -> None:
+        """Write another batch into the same memory, as a loader would."""
+        assert self._batch is not None
+        for target, source in zip(self._batch, self._sources[turn % CHECKED], strict=True):
+            target.copy_(source)
+
+    def _block(self, calls: int, alone: bool) -> list[int]:
+        """Time `calls` steps after one that only settles; return nanoseconds."""
+        assert self._training is not None
+        assert self._batch is not None
+        times, clock, step = [], time.perf_counter_ns, self._training.step
+        gc.disable()
+        try:
+            for turn in range(calls + 1):
+                self._refill(turn)
+                if not alone:
+                    self._lineup()
+                begun = clock()
+                step(self._batch)
+                times.append(clock() - begun)
+        finally:
+            gc.enable()
+        return times[1:]
