@@ -92,7 +92,8 @@ def communication_hooks() -> dict[str, list[torch.Tensor]]:
         wrapped = distributed()
         wrapped.register_comm_hook(None, getattr(default_hooks, hook))
         found[hook] = trained(wrapped, sgd(wrapped))
-    wrapped = distributed()
+    # One bucket: with several, its calls for one come between those for another as it happens.
+    wrapped = nn.parallel.DistributedDataParallel(model())
     state = power.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
     wrapped.register_comm_hook(state, power.powerSGD_hook)
     found["powerSGD"] = trained(wrapped, sgd(wrapped), steps=5)

@@ -10,77 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
+from averaging import expected_gradients, inputs_of, local_gradients, net, same, uses_some
 from lockstep.errors import RankError, UsageError
-
-
-class Net(nn.Module):
-    """Several layers of several sizes; one is used by some ranks, one by none, one is frozen."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(7, 33)
-        self.some = nn.Linear(33, 33)
-        self.none = nn.Linear(3, 3)
-        self.frozen = nn.Linear(33, 33).requires_grad_(False)
-        self.last = nn.Linear(33, 5)
-        self.register_buffer("mean", torch.zeros(2))
-
-    def forward(self, inputs, use_some):
-        hidden = torch.tanh(self.frozen(self.first(inputs)))
-        if use_some:
-            hidden = hidden + self.some(hidden)
-        return self.last(hidden)
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    return Net()
-
-
-def inputs_of(rank, step=0):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, 7, generator=generator)
-
-
-def uses_some(rank):
-    return rank % 2 == 0
-
-
-def local_gradients(rank, steps=(0,)):
-    """Return the gradients that one rank would have alone, accumulated over `steps`."""
-    model = net()
-    for step in steps:
-        model(inputs_of(rank, step), uses_some(rank)).square().mean().backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def tree_mean(columns):
-    """Return the mean along the tree over the ranks; None where nobody has a gradient."""
-    world = len(columns)
-
-    def add(left, right):
-        return left if right is None else right if left is None else left + right
-
-    def node(lo, hi):
-        if hi - lo == 1:
-            return columns[lo]
-        mid = lo + (1 << (hi - lo - 1).bit_length() - 1)
-        return add(node(lo, mid), node(mid, hi))
-
-    total = node(0, world)
-    return None if total is None else total / world
-
-
-def expected_gradients(world, steps=(0,)):
-    columns = zip(*(local_gradients(rank, steps) for rank in range(world)), strict=True)
-    return [tree_mean(column) for column in columns]
-
-
-def same(gradients, expected):
-    return [
-        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(gradients, expected, strict=True)
-    ]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -121,6 +52,8 @@ def test_buckets_are_launched_while_backward_goes_on(ranks):
     def order():
         events = []
         model = ls.DataParallel(net(), bucket_bytes=64)
+        # The first backward shows that nothing forbids it.
+        model(inputs_of(dist.get_rank()), True).square().mean().backward()
         launch = model._averager._launch
 
         def noted():
@@ -291,12 +224,23 @@ def test_a_parameter_that_is_unfrozen_later_is_refused_by_name():
         model(inputs_of(0), True)
 
 
-def test_a_sparse_gradient_is_refused_by_name(ranks):
+class Rows(nn.Module):
+    """Sparse gradients of a parameter that no module declares."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, 3))
+
+    def forward(self, indices):
+        return nn.functional.embedding(indices, self.weight, sparse=True)
+
+
+def test_a_sparse_gradient_that_nobody_declared_is_refused_by_name(ranks):
     def backward():
-        model = ls.DataParallel(nn.Embedding(5, 3, sparse=True))
+        model = ls.DataParallel(Rows())
         model(torch.tensor([1, 2])).sum().backward()
 
-    with pytest.raises(RankError, match="parameter weight has a sparse gradient"):
+    with pytest.raises(RankError, match="parameter weight has a sparse gradient, and only those"):
         ranks(backward, 2)
 
 
