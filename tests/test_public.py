@@ -21,6 +21,7 @@ NAMES = [
     "WandB",
     "World",
     "accuracy",
+    "build",
     "digest",
     "empty",
     "init",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lockstep.show.dashboards import MLflow as MLflow
     from lockstep.show.dashboards import TensorBoard as TensorBoard
     from lockstep.show.dashboards import WandB as WandB
+    from lockstep.train.awakening import build as build
     from lockstep.train.data_parallel import DataParallel as DataParallel
     from lockstep.train.digest import digest as digest
     from lockstep.train.forward import accuracy as accuracy
@@ -51,6 +52,7 @@ PUBLIC = {
     "digest": "train.digest",
     "DataParallel": "train.data_parallel",
     "Driver": "drive.driver",
+    "build": "train.awakening",
     "TensorBoard": "show.dashboards",
     "WandB": "show.dashboards",
     "MLflow": "show.dashboards",

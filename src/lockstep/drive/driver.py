@@ -22,8 +22,10 @@ import torch
 from lockstep.drive.crew import Crew
 from lockstep.drive.future import Future, gather
 from lockstep.drive.key import make_key
+from lockstep.drive.training import Training
 from lockstep.errors import UsageError
 from lockstep.run.plan import LOOPBACK, endpoint
+from lockstep.train.awakening import Blocks
 
 __all__ = ["Driver", "Worker"]
 
@@ -114,6 +116,27 @@ class Driver:
     def start(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Future]:
         """Call `function` on every worker and return a Future of each at once."""
         return [self.on(rank).start(function, *args, **options) for rank in range(self.world_size)]
+
+    def trainer(
+        self,
+        blocks: Blocks,
+        loss: Callable[..., Any] | None,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        *,
+        microbatches: int = 8,
+        seed: int = 0,
+        **options: Any,
+    ) -> Training:
+        """Return a training on all workers, with the same bits as without a driver.
+
+        `blocks` is a list of callables that return a module, or of modules on the meta
+        device: they make up an `nn.Sequential`, and come to life on the workers with
+        weights that depend on `seed` alone (`lockstep.build`). Or one callable or module,
+        for the whole model. The rest is as for `lockstep.Trainer`, whose options
+        (metrics, clip_norm, ...) are passed on; their callbacks run on the workers.
+        """
+        arguments = {"loss": loss, "optimizer": optimizer, **options}
+        return Training(self._crew, blocks, seed, microbatches, arguments)
 
     def close(self) -> None:
         """End the workers and all that they hold; harmless when that is done."""
