@@ -15,6 +15,7 @@ from lockstep.errors import LockstepError
 
 COMMANDS = {
     "run": "run a script or module on N ranks",
+    "worker": "serve a driver on another host with workers",
     "train": "train a recipe on real data",
     "bench": "measure collectives, training steps and start-up beside their peers",
     "schedule": "draw a pipeline's schedule, with its bubble",

@@ -19,7 +19,7 @@ import lockstep as ls
 from lockstep.drive.connection import dial
 from lockstep.errors import RankError, UsageError
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 def until(condition, what: str) -> None:

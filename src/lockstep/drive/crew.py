@@ -25,22 +25,18 @@ from lockstep.drive.calls import DRIVER, Calls, ended
 from lockstep.drive.connection import Listener
 from lockstep.drive.frame import Frame, Wire
 from lockstep.drive.future import SETTLE
+from lockstep.drive.host import start_worker
 from lockstep.drive.link import Link
 from lockstep.drive.member import Member, places
 from lockstep.drive.objects import Address
 from lockstep.drive.screen import Console, Screen
-from lockstep.drive.worker import attend
 from lockstep.errors import RankError, RendezvousError, UsageError
 from lockstep.run import preload
-from lockstep.run.channel import parcel
-from lockstep.run.job import TICK, Job
-from lockstep.run.launch import task
+from lockstep.run.job import GRACE, TICK, Job
 from lockstep.run.output import Output
 from lockstep.run.verdict import ending
 
 __all__ = ["Crew"]
-
-GRACE = 5.0  # seconds that an idle worker has to end by itself
 
 
 class Crew:
@@ -86,13 +82,10 @@ class Crew:
     # --- beginning ------------------------------------------------------------------------
 
     def _start(self, rank: int) -> None:
-        import cloudpickle  # type: ignore[import-untyped]
-
         arguments = (self._address, self.port, self._key, "", rank, self._silence)
-        work = parcel(cloudpickle.dumps((attend, arguments)))
         consoles = (Console(self.screen, "stdout"), Console(self.screen, "stderr"))
-        self._job.start(rank, task({}), work, Output(rank, None, consoles))  # type: ignore[arg-type]
-        os.close(work)
+        output = Output(rank, None, consoles)  # type: ignore[arg-type]
+        start_worker(self._job, rank, arguments, output)
 
     def gather(self, deadline: float) -> None:
         """Wait until every worker is there and has joined the world.

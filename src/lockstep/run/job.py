@@ -26,7 +26,7 @@ from lockstep.run.output import Output
 from lockstep.run.preload import Preloaded
 from lockstep.run.verdict import Outcome, consequence, deserted, first_failure, rank_error
 
-__all__ = ["Job"]
+__all__ = ["GRACE", "TICK", "Job"]
 
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 SETTLE = 0.05  # seconds to wait for a better explanation of a failure ...
