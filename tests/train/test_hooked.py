@@ -65,7 +65,9 @@ NAMES = ("allreduce", "fp16", "bf16", "powerSGD", "fp16 around it", "post-local 
 
 
 def train(name: str, view: bool) -> list[Any]:
-    model = ls.DataParallel(net(), bucket_bytes=3000, gradient_as_bucket_view=view)
+    # PowerSGD and top-k look at a bucket as a whole, so their bits depend on its size.
+    size = 1 << 20 if view and name not in ("powerSGD", "top-k") else 3000
+    model = ls.DataParallel(net(), bucket_bytes=size, gradient_as_bucket_view=view)
     state, hook = hooks()[name]
     model.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
