@@ -29,6 +29,10 @@ BENCHMARKS["startup"] = (
     "lockstep.commands.bench_startup",
     "ranks that join a group and leave it, beside torchrun",
 )
+BENCHMARKS["pipeline"] = (
+    "lockstep.commands.bench_pipeline",
+    "a model in two stages, beside torch's pipelining and remote calls",
+)
 
 
 class Benchmarks(click.Group):

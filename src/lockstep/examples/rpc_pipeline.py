@@ -32,7 +32,7 @@ from torch.distributed import autograd, rpc
 from torch.nn import functional as F
 
 import lockstep as ls
-from lockstep.recipes.resnet import ResNet, resnet50
+from lockstep.recipes.resnet import resnet50
 
 __all__ = ["CUT", "Master", "Shard", "joined", "main"]
 
@@ -41,12 +41,13 @@ CUT = 11
 """The blocks of ResNet-50 in the first shard: the stem, layer1 and layer2."""
 
 SEED = 0
+THREADS = 128  # a split that waits for its inputs holds one: as many splits as threads hang
 
 
 class Shard(nn.Module):
     """A range of a model's blocks, on its worker; one thread computes one split at a time."""
 
-    def __init__(self, build: Callable[[], ResNet], begin: int, end: int | None) -> None:
+    def __init__(self, build: Callable[[], Any], begin: int, end: int | None) -> None:
         super().__init__()
         torch.manual_seed(SEED)  # both workers build the same model and keep their part
         self.blocks = nn.Sequential(*build().blocks()[begin:end])
@@ -67,7 +68,7 @@ class Shard(nn.Module):
 class Master:
     """Drives two shards; `build` makes the whole model, of which each worker keeps its part."""
 
-    def __init__(self, build: Callable[[], ResNet], cut: int, lr: float) -> None:
+    def __init__(self, build: Callable[[], Any], cut: int, lr: float) -> None:
         first, second = WORKERS
         self.first = rpc.remote(first, Shard, (build, 0, cut))
         self.second = rpc.remote(second, Shard, (build, cut, None))
@@ -111,7 +112,7 @@ def joined(rank: int, rendezvous: str, timeout: float) -> Iterator[None]:
     for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")  # who can connect can run code here
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"file://{rendezvous}", rpc_timeout=timeout
+        init_method=f"file://{rendezvous}", rpc_timeout=timeout, num_worker_threads=THREADS
     )
     names = (MASTER, *WORKERS)
     with warnings.catch_warnings():
