@@ -31,7 +31,7 @@ def deep():
 
 def events_of(trainer):
     """Note, in order, when buckets are launched and when backward ends."""
-    events, gradients = [], trainer._gradients
+    events, gradients = [], trainer._model._gradients
     launch_next, take = gradients.launch_next, gradients.take
     gradients.launch_next = lambda: (events.append("launch"), launch_next())
     gradients.take = lambda leaf: (events.append(f"take {leaf}"), take(leaf))

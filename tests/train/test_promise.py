@@ -63,11 +63,13 @@ def plain_digests():
     return found
 
 
-def lockstep_digests():
+def lockstep_digests(cases=tuple(models.CASES), **layout):
     found = {}
     for case, name, clip in TRAININGS:
+        if case not in cases:
+            continue
         model, batches, loss = prepared(case)
-        trainer = ls.Trainer(model, loss, OPTIMIZERS[name], seed=11, clip_norm=clip)
+        trainer = ls.Trainer(model, loss, OPTIMIZERS[name], seed=11, clip_norm=clip, **layout)
         losses = [trainer.step(batch) for batch in batches]
         found[case, name] = losses, trainer.digest(), trainer.optimizer_digest()
     return found
@@ -84,6 +86,25 @@ def test_every_layout_gives_the_bits_of_the_reference(ranks, plain, n):
     for found in ranks(lockstep_digests, n):
         for training, expected in plain.items():
             assert found[training] == expected, training
+
+
+LAYOUTS = [
+    (2, {"stages": 2, "schedule": "1f1b"}),
+    (2, {"stages": 2, "schedule": "gpipe"}),
+    (2, {"stages": 2, "schedule": "interleaved"}),
+    (2, {"stages": 2, "schedule": "zero-bubble"}),
+    (3, {"stages": 3, "schedule": "zero-bubble"}),
+    (4, {"stages": 4}),
+    (4, {"stages": 2}),
+]
+
+
+@pytest.mark.parametrize(("n", "layout"), LAYOUTS)
+def test_every_layout_of_stages_gives_the_bits_of_the_reference(ranks, plain, n, layout):
+    for found in ranks(partial(lockstep_digests, ("pictures", "blocks"), **layout), n):
+        assert len(found) == 4
+        for training, digests in found.items():
+            assert digests == plain[training], training
 
 
 def test_the_cases_meet_what_they_claim(plain):

@@ -5,6 +5,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.randomness import key
+from lockstep.train.cut import block_names
 from lockstep.train.units import Units, units_of
 
 CPU = torch.device("cpu")
@@ -27,21 +28,22 @@ def drawn_with(*parts):
     return torch.rand((), generator=generator).item()
 
 
-def test_units_are_the_children_of_a_sequential_and_else_the_model():
+def units_in(model):
+    return Units(units_of(model, block_names(model, None)), model, seed=0, device=CPU)
+
+
+def test_units_are_the_blocks_each_once_and_else_the_model():
     layers = [nn.Linear(1, 1), nn.ReLU()]
-    assert units_of(nn.Sequential(*layers)) == layers
     shared = nn.Sequential(layers[0], layers[1], layers[0])
-    assert units_of(shared) == layers
+    assert units_of(shared, ["0", "1", "2"]) == layers
     alone = nn.Linear(1, 1)
     assert units_of(alone) == [alone]
-    empty = nn.Sequential()
-    assert units_of(empty) == [empty]
 
 
 def test_every_unit_draws_from_its_own_key():
     first, second = Draws(), Draws()
     model = nn.Sequential(first, second)
-    units = Units(model, seed=3, device=CPU)
+    units = Units([first, second], model, seed=3, device=CPU)
     with units.seeded():
         for step, m in [(0, 0), (0, 1), (7, 2)]:
             units.begin(step, m)
@@ -57,7 +59,7 @@ def test_every_unit_draws_from_its_own_key():
 
 def test_a_unit_called_twice_draws_other_numbers():
     model = Draws()
-    units = Units(model, seed=0, device=CPU)
+    units = units_in(model)
     with units.seeded():
         units.begin(4, 5)
         model(torch.zeros(1))
@@ -67,7 +69,7 @@ def test_a_unit_called_twice_draws_other_numbers():
 
 def test_recomputation_repeats_the_numbers_of_its_own_call():
     model = Draws()
-    units = Units(model, seed=0, device=CPU)
+    units = units_in(model)
     weight = torch.ones(1, requires_grad=True)
     with units.seeded():
         units.begin(0, 0)
@@ -81,7 +83,7 @@ def test_recomputation_repeats_the_numbers_of_its_own_call():
 
 def test_nothing_is_left_of_the_seeding():
     model = nn.Sequential(Draws())
-    units = Units(model, seed=0, device=CPU)
+    units = units_in(model)
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)

@@ -32,10 +32,13 @@ from lockstep.comm.transfer import as_bytes, broadcast_tensors
 from lockstep.comm.tree import Fold, Node
 from lockstep.errors import BufferError
 
-__all__ = ["Buffers", "Finding"]
+__all__ = ["Buffers", "Finding", "Paused"]
 
 Finding = str
 """What one rank reports of one buffer: the hash of its results, `START` or `DIFFER`."""
+
+Paused = list[tuple[torch.Tensor | None, torch.Tensor | None]]
+"""Of each buffer what a micro-batch made of it so far, and the copy that it was given."""
 
 START = ""  # they are what the step began with
 DIFFER = "differ"
@@ -99,6 +102,25 @@ class Buffers:
         """Take the buffers as `microbatch` left them; `share` is its part of the samples."""
         self._results[microbatch] = [self._left(slot) for slot in self._slots]
         self._shares[microbatch] = share
+
+    def pause(self) -> Paused:
+        """Take out what the micro-batch in the model made so far; another one may enter."""
+        held = [(module._buffers[name], slot.copy) for slot, (module, name) in self._first()]
+        for slot in self._slots:
+            slot.copy = None
+        self.restore()
+        return held
+
+    def resume(self, held: Paused) -> None:
+        """Put back what `pause` returned."""
+        for slot, (tensor, copy) in zip(self._slots, held, strict=True):
+            slot.copy = copy
+            for module, name in slot.places:
+                module._buffers[name] = tensor
+
+    def _first(self) -> Iterator[tuple[_Slot, tuple[nn.Module, str]]]:
+        for slot in self._slots:
+            yield slot, slot.places[0]
 
     def restore(self) -> None:
         """Put the step's buffers back as they were when it began."""

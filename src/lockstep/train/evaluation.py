@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +13,16 @@ import torch
 from torch import nn
 
 from lockstep.comm.transfer import all_gather_bytes
-from lockstep.data.loader import Batches
+from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.errors import LossError
 from lockstep.train.buffers import Buffers
 from lockstep.train.forward import Metric, check_scalar, forward
+from lockstep.train.link import StoppedError
 from lockstep.train.setting import Setting
-from lockstep.train.units import Units
+from lockstep.train.units import Units, units_of
 from lockstep.train.weight import is_sum
 
-__all__ = ["Evaluation", "evaluate"]
+__all__ = ["Evaluation", "Row", "combined", "evaluate", "evaluating", "row"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Evaluation:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Put every module into evaluation mode, and each back into the mode it had."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -46,23 +47,29 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+Row = tuple[int, float, float, dict[str, float]]
+"""Of a micro-batch: its samples, its weight, its loss, its metrics."""
+
+
 def evaluate(
     model: nn.Module,
-    batches: Batches,
+    batches: Iterable[Batch],
     setting: Setting,
     metrics: Mapping[str, Metric],
     seed: int,
+    names: Sequence[str] = (),
 ) -> Evaluation:
     """Compute this rank's micro-batches and combine those of all ranks.
 
-    The loss is the mean over all samples (their sum for a loss that adds; the
-    weighted mean where there is a weight function). Each micro-batch counts with
-    its own numbers and the sums are exact, so the layout changes no bit.
+    `names` are those of the model's blocks. The loss is the mean over all samples
+    (their sum for a loss that adds; the weighted mean where there is a weight
+    function). Each micro-batch counts with its own numbers and the sums are exact, so
+    the layout changes no bit.
     """
-    rows: list[tuple[int, float, float, dict[str, float]]] = []
-    units = Units(model, seed, setting.device)
+    rows: list[Row] = []
+    units = Units(units_of(model, names), model, seed, setting.device)
     buffers = Buffers(setting.modules_with(model))
-    with _evaluating(model), units.seeded():
+    with evaluating(model), units.seeded():
         for number, batch in enumerate(batches):
             for microbatch in batch.microbatches:
                 units.begin(-1 - number, microbatch.index)  # keys that no training step has
@@ -71,18 +78,34 @@ def evaluate(
                 # Even in evaluation a module may count or collect: on a copy.
                 with buffers.untouched(), setting.autocast():
                     loss, values = forward(model, setting.loss, metrics, data, place)
-                check_scalar(loss, place)
-                weight = _weight(setting, microbatch.size, microbatch.data)
-                numbers = {name: float(value) for name, value in values.items()}
-                rows.append((microbatch.size, weight, float(loss) if weight else 0.0, numbers))
-    gathered = [
-        row
-        for message in all_gather_bytes(json.dumps(rows).encode(), "evaluating", setting.group)
-        for row in json.loads(message)
-    ]
+                rows.append(row(setting, microbatch, loss, values, place))
+    return combined(rows, setting)
+
+
+def row(
+    setting: Setting, microbatch: Microbatch, loss: Any, metrics: Mapping[str, Any], place: str
+) -> Row:
+    """Return what one micro-batch contributes."""
+    check_scalar(loss, place)
+    weight = _weight(setting, microbatch.size, microbatch.data)
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return microbatch.size, weight, float(loss) if weight else 0.0, numbers
+
+
+def combined(rows: Sequence[Row], setting: Setting, failure: str = "") -> Evaluation:
+    """Return the evaluation that all ranks' rows make, on every rank.
+
+    With a `failure` on some rank, StoppedError on every one.
+    """
+    message = json.dumps([failure, rows]).encode()
+    everyone = [json.loads(each) for each in all_gather_bytes(message, "evaluating", setting.group)]
+    for said, _ in everyone:
+        if said:
+            raise StoppedError(f"rank {setting.rank} stopped because {said}")
+    gathered = [each for _, theirs in everyone for each in theirs]
     samples = sum(size for size, _, _, _ in gathered)
     loss = math.fsum(weight * loss for _, weight, loss, _ in gathered)
-    whole = math.fsum(row[1] for row in gathered)
+    whole = math.fsum(each[1] for each in gathered)
     if whole == 0:
         raise LossError(
             f"the weights of the {samples} samples add up to 0, so their loss has no mean; does "

@@ -10,7 +10,16 @@ from torch import nn
 
 from lockstep.errors import LossError, UsageError
 
-__all__ = ["Metric", "accuracy", "check_scalar", "forward"]
+__all__ = [
+    "Metric",
+    "accuracy",
+    "called",
+    "check_scalar",
+    "forward",
+    "measured",
+    "own_loss",
+    "parts",
+]
 
 Metric = Callable[[Any, Any], Any]
 """Gives a mean over a micro-batch's samples from (outputs, targets)."""
@@ -37,7 +46,13 @@ def forward(
     Raises LossError where the loss function raises, with what it was given.
     """
     if loss is None:
-        return _own_loss(_called(model, data, place), place), {}
+        return own_loss(called(model, data, place), place), {}
+    inputs, targets = parts(data, place)
+    return measured(loss, metrics, called(model, inputs, place), targets, place)
+
+
+def parts(data: Any, place: str) -> tuple[list[Any], Any]:
+    """Return the model's inputs and the targets; UsageError where a batch is no such pair."""
     if not isinstance(data, (tuple, list)) or len(data) < 2:
         raise UsageError(
             f"{place}: a batch for a loss function is a pair (inputs, targets), not a "
@@ -45,7 +60,17 @@ def forward(
             "with trainer.step() as step"
         )
     *inputs, targets = data
-    outputs = _called(model, inputs, place)
+    return inputs, targets
+
+
+def measured(
+    loss: Callable[..., Any],
+    metrics: Mapping[str, Metric],
+    outputs: Any,
+    targets: Any,
+    place: str,
+) -> tuple[Any, dict[str, Any]]:
+    """Return the loss and the metrics of a micro-batch whose outputs are there."""
     try:
         value = loss(outputs, targets)
     except Exception as error:
@@ -75,7 +100,8 @@ def check_scalar(loss: object, place: str) -> None:
         )
 
 
-def _called(model: nn.Module, data: Any, place: str) -> Any:
+def called(model: nn.Module, data: Any, place: str) -> Any:
+    """Return what a module makes of a mapping of arguments, a sequence of them, or one."""
     try:
         if isinstance(data, Mapping):
             return model(**data)
@@ -90,7 +116,8 @@ def _called(model: nn.Module, data: Any, place: str) -> Any:
         ) from error
 
 
-def _own_loss(output: Any, place: str) -> Any:
+def own_loss(output: Any, place: str) -> Any:
+    """Return the loss that a model returned; LossError where it returned none."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping) and "loss" in output:

@@ -55,14 +55,15 @@ def rank_times(
     says how long its data and its forward and backward took; the time until the
     last of them arrived is waiting. What is left of this rank's time in the
     exchange, and the sums after it, is communication, taken to be the same for all.
+    A stage also waits for its neighbours.
     """
-    arrivals = [page.data + page.compute for page in pages]
+    arrivals = [page.data + page.compute + page.idle for page in pages]
     last = max(arrivals)
     rows = []
     for page, arrival in zip(pages, arrivals, strict=True):
         waiting = last - arrival
         communication = max(0.0, exchanged - waiting) + reduced if len(pages) > 1 else 0.0
-        rows.append([page.compute + updated, communication, waiting, page.data])
+        rows.append([page.compute + updated, communication, waiting + page.idle, page.data])
     return rows
 
 

@@ -41,15 +41,21 @@ class Page:
     """What one rank says of its part of a step; times in seconds, peak memory in bytes."""
 
     entries: list[Entry]
-    buffers: list[Finding]
+    buffers: list[list[Finding]]
+    """Of each part of the model that is here: the whole one, or its stages."""
     compute: float
     data: float
     memory: int = 0
-    gradients: str = "0"
-    """The parameters that have a gradient here, as the bits of a hexadecimal number."""
+    gradients: list[str] = field(default_factory=list)
+    """The parameters of each part that have a gradient here, as the bits of a hex number."""
     warnings: list[str] = field(default_factory=list)
     failure: str = ""
     """What went wrong here that stops the step on every rank."""
+    stopped: str = ""
+    """Why a stage here could not go on, with its place."""
+    idle: float = 0.0
+    """Seconds that a stage waited for its neighbours; not part of `compute`."""
+    spans: list[list[float | str]] = field(default_factory=list)
 
 
 def exchange(page: Page, about: str, group: dist.ProcessGroup | None = None) -> list[Page]:

@@ -40,7 +40,7 @@ def header(
         "layout": {
             "world_size": world.world_size,
             "replicas": setting.replicas,
-            "stages": 1,
+            "stages": setting.stages,
             "microbatches": setting.microbatches,
             "threads": setting.threads,
             "backend": world.backend,

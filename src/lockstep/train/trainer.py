@@ -8,7 +8,7 @@ batches ──> step ──> ledger ──> buffers ──> gradients ──> cl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,16 +19,14 @@ from torch import nn
 
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.loader import Batches
-from lockstep.data.microbatch import Batch
 from lockstep.errors import FileError, GradientError, LossError, UsageError
 from lockstep.run.world import world
 from lockstep.show.record import Recorder
 from lockstep.train.agreement import agree, require_same
-from lockstep.train.buffers import Buffers
-from lockstep.train.digest import digest, optimizer_tensors
-from lockstep.train.evaluation import Evaluation, evaluate
-from lockstep.train.forward import Metric, forward
-from lockstep.train.gradients import Gradients
+from lockstep.train.cut import Blocks, block_names, sequence_of
+from lockstep.train.epoch import Epoch
+from lockstep.train.evaluation import Evaluation
+from lockstep.train.forward import Metric
 from lockstep.train.history import EpochResult, History, StepResult
 from lockstep.train.opening import Record, folder_of, header, opened
 from lockstep.train.optimization import (
@@ -39,9 +37,12 @@ from lockstep.train.optimization import (
 )
 from lockstep.train.saving import save_last_good, save_together
 from lockstep.train.setting import Setting
+from lockstep.train.stages import Stages
+from lockstep.train.staging import Staging
+from lockstep.train.state import State
 from lockstep.train.step import Step
-from lockstep.train.units import Units
-from lockstep.train.update import Update
+from lockstep.train.turn import Turn
+from lockstep.train.undivided import Undivided
 from lockstep.train.weight import WeightFunction
 
 __all__ = ["Trainer"]
@@ -55,7 +56,8 @@ class Trainer:
     and loss are the same bits after every step, however many ranks compute it.
 
     Parameters:
-        model: a module, built on every rank; rank 0's weights are given to all.
+        model: a module, built on every rank; rank 0's weights are given to all. A list
+            of modules is their sequence, with `stages` of that number cut between them.
         loss: a function of (outputs, targets) that returns a mean over the samples
             of a micro-batch (or their sum, with `reduction="sum"`). None: the model
             returns its loss.
@@ -77,6 +79,16 @@ class Trainer:
         also: modules that the step calls besides the model and does not train (a GAN's
             discriminator in the generator's step): their buffers are kept alike on
             all ranks, as the model's are.
+        stages: ranks of a replica, each with its part of the model; the world size is a
+            multiple of it. The rest of the model is on the meta device once it is cut:
+            with the first batch, or at once with `balance`.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; None for the one that is
+            fastest by the measured costs of the blocks. No schedule or cut changes a bit.
+        blocks: the modules, or their attribute paths, that the model's forward calls one
+            after another: each is a unit of random numbers, whatever `stages` is. Needed
+            unless the model is an `nn.Sequential` or has a method `blocks()`.
+        balance: the number of blocks of each stage, instead of a measurement.
+        chunks: stages a rank of the schedule "interleaved", 2 by default.
         on_step, on_epoch: callables that get a `StepResult`, an `EpochResult`, on every rank.
         record: a run's folder, or writers, or several; rank 0 writes.
         about: what the record says of the run besides ("recipe", "epochs", "options", ...).
@@ -84,12 +96,13 @@ class Trainer:
     Use it in a `with` statement, or call `finish` at the end, where there is a record.
 
     Raises UsageError without `lockstep.init()`, LayoutError for more replicas than
-    micro-batches, DisagreementError where the ranks' models or settings differ.
+    micro-batches and for stages that the world or the model does not have,
+    DisagreementError where the ranks' models or settings differ.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         loss: Callable[..., Any] | None,
         optimizer: OptimizerFactory,
         *,
@@ -104,24 +117,31 @@ class Trainer:
         precision: torch.dtype | None = None,
         average: float | None = None,
         also: Sequence[nn.Module] = (),
+        stages: int = 1,
+        schedule: str | None = None,
+        blocks: Blocks = None,
+        balance: Sequence[int] | None = None,
+        chunks: int | None = None,
         on_step: Callable[[StepResult], None] | Iterable[Callable[[StepResult], None]] = (),
         on_epoch: Callable[[EpochResult], None] | Iterable[Callable[[EpochResult], None]] = (),
         record: Record | Sequence[Record] = (),
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self.world = world()
-        self.setting = Setting.of(self.world, microbatches, loss, weight, precision, also)
-        self.model = model.to(self.world.device)
+        self.setting = Setting.of(self.world, microbatches, loss, weight, precision, also, stages)
+        if not isinstance(model, nn.Module) and balance is None and len(model) == stages > 1:
+            balance = [1] * stages
+        self.model = sequence_of(model).to(self.world.device)
         # A compiled model is a wrapper, whose name is in front of every parameter's.
-        self.module: nn.Module = getattr(model, "_orig_mod", model)
+        self.module: nn.Module = getattr(self.model, "_orig_mod", self.model)
+        names = block_names(self.model, blocks) if self.model is self.module else []
+        staging = Staging.of(self.setting, self.model, names, schedule, balance, chunks)
         self.metrics = dict(metrics or {})
         self.seed = seed
         self.steps, self.epoch = 0, 0
         for each in self.setting.modules_with(self.module).values():
             each.to(self.world.device)
             agree(each, self._must_agree(), self.setting.group)
-        parameters = list(self.module.named_parameters())
-        self._names: dict[torch.Tensor, str] = {tensor: name for name, tensor in parameters}
         self._optimization = Optimization(
             self.module, optimizer, groups, scheduler, scheduler_each, average
         )
@@ -129,19 +149,21 @@ class Trainer:
             raise UsageError(f"clip_norm={clip_norm}: the largest norm is a positive number")
         settings = {"clip_norm": clip_norm, "optimizer": self._optimization.settings()}
         require_same(settings, self.setting.group)
-        self._units = Units(self.model, seed, self.world.device)
-        self._gradients = Gradients(parameters, self.setting.group)
-        self._update = Update(
-            self.setting,
-            [parameter for _, parameter in parameters],
-            self._gradients,
-            self._optimization,
-            clip_norm,
+        self._state = State(self.module, self._optimization, self.world.device)
+        how = (self._optimization, self.metrics, seed, clip_norm)
+        self._model = (
+            Stages(staging, self.module, self._state, *how)
+            if stages > 1
+            else Undivided(self.setting, self.model, self.module, names, *how)
         )
         self._began = time.perf_counter()
         writers = opened(record) if self.world.rank == 0 else []
         self._folder = folder_of(writers)
         self.history = History(writers, _listed(on_step), _listed(on_epoch))
+        self._recorded = bool(writers)
+        if stages > 1:  # digests are made by all ranks together
+            here = b"1" if writers else b""
+            self._recorded = any(all_gather_bytes(here, "opening a record", self.setting.group))
         if writers:
             self.history.write("run", **header(self.world, self.setting, self.module, about or {}))
 
@@ -165,7 +187,7 @@ class Trainer:
         when the last batch has been trained.
         """
         self.epoch = epoch
-        return _Epoch(
+        return Epoch(
             self.history.begin_epoch,
             self._end_epoch,
             dataset,
@@ -193,19 +215,8 @@ class Trainer:
         are those before the step.
         """
         if batch is None:
-            return Step(
-                self.steps,
-                self.setting,
-                self._units,
-                Buffers(self.setting.modules_with(self.module)),
-                self._gradients,
-                self._finish_step,
-            )
-        with self.step() as step:
-            for data in step.microbatches(batch):
-                place = step.place
-                loss, metrics = forward(self.model, self.setting.loss, self.metrics, data, place)
-                step.backward(loss, metrics=metrics, final=True)
+            return self._model.step(self.steps, self._finish_step)
+        self._model.train(self.steps, batch, self._finish_step)
         assert self.history.last is not None
         return self.history.last.loss
 
@@ -216,9 +227,7 @@ class Trainer:
 
         With `average`, of the averaged weights. Options as for `batches`.
         """
-        model = self.average if average else self.model
-        if model is None:
-            raise UsageError("there is no average of the weights: give the trainer average=0.999")
+        self._state.averaged(average)
         batches = Batches(
             dataset,
             batch_size,
@@ -226,7 +235,7 @@ class Trainer:
             **{"shuffle": False, "seed": self.seed, **options},
             agree=self._agreeing("beginning an evaluation"),
         )
-        evaluation = evaluate(model, batches, self.setting, self.metrics, self.seed)
+        evaluation = self._model.evaluate(batches, average=average)
         self.history.evaluated(evaluation)
         return evaluation
 
@@ -235,6 +244,9 @@ class Trainer:
 
         Raises FileError where the record could not be written to its end.
         """
+        digests: dict[str, str] = {}
+        if self._recorded and (state == "done" or self.setting.stages == 1):
+            digests = {"digest": self.digest(), "optimizer_digest": self.optimizer_digest()}
         if not self.history.writers:
             return
         recorders = [each for each in self.history.writers if isinstance(each, Recorder)]
@@ -242,8 +254,7 @@ class Trainer:
         self.history.close(
             state=state,
             message=message,
-            digest=self.digest(),
-            optimizer_digest=self.optimizer_digest(),
+            **digests,
             seconds=time.perf_counter() - self._began,
             steps=self.steps,
             samples=self.history.samples,
@@ -274,11 +285,11 @@ class Trainer:
 
     def digest(self) -> str:
         """Return the SHA-256 over parameters and buffers."""
-        return digest(self.module.state_dict())
+        return self._state.digest()
 
     def optimizer_digest(self) -> str:
         """Return the SHA-256 over the optimizer's state."""
-        return digest(optimizer_tensors(self.optimizer, self._names))
+        return self._state.optimizer_digest()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that training goes on from, for any layout: weights, optimizer, step, epoch.
@@ -286,8 +297,8 @@ class Trainer:
         The position within an epoch is the batches' own: `batches.state_dict()`.
         """
         return {
-            "model": self.module.state_dict(),
-            **self._optimization.state_dict(),
+            "model": self._state.model(),
+            **self._state.optimization(),
             "open_epoch": self.history.state_dict(),
             "steps": self.steps,
             "epoch": self.epoch,
@@ -307,8 +318,7 @@ class Trainer:
                     f"the state was saved with {name}={state[name]}, this trainer has "
                     f"{name}={value}; the bits would not go on as they were"
                 )
-        self.module.load_state_dict(state["model"])
-        self._optimization.load_state_dict(state)
+        self._state.load(state)
         self.history.load_state_dict(state["open_epoch"])
         self.steps, self.epoch = state["steps"], state["epoch"]
 
@@ -318,10 +328,7 @@ class Trainer:
         Call it on every rank: all return when the file is written, and all raise
         FileError when it cannot be.
         """
-        model = self.average if average else self.module
-        if model is None:
-            raise UsageError("there is no average of the weights: give the trainer average=0.999")
-        save_together(Path(path), model.state_dict(), self.setting.group)
+        save_together(Path(path), self._state.model(average=average), self.setting.group)
 
     def __enter__(self) -> Trainer:
         """Return itself."""
@@ -341,11 +348,12 @@ class Trainer:
 
     # --- around a step ------------------------------------------------------------------
 
-    def _finish_step(self, step: Step) -> None:
+    def _finish_step(self, step: Turn) -> None:
         try:
-            result, pages = self._update.apply(step)
+            assert self._model.update is not None
+            result, pages = self._model.update.apply(step)
         except (LossError, GradientError) as error:
-            saved = save_last_good(self._folder, self.module.state_dict(), self.setting.group)
+            saved = save_last_good(self._folder, self._state.model(), self.setting.group)
             raise type(error)(f"{error}; training stopped, {saved}") from None
         self.steps += 1
         for rank, page in enumerate(pages):
@@ -372,27 +380,6 @@ class Trainer:
             "precision": str(self.setting.precision),
             "version of torch": torch.__version__,
         }
-
-
-class _Epoch(Batches):
-    """Batches that tell the trainer when their first and last ones are trained."""
-
-    def __init__(
-        self,
-        begun: Callable[[], None],
-        ended: Callable[[int], None],
-        *arguments: Any,
-        **options: Any,
-    ) -> None:
-        super().__init__(*arguments, **options)
-        self._begun, self._ended = begun, ended
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Go through the epoch."""
-        if self._start == 0:
-            self._begun()
-        yield from super().__iter__()
-        self._ended(self.epoch)
 
 
 def _listed(callbacks: Any) -> list[Any]:

@@ -9,8 +9,8 @@
 torch's generators are seeded before each unit, Python's and numpy's once a
 micro-batch.
 
-The units are fixed by the model, so that a cut into stages changes no bit: the
-children of a `torch.nn.Sequential`, and otherwise the model as a whole. The
+The units are fixed by the model, so that a cut into stages changes no bit: its
+blocks (`lockstep.train.cut`), and otherwise the model as a whole. The
 generators are seeded by hooks that exist only while a step is computed; a
 compiled model is seeded outside its graph.
 
@@ -21,8 +21,9 @@ the calls before and is given that call's number, not a new one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,75 +31,114 @@ from torch import nn
 
 from lockstep.randomness import isolated, key, seed_all, seed_torch
 
-__all__ = ["BEFORE", "Units", "in_backward", "units_of"]
+__all__ = ["BEFORE", "Calls", "Units", "in_backward", "units_of"]
 
 BEFORE = -1
 """The unit number of what a loop of one's own draws before it calls the model."""
 
 
-def units_of(model: nn.Module) -> list[nn.Module]:
-    """Return the model's units in order, each module once."""
-    if type(model) is nn.Sequential and len(model):
-        return list(dict.fromkeys(model))
-    return [model]
+def units_of(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
+    """Return the model's units in order, each module once: its blocks of these names."""
+    return list(dict.fromkeys(model.get_submodule(name) for name in names)) or [model]
+
+
+@dataclass
+class Calls:
+    """A micro-batch's calls of the units so far, where the next ones are numbered from."""
+
+    place: tuple[int, int]  # step, micro-batch
+    states: list[list[bytes]]  # of each unit, the generator's state at each call
+    last: int = 0  # of the first unit, so of the model
 
 
 class Units:
-    """The units of one model, seeded for the micro-batch that is being computed."""
+    """The units of one model, seeded for the micro-batch that is being computed.
 
-    def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
-        self.modules = units_of(model)
+    Parameters:
+        modules: all units of the model, in order; None for one that is not here.
+        model: what is called last before the loss; None where only a stage is here.
+        before: how often each unit was called in the stages before this one.
+        last: the number of the last call of the first unit in the stages before.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module | None],
+        model: nn.Module | None,
+        seed: int,
+        device: torch.device,
+        before: Sequence[int] | None = None,
+        last: int = 0,
+    ) -> None:
+        self.modules = list(modules)
         self._model, self._seed, self._device = model, seed, device
-        self._place: tuple[int, int] | None = None
-        self._calls: list[list[bytes]] = []  # of each unit, the generator's state at each call
-        self._last_call = 0  # of the first unit, so of the model
+        self._before_here = list(before or [0] * len(self.modules))
+        self._last_before = last
+        self._now: Calls | None = None
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
         """Seed every unit while the body runs; give the generators back afterwards."""
+        with self.hooked(), isolated(self._device, everything=True):
+            yield
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Seed every unit while the body runs."""
         handles = [
             unit.register_forward_pre_hook(self._before(number), prepend=True)
             for number, unit in enumerate(self.modules)
+            if unit is not None
         ]
-        handles.append(self._model.register_forward_hook(self._after))
+        if self._model is not None:
+            handles.append(self._model.register_forward_hook(self._after))
         try:
-            with isolated(self._device, everything=True):
-                yield
+            yield
         finally:
-            self._place = None
+            self._now = None
             for handle in handles:
                 handle.remove()
 
     def begin(self, step: int, microbatch: int) -> None:
         """Say which micro-batch is computed from now on."""
-        self._place = (step, microbatch)
-        self._calls = [[] for _ in self.modules]
-        self._last_call = 0
+        self._now = Calls((step, microbatch), [[] for _ in self.modules], self._last_before)
         seed_all(key(self._seed, step, microbatch, BEFORE))
         self._seed_unit(BEFORE)
 
+    def end(self) -> None:
+        """Say that the loss comes now."""
+        if self._now is not None:
+            self._seed_unit(len(self.modules), self._now.last)
+
+    def pause(self) -> Calls | None:
+        """Return what the micro-batch has called so far; another one may begin."""
+        calls, self._now = self._now, None
+        return calls
+
+    def resume(self, calls: Calls | None) -> None:
+        """Go on with a micro-batch that was paused."""
+        self._now = calls
+
     def _seed_unit(self, unit: int, call: int = 0) -> None:
-        assert self._place is not None
-        parts = (self._seed, *self._place, unit, call)
+        assert self._now is not None
+        parts = (self._seed, *self._now.place, unit, call)
         seed_torch(key(*(parts if call else parts[:-1])), self._device)
 
     def _before(self, unit: int) -> Any:
         def seed(module: nn.Module, args: Any) -> None:
-            if self._place is not None:
-                call = self._call_number(unit)
+            if self._now is not None:
+                call = self._call_number(self._now.states[unit]) + self._before_here[unit]
                 self._seed_unit(unit, call)
                 if unit == 0:
-                    self._last_call = call
+                    self._now.last = call
 
         return seed
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self._place is not None:
-            self._seed_unit(len(self.modules), self._last_call)
+        self.end()
 
-    def _call_number(self, unit: int) -> int:
+    def _call_number(self, calls: list[bytes]) -> int:
         """Count the calls of a unit, and recognise the repetition of one by its entry state."""
-        calls = self._calls[unit]
         if not in_backward():
             # The first call needs no state: it is what a repetition is when nothing else fits.
             calls.append(torch.default_generator.get_state().numpy().tobytes() if calls else b"")

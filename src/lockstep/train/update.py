@@ -24,27 +24,31 @@ from lockstep.comm.tree import nodes_of
 from lockstep.data.microbatch import spans
 from lockstep.errors import GradientError, LossError
 from lockstep.train import clipping
-from lockstep.train.gradients import Gradients
 from lockstep.train.history import StepResult, rank_times
 from lockstep.train.ledger import Page, exchange, mean_metrics, not_finite, total_loss
+from lockstep.train.link import StoppedError
 from lockstep.train.optimization import Optimization
 from lockstep.train.setting import Setting
-from lockstep.train.step import Step
+from lockstep.train.turn import Turn
 
 __all__ = ["Update"]
 
 
 @dataclass(frozen=True)
 class Update:
-    """Turns the gradients of a step into new weights."""
+    """Turns the gradients of a step into new weights.
+
+    `parameters` are those that this rank holds, `counted` those whose norm it counts:
+    a parameter that stages share counts once.
+    """
 
     setting: Setting
     parameters: Sequence[nn.Parameter]
-    gradients: Gradients
+    counted: Sequence[nn.Parameter]
     optimization: Optimization
     clip_norm: float | None
 
-    def apply(self, step: Step) -> tuple[StepResult, list[Page]]:
+    def apply(self, step: Turn) -> tuple[StepResult, list[Page]]:
         """Do (1) to (6); return the result, and what each rank had to say.
 
         Raises LossError or GradientError, on every rank alike and before weights
@@ -58,12 +62,17 @@ class Update:
         begun = time.perf_counter()
         pages = exchange(page, step.about, group)
         exchanged = time.perf_counter()
-        _judge(step.number, pages)
-        self.gradients.reduce(holders, [each.gradients for each in pages])
+        _judge(step, pages)
+        peers = pages[self.setting.position :: self.setting.stages]
+        for number, (gradients, _) in enumerate(step.parts()):
+            gradients.reduce(holders, [each.gradients[number] for each in peers])
+        step.share_tied()
         norm = self._clipped(step)
         if not math.isfinite(norm):
             raise GradientError(f"step {step.number}: the norm of the gradient is {norm}")
-        step.buffers.merge([each.buffers for each in pages], holders, batch.leaves, group)
+        for number, (_, buffers) in enumerate(step.parts()):
+            findings = [each.buffers[number] for each in peers]
+            buffers.merge(findings, holders, batch.leaves, self.setting.peers)
         reduced = time.perf_counter()
         rate = self.optimization.rate
         self.optimization.step()
@@ -75,30 +84,35 @@ class Update:
             samples=batch.size,
             metrics=mean_metrics(pages),
             lr=rate,
-            seconds=page.data + page.compute + updated - begun,
+            seconds=page.data + page.compute + page.idle + updated - begun,
             ranks=rank_times(pages, exchanged - begun, reduced - exchanged, updated - reduced),
             norm=norm,
         )
         return result, pages
 
-    def _clipped(self, step: Step) -> float:
+    def _clipped(self, step: Turn) -> float:
         """Scale the gradients down to the limit, and return their norm before."""
         group = self.setting.group
-        present = [each.grad for each in self.parameters if each.grad is not None]
-        squares = clipping.squares(present, self.setting.replica, self.setting.replicas)
+        counted = [each.grad for each in self.counted if each.grad is not None]
+        squares = clipping.squares(counted, self.setting.replica, self.setting.replicas)
         sums = array("d", clipping.partial(squares)).tobytes()
         messages = all_gather_bytes(sums, f"at the norm of the gradient {step.about}", group)
         norm = clipping.norm(each for message in messages for each in array("d", message))
+        present = [each.grad for each in self.parameters if each.grad is not None]
         clipping.scale(present, norm, self.clip_norm)
         return norm
 
 
-def _judge(number: int, pages: Sequence[Page]) -> None:
+def _judge(step: Turn, pages: Sequence[Page]) -> None:
     """Raise, on every rank alike, what the ledger says of a step that cannot go on."""
+    if step.error is not None and not isinstance(step.error, StoppedError):
+        raise step.error
     for rank, page in enumerate(pages):
+        if page.stopped:
+            raise StoppedError(f"rank {step.setting.rank} stopped because {page.stopped}")
         if page.failure:
-            raise GradientError(f"rank {rank}, step {number}: {page.failure}")
+            raise GradientError(f"rank {rank}, step {step.number}: {page.failure}")
     if (bad := not_finite(pages)) is not None:
         rank, entry = bad
-        place = f"rank {rank}, step {number}, micro-batch {entry.leaf}"
+        place = f"rank {rank}, step {step.number}, micro-batch {entry.leaf}"
         raise LossError(f"{place}: the loss is {entry.loss}")

@@ -1,0 +1,210 @@
+"""The boundary: what crosses from one stage to the next, and lies there as it lay before.
+
+    value       (h, {"mask": m}, None)           tuples, lists, dicts, numbers, texts, None
+    pattern     ("(", ((0,), ("{", ("mask",), ((1,),)), ("=", None)))     tensors by number
+    tensors     h, m                              each once, however often it is named
+    forms       dtype, shape, strides, place within 64 bytes, whether it needs a gradient
+
+A kernel may choose its path by strides and by alignment, so the receiver puts every
+tensor at the same strides and the same distance from a 64-byte boundary. A tensor
+that fills a block of memory travels as it lies, without a copy; one with gaps is
+packed, and laid out with its gaps again. Nothing here moves a byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.errors import LayoutError
+
+__all__ = [
+    "Form",
+    "assembled",
+    "described",
+    "flattened",
+    "form_of",
+    "landed",
+    "octets",
+    "read",
+    "room",
+]
+
+ALIGNMENT = 64
+
+Pattern = tuple[Any, ...]
+"""How a nested value is made of its tensors: plain nested tuples, comparable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a tensor lies: strides in elements, `offset` in bytes behind a multiple of 64."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    differentiable: bool
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """The shape that travels: a dimension of stride 0 repeats one element."""
+        return tuple(
+            1 if not stride and size else size
+            for size, stride in zip(self.shape, self.strides, strict=True)
+        )
+
+    @property
+    def numel(self) -> int:
+        """The number of elements that travel."""
+        return _product(self.packed)
+
+    @property
+    def dense(self) -> bool:
+        """Whether the elements that travel fill a block of memory."""
+        expected = 1
+        for stride, size in sorted(zip(self.strides, self.packed, strict=True)):
+            if size > 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+def _product(sizes: Sequence[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def flattened(value: Any) -> tuple[Pattern, list[torch.Tensor]]:
+    """Return a nested value's pattern and its tensors, each once.
+
+    Raises LayoutError for what cannot cross a boundary.
+    """
+    if type(value) is torch.Tensor:  # nearly always
+        return (0,), [value]
+    tensors: list[torch.Tensor] = []
+    return _pattern(value, tensors, {}), tensors
+
+
+def _pattern(value: Any, tensors: list[torch.Tensor], known: dict[int, int]) -> Pattern:
+    if isinstance(value, torch.Tensor):
+        if id(value) not in known:
+            known[id(value)] = len(tensors)
+            tensors.append(value)
+        return (known[id(value)],)
+    if value is None or type(value) in (bool, int, float, str):
+        return ("=", value)
+    if type(value) in (tuple, list):
+        inner = tuple(_pattern(part, tensors, known) for part in value)
+        return ("(" if type(value) is tuple else "[", inner)
+    if type(value) is dict and all(type(name) is str for name in value):
+        inner = tuple(_pattern(part, tensors, known) for part in value.values())
+        return ("{", tuple(value), inner)
+    raise LayoutError(
+        f"a block returned a {type(value).__name__} at the end of a stage: what crosses to the "
+        "next stage are tensors, numbers, texts and None, in tuples, lists and dicts with texts "
+        "as keys"
+    )
+
+
+def assembled(pattern: Pattern, tensors: Sequence[Any]) -> Any:
+    """Return the value of this pattern with the given tensors (or what stands for them)."""
+    kind = pattern[0]
+    if kind == "=":
+        return pattern[1]
+    if kind == "{":
+        return {
+            name: assembled(part, tensors)
+            for name, part in zip(pattern[1], pattern[2], strict=True)
+        }
+    if kind in ("(", "["):
+        parts = [assembled(part, tensors) for part in pattern[1]]
+        return tuple(parts) if kind == "(" else parts
+    return tensors[kind]
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """Return how a tensor lies; LayoutError where it does not lie in memory at all."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise LayoutError(
+            f"a {tensor.layout} tensor cannot cross from one stage to the next: make it dense"
+        )
+    return Form(
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.data_ptr() % ALIGNMENT,
+        tensor.requires_grad,
+    )
+
+
+def octets(tensor: torch.Tensor, form: Form) -> torch.Tensor:
+    """Return the bytes that travel, as a vector: a view where the tensor fills its memory."""
+    tensor = tensor.detach()
+    if 0 in form.strides:
+        tensor = tensor.as_strided(form.packed, form.strides)
+    dense = form.dense
+    vector = tensor.as_strided((form.numel,), (1,)) if dense else tensor.contiguous().view(-1)
+    return vector.view(torch.uint8)
+
+
+def room(form: Form, device: torch.device) -> torch.Tensor:
+    """Return new memory for the bytes that travel, where a dense tensor shall lie."""
+    size = form.numel * form.dtype.itemsize
+    if not form.dense:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    return torch.empty(form.offset + size, dtype=torch.uint8, device=device)[form.offset :]
+
+
+def landed(received: torch.Tensor, form: Form) -> torch.Tensor:
+    """Return the tensor of these bytes, in its form; a tensor of its own, no view.
+
+    So an in-place operation may follow, as after the operation that made it.
+    """
+    if form.dense:
+        return _lying(received.untyped_storage(), form, form.shape, form.strides)
+    span = 1 + sum(
+        (size - 1) * stride for size, stride in zip(form.shape, form.strides, strict=True)
+    )
+    itemsize = form.dtype.itemsize
+    memory = torch.empty(form.offset + span * itemsize, dtype=torch.uint8, device=received.device)
+    place = _lying(memory.untyped_storage(), form, form.packed, form.strides)
+    place.copy_(received.view(form.dtype).view(form.packed))
+    return _lying(memory.untyped_storage(), form, form.shape, form.strides)
+
+
+def _lying(
+    storage: torch.UntypedStorage, form: Form, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=form.dtype, device=storage.device)
+    with torch.no_grad():
+        return tensor.set_(storage, form.offset // form.dtype.itemsize, shape, strides)
+
+
+def described(pattern: Any, forms: Sequence[Form]) -> list[Any]:
+    """Return pattern and forms as JSON values; `read` is the way back."""
+    return [
+        pattern,
+        [
+            [str(f.dtype).removeprefix("torch."), f.shape, f.strides, f.offset, f.differentiable]
+            for f in forms
+        ],
+    ]
+
+
+def read(description: Sequence[Any]) -> tuple[Pattern, list[Form]]:
+    """Return the pattern and forms of what `described` returned, after JSON."""
+    pattern, forms = description
+    return _tupled(pattern), [
+        Form(getattr(torch, dtype), tuple(shape), tuple(strides), offset, differentiable)
+        for dtype, shape, strides, offset, differentiable in forms
+    ]
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(_tupled(part) for part in value) if isinstance(value, list) else value

@@ -1,0 +1,161 @@
+"""The pipeline: a schedule's actions on this rank, one after another.
+
+    rank 0   stage 0   F0 F1 .. B0 F2 B1 ...       F forward, B backward of a micro-batch
+    rank 1   stage 1      F0 B0 F1 B1 ...
+
+It only does what the schedule says (`lockstep.train.schedules`). What an action needs
+from another rank it waits for, the next page already asked for; what others need it
+sends without waiting. The links and their order follow from the schedule, so no two
+messages can be taken for each other. A stage that fails says so to its neighbours;
+every rank of the world hears of it in the ledger, and the step is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.train.link import Receiver, Sender
+from lockstep.train.schedules import Action, schedule
+from lockstep.train.setting import Setting
+from lockstep.train.stage import Stage
+from lockstep.train.tying import Tie
+
+__all__ = ["Pipeline", "Span"]
+
+FIRST_TAG = 1 << 20  # above what a user's own messages are likely to have
+
+Span = tuple[str, int, int, float, float, float, int, int]
+"""An action: kind, stage, micro-batch, begun, ended, waited (seconds), for rank, bytes received."""
+
+actions_of = lru_cache(maxsize=64)(schedule)
+
+
+@dataclass
+class Ends:
+    """The links of one stage, None where there is no neighbour."""
+
+    inputs: Receiver | None = None
+    outputs: Sender | None = None
+    gradients: Receiver | None = None
+    to_inputs: Sender | None = None
+
+
+class Pipeline:
+    """The stages of this rank, with their links to the ranks of the same replica.
+
+    Parameters:
+        setting: the layout, with this rank's place in it.
+        stages: this rank's stages.
+        name: of the schedule.
+        chunks: stages a rank; more than one only if the schedule is interleaved.
+        ties: of all stages; each gets its links here.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        stages: Sequence[Stage],
+        name: str,
+        chunks: int,
+        ties: Sequence[Tie],
+    ) -> None:
+        self.setting, self.name, self.chunks = setting, name, chunks
+        self.stages = {stage.number: stage for stage in stages}
+        self.number = setting.stages * chunks
+        here = self.stages.keys()
+        self.ties = [tie for tie in ties if tie.later in here or tie.earlier in here]
+        self._all_ties = list(ties)
+        self._generation = 0
+        self._former: list[Any] = []
+        self.ends: dict[int, Ends] = {}
+        self.connect()
+
+    @property
+    def last(self) -> int:
+        """The number of the stage that has the loss."""
+        return self.number - 1
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank that holds a stage of this replica."""
+        return self.setting.replica * self.setting.stages + stage % self.setting.stages
+
+    def connect(self) -> None:
+        """Make the links; made anew, they have nothing to do with messages of the old ones.
+
+        Those are kept: what was under way may still be written into their memory.
+        """
+        self._former += [self.ends, [vars(tie).copy() for tie in self.ties]] if self.ends else []
+        base = FIRST_TAG + self._generation * 4 * (self.number + len(self._all_ties))
+        self._generation += 1
+        group, device = dist.group.WORLD, self.setting.device
+
+        def sender(stage: int, tag: int) -> Sender:
+            return Sender(group, self.rank_of(stage), base + tag)
+
+        def receiver(stage: int, tag: int) -> Receiver:
+            return Receiver(group, self.rank_of(stage), base + tag, device)
+
+        self.ends = {}
+        for stage in self.stages:
+            ends = self.ends[stage] = Ends()
+            if stage > 0:
+                ends.inputs = receiver(stage - 1, 2 * stage)
+                ends.to_inputs = sender(stage - 1, 2 * stage + 1)
+            if stage < self.last:
+                ends.outputs = sender(stage + 1, 2 * stage + 2)
+                ends.gradients = receiver(stage + 1, 2 * stage + 3)
+        for number, tie in enumerate(self._all_ties):
+            tag = 2 * (self.number + 1 + number)
+            local = self.rank_of(tie.later) == self.rank_of(tie.earlier)
+            later, earlier = tie.later in self.stages, tie.earlier in self.stages
+            tie.held = {}
+            tie.up = sender(tie.earlier, tag) if later and not local else None
+            tie.down = receiver(tie.later, tag) if earlier and not local else None
+            tie.down_sender = sender(tie.later, tag + 1) if earlier and not local else None
+            tie.up_receiver = receiver(tie.earlier, tag + 1) if later and not local else None
+
+    def ties_up(self, stage: int) -> list[Tie]:
+        """Return the ties by which a stage hands its sums on."""
+        return [tie for tie in self.ties if tie.later == stage]
+
+    def ties_down(self, stage: int) -> list[Tie]:
+        """Return the ties by which a stage is handed the sums of later ones."""
+        return [tie for tie in self.ties if tie.earlier == stage]
+
+    def tied_parameters(self, stage: int) -> list[nn.Parameter]:
+        """Return the parameters of a stage that other stages have too."""
+        ties = [tie for tie in self.ties if stage in (tie.later, tie.earlier)]
+        return [parameter for tie in ties for parameter in tie.parameters]
+
+    def actions(self, microbatches: int) -> Sequence[Action]:
+        """Return what this rank does of so many micro-batches."""
+        if not microbatches:
+            return ()
+        chunks = self.chunks if self.name == "interleaved" else None
+        plan = actions_of(self.name, self.setting.stages, microbatches, chunks)
+        return plan[self.setting.position]
+
+    def fail(self, sentence: str, step: int) -> None:
+        """Tell the neighbours that this rank sends nothing more in this step."""
+        for ends in self.ends.values():
+            for sender in (ends.outputs, ends.to_inputs):
+                if sender is not None:
+                    sender.fail(sentence, step)
+        for tie in self.ties:
+            for sender in (tie.up, tie.down_sender):
+                if sender is not None:
+                    sender.fail(sentence, step)
+
+    def share_tied(self, step: int) -> None:
+        """Give the sums of shared parameters to all their stages, the owner's first."""
+        for tie in reversed(self.ties):
+            if tie.later in self.stages:
+                tie.hear(step)
+            if tie.earlier in self.stages:
+                tie.tell(step)

@@ -1,0 +1,69 @@
+"""The undivided model of a trainer on this rank: trained by `Step`, evaluated as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lockstep.data.microbatch import Batch
+from lockstep.train.buffers import Buffers
+from lockstep.train.evaluation import Evaluation, evaluate
+from lockstep.train.forward import Metric, forward
+from lockstep.train.gradients import Gradients
+from lockstep.train.optimization import Optimization
+from lockstep.train.setting import Setting
+from lockstep.train.step import Step
+from lockstep.train.turn import Turn
+from lockstep.train.units import Units, units_of
+from lockstep.train.update import Update
+
+__all__ = ["Undivided"]
+
+
+class Undivided:
+    """The whole model on one rank; `blocks` names its units, if it has several.
+
+    `called` is what a loop calls: the `module` itself, or what compiled it.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        called: nn.Module,
+        module: nn.Module,
+        blocks: Sequence[str],
+        optimization: Optimization,
+        metrics: Mapping[str, Metric],
+        seed: int,
+        clip_norm: float | None,
+    ) -> None:
+        self.setting = setting
+        self._called, self._module, self._blocks = called, module, blocks
+        self._optimization, self._metrics, self._seed = optimization, metrics, seed
+        parameters = list(module.named_parameters())
+        self._units = Units(units_of(called, blocks), called, seed, setting.device)
+        self._gradients = Gradients(parameters, setting.group)
+        held = [each for _, each in parameters]
+        self.update: Update | None = Update(setting, held, held, optimization, clip_norm)
+
+    def step(self, number: int, finish: Callable[[Turn], None]) -> Step:
+        """Return the step number `number`, for a loop of one's own."""
+        buffers = Buffers(self.setting.modules_with(self._module))
+        return Step(number, self.setting, self._units, buffers, self._gradients, finish)
+
+    def train(self, number: int, batch: Any, finish: Callable[[Turn], None]) -> None:
+        """Train on one batch."""
+        with self.step(number, finish) as step:
+            for data in step.microbatches(batch):
+                loss, metrics = forward(
+                    self._called, self.setting.loss, self._metrics, data, step.place
+                )
+                step.backward(loss, metrics=metrics, final=True)
+
+    def evaluate(self, batches: Iterable[Batch], *, average: bool) -> Evaluation:
+        """Return the evaluation of the model, or of its averaged weights."""
+        averaged = self._optimization.average
+        model = averaged.module if average and averaged is not None else self._called
+        return evaluate(model, batches, self.setting, self._metrics, self._seed, self._blocks)

@@ -1,0 +1,97 @@
+"""The whole: state that lies on several ranks, brought together on each.
+
+    rank 0   blocks 0-4         ──┐
+    rank 1   blocks 5-9         ──┴──> all names, in the model's order, on every rank
+
+What a rank does not hold lies on the meta device, with shape and dtype. Every rank of
+the world must make these calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from lockstep.comm.transfer import all_gather_bytes, broadcast_tensors
+
+__all__ = ["whole_optimizer", "whole_state"]
+
+Source = Callable[[str], int]
+
+
+def whole_state(state: Mapping[str, Any], source: Source, device: torch.device) -> dict[str, Any]:
+    """Return a state dict with every tensor, each from the rank that `source` names."""
+    result = {
+        name: torch.empty_like(value, device=device)
+        if isinstance(value, torch.Tensor) and value.is_meta
+        else value
+        for name, value in state.items()
+    }
+    _broadcast({n: v for n, v in result.items() if isinstance(v, torch.Tensor)}, source)
+    return result
+
+
+def whole_optimizer(
+    optimizer: Optimizer, names: Mapping[torch.Tensor, str], source: Source, device: torch.device
+) -> dict[str, Any]:
+    """Return an optimizer's state dict with the state of every parameter.
+
+    The optimizers of all ranks know all parameters, in one order.
+    """
+    packed = optimizer.state_dict()
+    order = [names[each] for group in optimizer.param_groups for each in group["params"]]
+    rank = dist.get_rank()
+    mine = {
+        index: {entry: _description(value) for entry, value in state.items()}
+        for index, state in packed["state"].items()
+        if source(order[index]) == rank
+    }
+    message = json.dumps(mine).encode()
+    everyone = all_gather_bytes(message, "bringing an optimizer's state together")
+    found: dict[int, dict[str, Any]] = {}
+    for described in map(json.loads, everyone):
+        for text, entries in described.items():
+            ours = packed["state"].get(int(text), {})
+            found[int(text)] = {
+                entry: _place(description, ours.get(entry), device)
+                for entry, description in entries.items()
+            }
+    tensors = {
+        f"{index}/{entry}": value
+        for index in sorted(found)
+        for entry, value in found[index].items()
+        if isinstance(value, torch.Tensor)
+    }
+    _broadcast(tensors, lambda name: source(order[int(name.partition("/")[0])]))
+    return {**packed, "state": {index: found[index] for index in sorted(found)}}
+
+
+def _description(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return {"value": value}
+    dtype = str(value.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(value.shape), "strides": list(value.stride())}
+
+
+def _place(description: Mapping[str, Any], here: Any, device: torch.device) -> Any:
+    """Return a value, or the tensor that will hold it: the one that is here, or a new one."""
+    if "dtype" not in description:
+        return description["value"]
+    if isinstance(here, torch.Tensor) and not here.is_meta:
+        return here
+    dtype = getattr(torch, description["dtype"])
+    shape, strides = description["shape"], description["strides"]
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _broadcast(tensors: Mapping[str, torch.Tensor], source: Source) -> None:
+    groups: dict[int, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(source(name), []).append(tensor)
+    for rank in sorted(groups):
+        broadcast_tensors(groups[rank], None, rank)
