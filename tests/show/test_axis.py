@@ -71,3 +71,16 @@ def test_a_logarithm_has_no_place_for_zero():
 )
 def test_needless_zeros_are_dropped(label, tidied):
     assert tidy(label) == tidied
+
+
+def test_numbers_that_lie_close_together_are_told_apart():
+    names = [tick.label for tick in linear(1.3861, 1.3872).ticks]
+    assert len(set(names)) == len(names)
+    assert names[0] == "1.386"
+    assert [tick.label for tick in linear(0, 1).ticks][-1] == "1"
+
+
+def test_a_range_without_an_inside_is_widened():
+    axis = logarithmic(9.999999999999196e299, 9.999999999999198e299)
+    assert axis.low < 9e299
+    assert axis.high > 1.5e300

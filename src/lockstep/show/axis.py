@@ -49,8 +49,8 @@ class Axis:
     def with_ticks(self, marks: Sequence[float], label: Label) -> Axis:
         """Return the axis with a tick at each of `marks`."""
         places = self.place(np.array(marks, dtype=np.float64)).tolist()
-        named = (Tick(at, tidy(label(mark))) for at, mark in zip(places, marks, strict=True))
-        return replace(self, ticks=tuple(named))
+        named = zip(places, labels(marks, label), strict=True)
+        return replace(self, ticks=tuple(Tick(at, text) for at, text in named))
 
 
 def linear(low: float, high: float, label: Label = words.short, count: int = 5) -> Axis:
@@ -79,12 +79,22 @@ def logarithmic(low: float, high: float, label: Label = words.short) -> Axis:
     It reaches down from `high` by twelve decades at most.
     """
     low = max(low, high * 1e-12)
-    if not high > low:
+    if not high > low * (1 + 1e-9):  # narrower, it has no inside
         low, high = low / 2, high * 2
     margin = (high / low) ** 0.03
     low, high = low / margin, high * margin
     marks = next(filter(lambda found: len(found) >= 2, log_marks(low, high)), [low, high])
     return Axis(low, high, is_log=True).with_ticks(marks, label)
+
+
+def labels(marks: Sequence[float], label: Label) -> list[str]:
+    """Return what the ticks say; numbers get as many digits as tell them apart."""
+    found = [tidy(label(mark)) for mark in marks]
+    digits = 4
+    while label is words.short and len(set(found)) < len(set(marks)) and digits <= 15:
+        found = [f"{mark:.{digits}g}" for mark in marks]
+        digits += 1
+    return found
 
 
 def log_marks(low: float, high: float) -> list[list[float]]:
