@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import add
+from typing import Any
 
 import torch.distributed as dist
 
@@ -55,7 +56,10 @@ class Page:
     """Why a stage here could not go on, with its place."""
     idle: float = 0.0
     """Seconds that a stage waited for its neighbours; not part of `compute`."""
-    spans: list[list[float | str]] = field(default_factory=list)
+    spans: list[list[Any]] = field(default_factory=list)
+    """When this rank worked on what, as the record has it, where the step is recorded."""
+    begun: float = 0.0
+    """When the step began here, by rank 0's clock; only with `spans`."""
 
 
 def exchange(page: Page, about: str, group: dist.ProcessGroup | None = None) -> list[Page]:

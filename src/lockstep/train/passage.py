@@ -22,11 +22,12 @@ from lockstep.train.forward import Metric, measured, own_loss, parts
 from lockstep.train.gradients import Gradients
 from lockstep.train.ledger import Page
 from lockstep.train.link import LostError, Receiver, StoppedError
-from lockstep.train.pipeline import Pipeline, Span
+from lockstep.train.pipeline import Pipeline
 from lockstep.train.schedules import Action
 from lockstep.train.setting import Setting
 from lockstep.train.stage import Stage
 from lockstep.train.turn import Result, Turn
+from lockstep.train.watch import Span, Watch
 
 __all__ = ["Passage"]
 
@@ -41,8 +42,10 @@ class Passage(Turn):
         pipeline: Pipeline,
         metrics: Mapping[str, Metric],
         finish: Callable[[Turn], None],
+        watch: Watch | None = None,
     ) -> None:
         super().__init__(number, setting, finish)
+        self._watch = watch if watch is not None and watch.sees(number) else None
         self.pipeline = pipeline
         self.spans: list[Span] = []
         self._stopped = ""
@@ -138,11 +141,11 @@ class Passage(Turn):
                 self._backward(stage, microbatch.index, action.kind)
             if action.kind != "input":
                 self._finish_leaf(stage, microbatch)
-        ended = time.perf_counter() - self._begun
-        self.spans.append(
-            (action.kind, stage.number, microbatch.index, begun - self._begun, ended,
-             self._waited, self._source, self._bytes)
-        )  # fmt: skip
+        if self._watch is not None:
+            self.spans.append(
+                (action.kind, stage.number, microbatch.index, begun, time.perf_counter(),
+                 self._waited, self._source, self._bytes)
+            )  # fmt: skip
         self._doing = None
 
     def _forward(self, stage: Stage, microbatch: Microbatch, position: int) -> None:
@@ -235,7 +238,8 @@ class Passage(Turn):
         """Return what this rank has to say of its micro-batches, or of its failure."""
         if self._stopped:
             return Page([], [], 0.0, 0.0, stopped=self._stopped)
-        return super().page()
+        page = super().page()
+        return self._watch.noted(page, self._begun, self.spans) if self._watch else page
 
     def _fail(self, error: Exception) -> None:
         """Tell the neighbours; the ledger tells everybody."""

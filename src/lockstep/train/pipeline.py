@@ -26,12 +26,9 @@ from lockstep.train.setting import Setting
 from lockstep.train.stage import Stage
 from lockstep.train.tying import Tie
 
-__all__ = ["Pipeline", "Span"]
+__all__ = ["Pipeline"]
 
 FIRST_TAG = 1 << 20  # above what a user's own messages are likely to have
-
-Span = tuple[str, int, int, float, float, float, int, int]
-"""An action: kind, stage, micro-batch, begun, ended, waited (seconds), for rank, bytes received."""
 
 actions_of = lru_cache(maxsize=64)(schedule)
 

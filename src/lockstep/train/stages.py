@@ -24,6 +24,7 @@ from lockstep.train.step import Step
 from lockstep.train.streaming import Stream
 from lockstep.train.turn import Turn
 from lockstep.train.update import Update
+from lockstep.train.watch import Watch
 
 __all__ = ["Stages"]
 
@@ -53,6 +54,7 @@ class Stages:
         self._seed, self._clip_norm = seed, clip_norm
         self._pipeline: Pipeline | None = None
         self.update: Update | None = None
+        self.watch: Watch | None = None
         if (given := staging.given()) is not None:
             self._cut(*given)
 
@@ -67,7 +69,7 @@ class Stages:
         """Train on one batch, through the stages."""
         batch = self.setting.cut(batch)
         pipeline = self._linked(batch)
-        with Passage(number, self.setting, pipeline, self._metrics, finish) as passage:
+        with Passage(number, self.setting, pipeline, self._metrics, finish, self.watch) as passage:
             passage.train(batch)
 
     def evaluate(self, batches: Iterable[Batch], *, average: bool) -> Evaluation:

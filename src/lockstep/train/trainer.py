@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from lockstep.comm.clock import clock_offset
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.loader import Batches
 from lockstep.errors import FileError, GradientError, LossError, UsageError
@@ -43,6 +44,7 @@ from lockstep.train.state import State
 from lockstep.train.step import Step
 from lockstep.train.turn import Turn
 from lockstep.train.undivided import Undivided
+from lockstep.train.watch import Watch, ranks_of
 from lockstep.train.weight import WeightFunction
 
 __all__ = ["Trainer"]
@@ -164,6 +166,8 @@ class Trainer:
         if stages > 1:  # digests are made by all ranks together
             here = b"1" if writers else b""
             self._recorded = any(all_gather_bytes(here, "opening a record", self.setting.group))
+        if isinstance(self._model, Stages) and self._recorded:
+            self._model.watch = Watch(clock_offset(self.setting.group))
         if writers:
             self.history.write("run", **header(self.world, self.setting, self.module, about or {}))
 
@@ -360,6 +364,8 @@ class Trainer:
             for message in page.warnings:
                 self.history.warn(rank, message, show=rank == self.world.rank)
         self.history.step(result, [page.memory for page in pages])
+        if self.world.rank == 0 and (ranks := ranks_of(pages, step.times)):
+            self.history.write("timeline", step=result.step, ranks=ranks)
 
     def _agreeing(self, about: str) -> Callable[[bytes], list[bytes]]:
         return partial(all_gather_bytes, about=about, group=self.setting.group)

@@ -57,6 +57,8 @@ class Turn:
         self.batch: Batch | None = None
         self.error: Exception | None = None
         self.results: list[Result] = []
+        self.times: tuple[float, ...] = ()
+        """When the ledger was read, the gradients were added, the optimizer was done."""
         self._finish = finish
         self._warnings: list[str] = []
         self._stack = ExitStack()

@@ -77,6 +77,7 @@ class Update:
         rate = self.optimization.rate
         self.optimization.step()
         updated = time.perf_counter()
+        step.times = exchanged, reduced, updated
         result = StepResult(
             step=step.number,
             epoch=batch.epoch,
