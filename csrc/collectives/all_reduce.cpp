@@ -57,6 +57,7 @@ struct Job {
 
   size_t width = 0;
   uint32_t first = 0;  // round of piece 0
+  bool past_caches = true;  // how stages are written
 
   Slice piece(size_t k) const { return {k * width, std::min(count, (k + 1) * width)}; }
 
@@ -66,8 +67,9 @@ struct Job {
     for (int rank = 0; rank < turn.size(); ++rank) {
       if (rank == turn.rank()) continue;
       const Slice slice = slice_of(whole.size(), turn.size(), rank, item());
-      stream_bytes(stage + slice.begin * item(), data + (whole.begin + slice.begin) * item(),
-                  slice.size() * item());
+      (past_caches ? stream_bytes : copy_bytes)(stage + slice.begin * item(),
+                                                data + (whole.begin + slice.begin) * item(),
+                                                slice.size() * item());
     }
   }
 
@@ -84,7 +86,7 @@ struct Job {
       inputs.push_back(rank == turn.rank() ? own : stage);
     }
     if (gets())
-      fold.run(inputs, {own, shared}, slice.size(), true);
+      fold.run(inputs, {own, shared}, slice.size(), past_caches);
     else
       fold.run(inputs, {shared}, slice.size());
   }
@@ -143,12 +145,17 @@ struct Job {
     mine.place = Heap::here().find(data, count * item());
     mine.route = mine.place.shared() ? Route::direct : Route::staged;
     const bool copied = mine.route == Route::staged;
+    Choice& stores = turn.group().stores(count * item());
+    past_caches = stores.way() == 0;
+    const auto begun = Clock::now();
     if (copied) copy_in(0);
+    const auto copying = Clock::now() - begun;
     turn.arrive();
-    if (all_shared())
-      direct();
-    else
-      staged(copied);
+    if (all_shared()) return direct();
+    const auto arrived = Clock::now();
+    staged(copied);
+    // Without the wait for those who came late, which says nothing about the stores.
+    stores.took(std::chrono::duration<double>(copying + (Clock::now() - arrived)).count());
   }
 };
 
