@@ -31,21 +31,23 @@ def small(classes):
     return ResNet((1, 1), classes, width=4)
 
 
-def options(folder, workers):
+def options(folder, workers, stages=1, schedule=None):
     given = {"data": str(folder), "epochs": 2, "batch_size": 4, "size": 32}
     base = {"recipe": "resnet50", "microbatches": 4, "seed": 0, "threads": 1, "workers": workers}
+    base |= {"stages": stages, "schedule": schedule}
     return Options(**base, bf16=False, download=False, quiet=True, **{**defaults(given), **given})
 
 
 def test_one_digest_for_every_layout_and_number_of_workers(tmp_path):
     folder = write_pictures(tmp_path / "pictures", ["a", "b"], 5)
     found = []
-    for n, workers in ((1, 0), (1, 2), (3, 1)):
-        place = str(tmp_path / f"run-{n}-{workers}")
-        found.append(ls.launch(job, (options(folder, workers), load, small, place), n)[0])
+    for n, *how in ((1, 0), (1, 2), (3, 1), (2, 0, 2, "zero-bubble"), (4, 1, 2)):
+        place = str(tmp_path / f"run-{len(found)}")
+        found.append(ls.launch(job, (options(folder, *how), load, small, place), n)[0])
     for name in ("digest", "optimizer_digest", "loss", "accuracy"):
         assert len({summary[name] for summary in found}) == 1
     assert (found[0]["samples"], found[0]["held_out"], found[0]["steps"]) == (16, 2, 4)
+    assert [(each["replicas"], each["stages"]) for each in found[2:]] == [(3, 1), (1, 2), (2, 2)]
 
 
 def test_the_command_trains_on_a_folder_with_train_and_val(tmp_path):

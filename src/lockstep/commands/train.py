@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from lockstep.errors import FileError, LayoutError, UsageError
+from lockstep.train.schedules import NAMES
 
 __all__ = ["command"]
 
@@ -25,6 +26,14 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
 @click.option(
     "--microbatches", default=8, show_default=True, type=POSITIVE,
     help="Micro-batches of a global batch; part of the promise, not the number of ranks.",
+)  # fmt: skip
+@click.option(
+    "--stages", default=1, show_default=True, type=POSITIVE,
+    help="Ranks of a replica, each with its part of the model.",
+)  # fmt: skip
+@click.option(
+    "--schedule", type=click.Choice(NAMES),
+    help="Of a pipeline.  [default: the fastest, by measured costs]",
 )  # fmt: skip
 @click.option("--epochs", type=POSITIVE, help="Times through the data.  [default: the recipe's]")
 @click.option("--batch-size", type=POSITIVE, help="Samples of a global batch, over all ranks.")
@@ -62,16 +71,11 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
 def command(
     recipe: str, nprocs: int, runs: str, name: str | None, as_json: bool, **given: Any
 ) -> None:
-    """Train RECIPE on N ranks: the same bits for every N.
+    """Train RECIPE on N ranks, as replicas or stages: the same bits for every layout.
 
     The run is recorded in runs/NAME; its weights are saved there.
     """
-    if nprocs > given["microbatches"]:
-        raise LayoutError(
-            f"-n {nprocs} replicas cannot share {given['microbatches']} micro-batches, each needs "
-            f"at least one: use -n {given['microbatches']} or fewer, or --microbatches {nprocs} or "
-            "more (which changes the bits)"
-        )
+    _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
     from lockstep.run.launch import launch
     from lockstep.show.record import fresh_name
 
@@ -89,6 +93,30 @@ def command(
     click.echo(json.dumps(summary) if as_json else _told(summary))
     if failure is not None:
         raise FileError(failure)
+
+
+def _check_layout(nprocs: int, stages: int, microbatches: int, schedule: str | None) -> None:
+    """Raise LayoutError for ranks that do not make up whole replicas, or too many of them."""
+    if nprocs % stages:
+        raise LayoutError(
+            f"-n {nprocs} ranks are no whole number of replicas of --stages {stages}: use "
+            f"-n {stages} or a multiple of it"
+        )
+    if schedule and stages == 1:
+        raise LayoutError(
+            f"--schedule {schedule} is for a model in stages: add --stages 2 and -n 2, or leave "
+            "it out"
+        )
+    replicas = nprocs // stages
+    if replicas > microbatches:
+        ranks = (
+            f"-n {nprocs} replicas" if stages == 1 else f"{replicas} replicas of {stages} stages"
+        )
+        raise LayoutError(
+            f"{ranks} cannot share {microbatches} micro-batches, each needs at least one: use "
+            f"-n {microbatches * stages} or fewer, or --microbatches {replicas} or more (which "
+            "changes the bits)"
+        )
 
 
 def _rank(recipe: str, given: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -136,6 +164,6 @@ def _told(summary: dict[str, Any]) -> str:
         "run": summary["run"],
         "optimizer": summary["optimizer_digest"],
         "digest": f"{summary['digest']}",
-        "": "The digests are the same for every number of ranks.",
+        "": "The digests are the same for every layout.",
     }
     return "\n".join(f"{name:<10} {value}" for name, value in rows.items())

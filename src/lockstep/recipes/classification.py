@@ -48,6 +48,8 @@ class Options:
     warmup: float = 0.0  # epochs
     lr_decay: str = "none"
     size: int | None = None  # of pictures that can be scaled, in pixels
+    stages: int = 1
+    schedule: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
             weight_decay=options.weight_decay,
         ),
         microbatches=options.microbatches,
+        stages=options.stages,
+        schedule=options.schedule,
         seed=options.seed,
         metrics={"accuracy": accuracy},
         precision=torch.bfloat16 if options.bf16 else None,
@@ -117,8 +121,8 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
         summary = {
             "recipe": options.recipe,
             "world_size": world.world_size,
-            "replicas": world.world_size,
-            "stages": 1,
+            "replicas": world.world_size // options.stages,
+            "stages": options.stages,
             "microbatches": options.microbatches,
             "epochs": options.epochs,
             "steps": trainer.steps,
@@ -139,6 +143,13 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
         return summary
 
 
-def _layout(replicas: int, options: Options) -> str:
-    plural = "s" if replicas > 1 else ""
-    return f"{replicas} replica{plural}, {options.microbatches} micro-batches"
+def _layout(ranks: int, options: Options) -> str:
+    counts = {"replica": ranks // options.stages, "stage": options.stages}
+    parts = [
+        _counted(count, what) for what, count in counts.items() if what != "stage" or count > 1
+    ]
+    return ", ".join([" x ".join(parts), f"{options.microbatches} micro-batches"])
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("s" if count > 1 else "")

@@ -5,6 +5,7 @@
     torch-gloo        torch.distributed.pipelining, 1F1B, on Gloo
     torch-lockstep    the same on the backend "lockstep"; torch-zb with its zero-bubble
     lockstep-1        `lockstep.Trainer` in one process: whose digest the others must have
+    lockstep-...      `lockstep.Trainer(stages=2)`: a schedule, the tutorial's cut or a measured one
 
 One thread a rank, the same micro-batches, the same optimizer, one loss a batch.
 """
@@ -118,11 +119,16 @@ class Stock:
 
 
 class Ours:
-    """Lockstep's trainer."""
+    """Lockstep's trainer with stages, in the tutorial's cut or in one that it measures."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, schedule: str | None = None, measured: bool = False) -> None:
+        model, cut, stages = case.build(), case.net.cut, dist.get_world_size()
+        options: dict[str, Any] = {}
+        if stages > 1:
+            balance = None if measured else [cut, len(pieces(model)) - cut]
+            options = {"stages": stages, "schedule": schedule, "balance": balance}
         self._trainer = lockstep.Trainer(
-            case.build(), F.cross_entropy, case.optimizer(), microbatches=case.splits
+            model, F.cross_entropy, case.optimizer(), microbatches=case.splits, **options
         )
 
     def step(self, batch: Batch) -> float | None:
@@ -161,5 +167,9 @@ _ALL = (
     Way("torch-lockstep", "lockstep", Stock, always=True),
     Way("torch-zb", "lockstep", partial(Stock, zero_bubble=True)),
     Way("lockstep-1", "lockstep", Ours, ranks=1),
+    Way("lockstep-1f1b", "lockstep", partial(Ours, schedule="1f1b"), always=True),
+    Way("lockstep-zb", "lockstep", partial(Ours, schedule="zero-bubble")),
+    Way("lockstep-1f1b-cut", "lockstep", partial(Ours, schedule="1f1b", measured=True)),
+    Way("lockstep-zb-cut", "lockstep", partial(Ours, schedule="zero-bubble", measured=True)),
 )
 WAYS = {way.name: way for way in _ALL}
