@@ -1,8 +1,12 @@
 """Stages as a user sees them: whatever a trainer does, a cut model gives the same bits."""
 
 import io
+import os
+import signal
 from functools import partial
+from pathlib import Path
 
+import orjson
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from lockstep.errors import LayoutError, LossError, RankError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = partial(torch.optim.AdamW, lr=0.01)
@@ -236,10 +241,11 @@ MODELS = {
 }
 
 
-def trained(stages, schedules):
-    """Train every model under every schedule, cut at each place in turn where that can be."""
+def trained(stages, schedules, names=tuple(MODELS)):
+    """Train every model under every schedule."""
     found = {}
-    for name, (model, options) in MODELS.items():
+    for name in names:
+        model, options = MODELS[name]
         for schedule in schedules:
             torch.manual_seed(5)
             made = model()
@@ -272,3 +278,160 @@ def alone():
 
     (found,) = ls.launch(run, nprocs=1)
     return found
+
+
+def test_a_stage_that_fails_stops_every_rank_with_its_place_and_training_can_go_on(ranks):
+    class Fails(nn.Module):
+        armed = True
+
+        def forward(self, x):
+            if self.armed and x[0, 0].item() > 0:
+                raise ValueError("boom")
+            return x
+
+    def train():
+        torch.manual_seed(1)
+        first = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        fails = Fails()
+        model = nn.Sequential(first, fails, nn.Linear(6, 3))
+        options = {"stages": 2, "schedule": "1f1b", "balance": [1, 2]}
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=4, **options)
+        before, said = trainer.digest(), ""
+        with pytest.raises((ValueError, ls.LockstepError)) as caught:
+            trainer.step(rows()[:16])
+        said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        after, fails.armed = trainer.digest(), False
+        trainer.step(rows()[:16])
+        return before == after, type(caught.value).__name__, said, trainer.digest()
+
+    found = ranks(train, 4)
+    assert {same for same, _, _, _ in found} == {True}
+    assert len({digest for *_, digest in found}) == 1
+    assert {kind for _, kind, _, _ in found} == {"ValueError", "StoppedError"}
+    for rank, (_, kind, said, _) in enumerate(found):
+        assert "stage 1, step 0, micro-batch" in said
+        assert said.startswith("boom" if kind == "ValueError" else f"rank {rank} stopped because")
+
+
+def test_a_failure_in_one_stage_is_reported_as_that_ranks(ranks):
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ValueError("boom")
+
+    def train():
+        model = nn.Sequential(nn.Linear(6, 6), Fails(), nn.Linear(6, 3))
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, stages=2, balance=[1, 2])
+        trainer.step(rows()[:16])
+
+    with pytest.raises(RankError, match=r"^rank 1 raised ValueError: boom") as caught:
+        ranks(train, 2)
+    assert "in rank 1, stage 1, step 0, micro-batch 0" in "".join(caught.value.__notes__)
+
+
+def test_a_loss_that_is_no_number_stops_every_stage_before_the_weights_change(ranks, tmp_path):
+    def train():
+        os.chdir(tmp_path)
+        model = small_model()
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, stages=2)
+        inputs, targets = rows()[:16]
+        trainer.step((inputs, targets))
+        before = trainer.digest()
+        inputs[9] = float("nan")
+        with pytest.raises(LossError, match="step 1, micro-batch 4: the loss is nan") as caught:
+            trainer.step((inputs, targets))
+        assert "last-good.safetensors" in str(caught.value)
+        return before == trainer.digest()
+
+    assert ranks(train, 2) == [True, True]
+    (file,) = tmp_path.glob("runs/*/last-good.safetensors")
+    assert "4.weight" in load_file(file)
+
+
+@pytest.mark.parametrize("backend", ["lockstep", "gloo"])
+def test_a_killed_stage_is_named(ranks, tmp_path, backend):
+    class Dies(nn.Module):
+        def forward(self, x):
+            if ls.rank() == 1 and Path("die").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return x
+
+    def train(folder):
+        os.chdir(folder)
+        model = nn.Sequential(nn.Linear(6, 6), Dies(), nn.Linear(6, 3))
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, stages=2, balance=[1, 2])
+        trainer.step(rows()[:16])
+        Path("die").touch()
+        trainer.step(rows()[:16])
+
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        ranks(train, 2, tmp_path, backend=backend)
+
+
+def test_on_gloo_the_bits_are_the_same(ranks, alone):
+    names = ("skip", "tied", "recomputed")
+    for found in ranks(partial(trained, 2, ("1f1b",), names), 2, backend="gloo"):
+        assert found == {(name, "1f1b"): alone[name, None] for name in names}
+
+
+def refusals():
+    """Return what is said to a model or a layout that cannot be cut."""
+    sequence, loss = small_model(), nn.CrossEntropyLoss()
+
+    class Opaque(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.two(torch.tanh(self.one(x)))
+
+    def said(model, use=lambda trainer: None, **options):
+        with pytest.raises((LayoutError, UsageError)) as caught:
+            use(ls.Trainer(model, loss, SGD, **{"stages": 2, **options}))
+        return str(caught.value)
+
+    batch = rows()[:16]
+    return [
+        said(sequence, stages=3),
+        said(Opaque()),
+        said(Opaque(), blocks=["one", "three"]),
+        said(Opaque(), blocks=["one", "two"], use=lambda trainer: trainer.step(batch)),
+        said(sequence, schedule="2f2b"),
+        said(sequence, balance=[1, 1]),
+        said(nn.Sequential(nn.Linear(6, 3))),
+        said(sequence, chunks=2),
+        said(sequence, also=[nn.Linear(1, 1)]),
+        said(sequence, use=lambda trainer: trainer.step()),
+    ]
+
+
+def test_what_cannot_be_cut_is_refused_by_name(ranks):
+    expected = [
+        "2 rank(s) cannot hold replicas of 3 stages",
+        "Opaque does not say how to cut it into 2 stages",
+        "the model Opaque has no module 'three'",
+        "the blocks of Opaque, one after another, do not give what its forward gives",
+        "there is no schedule '2f2b'",
+        "balance=[1, 1] must give each of 2 stages its number of blocks, of 5 together",
+        "1 blocks cannot be cut into 2 stages",
+        "chunks=2 belongs to schedule",
+        "cannot be cut into stages: train them with stages=1",
+        "a loop of one's own needs the whole model on every rank",
+    ]
+    for found in ranks(refusals, 2):
+        for said, part in zip(found, expected, strict=True):
+            assert part in said
+
+
+def test_a_record_says_stages_and_the_digest_of_all_of_them(ranks, tmp_path):
+    def train():
+        layout = {"stages": 2, "schedule": "1f1b", "record": tmp_path / "run"}
+        with ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, **layout) as trainer:
+            trainer.step(rows()[:16])
+            return trainer.digest(), trainer.optimizer_digest()
+
+    for digest, optimizer_digest in ranks(train, 2):
+        lines = (tmp_path / "run/record.jsonl").read_bytes().splitlines()
+        first, last = orjson.loads(lines[0]), orjson.loads(lines[-1])
+        assert first["layout"]["stages"] == 2
+        assert (last["digest"], last["optimizer_digest"]) == (digest, optimizer_digest)

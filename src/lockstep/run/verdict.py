@@ -34,8 +34,9 @@ LOST_PEER = (
     "failed to recv, got 0 bytes",
     "nccl remote error",
     "socket closed",
-    "has left the group",  # these two are lockstep's own
+    "has left the group",  # these are lockstep's own
     "died (process",
+    "stopped because rank",
 )
 
 
