@@ -80,6 +80,8 @@ class ExactSum:
         device: where the tensors lie.
         group: the process group, the default one if None.
         divisor: divide the sum by this number before it is gathered.
+        cuts: where the bucket is cut for the ranks; then nothing is gathered, and a
+            rank has the sums of its own slice only. On the backend "lockstep" alone.
     """
 
     def __init__(
@@ -90,15 +92,19 @@ class ExactSum:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         divisor: int = 1,
+        cuts: Sequence[int] = (),
     ) -> None:
         self.bucket = bucket
         self._sum: PortableSum | NativeSum
         native = native_backend(device, bucket.dtype, group)
         if native is None:
+            assert not cuts
             self._sum = PortableSum(bucket, holders, leaves, device, group, divisor)
         else:
             rank = dist.get_rank(group)
-            self._sum = NativeSum(native, bucket, holders, leaves, rank, divisor)
+            self._sum = NativeSum(
+                native, bucket, holders, leaves, rank, divisor, cuts or None, bool(cuts)
+            )
 
     def place(self, node: Node, member: Member) -> torch.Tensor | None:
         """Return where a value of one of this rank's nodes may be written before the launch.

@@ -90,6 +90,10 @@ class Buffers:
         self._results: dict[int, list[torch.Tensor]] = {}
         self._shares: dict[int, float] = {}
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the step's buffers."""
+        return [slot.tensor for slot in self._slots]
+
     def enter(self) -> None:
         """Put a copy of the step's buffers into the model."""
         for slot in self._slots:

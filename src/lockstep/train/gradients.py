@@ -36,6 +36,7 @@ from lockstep.comm.tree import Fold, Node, nodes_of
 from lockstep.data.microbatch import spans
 from lockstep.errors import GradientError
 from lockstep.train.arrival import Arrival
+from lockstep.train.shards import Shards
 
 __all__ = ["BUCKET_BYTES", "Gradients"]
 
@@ -51,19 +52,23 @@ class Gradients:
 
     After `reduce` each `.grad` holds the sum, a 64-byte aligned view of a bucket, until
     the next step begins. Who holds on to one of them keeps the bucket's memory, and
-    the next step takes new memory.
+    the next step takes new memory. With `shards` a rank gets the sums of its own
+    pieces only, in `sums`, vectors by parameter's number; `.grad` stays None.
     """
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         group: dist.ProcessGroup | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self._parameters = list(parameters)
         self._group = group
         self._ranks = dist.get_world_size(group)
         # What all ranks expect to be trained in the next step: they agree on the model.
         self._trained = [n for n, (_, each) in enumerate(parameters) if each.requires_grad]
+        self._shards = shards
+        self.sums: dict[int, torch.Tensor] = {}
         self._fold: Fold[Row] | None = None
         self._leaves = 0
         self._holders: list[list[Node]] = []
@@ -100,6 +105,7 @@ class Gradients:
 
     def clear(self) -> None:
         """Empty `.grad` of every parameter, and forget what was taken."""
+        self.sums = {}
         for _, parameter in self._parameters:
             parameter.grad = None
         # Never finished, so that the other ranks may still write there; or somebody, such as
@@ -195,14 +201,18 @@ class Gradients:
             while self._launched < len(self._sums):
                 self.launch_next()
             pairs = [pair for each in self._sums for pair in each.gather()]
-            pairs += exact_sums(self._exact_sums(sorted({*trained} - {*self._trained})), held)
+            more = self._plan(sorted({*trained} - {*self._trained}))
+            pairs += exact_sums(self._exact_sums(more), held)
         else:
             self._prepare(trained)
             pairs = exact_sums(self._sums, held)
-        self._launched, self._fold, self._trained = 0, None, trained
+        self._launched, self._fold = 0, None
+        self._trained = trained if self._shards is None else self._shards.covered
         for index, gradient in pairs:
             parameter = self._parameters[index][1]
-            if gradient is not None:
+            if gradient is not None and self._shards is not None:
+                self.sums[index] = gradient
+            elif gradient is not None:
                 parameter.grad = in_layout_of(gradient, parameter) if len(holders) > 1 else gradient
 
     @property
@@ -227,7 +237,8 @@ class Gradients:
         if case == self._case:
             return
         self._case, self._sums, self._places = case, [], {}  # the old memory goes first
-        self._sums = self._exact_sums(trained)
+        buckets = self._plan(trained)
+        self._sums = self._exact_sums(buckets if self._shards is None else self._shards.buckets)
         mine = self._holders[dist.get_rank(self._group)]
         self._places = {node: self._places_of(node) for node in mine}
         self._uses = [each.uses() for each in self._sums]
@@ -241,17 +252,26 @@ class Gradients:
             if (place := each.place(node, member)) is not None
         }
 
-    def _exact_sums(self, numbers: Sequence[int]) -> list[ExactSum]:
-        """Plan the sums of these parameters."""
+    def _plan(self, numbers: Sequence[int]) -> list[Bucket]:
+        """Plan buckets of these parameters; with shards, of those that have no place yet."""
+        if self._shards is not None:
+            return self._shards.cover(numbers)
         parameters = [self._parameters[number][1] for number in numbers]
-        buckets = plan(
-            [parameter.numel() for parameter in parameters],
-            [parameter.dtype for parameter in parameters],
-            BUCKET_BYTES,
-            indices=numbers,
-        )
+        numels = [parameter.numel() for parameter in parameters]
+        dtypes = [parameter.dtype for parameter in parameters]
+        return plan(numels, dtypes, BUCKET_BYTES, indices=numbers)
+
+    def _exact_sums(self, buckets: Sequence[Bucket]) -> list[ExactSum]:
+        shards = self._shards
         return [
-            ExactSum(bucket, self._holders, self._leaves, parameters[0].device, self._group)
+            ExactSum(
+                bucket,
+                self._holders,
+                self._leaves,
+                self._parameters[bucket.members[0].index][1].device,
+                self._group,
+                cuts=[] if shards is None else shards.cuts(bucket),
+            )
             for bucket in buckets
         ]
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.errors import UsageError
+from lockstep.train.digest import optimizer_tensors
+from lockstep.train.sharded import Sharded
 
 __all__ = ["Groups", "Optimization", "OptimizerFactory", "SchedulerFactory"]
 
@@ -64,6 +68,7 @@ class Optimization:
             else None
         )
         self._module, self._each = module, each
+        self.sharded: Sharded | None = None
 
     @property
     def rate(self) -> float:
@@ -81,9 +86,26 @@ class Optimization:
             for group in self.optimizer.param_groups
         ]
 
-    def step(self) -> None:
-        """Step the optimizer, the average, and a schedule that moves each step."""
-        self.optimizer.step()
+    @property
+    def keeper(self) -> Optimizer | Sharded:
+        """What has the optimizer's state dict: the optimizer, or what holds its pieces together."""
+        return self.sharded or self.optimizer
+
+    def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
+        """Name the optimizer's state after its parameters: "conv.weight/exp_avg" and so on."""
+        if self.sharded is not None:
+            return self.sharded.tensors(names)
+        return optimizer_tensors(self.optimizer, names)
+
+    def step(self, about: str) -> None:
+        """Step the optimizer, the average, and a schedule that moves each step.
+
+        `about` says what it is part of, where ranks step together.
+        """
+        if self.sharded is None:
+            self.optimizer.step()
+        else:
+            self.sharded.step(about)
         if self.average is not None:
             self.average.update_parameters(self._module)
         if self.scheduler is not None and self._each == "step":
@@ -104,14 +126,20 @@ class Optimization:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all three."""
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.keeper.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "average": self.average.state_dict() if self.average else None,
         }
 
+    def loading(self) -> AbstractContextManager[None]:
+        """Return the context in which what all ranks share may be written."""
+        if self.sharded is None:
+            return nullcontext()
+        return self.sharded.versions.alone("loading a state")
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; what either side lacks is left as it is."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.keeper.load_state_dict(state["optimizer"])
         if self.scheduler and state["scheduler"]:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.average and state["average"]:

@@ -54,7 +54,7 @@ class State:
         """Return the state dict of the optimizer."""
         optimizer = self._optimization.optimizer
         if self.placement is None:
-            return optimizer.state_dict()
+            return self._optimization.keeper.state_dict()
         return whole_optimizer(optimizer, self._names, self._source, self._device)
 
     def average(self) -> dict[str, Any] | None:
@@ -72,6 +72,8 @@ class State:
 
     def optimizer_digest(self) -> str:
         """Return the SHA-256 over the optimizer's state."""
+        if self.placement is None:
+            return digest(self._optimization.tensors(self._names))
         optimizer = self._optimization.optimizer
         order = [self._names[each] for group in optimizer.param_groups for each in group["params"]]
         return digest(
@@ -93,9 +95,10 @@ class State:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load whole states; of each, a rank takes what it holds."""
-        self._module.load_state_dict(self._held(state["model"], ""))
         average = state["average"] and self._held(state["average"], AVERAGED)
-        self._optimization.load_state_dict({**state, "average": average})
+        with self._optimization.loading():
+            self._module.load_state_dict(self._held(state["model"], ""))
+            self._optimization.load_state_dict({**state, "average": average})
 
     def _source(self, name: str) -> int:
         assert self.placement is not None

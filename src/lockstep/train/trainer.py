@@ -20,7 +20,7 @@ from torch import nn
 from lockstep.comm.clock import clock_offset
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.loader import Batches
-from lockstep.errors import FileError, GradientError, LossError, UsageError
+from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
 from lockstep.run.world import world
 from lockstep.show.record import Recorder
 from lockstep.train.agreement import agree, require_same
@@ -91,6 +91,8 @@ class Trainer:
             unless the model is an `nn.Sequential` or has a method `blocks()`.
         balance: the number of blocks of each stage, instead of a measurement.
         chunks: stages a rank of the schedule "interleaved", 2 by default.
+        shared: hold parameters and optimizer state once for all ranks; see `docs/shared.md`.
+        elementwise: says of an optimizer of your own that it may step pieces of them.
         on_step, on_epoch: callables that get a `StepResult`, an `EpochResult`, on every rank.
         record: a run's folder, or writers, or several; rank 0 writes.
         about: what the record says of the run besides ("recipe", "epochs", "options", ...).
@@ -124,6 +126,8 @@ class Trainer:
         blocks: Blocks = None,
         balance: Sequence[int] | None = None,
         chunks: int | None = None,
+        shared: bool = False,
+        elementwise: bool = False,
         on_step: Callable[[StepResult], None] | Iterable[Callable[[StepResult], None]] = (),
         on_epoch: Callable[[EpochResult], None] | Iterable[Callable[[EpochResult], None]] = (),
         record: Record | Sequence[Record] = (),
@@ -137,6 +141,8 @@ class Trainer:
         # A compiled model is a wrapper, whose name is in front of every parameter's.
         self.module: nn.Module = getattr(self.model, "_orig_mod", self.model)
         names = block_names(self.model, blocks) if self.model is self.module else []
+        if shared and stages > 1:
+            raise LayoutError("shared=True is for whole models: train with stages=1 or without it")
         staging = Staging.of(self.setting, self.model, names, schedule, balance, chunks)
         self.metrics = dict(metrics or {})
         self.seed = seed
@@ -149,14 +155,15 @@ class Trainer:
         )
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm={clip_norm}: the largest norm is a positive number")
-        settings = {"clip_norm": clip_norm, "optimizer": self._optimization.settings()}
+        settings = {"clip_norm": clip_norm, "shared": shared}
+        settings |= {"optimizer": self._optimization.settings()}
         require_same(settings, self.setting.group)
         self._state = State(self.module, self._optimization, self.world.device)
         how = (self._optimization, self.metrics, seed, clip_norm)
         self._model = (
             Stages(staging, self.module, self._state, *how)
             if stages > 1
-            else Undivided(self.setting, self.model, self.module, names, *how)
+            else Undivided(self.setting, self.model, self.module, names, *how, shared, elementwise)
         )
         self._began = time.perf_counter()
         writers = opened(record) if self.world.rank == 0 else []

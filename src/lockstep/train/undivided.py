@@ -14,6 +14,7 @@ from lockstep.train.forward import Metric, forward
 from lockstep.train.gradients import Gradients
 from lockstep.train.optimization import Optimization
 from lockstep.train.setting import Setting
+from lockstep.train.sharing import share
 from lockstep.train.step import Step
 from lockstep.train.turn import Turn
 from lockstep.train.units import Units, units_of
@@ -26,6 +27,7 @@ class Undivided:
     """The whole model on one rank; `blocks` names its units, if it has several.
 
     `called` is what a loop calls: the `module` itself, or what compiled it.
+    `shared` and `elementwise` as of the Trainer.
     """
 
     def __init__(
@@ -38,13 +40,18 @@ class Undivided:
         metrics: Mapping[str, Metric],
         seed: int,
         clip_norm: float | None,
+        shared: bool = False,
+        elementwise: bool = False,
     ) -> None:
         self.setting = setting
         self._called, self._module, self._blocks = called, module, blocks
         self._optimization, self._metrics, self._seed = optimization, metrics, seed
         parameters = list(module.named_parameters())
         self._units = Units(units_of(called, blocks), called, seed, setting.device)
-        self._gradients = Gradients(parameters, setting.group)
+        if shared:
+            self._gradients = share(parameters, optimization, setting, elementwise)
+        else:
+            self._gradients = Gradients(parameters, setting.group)
         held = [each for _, each in parameters]
         self.update: Update | None = Update(setting, held, held, optimization, clip_norm)
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from lockstep.comm.transfer import all_gather_bytes
@@ -70,12 +72,13 @@ class Update:
         norm = self._clipped(step)
         if not math.isfinite(norm):
             raise GradientError(f"step {step.number}: the norm of the gradient is {norm}")
-        for number, (_, buffers) in enumerate(step.parts()):
-            findings = [each.buffers[number] for each in peers]
-            buffers.merge(findings, holders, batch.leaves, self.setting.peers)
-        reduced = time.perf_counter()
-        rate = self.optimization.rate
-        self.optimization.step()
+        with self._whole([each for _, buffers in step.parts() for each in buffers.tensors()]):
+            for number, (_, buffers) in enumerate(step.parts()):
+                findings = [each.buffers[number] for each in peers]
+                buffers.merge(findings, holders, batch.leaves, self.setting.peers)
+            reduced = time.perf_counter()
+            rate = self.optimization.rate
+            self.optimization.step(step.about)
         updated = time.perf_counter()
         step.times = exchanged, reduced, updated
         result = StepResult(
@@ -94,14 +97,34 @@ class Update:
     def _clipped(self, step: Turn) -> float:
         """Scale the gradients down to the limit, and return their norm before."""
         group = self.setting.group
-        counted = [each.grad for each in self.counted if each.grad is not None]
-        squares = clipping.squares(counted, self.setting.replica, self.setting.replicas)
+        if self.optimization.sharded is not None:
+            present = self.optimization.sharded.own()
+            squares = clipping.squares(present)
+        else:
+            present = [each.grad for each in self.parameters if each.grad is not None]
+            counted = [each.grad for each in self.counted if each.grad is not None]
+            squares = clipping.squares(counted, self.setting.replica, self.setting.replicas)
         sums = array("d", clipping.partial(squares)).tobytes()
         messages = all_gather_bytes(sums, f"at the norm of the gradient {step.about}", group)
         norm = clipping.norm(each for message in messages for each in array("d", message))
-        present = [each.grad for each in self.parameters if each.grad is not None]
         clipping.scale(present, norm, self.clip_norm)
         return norm
+
+    @contextmanager
+    def _whole(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Put the buffers back where the body fails and the parameters are as before it."""
+        sharded = self.optimization.sharded
+        before = []
+        if sharded is not None:
+            sharded.versions.committed = False
+            before = [each.clone() for each in buffers]
+        try:
+            yield
+        except BaseException:
+            if sharded is not None and not sharded.versions.committed:
+                for tensor, kept in zip(buffers, before, strict=True):
+                    tensor.copy_(kept)
+            raise
 
 
 def _judge(step: Turn, pages: Sequence[Page]) -> None:

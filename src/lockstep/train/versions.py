@@ -1,0 +1,155 @@
+"""Versions: the parameters of all ranks of a host, once, and never half of a step.
+
+    memory that all ranks share      version 0 | w | b | ...      version 1 | w | b | ...
+    step t begins with version 0     everybody computes with it, nobody writes it
+
+    rank 0                             rank 1
+    (1) writes its pieces into 1       writes its pieces into 1
+    (2) prepared[0] = t                prepared[1] = t
+    (3) ── exchange: did all go well? ──────────────
+    (4) decided: open -> committed     whoever is first sets the word
+    (5) its parameters are version 1   its parameters are version 1
+
+    step t + 1 writes version 0, after an exchange: by then everybody has left it
+
+A rank that learns in (3) that another one died, or that waits in vain, decides by
+the words alone: if all had prepared, the step is committed, and otherwise it is
+aborted. The word is set once, by compare-and-exchange, so that all who are left
+conclude alike, and what the dead rank wrote is there, in shared memory. So the
+parameters are those before the step or those after it, on every rank the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.bucket import ALIGNMENT
+from lockstep.comm.dense import in_layout_of, in_memory_order
+from lockstep.comm.memory import shared
+from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.word import compare_exchange, load, store
+from lockstep.errors import WorkError
+
+__all__ = ["Versions", "allocate", "reached"]
+
+
+def reached(point: str) -> None:
+    """Do nothing; tests replace it to end a rank at a point of the protocol."""
+
+
+def allocate(
+    sizes: Sequence[tuple[int, torch.dtype]], group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """Return a vector of zeros for each (elements, dtype), shared by all ranks, 64-byte aligned."""
+    found: list[torch.Tensor] = [torch.empty(0)] * len(sizes)
+    for dtype in dict.fromkeys(dtype for _, dtype in sizes):
+        step = ALIGNMENT // dtype.itemsize
+        numbers = [n for n, (_, each) in enumerate(sizes) if each == dtype]
+        rooms = [-(-sizes[n][0] // step) * step for n in numbers]
+        vectors = shared(max(sum(rooms), 1), dtype, group)[: sum(rooms)].split(rooms)
+        for number, vector in zip(numbers, vectors, strict=True):
+            found[number] = vector[: sizes[number][0]]
+    return found
+
+
+class Versions:
+    """Two versions of `parameters`, which become views of the first one.
+
+    A collective call; the parameters must be equal on all ranks. Those in `stepped`
+    have a second version, the others one that is never written.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        stepped: Sequence[int],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._parameters, self._group = list(parameters), group
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._words = shared(self._ranks + 1, torch.int64, group)  # prepared ..., decided
+        self._transaction = 0
+        self.committed = False  # the last step that was written
+        first = allocate([(each.numel(), each.dtype) for each in parameters], group)
+        if self._rank == 0:
+            for vector, parameter in zip(first, parameters, strict=True):
+                vector.copy_(in_memory_order(parameter.detach()))
+        all_gather_bytes(b"", "sharing the parameters", group)
+        for vector, parameter in zip(first, parameters, strict=True):
+            parameter.data = in_layout_of(vector, parameter)
+        self._now: list[torch.Tensor] = first
+        self._next: dict[int, torch.Tensor] = {}
+        self.cover(stepped)
+
+    def cover(self, numbers: Sequence[int]) -> None:
+        """Give the parameters of these numbers a second version; a collective call."""
+        kinds = [(self._now[number].numel(), self._now[number].dtype) for number in numbers]
+        self._next |= dict(zip(numbers, allocate(kinds, self._group), strict=True))
+
+    @contextmanager
+    def alone(self, about: str) -> Iterator[None]:
+        """Wait until nobody uses the parameters, and after the body until all have written."""
+        all_gather_bytes(b"", f"about to begin {about}", self._group)
+        yield
+        all_gather_bytes(b"", f"done with {about}", self._group)
+
+    def now(self, index: int) -> torch.Tensor:
+        """Return a parameter's elements as they are, in memory order."""
+        return self._now[index]
+
+    def next(self, index: int) -> torch.Tensor:
+        """Return where its elements after this step are written."""
+        return self._next[index]
+
+    def write(self, body: Callable[[], None], about: str) -> None:
+        """Let `body` write this rank's pieces of the next version, then commit on all ranks.
+
+        Raises what `body` raised, WorkError on the other ranks, or what the exchange
+        raised; by then the parameters are those that all ranks agree on.
+        """
+        self._transaction, self.committed = self._transaction + 1, False
+        error: Exception | None = None
+        try:
+            body()
+            reached("written")
+            store(self._words, self._rank, self._transaction)
+            reached("prepared")
+        except Exception as failure:
+            error = failure
+        try:
+            told = f"{type(error).__name__}: {error}" if error else ""
+            failures = all_gather_bytes(told.encode(), about, self._group)
+            reached("agreed")
+        finally:
+            self._settle()
+        if error is not None:
+            raise error
+        for rank, each in enumerate(failures):
+            if each:
+                raise WorkError(f"rank {rank}: {each.decode()}; the parameters are as before")
+
+    def _settle(self) -> None:
+        """Do (4) and (5): decide, or learn what was decided, and follow it."""
+        ranks = range(self._ranks)
+        everybody = all(load(self._words, rank) == self._transaction for rank in ranks)
+        committed, aborted = 2 * self._transaction, 2 * self._transaction + 1
+        before = load(self._words, self._ranks)
+        while before < committed:
+            wanted = committed if everybody else aborted
+            found = compare_exchange(self._words, self._ranks, before, wanted)
+            before = wanted if found == before else found
+        reached("decided")
+        self.committed = before == committed
+        if self.committed:
+            self._flip()
+        reached("settled")
+
+    def _flip(self) -> None:
+        for index, vector in self._next.items():
+            parameter = self._parameters[index]
+            self._next[index], self._now[index] = self._now[index], vector
+            parameter.data = in_layout_of(vector, parameter)
