@@ -155,7 +155,7 @@ class Trainer:
         )
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm={clip_norm}: the largest norm is a positive number")
-        settings = {"clip_norm": clip_norm, "shared": shared}
+        settings: dict[str, Any] = {"clip_norm": clip_norm, "shared": shared}
         settings |= {"optimizer": self._optimization.settings()}
         require_same(settings, self.setting.group)
         self._state = State(self.module, self._optimization, self.world.device)
