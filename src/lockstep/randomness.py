@@ -16,11 +16,12 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterator
+from typing import Any, cast
 
 import numpy
 import torch
 
-__all__ = ["isolated", "key", "seed_all", "seed_torch"]
+__all__ = ["isolated", "key", "seed_all", "seed_torch", "state_of_others"]
 
 
 def key(*parts: int) -> int:
@@ -44,6 +45,12 @@ def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFF_FFFF)
+
+
+def state_of_others() -> tuple[object, ...]:
+    """Return the states of Python's and numpy's global generators, to be compared."""
+    _, numbers, position, *_ = cast("tuple[Any, ...]", numpy.random.get_state())
+    return random.getstate(), bytes(numbers), position
 
 
 @contextlib.contextmanager

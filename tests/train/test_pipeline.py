@@ -2,6 +2,7 @@
 
 import io
 import os
+import random
 import signal
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.errors import LayoutError, LossError, RankError, UsageError
+from lockstep.errors import LossError, RankError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = partial(torch.optim.AdamW, lr=0.01)
@@ -386,9 +387,13 @@ def refusals():
             return self.two(torch.tanh(self.one(x)))
 
     def said(model, use=lambda trainer: None, **options):
-        with pytest.raises((LayoutError, UsageError)) as caught:
+        with pytest.raises(ls.LockstepError) as caught:
             use(ls.Trainer(model, loss, SGD, **{"stages": 2, **options}))
         return str(caught.value)
+
+    class Draws(nn.Module):
+        def forward(self, x):
+            return x * random.random()
 
     batch = rows()[:16]
     return [
@@ -402,6 +407,11 @@ def refusals():
         said(sequence, chunks=2),
         said(sequence, also=[nn.Linear(1, 1)]),
         said(sequence, use=lambda trainer: trainer.step()),
+        said(
+            nn.Sequential(nn.Linear(6, 3), Draws()),
+            balance=[1, 1],
+            use=lambda trainer: trainer.step(batch),
+        ),
     ]
 
 
@@ -417,6 +427,7 @@ def test_what_cannot_be_cut_is_refused_by_name(ranks):
         "chunks=2 belongs to schedule",
         "cannot be cut into stages: train them with stages=1",
         "a loop of one's own needs the whole model on every rank",
+        "a block draws from Python's or numpy's random numbers",
     ]
     for found in ranks(refusals, 2):
         for said, part in zip(found, expected, strict=True):

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.errors import UsageError
+from lockstep.randomness import state_of_others
 from lockstep.train.boundary import Pattern, flattened
 from lockstep.train.buffers import Buffers, Paused
 from lockstep.train.entry import Entry
@@ -28,6 +30,9 @@ from lockstep.train.splitting import Split, splittable
 from lockstep.train.units import Calls, Units
 
 __all__ = ["Stage"]
+
+GUARDED = 16
+"""How many forwards are watched for random numbers that are not torch's."""
 
 Loss = Callable[[Any], torch.Tensor]
 """Gives the scaled loss of the micro-batch from the model's outputs."""
@@ -73,6 +78,7 @@ class Stage:
             dict.fromkeys(each for block in named.values() for each in block.parameters())
         )
         self._flights: dict[int, Flight] = {}
+        self._unguarded = GUARDED
 
     def begin(self, buffers: Buffers) -> None:
         """Begin a step. No gradient is left: also not of a parameter that another stage owns."""
@@ -99,7 +105,7 @@ class Stage:
         """
         self.buffers.enter()
         self.units.begin(step, leaf)
-        value = composed(list(self.named.values()), data, place, first=entry is None)
+        value = self._composed(data, place, first=entry is None)
         if loss is not None:
             self.units.end()
             value = loss(value)
@@ -173,6 +179,21 @@ class Stage:
         """Take the gradients of a micro-batch, and its buffers; `share` is its part of them."""
         self.buffers.leave(leaf, share)
         self.gradients.take(leaf)
+
+    def _composed(self, data: Any, place: str, first: bool) -> Any:
+        """Call the blocks; the first times, see that none draws what only stage 0 may."""
+        blocks = list(self.named.values())
+        if first or not self._unguarded:
+            return composed(blocks, data, place, first)
+        self._unguarded -= 1
+        before = state_of_others()
+        value = composed(blocks, data, place, first)
+        if state_of_others() != before:
+            raise UsageError(
+                f"{place}: a block draws from Python's or numpy's random numbers, which are seeded "
+                "once a micro-batch and not in every stage; draw them from torch (torch.rand)"
+            )
+        return value
 
     def _done(self, leaf: int) -> None:
         del self._flights[leaf]
