@@ -177,26 +177,33 @@ def test_gradients_may_be_kept_by_the_user(ranks):
     assert ranks(keep, 2) == [[True, True]] * 2
 
 
-def test_a_backward_that_raised_does_not_spoil_the_next(ranks):
+@pytest.mark.parametrize("forward_between", [True, False])
+def test_a_backward_that_raised_does_not_spoil_the_next(ranks, forward_between):
     def spoil():
         rank = dist.get_rank()
-        model = ls.DataParallel(net(), bucket_bytes=64)
-        outputs = model(inputs_of(rank), uses_some(rank))
+        model = ls.DataParallel(net(), bucket_bytes=64, gradient_as_bucket_view=True)
+        model(inputs_of(rank), uses_some(rank)).square().mean().backward()
+        outputs, others = (model(inputs_of(rank), uses_some(rank)) for _ in range(2))
 
         def fail(gradient):
             raise KeyError("mine")
 
         handle = model.module.first.weight.register_hook(fail)
+        model.zero_grad()
         try:
             outputs.square().mean().backward()
         except KeyError:
             handle.remove()
+        launched = model._averager._launched
         dist.barrier()
         model.zero_grad()
-        model(inputs_of(rank), uses_some(rank)).square().mean().backward()
-        return same([p.grad for p in model.parameters()], expected_gradients(2))
+        if forward_between:
+            others = model(inputs_of(rank), uses_some(rank))
+        others.square().mean().backward()
+        return launched, same([p.grad for p in model.parameters()], expected_gradients(2))
 
-    for rank in ranks(spoil, 2):
+    for launched, rank in ranks(spoil, 2):
+        assert launched > 0
         assert all(rank)
 
 

@@ -26,6 +26,7 @@ import itertools
 import json
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,10 @@ __all__ = ["Averager"]
 
 _averagers: weakref.WeakSet[Averager] = weakref.WeakSet()
 _numbers = itertools.count()
+
+
+class _Backward:
+    """A backward that runs."""
 
 
 class Averager:
@@ -99,6 +104,10 @@ class Averager:
             self._parameters[n].register_post_accumulate_grad_hook(_hook(weakref.ref(self), n))
 
     @property
+    def _alone(self) -> bool:
+        return self._ranks == 1 and not self._hooked
+
+    @property
     def together(self) -> bool:
         """Whether several averagers live on this group."""
         return self._together
@@ -113,13 +122,19 @@ class Averager:
         self._sums = sums
 
     def reset(self) -> None:
-        """Forget a backward that was broken off."""
+        """Forget a backward that was broken off; what it launched must end first."""
+        if self._launched:
+            self._sums[self._launched - 1].combine()
+        for each in self._sums[: self._launched]:
+            each.gather()
         if self._active:
             self._touched.clear()
         self._rest()
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
         """Notice the backward that begins at these outputs of the model."""
+        if self._alone:
+            return
         here = weakref.ref(self)
 
         def begin(_: torch.Tensor) -> None:
@@ -142,19 +157,22 @@ class Averager:
         self._ready: set[int] = set()  # complete in this backward
         self._missing = [len(bucket.members) for bucket in self._buckets]
         self._launched = 0
-        self._backwards: set[int] = set()  # that run now, one inside the other
+        # Those that run now, one inside the other. Torch alone holds them, so they go with an
+        # exception too.
+        self._backwards = weakref.WeakValueDictionary[int, _Backward]()
         self._active, self._nested, self._absent = False, False, False
 
     def mark(self, index: int) -> None:
         """Note (1) that a gradient is complete, and launch what can be launched."""
-        if self._ranks == 1 and not self._hooked:
+        if self._alone:
             return
-        self._touched.add(index)
         if not self.enabled:
+            self._touched.add(index)
             return
-        self._check(index)
-        self._active = True
         self._call_back()
+        self._check(index)
+        self._touched.add(index)
+        self._active = True
         if index in self._bucket_of and index not in self._ready:
             self._missing[self._bucket_of[index]] -= 1
         self._ready.add(index)
@@ -180,10 +198,13 @@ class Averager:
     def _call_back(self) -> None:
         """Have `_end_backward` called, once, when the backward that runs now ends."""
         number = torch._C._current_graph_task_id()
-        if number not in self._backwards:
-            self._backwards.add(number)
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._end_backward(number))
+        if number in self._backwards:
+            return
+        if not self._backwards:
+            self.reset()  # there may have been one that raised
+        running = self._backwards[number] = _Backward()
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(self._end_backward, number, running))
 
     @torch.no_grad()
     def _launch(self) -> None:
@@ -226,9 +247,9 @@ class Averager:
         for each in here:
             each._together = max(map(int, counts)) > 1
 
-    def _end_backward(self, number: int) -> None:
+    def _end_backward(self, number: int, running: _Backward) -> None:
         """Finish this one, or all whose turn it was, in the order in which they were made."""
-        self._backwards.discard(number)
+        self._backwards.pop(number, None)
         if not self._active:
             return  # nothing was averaged, or another one's call has finished it
         if self._backwards:  # the end of a segment, inside the outer backward
