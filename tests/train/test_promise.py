@@ -88,23 +88,26 @@ def test_every_layout_gives_the_bits_of_the_reference(ranks, plain, n):
             assert found[training] == expected, training
 
 
-LAYOUTS = [
-    (2, {"stages": 2, "schedule": "1f1b"}),
-    (2, {"stages": 2, "schedule": "gpipe"}),
-    (2, {"stages": 2, "schedule": "interleaved"}),
-    (2, {"stages": 2, "schedule": "zero-bubble"}),
-    (3, {"stages": 3, "schedule": "zero-bubble"}),
-    (4, {"stages": 4}),
-    (4, {"stages": 2}),
-]
+LAYOUTS = {
+    2: [(2, schedule) for schedule in ("1f1b", "gpipe", "interleaved", "zero-bubble")],
+    3: [(3, "zero-bubble")],
+    4: [(4, None), (2, "1f1b")],
+}
 
 
-@pytest.mark.parametrize(("n", "layout"), LAYOUTS)
-def test_every_layout_of_stages_gives_the_bits_of_the_reference(ranks, plain, n, layout):
-    for found in ranks(partial(lockstep_digests, ("pictures", "blocks"), **layout), n):
-        assert len(found) == 4
-        for training, digests in found.items():
-            assert digests == plain[training], training
+@pytest.mark.parametrize("n", LAYOUTS)
+def test_every_layout_of_stages_gives_the_bits_of_the_reference(ranks, plain, n):
+    def digests():
+        return [
+            lockstep_digests(("pictures", "blocks"), stages=stages, schedule=schedule)
+            for stages, schedule in LAYOUTS[n]
+        ]
+
+    for everything in ranks(digests, n):
+        for layout, found in zip(LAYOUTS[n], everything, strict=True):
+            assert len(found) == 4
+            for training, result in found.items():
+                assert result == plain[training], (layout, training)
 
 
 def test_the_cases_meet_what_they_claim(plain):
