@@ -98,7 +98,7 @@ def _pattern(value: Any, tensors: list[torch.Tensor], known: dict[int, int]) -> 
             tensors.append(value)
         return (known[id(value)],)
     if value is None or type(value) in (bool, int, float, str):
-        return ("=", value)
+        return ("=", value, repr(value))  # 1, 1.0 and True are equal, and 0.0 is -0.0
     if type(value) in (tuple, list):
         inner = tuple(_pattern(part, tensors, known) for part in value)
         return ("(" if type(value) is tuple else "[", inner)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -29,8 +30,20 @@ from lockstep.train.tying import Tie
 __all__ = ["Pipeline"]
 
 FIRST_TAG = 1 << 20  # above what a user's own messages are likely to have
+_next_tag: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 actions_of = lru_cache(maxsize=64)(schedule)
+
+
+def new_tags(group: Any, count: int) -> int:
+    """Return the first of `count` tags that no pipeline on `group` had before.
+
+    All ranks make and remake their pipelines in the same order. A message of a step that
+    was broken off, or of another trainer, is then never taken for one's own.
+    """
+    first = _next_tag.get(group, FIRST_TAG)
+    _next_tag[group] = first + count
+    return first
 
 
 @dataclass
@@ -68,7 +81,6 @@ class Pipeline:
         here = self.stages.keys()
         self.ties = [tie for tie in ties if tie.later in here or tie.earlier in here]
         self._all_ties = list(ties)
-        self._generation = 0
         self._former: list[Any] = []
         self.ends: dict[int, Ends] = {}
         self.connect()
@@ -88,9 +100,8 @@ class Pipeline:
         Those are kept: what was under way may still be written into their memory.
         """
         self._former += [self.ends, [vars(tie).copy() for tie in self.ties]] if self.ends else []
-        base = FIRST_TAG + self._generation * 4 * (self.number + len(self._all_ties))
-        self._generation += 1
         group, device = dist.group.WORLD, self.setting.device
+        base = new_tags(group, 2 * (self.number + 1 + len(self._all_ties)))
 
         def sender(stage: int, tag: int) -> Sender:
             return Sender(group, self.rank_of(stage), base + tag)

@@ -4,7 +4,8 @@
     first batch, on rank 0                  the blocks are measured, the cut is planned
     all ranks                               hear of it, and let go of what is not theirs
 
-With `balance` nothing needs to be measured, and the cut is made at once.
+With `balance` nothing needs to be measured, and an `nn.Sequential` is cut at once. Any
+other model is cut with the first batch, on which its blocks are first seen to be it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Staging:
     schedule: str | None = None
     balance: tuple[int, ...] | None = None
     chunks: int | None = None
+    is_chain: bool = True
+    """Whether the model's forward is known to be its blocks, one after another."""
 
     @classmethod
     def of(
@@ -77,9 +80,9 @@ class Staging:
                 f'chunks={chunks} belongs to schedule="interleaved", where each rank has several '
                 "stages"
             )
-        made = cls(
-            setting, tuple(names), schedule, None if balance is None else tuple(balance), chunks
-        )
+        sizes = None if balance is None else tuple(balance)
+        is_chain = type(model) is nn.Sequential
+        made = cls(setting, tuple(names), schedule, sizes, chunks, is_chain)
         made._check()
         return made
 
@@ -111,8 +114,8 @@ class Staging:
             )
 
     def given(self) -> tuple[Cut, str, int] | None:
-        """Return the cut, the schedule and its chunks where nothing must be measured."""
-        if self.balance is None:
+        """Return the cut, the schedule and its chunks where no data is needed to know them."""
+        if self.balance is None or not self.is_chain:
             return None
         return Cut(self.names, tuple(ranges(self.balance))), self.schedule or DEFAULT, self._chunks
 
@@ -148,6 +151,9 @@ class Staging:
             data = parts(data, "the first micro-batch")[0]
         blocks = {name: model.get_submodule(name) for name in self.names}
         check_composition(model, blocks, data, setting)
+        if self.balance is not None:
+            cut = [(span.start, span.stop) for span in ranges(self.balance)]
+            return {"cut": cut, "schedule": self.schedule or DEFAULT, "chunks": self._chunks}
         costs = measured_costs(blocks, data, setting, partial(print, file=sys.stderr))
         count = -(-setting.microbatches // setting.replicas)
         if self.schedule is None:

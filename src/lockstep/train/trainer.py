@@ -83,7 +83,7 @@ class Trainer:
             all ranks, as the model's are.
         stages: ranks of a replica, each with its part of the model; the world size is a
             multiple of it. The rest of the model is on the meta device once it is cut:
-            with the first batch, or at once with `balance`.
+            with the first batch, or an `nn.Sequential` at once with `balance`.
         schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; None for the one that is
             fastest by the measured costs of the blocks. No schedule or cut changes a bit.
         blocks: the modules, or their attribute paths, that the model's forward calls one

@@ -1,0 +1,126 @@
+"""A museum: faults that a reading of the pipeline found, a test each."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+from lockstep.errors import LayoutError, LockstepError
+
+BATCH = (torch.ones(8, 4), torch.zeros(8, dtype=torch.long))
+
+
+def trainer(model, stages, balance, **options):
+    """Return a trainer with SGD and 4 micro-batches."""
+    if stages > 1:
+        options |= {"stages": stages, "balance": balance, "schedule": "1f1b"}
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    return ls.Trainer(model, nn.CrossEntropyLoss(), optimizer, microbatches=4, **options)
+
+
+class Fuse(nn.Module):
+    """Raises until it is mended."""
+
+    mended = False
+
+    def forward(self, x):
+        if not Fuse.mended:
+            raise ValueError("the fuse has blown")
+        return x
+
+
+def chain(*blocks):
+    torch.manual_seed(1)
+    return nn.Sequential(*(block() for block in blocks))
+
+
+def layer():
+    return nn.Linear(4, 4)
+
+
+def several_trainers(stages):
+    """Train one that fails, then two others in turn, then the first again."""
+    Fuse.mended = False
+    first = trainer(chain(Fuse, layer, layer), stages, [2, 1])
+    with pytest.raises(LockstepError if stages > 1 and ls.rank() else ValueError):
+        first.step(BATCH)
+    Fuse.mended = True
+    others = [trainer(chain(layer, layer, layer), stages, [1, 2]) for _ in range(2)]
+    losses = [each.step(BATCH) for _ in range(3) for each in others]
+    return [*losses, first.step(BATCH)]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "lockstep"])
+def test_trainers_do_not_take_each_others_messages(ranks, backend):
+    """The second one was told of the first one's failure: both had the same tags."""
+    alone = ranks(several_trainers, 1, 1)
+    assert ranks(several_trainers, 2, 2, backend=backend, timeout=20.0) == alone * 2
+
+
+class Counted(nn.Module):
+    """Returns a number beside its input, another one for each micro-batch."""
+
+    NUMBERS = (1, 1.0, True, 0.0, -0.0)
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x, self.NUMBERS[(self.calls - 1) % 5]
+
+
+class Noting(nn.Module):
+    """Takes the number off again, and notes how it is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, value):
+        x, number = value
+        self.seen.append(repr(number))
+        return x
+
+
+def numbers(stages):
+    model = chain(layer, Counted, Noting, layer)
+    noting = model[2]
+    made = trainer(model, stages, [2, 2])
+    made.step(BATCH)
+    made.step(BATCH)
+    return noting.seen
+
+
+def test_equal_numbers_of_other_types_cross_as_they_are(ranks):
+    """The description was not sent again, because 1 == 1.0 == True and 0.0 == -0.0."""
+    (alone,) = ranks(numbers, 1, 1)
+    assert alone[:5] == ["1", "1.0", "True", "0.0", "-0.0"]
+    assert ranks(numbers, 2, 2) == [[], alone]
+
+
+class Skipping(nn.Module):
+    """Its forward is not its blocks one after another."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = layer(), layer(), layer()
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.c(self.b(h)) + h
+
+
+def skipping():
+    made = trainer(Skipping(), 2, [2, 1], blocks=["a", "b", "c"])
+    with pytest.raises(LayoutError, match="one after another, do not give what its forward gives"):
+        made.step(BATCH)
+    return True
+
+
+def test_a_balance_does_not_excuse_a_model_that_is_no_chain(ranks):
+    """With `balance` the blocks were taken for the model, and another model was trained."""
+    assert ranks(skipping, 2) == [True, True]
