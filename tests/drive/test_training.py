@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from lockstep.data.microbatch import cut
 from lockstep.errors import LayoutError, LossError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -62,19 +63,69 @@ def trainer_of(driver, **options):
     )  # fmt: skip
 
 
-def test_the_bits_are_those_of_one_process_without_a_driver(driver, ranks, tmp_path):
-    (wanted,) = ranks(without_driver, 1)
-    trainer = trainer_of(driver)
+def trained(trainer) -> list[object]:
     losses = [trainer.step(batch) for batch in batches()]
+    trainer.train(samples, 24, 1, seed=3)
+    evaluation = trainer.evaluate(samples, 32)
+    return [losses, evaluation, trainer.digest(), trainer.optimizer_digest()]
+
+
+@pytest.fixture(scope="module")
+def one_process() -> list[object]:
+    def rank():
+        ls.init(timeout=60)
+        return without_driver()
+
+    (wanted,) = ls.launch(rank, timeout=60)
+    return wanted
+
+
+def test_the_bits_are_those_of_one_process_without_a_driver(driver, one_process):
+    assert trained(trainer_of(driver)) == one_process
+
+
+def test_results_of_steps_and_epochs_are_told(driver, tmp_path):
+    trainer = trainer_of(driver)
+    trainer.step(batches()[0])
     assert set(trainer.last.metrics) == {"accuracy"}
     told = []
-    (epoch,) = trainer.train(samples, 24, 1, seed=3, on_epoch=told.append)
+    (epoch,) = trainer.train(samples, 24, 1, on_epoch=told.append)
     assert told == [epoch]
     assert epoch.samples == 70
-    evaluation = trainer.evaluate(samples, 32)
-    assert [losses, evaluation, trainer.digest(), trainer.optimizer_digest()] == wanted
     trainer.save(tmp_path / "weights.safetensors")
     assert ls.digest(load_file(tmp_path / "weights.safetensors")) == trainer.digest()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_two_stages_give_the_same_bits(driver, one_process, schedule, tmp_path):
+    trainer = trainer_of(driver, stages=2, schedule=schedule, balance=[2, 3])
+    assert trained(trainer) == one_process
+    trainer.save(tmp_path / "weights.safetensors")
+    assert ls.digest(load_file(tmp_path / "weights.safetensors")) == trainer.digest()
+
+
+def test_stages_are_cut_by_measurement(driver, one_process, capsys):
+    assert trained(trainer_of(driver, stages=2)) == one_process
+
+
+def test_a_loss_with_weights_of_its_own_through_stages(driver):
+    def digest(**layout) -> str:
+        loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        trainer = driver.trainer(BLOCKS, loss, SGD, seed=5, **layout)
+        for batch in batches():
+            trainer.step(batch)
+        return trainer.digest()
+
+    assert digest() == digest(stages=2, balance=[1, 4])
+
+
+def test_inputs_go_to_the_first_stage_and_targets_to_the_last(driver):
+    trainer = trainer_of(driver, stages=2, balance=[2, 3])
+    batch = cut(batches()[0], 8, 1, 0)
+    first, last = (trainer._needed(batch, position).microbatches for position in (0, 1))
+    assert all(each.data[0].shape[1] == 12 and each.data[1] is None for each in first)
+    assert all(each.data[0] is None and each.data[1].dim() == 1 for each in last)
+    assert [each.size for each in first] == [each.size for each in last] == [3] * 8
 
 
 def test_a_state_goes_on_elsewhere(driver):
@@ -132,3 +183,10 @@ def test_a_run_is_recorded_by_rank_0(driver, tmp_path):
         trainer.step(batches()[0])
     lines = (tmp_path / "run" / "record.jsonl").read_text().splitlines()
     assert '"kind":"end"' in lines[-1].replace(" ", "")
+
+
+def test_two_replicas_of_two_stages_give_the_same_bits(one_process):
+    with ls.Driver(nprocs=4, timeout=60) as driver:
+        assert trained(trainer_of(driver, stages=2, balance=[1, 4])) == one_process
+        with pytest.raises(LayoutError, match="3"):
+            trainer_of(driver, stages=3)

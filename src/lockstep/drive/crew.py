@@ -198,7 +198,7 @@ class Crew:
         if welcome:
             link.post(Frame({"kind": "welcome", "host": self._hosts[link]}))
         else:
-            reason = f"the driver waits for {self._remote} more workers, not for {workers}"
+            reason = f"the driver waits for {self._remote} more, not for {workers}"
             link.post(Frame({"kind": "refused", "reason": reason}))
 
     def _show(self, link: Link, header: dict[str, Any]) -> None:

@@ -86,7 +86,7 @@ class Driver:
         self._finalizer.atexit = False  # the crew sees to that, in time
         if remote:
             print(
-                f"lockstep: waiting for {remote} workers: lockstep worker --connect "
+                f"lockstep: waiting for {remote} more from other hosts: lockstep worker --connect "
                 f"{address}:{self._crew.port}",
                 flush=True,
             )

@@ -58,7 +58,7 @@ class Host:
             with self._heard:
                 self._heard.wait_for(lambda: self._name or self._over, self._timeout)
             if self._name:
-                self._say(f"{self._nprocs} workers serve the driver at {self._place}")
+                self._say(f"serving the driver at {self._place}; workers: {self._nprocs}")
                 self._work()
         finally:
             self._link.close()

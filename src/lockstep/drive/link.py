@@ -98,7 +98,7 @@ class Link:
                 frame = self._wire.receive()
                 if frame.kind != "beat":
                     self._take(self, frame)
-        except EOFError:
+        except (EOFError, ConnectionError):
             return "hung up"
         except TimeoutError:
             return f"was silent for {self._wire.end.gettimeout():g} s"

@@ -26,6 +26,7 @@ from lockstep.train.awakening import Blocks, build
 from lockstep.train.evaluation import Evaluation
 from lockstep.train.history import EpochResult, StepResult
 from lockstep.train.trainer import Trainer
+from lockstep.train.weight import weight_of
 
 __all__ = ["Training"]
 
@@ -41,6 +42,10 @@ class Training:
     ) -> None:
         self.last: StepResult | None = None
         self._crew, self._microbatches = crew, microbatches
+        self._stages = int(arguments.get("stages", 1))
+        self._whole = arguments["loss"] is None or bool(
+            arguments.get("weight") or weight_of(arguments["loss"])
+        )
         given = (blocks, seed, {**arguments, "microbatches": microbatches})
         self._parts: list[Remote] = gather(
             [
@@ -53,12 +58,16 @@ class Training:
     def step(self, batch: Any) -> float:
         """Train on one global batch and return its loss.
 
-        `batch` is a pair (inputs, targets) of tensors, as for `Trainer.step`; each worker
-        is sent its own micro-batches. Raises what a worker's trainer raises.
+        `batch` is a pair (inputs, targets) of tensors, as for `Trainer.step`; each replica
+        is sent its own micro-batches, with stages the inputs to its first and the targets
+        to its last. Raises what a worker's trainer raises.
         """
-        size = self._crew.size
-        batches = [cut(batch, self._microbatches, size, replica) for replica in range(size)]
-        results: list[StepResult] = self._on_each("step", [(each,) for each in batches])
+        replicas = self._crew.size // self._stages
+        batches = [cut(batch, self._microbatches, replicas, replica) for replica in range(replicas)]
+        sent = [
+            (self._needed(each, position),) for each in batches for position in range(self._stages)
+        ]
+        results: list[StepResult] = self._on_each("step", sent)
         self.last = results[0]
         return self.last.loss
 
@@ -132,6 +141,21 @@ class Training:
             self.finish()
         else:
             self.finish("failed", f"{type(error).__name__}: {error}")
+
+    def _needed(self, batch: Batch, position: int) -> Batch:
+        """Return what the worker at `position` of a replica needs of the replica's batch.
+
+        What gives a micro-batch its weight may look at all of it.
+        """
+        first, last = position == 0, position == self._stages - 1
+        if (first and last) or (self._whole and (first or last)):
+            return batch
+        return replace(
+            batch,
+            microbatches=tuple(
+                replace(each, data=_part(each.data, first, last)) for each in batch.microbatches
+            ),
+        )
 
     def _on_all(self, method: str, *args: Any) -> Any:
         """Call a method with the same arguments on every worker; return rank 0's value."""
@@ -210,6 +234,13 @@ class Part:
     def finish(self, state: str, message: str | None) -> None:
         """End the run."""
         self._trainer.finish(state, message)
+
+
+def _part(data: Any, inputs: bool, targets: bool) -> Any:
+    """Return the inputs or the targets of a micro-batch's data, or neither."""
+    if not isinstance(data, (tuple, list)) or not (inputs or targets):
+        return data if inputs or targets else None
+    return (*data[:-1], None) if inputs else (*(None for _ in data[:-1]), data[-1])
 
 
 def made(dataset: Any) -> Any:
