@@ -75,6 +75,15 @@ def test_a_file_arrives_whole_and_alone(tmp_path: Path, mirror: Mirror) -> None:
     assert [size for _, size, _ in seen] == sorted(size for _, size, _ in seen)
 
 
+def test_what_a_killed_download_left_is_removed(tmp_path: Path, mirror: Mirror) -> None:
+    for name in (".a.gz.old", ".a.gz.new", ".b.gz.old"):
+        (tmp_path / name).write_bytes(b"a part")
+        if name.endswith("old"):
+            os.utime(tmp_path / name, (0, 0))
+    download("a.gz", tmp_path, SHA256, [mirror.url("good")])
+    assert sorted(os.listdir(tmp_path)) == [".a.gz.new", ".b.gz.old", "a.gz"]
+
+
 def test_a_file_that_is_there_is_not_fetched(tmp_path: Path, mirror: Mirror) -> None:
     (tmp_path / "a.gz").write_bytes(b"mine")
     assert download("a.gz", tmp_path, SHA256, [mirror.url("good")]).read_bytes() == b"mine"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
-from lockstep.errors import LockstepError, RankError, UsageError
+from lockstep.errors import LockstepError, RankError, RendezvousError, UsageError
 from lockstep.run import rollcall
 from lockstep.run.environment import Place, place
 from lockstep.run.rendezvous import interface
@@ -105,6 +105,12 @@ def test_a_world_may_be_left_and_joined_again():
         return sums, os.environ.get("GLOO_SOCKET_IFNAME")
 
     assert ls.launch(twice, nprocs=3, timeout=60) == [([3.0] * 3, None)] * 3
+
+
+def test_an_interface_that_is_not_there_is_named_without_a_time(alone, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(RendezvousError, match=r"gloo could not connect them: .*nowhere0"):
+        ls.init(backend="gloo", timeout=30)
 
 
 def attempts(n, change, timeout=30.0):

@@ -32,6 +32,7 @@ Progress = Callable[[str, int, int | None], None]
 """Called with the file's name, the bytes so far, and the bytes in all where known."""
 
 CHUNK = 1 << 18  # bytes between two looks at the clock
+ABANDONED = 3600.0  # seconds without a byte after which a part of a file is nobody's
 
 
 def download(
@@ -75,6 +76,7 @@ def _fetched(
     url: str, path: Path, sha256: str, progress: Progress | None, stall: float, end: float
 ) -> str | None:
     """Fetch one URL to `path`; return what is wrong with it, or None where all is well."""
+    _clear(path)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -90,6 +92,14 @@ def _fetched(
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
+
+
+def _clear(path: Path) -> None:
+    """Remove what a download that was killed has left; not one that may still be going on."""
+    for each in path.parent.glob(f".{path.name}.*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - each.stat().st_mtime > ABANDONED:
+                each.unlink()
 
 
 class _Refused(Exception):

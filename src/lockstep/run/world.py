@@ -265,9 +265,10 @@ def _join(place: Place, backend: str, timeout: float, device: torch.device) -> N
         )
     except (dist.DistError, RuntimeError) as error:
         said = str(error).partition("\n")[0]
+        seconds = round(time.monotonic() - began)
         raise RendezvousError(
             f"rank {place.rank}: all {place.world_size} ranks came, but {backend} could not "
-            f"connect them within {time.monotonic() - began:.0f} s: {said}"
+            f"connect them{f' in {seconds} s' if seconds else ''}: {said}"
         ) from error
 
 
