@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.bench.pipeline.case import RATE, Batch, Case
+from lockstep.bench.pipeline.case import Batch, Case
 from lockstep.examples.rpc_pipeline import Master
 
 __all__ = ["ALONE", "COPIES", "STAGES", "WAYS", "Training", "Way"]
@@ -72,7 +72,9 @@ class Remote:
     def __init__(self, case: Case) -> None:
         self._splits = case.splits
         # The shards and what they make belong to the workers: nothing to hold there.
-        self._master = Master(case.net.build, case.net.cut, RATE) if lockstep.rank() == 0 else None
+        self._master = (
+            Master(case.net.build, case.net.cut, case.net.rate) if lockstep.rank() == 0 else None
+        )
 
     def step(self, batch: Batch) -> float | None:
         """Train on one batch, from the master."""
