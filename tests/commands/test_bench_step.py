@@ -24,7 +24,7 @@ def run(*flags):
 
 def test_a_measurement_from_flags_to_files(tmp_path):
     file, picture = tmp_path / "a.json", tmp_path / "a.svg"
-    done = run("--models", "tiny", "--optimizers", "sgd", "--vs", "ddp-gloo,trainer", "--batch",
+    done = run("--models", "tiny", "--optimizers", "sgd", "--vs", "ddp-gloo,shared", "--batch",
                "6", "--microbatches", "3", "--seconds", "0.01", "--widths", "1,2,3", "--json",
                str(file), "--plot", str(picture))  # fmt: skip
     assert done.exit_code == 0, (done.output, done.exception)
@@ -32,7 +32,7 @@ def test_a_measurement_from_flags_to_files(tmp_path):
     assert "6 samples a rank in 3 micro-batches" in done.output
     records = json.loads(file.read_text())
     steps = [each for each in records if each["benchmark"] == "step"]
-    assert [each["contender"] for each in steps] == ["alone", "copies", "ddp-gloo", "trainer"]
+    assert [each["contender"] for each in steps] == ["alone", "copies", "ddp-gloo", "shared"]
     for each in steps:
         assert each.keys() >= FIELDS
         assert 0 < each["p10_ms"] <= each["median_ms"] <= each["p90_ms"]

@@ -4,6 +4,7 @@
     ddp-*, fsdp-*    torch's own, on Gloo and on the backend "lockstep"
     data-parallel    `lockstep.DataParallel` in the same loop
     trainer          `lockstep.Trainer`
+    shared           the same with one copy of the parameters for all ranks of the host
     stock-*          in a process as torch leaves it: Lockstep's ranks keep freed memory,
                      and so do all the others here
 
@@ -221,6 +222,10 @@ _ALL = (
     Way("fsdp-lockstep", "FSDP2 (fully_shard) on lockstep", "lockstep", Sharded, 2.5),
     Way("data-parallel", "lockstep.DataParallel", "", averaged, 4.0),
     Way("trainer", "lockstep.Trainer", "", Trained, 4.0, promised=True),
+    Way(
+        "shared", "lockstep.Trainer(shared=True)", "lockstep", partial(Trained, shared=True),
+        3.0, promised=True,
+    ),
     Way(
         "stock-copies", "copies as torch leaves a process", "gloo", copies,
         average=False, stock=True,
