@@ -206,6 +206,9 @@ def test_ranks_that_disagree_learn_both_sides_at_once(ranks, kind):
 # ---- groups ----
 
 
+GROUP_BYTES = 7 << 20  # of shared memory for a group of two
+
+
 def open_things() -> tuple[int, int, int]:
     gc.collect()
     with open("/proc/self/maps") as maps:
@@ -213,7 +216,13 @@ def open_things() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), lines, len(os.listdir("/proc/self/task"))
 
 
-def many_groups(times: int) -> list[tuple[int, int, int]]:
+def resident() -> int:
+    """Return this process's memory in bytes, shared pages included."""
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def many_groups(times: int) -> list[tuple[tuple[int, int, int], int]]:
     seen = []
     for number in range(times):
         group = dist.new_group(backend="lockstep")
@@ -222,13 +231,24 @@ def many_groups(times: int) -> list[tuple[int, int, int]]:
         dist.destroy_process_group(group)
         del group, work
         if number in (10, times - 1):
-            seen.append(open_things())
+            seen.append((open_things(), resident()))
     return seen
 
 
-def test_groups_that_come_and_go_leave_nothing(ranks):
-    for early, end in ranks(many_groups, 2, 100, timeout=100.0, **on_lockstep):
+def check_nothing_is_left(found: list, groups: int) -> None:
+    for (early, bytes_early), (end, bytes_end) in found:
         assert early == end
+        assert bytes_end - bytes_early < groups * GROUP_BYTES / 10
+
+
+def test_groups_that_come_and_go_leave_nothing(ranks):
+    check_nothing_is_left(ranks(many_groups, 2, 100, timeout=100.0, **on_lockstep), 100)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(300)
+def test_a_thousand_groups_leave_nothing(ranks):
+    check_nothing_is_left(ranks(many_groups, 2, 1000, timeout=250.0, **on_lockstep), 1000)
 
 
 def several_groups() -> list[float]:

@@ -1,0 +1,58 @@
+"""The contract's operations on more ranks than there are cores, and on threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import lockstep as ls
+from comm.contract.handful import handful
+from lockstep.comm import backend
+
+BACKEND = "lockstep" if backend.available() else "gloo"
+OPERATIONS = 18
+
+
+def on_the_first(widths: tuple[int, ...]) -> list[int]:
+    """Run the operations in groups of the first ranks; return how many in each of my groups."""
+    ran = []
+    for width in widths:
+        group = dist.new_group(list(range(width)))
+        if ls.rank() < width:
+            ran.append(len(handful(group, ls.rank(), width)))
+    return ran
+
+
+def test_groups_of_5_8_and_16_ranks(ranks):
+    found = ranks(on_the_first, 16, (5, 8, 16), backend=BACKEND, timeout=100.0)
+    belonging = [3] * 5 + [2] * 3 + [1] * 8
+    assert found == [[OPERATIONS] * groups for groups in belonging]
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(600)
+def test_a_group_of_64_ranks(ranks):
+    found = ranks(on_the_first, 64, (64,), backend=BACKEND, timeout=500.0)
+    assert found == [[OPERATIONS]] * 64
+
+
+@pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_ranks_that_are_threads_of_one_process(n):
+    store, ran = dist.HashStore(), {}
+
+    def rank(number: int) -> None:
+        native = backend.load().create(
+            store, number, n, timedelta(seconds=60), "threads", list(range(n))
+        )
+        ran[number] = len(handful(native, number, n))
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ran == dict.fromkeys(range(n), OPERATIONS)
