@@ -55,6 +55,15 @@ TEST(one_call_that_was_interrupted_changes_nothing) {
   CHECK(choice.better() == 0);
 }
 
+TEST(one_lucky_call_of_the_worse_way_changes_nothing) {
+  Choice choice;
+  go(choice, 1024, {1, 2});
+  for (int call = 0; call < 640; ++call) {
+    choice.took(choice.way() == 0 ? 1 : call / 64 % 3 == 0 ? 0.1 : 2);
+    CHECK(choice.better() == 0);
+  }
+}
+
 TEST(the_first_call_of_a_trial_is_not_counted) {
   Choice choice;
   int before = -1;
