@@ -196,6 +196,13 @@ def test_the_key_is_on_no_command_line_and_in_no_environment(tmp_path):
             assert key not in text
 
 
+def test_a_port_that_is_taken_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"a driver cannot listen at 127.0.0.1:{port} here"):
+            ls.Driver(listen=f"127.0.0.1:{port}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -203,6 +210,7 @@ def test_the_key_is_on_no_command_line_and_in_no_environment(tmp_path):
         ({"nprocs": -1, "remote": 2}, "it needs a worker at least"),
         ({"timeout": 0}, "a deadline is a number of seconds"),
         ({"listen": "here:there"}, "listen here:there: give HOST:PORT"),
+        ({"listen": "no such host:0"}, "cannot listen at no such host:0 here"),
         ({"threads": 0}, "threads=0"),
         ({"backend": "pigeon"}, "torch has no backend 'pigeon'"),
     ],

@@ -36,7 +36,13 @@ class Listener:
         accept: Callable[[Wire], None],
         refused: Callable[[str, str], None] = lambda caller, reason: None,
     ) -> None:
-        self._socket = bind(address, port)
+        try:
+            self._socket = bind(address, port)
+        except UsageError as error:
+            raise UsageError(
+                f"a driver cannot listen at {address}:{port} here: the name is no host's, or the "
+                "port is taken or forbidden; choose another, or port 0 for a free one"
+            ) from error
         self.port = int(self._socket.getsockname()[1])
         self._key, self._silence = key, silence
         self._accept, self._refused = accept, refused
@@ -99,7 +105,10 @@ def dial(address: str, port: int, key: bytes, silence: float, patience: float = 
     Raises RendezvousError where nobody answers, UsageError where it holds another key.
     """
     deadline = time.monotonic() + patience
-    resolve(address)
+    try:
+        resolve(address)
+    except UsageError as error:
+        raise UsageError(f"{address!r} names no host that can be found from here") from error
     while True:
         try:
             end = socket.create_connection((address, port), timeout=handshake.PATIENCE)
