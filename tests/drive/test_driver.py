@@ -105,6 +105,8 @@ def test_what_a_worker_prints_appears_before_the_answer(driver, capsys):
     printed = capsys.readouterr()
     assert printed.out == "[1] one\n[1] two\n"
     assert printed.err == "[2] three\n"
+    driver.on(1).run(print, "\n".join(map(str, range(20_000))))  # more than a pipe holds
+    assert capsys.readouterr().out.splitlines()[-1] == "[1] 19999"
 
 
 # --- remote objects ------------------------------------------------------------------------

@@ -77,16 +77,25 @@ class Doomed:
         killed()
 
 
-def test_a_death_is_named_to_the_worker_that_waits_for_it():
+class Held:
+    """Something to hold."""
+
+
+def held() -> int:
+    return sum(type(thing).__name__ == "Held" for thing in gc.get_objects())
+
+
+def test_a_death_is_named_to_the_worker_that_waits_for_it_and_frees_what_the_dead_held():
     with ls.Driver(nprocs=3, timeout=60) as driver:
+        thing = driver.on(0).create(Held)
+        shelf = driver.on(2).create(list)
+        driver.on(2).run(lambda shelf, ref: shelf.append(ref), shelf, thing)
+        del thing
+        assert driver.on(0).run(held) == 1
         doomed = driver.on(2).create(Doomed)
-        counted = driver.on(0).create(list)
-        driver.on(2).run(lambda ref: globals().update(kept=ref), counted)
         with pytest.raises(RankError, match="rank 2 was killed by SIGKILL"):
             driver.on(1).run(lambda ref: ref.touch(), doomed)
-        del counted  # what the dead worker held is free, too
-        lists = "sum(type(thing) is list and thing == ['mark'] for thing in gc.get_objects())"
-        assert driver.on(0).run(eval, lists, {"gc": gc}) == 0
+        assert driver.on(0).run(held) == 0
 
 
 def test_leaving_ends_a_busy_worker_and_its_call():
