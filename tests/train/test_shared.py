@@ -339,7 +339,7 @@ def killed_at(point, folder):
     import lockstep.train.sharded as sharded
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends us; first we note
-    trainer = trainer_of(True, clip_norm=0.1, model=small(900))
+    trainer = trainer_of(True, clip_norm=0.1, model=small(1300))
     trainer.step(labelled(16).tensors)
     rank, passed = dist.get_rank(), []
 
@@ -377,7 +377,7 @@ def digests():
 
     def alone():
         ls.init()
-        trainer = trainer_of(False, clip_norm=0.1, model=small(900))
+        trainer = trainer_of(False, clip_norm=0.1, model=small(1300))
         found = {}
         for when in ("before", "after"):
             trainer.step(labelled(16).tensors)

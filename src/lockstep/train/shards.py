@@ -23,7 +23,7 @@ from lockstep.train.clipping import BLOCK
 
 __all__ = ["PIECE", "Piece", "Shards", "cuts"]
 
-PIECE = 2 * BLOCK
+PIECE = 4 * BLOCK
 """Elements that are stepped at once: parameter, gradient and state stay in the cache."""
 
 
