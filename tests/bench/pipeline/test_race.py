@@ -11,6 +11,7 @@ from lockstep.bench.pipeline.case import Case
 from lockstep.bench.pipeline.race import CHECKED, Contender, Outcome, contenders, ideal, judge, race
 from lockstep.bench.pipeline.ways import ALONE, COPIES, WAYS
 from lockstep.errors import RankError
+from lockstep.run import preload
 
 CASE = Case("tiny", 4, 8, 32)
 
@@ -80,20 +81,26 @@ def test_an_ideal_pipeline_of_two_waits_for_one_micro_batch():
     assert [ideal(8.0, splits) for splits in (1, 2, 8)] == [8.0, 6.0, 4.5]
 
 
-def test_every_way_has_the_losses_of_one_process_and_ours_one_digest(monkeypatch):
+OURS = [name for name in WAYS if name.startswith("lockstep") or name == "driver"]
+THEIRS = [name for name in WAYS if name not in (COPIES, *OURS)]
+
+
+@pytest.mark.parametrize(("names", "splits"), [(THEIRS, (1, 4)), (OURS, (4,))])
+def test_every_way_has_the_losses_of_one_process_and_ours_one_digest(monkeypatch, names, splits):
     monkeypatch.setattr(racing, "BLOCK", 0.01)
-    names = [name for name in WAYS if name != COPIES]
+    preload.template(trains=True)
     with contenders(names, 60.0, quietly) as running:
-        assert [one.name for one in running] == [ALONE, *WAYS]
-        for splits in (1, 4):
-            outcomes = race(running, replace(CASE, splits=splits), 1, quietly)
-            digests = {each.digest for each in outcomes if each.digest}
-            assert len(digests) == 1
-            for each in outcomes:
-                assert (each.cannot, each.wrong) == ("", ""), each.name
-                assert len(each.losses) == (0 if each.name == ALONE else CHECKED)
-                assert each.times == sorted(each.times)
-                assert each.times[0] > 0
+        assert [one.name for one in running] == [ALONE, COPIES, *names]
+        for each in splits:
+            outcomes = race(running, replace(CASE, splits=each), 1, quietly)
+            digests = [outcome.digest for outcome in outcomes if outcome.digest]
+            assert len(digests) == (len(OURS) if names == OURS else 0)
+            assert len(set(digests)) <= 1
+            for outcome in outcomes:
+                assert (outcome.cannot, outcome.wrong) == ("", ""), outcome.name
+                assert len(outcome.losses) == (0 if outcome.name == ALONE else CHECKED)
+                assert outcome.times == sorted(outcome.times)
+                assert outcome.times[0] > 0
 
 
 def leave(name, folder, peer, patience):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import lockstep
 from lockstep.bench.lineup import Lineup
 from lockstep.bench.pipeline.case import Batch, Case
-from lockstep.bench.pipeline.ways import WAYS, Training, Way
+from lockstep.bench.pipeline.ways import WAYS, Driven, Training, Way, driver
 from lockstep.bench.rank import LINEUP, converse
 from lockstep.examples.rpc_pipeline import joined
 
@@ -46,6 +46,10 @@ def main(name: str, folder: str, peer: str, patience: float) -> None:
 @contextmanager
 def world(way: Way, rendezvous: str, patience: float) -> Iterator[None]:
     """Join the world that a way needs, with one thread."""
+    if way.make is Driven:
+        yield
+        driver().close()
+        return
     if way.name.startswith("lockstep"):
         lockstep.init(backend=way.backend, timeout=patience, device="cpu")
         yield

@@ -6,6 +6,7 @@
     torch-lockstep    the same on the backend "lockstep"; torch-zb with its zero-bubble
     lockstep-1        `lockstep.Trainer` in one process: whose digest the others must have
     lockstep-...      `lockstep.Trainer(stages=2)`: a schedule, the tutorial's cut or a measured one
+    driver            `lockstep.Driver`: 1F1B by two workers that a process outside commands
 
 One thread a rank, the same micro-batches, the same optimizer, one loss a batch.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -142,6 +143,31 @@ class Ours:
         return self._trainer.digest()
 
 
+class Driven:
+    """Lockstep's trainer on the workers of a driver, which is this process."""
+
+    def __init__(self, case: Case) -> None:
+        balance = [case.net.cut, len(pieces(case.build())) - case.net.cut]
+        self._training = driver().trainer(
+            case.build, F.cross_entropy, case.optimizer(), microbatches=case.splits,
+            stages=STAGES, schedule="1f1b", balance=balance,
+        )  # fmt: skip
+
+    def step(self, batch: Batch) -> float | None:
+        """Train on one batch."""
+        return self._training.step(batch)
+
+    def digest(self) -> str:
+        """Return the digest of the whole model's weights."""
+        return self._training.digest()
+
+
+@cache
+def driver() -> lockstep.Driver:
+    """Return this process's driver, whose workers live through the run."""
+    return lockstep.Driver(nprocs=STAGES)
+
+
 @dataclass(frozen=True)
 class Way:
     """A contender: its ranks, what they talk through, and what trains on each.
@@ -173,5 +199,6 @@ _ALL = (
     Way("lockstep-zb", "lockstep", partial(Ours, schedule="zero-bubble")),
     Way("lockstep-1f1b-cut", "lockstep", partial(Ours, schedule="1f1b", measured=True)),
     Way("lockstep-zb-cut", "lockstep", partial(Ours, schedule="zero-bubble", measured=True)),
+    Way("driver", "lockstep", Driven, ranks=1),
 )
 WAYS = {way.name: way for way in _ALL}
