@@ -74,12 +74,12 @@ class Scale:
     """Micro-batches, by their logarithm, and speedups as points of the picture."""
 
     def __init__(self, splits: list[int], low: float, high: float) -> None:
-        self._first, self._span = math.log(splits[0]), math.log(splits[-1] / splits[0]) or 1.0
+        self._last, self._span = math.log(splits[-1]), math.log(splits[-1] / splits[0]) or 1.0
         self.low, self.high = low, high
 
     def point(self, splits: int, value: float) -> Point:
         """Return where a number lies."""
-        x = LEFT + (RIGHT - LEFT) * (math.log(splits) - self._first) / self._span
+        x = RIGHT + (RIGHT - LEFT) * (math.log(splits) - self._last) / self._span
         y = BOTTOM - (BOTTOM - TOP) * (value - self.low) / (self.high - self.low)
         return x, y
 
