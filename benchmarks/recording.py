@@ -22,8 +22,8 @@ from pathlib import Path
 
 from lockstep.show.progress import Progress
 from lockstep.show.record import Recorder
-from lockstep.train.ledger import Page
-from lockstep.train.watch import Watch, ranks_of
+from lockstep.step.ledger import Page
+from lockstep.step.watch import Watch, ranks_of
 
 STEP = 0.005
 TURNS = 12
@@ -86,7 +86,7 @@ def shares():
 
 
 def action(watched, spans):
-    """Do what a rank does around an action, with and without a watch: see train/passage.py."""
+    """Do what a rank does around an action, with and without a watch: see pipeline/passage.py."""
     begun = time.perf_counter()
     if watched:
         spans.append(("forward", 1, 5, begun, time.perf_counter(), 0.001, 0, 65536))

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.averaging.data_parallel import DataParallel as DataParallel
     from lockstep.comm.memory import empty as empty
     from lockstep.data.partition import partition as partition
     from lockstep.drive.driver import Driver as Driver
@@ -26,12 +27,11 @@ if TYPE_CHECKING:
     from lockstep.show.dashboards import MLflow as MLflow
     from lockstep.show.dashboards import TensorBoard as TensorBoard
     from lockstep.show.dashboards import WandB as WandB
+    from lockstep.step.digest import digest as digest
+    from lockstep.step.forward import accuracy as accuracy
+    from lockstep.step.weight import target_weight as target_weight
     from lockstep.train.awakening import build as build
-    from lockstep.train.data_parallel import DataParallel as DataParallel
-    from lockstep.train.digest import digest as digest
-    from lockstep.train.forward import accuracy as accuracy
     from lockstep.train.trainer import Trainer as Trainer
-    from lockstep.train.weight import target_weight as target_weight
 
 # name -> the module that defines it
 PUBLIC = {

@@ -13,7 +13,9 @@
         ├── SampleError               the dataset raised while a sample was loaded
         ├── LossError                 a loss that is no scalar, no number, or that raised
         ├── GradientError             a gradient that cannot be added exactly
-        └── BufferError               a buffer whose results cannot be merged
+        ├── BufferError               a buffer whose results cannot be merged
+        ├── StoppedError              another rank of a pipeline failed and said so
+        └── LostError                 another rank of a pipeline cannot be reached
 
 Every message is written for the person who runs the program: the launcher and
 the command line print it alone, without a traceback.
@@ -28,10 +30,12 @@ __all__ = [
     "LayoutError",
     "LockstepError",
     "LossError",
+    "LostError",
     "PlaceError",
     "RankError",
     "RendezvousError",
     "SampleError",
+    "StoppedError",
     "UsageError",
     "WorkError",
 ]
@@ -102,3 +106,11 @@ class GradientError(WorkError):
 
 class BufferError(WorkError):
     """A buffer whose results differ between micro-batches and cannot be merged."""
+
+
+class StoppedError(WorkError):
+    """Another rank of the pipeline failed and said so."""
+
+
+class LostError(WorkError):
+    """Another rank of the pipeline cannot be reached."""

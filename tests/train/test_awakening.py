@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.step.digest import digest
 from lockstep.train.awakening import awaken, build
-from lockstep.train.digest import digest
 
 
 def block() -> nn.Module:

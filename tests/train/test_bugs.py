@@ -451,7 +451,7 @@ def test_class_weights_with_soft_targets_and_with_a_label_out_of_range(ranks):
 
 
 def test_a_loss_made_by_partial_is_understood():
-    from lockstep.train.weight import is_sum, weight_of
+    from lockstep.step.weight import is_sum, weight_of
 
     assert is_sum(partial(F.cross_entropy, reduction="sum"))
     assert weight_of(partial(F.cross_entropy, ignore_index=0)) is not None

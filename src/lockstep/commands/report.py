@@ -65,8 +65,8 @@ def rendered(run: Run, kind: str) -> bytes:
 
 def simulated(run: Run) -> Timeline | None:
     """Return the timeline that the report draws, simulated; None where it has no stages."""
+    from lockstep.plan.replay import replay
     from lockstep.show.recorded import typical
-    from lockstep.train.replay import replay
 
     found = typical(run)
     return None if found is None else replay(found)

@@ -11,14 +11,14 @@ import click
 
 from lockstep.commands.report import save
 from lockstep.errors import FileError, LayoutError, UsageError
+from lockstep.plan.choice import Plan, plan
+from lockstep.plan.schedules import NAMES
+from lockstep.plan.simulation import Costs
 from lockstep.show import words
 from lockstep.show.lanes import legend, print_lanes, scale_of
 from lockstep.show.roll import roll
 from lockstep.show.terminal import folded, print_table
 from lockstep.show.timeline import Timeline, Work
-from lockstep.train.choice import Plan, plan
-from lockstep.train.schedules import NAMES
-from lockstep.train.simulation import Costs
 
 if TYPE_CHECKING:
     from lockstep.show.reading import Run
@@ -152,8 +152,8 @@ def read_costs(file: Path) -> Costs:
 
 def recorded_costs(run: Run) -> Costs:
     """Return what the stages of a run took in its typical step."""
+    from lockstep.plan.replay import measured
     from lockstep.show.recorded import typical
-    from lockstep.train.replay import measured
 
     step = typical(run)
     if step is None or not step.stages:

@@ -22,11 +22,11 @@ from lockstep.drive.future import gather
 from lockstep.drive.reference import Remote
 from lockstep.errors import UsageError
 from lockstep.run.world import rank, world
+from lockstep.step.evaluation import Evaluation
+from lockstep.step.history import EpochResult, StepResult
+from lockstep.step.weight import weight_of
 from lockstep.train.awakening import Blocks, build
-from lockstep.train.evaluation import Evaluation
-from lockstep.train.history import EpochResult, StepResult
 from lockstep.train.trainer import Trainer
-from lockstep.train.weight import weight_of
 
 __all__ = ["Training"]
 

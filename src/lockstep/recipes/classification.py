@@ -18,7 +18,7 @@ from lockstep.recipes.rate import Rate
 from lockstep.run.world import init
 from lockstep.show.progress import Progress
 from lockstep.show.record import Recorder
-from lockstep.train.forward import accuracy
+from lockstep.step.forward import accuracy
 from lockstep.train.trainer import Trainer
 
 __all__ = ["Data", "Options", "train"]

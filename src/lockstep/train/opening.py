@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.run.world import World
 from lockstep.show.machine import environment
 from lockstep.show.record import Recorder, Writer
-from lockstep.train.setting import Setting
+from lockstep.step.setting import Setting
 
 __all__ = ["Record", "folder_of", "header", "opened"]
 

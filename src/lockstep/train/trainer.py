@@ -21,31 +21,31 @@ from lockstep.comm.clock import clock_offset
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.loader import Batches
 from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
+from lockstep.pipeline.cut import Blocks, block_names, sequence_of
+from lockstep.pipeline.stages import Stages
+from lockstep.pipeline.staging import Staging
+from lockstep.pipeline.state import State
 from lockstep.run.world import world
 from lockstep.show.record import Recorder
-from lockstep.train.agreement import agree, require_same
-from lockstep.train.cut import Blocks, block_names, sequence_of
-from lockstep.train.epoch import Epoch
-from lockstep.train.evaluation import Evaluation
-from lockstep.train.forward import Metric
-from lockstep.train.history import EpochResult, History, StepResult
-from lockstep.train.opening import Record, folder_of, header, opened
-from lockstep.train.optimization import (
+from lockstep.step.agreement import agree, require_same
+from lockstep.step.evaluation import Evaluation
+from lockstep.step.forward import Metric
+from lockstep.step.history import EpochResult, History, StepResult
+from lockstep.step.optimization import (
     Groups,
     Optimization,
     OptimizerFactory,
     SchedulerFactory,
 )
+from lockstep.step.setting import Setting
+from lockstep.step.step import Step
+from lockstep.step.turn import Turn
+from lockstep.step.watch import Watch, ranks_of
+from lockstep.step.weight import WeightFunction
+from lockstep.train.epoch import Epoch
+from lockstep.train.opening import Record, folder_of, header, opened
 from lockstep.train.saving import save_last_good, save_together
-from lockstep.train.setting import Setting
-from lockstep.train.stages import Stages
-from lockstep.train.staging import Staging
-from lockstep.train.state import State
-from lockstep.train.step import Step
-from lockstep.train.turn import Turn
 from lockstep.train.undivided import Undivided
-from lockstep.train.watch import Watch, ranks_of
-from lockstep.train.weight import WeightFunction
 
 __all__ = ["Trainer"]
 

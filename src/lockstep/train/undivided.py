@@ -8,17 +8,17 @@ from typing import Any
 from torch import nn
 
 from lockstep.data.microbatch import Batch
-from lockstep.train.buffers import Buffers
-from lockstep.train.evaluation import Evaluation, evaluate
-from lockstep.train.forward import Metric, forward
-from lockstep.train.gradients import Gradients
-from lockstep.train.optimization import Optimization
-from lockstep.train.setting import Setting
-from lockstep.train.sharing import share
-from lockstep.train.step import Step
-from lockstep.train.turn import Turn
-from lockstep.train.units import Units, units_of
-from lockstep.train.update import Update
+from lockstep.step.buffers import Buffers
+from lockstep.step.evaluation import Evaluation, evaluate
+from lockstep.step.forward import Metric, forward
+from lockstep.step.gradients import Gradients
+from lockstep.step.optimization import Optimization
+from lockstep.step.setting import Setting
+from lockstep.step.sharing import share
+from lockstep.step.step import Step
+from lockstep.step.turn import Turn
+from lockstep.step.units import Units, units_of
+from lockstep.step.update import Update
 
 __all__ = ["Undivided"]
 

@@ -16,7 +16,7 @@ from lockstep.bench.step.answers import (
     write,
 )
 from lockstep.bench.step.ways import Case, Fixed, loss
-from lockstep.train.digest import digest
+from lockstep.step.digest import digest
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

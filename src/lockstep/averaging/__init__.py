@@ -1,0 +1,1 @@
+"""Averaged gradients for a loop that exists already."""

@@ -1,0 +1,1 @@
+"""A model in stages: the cut, what crosses a boundary, the ranks that run it."""

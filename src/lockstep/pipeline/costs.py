@@ -1,0 +1,143 @@
+"""Measured costs: what each block takes forward and backward, and what crosses behind it.
+
+    block 0       block 1       block 2          on one real micro-batch, on one rank
+    F 3.1 ms      F 8.0 ms      F 2.2 ms         forward
+    B 5.9 ms      B 16.5 ms     B 4.1 ms         backward: of the input alone, and whole
+          1.2 MiB       0.6 MiB                  the tensors between them
+
+The measurement leaves no trace: generators, buffers and gradients are as before. It
+may be noisy, as the cut that comes of it changes no bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data.microbatch import mapped
+from lockstep.errors import LayoutError
+from lockstep.pipeline.boundary import assembled, flattened
+from lockstep.plan.simulation import Costs
+from lockstep.randomness import isolated
+from lockstep.step.buffers import Buffers
+from lockstep.step.entry import Entry
+from lockstep.step.forward import called
+from lockstep.step.setting import Setting
+
+__all__ = ["BYTES_PER_SECOND", "check_composition", "measured_costs"]
+
+BYTES_PER_SECOND = 4e9
+"""What a boundary is taken to let through: a copy from another process's memory."""
+
+PASSES = 2  # the first one warms up
+
+
+def measured_costs(
+    blocks: Mapping[str, nn.Module],
+    data: Any,
+    setting: Setting,
+    told: Callable[[str], None] = lambda line: None,
+) -> Costs:
+    """Return what the blocks cost on one micro-batch, in seconds and bytes.
+
+    `data` is what the first block is given; `told` gets a line of progress. Raises
+    LayoutError that names the block which cannot be called with what the one before
+    returned.
+    """
+    buffers = Buffers(dict(blocks))
+    rows: list[list[float]] = []
+    begun = time.perf_counter()
+    told(f"measuring {len(blocks)} blocks on one micro-batch, once, to cut the model evenly")
+    with isolated(setting.device, everything=True), buffers.untouched():
+        for _ in range(PASSES):
+            rows, value = [], _copied(data)
+            for number, (name, block) in enumerate(blocks.items()):
+                value, row = _measured(name, block, value, setting, first=number == 0)
+                rows.append(row)
+    for block in blocks.values():
+        block.zero_grad(set_to_none=True)
+    told(f"measured {len(blocks)} blocks in {time.perf_counter() - begun:.1f} s")
+    forward, inputs, weights, sizes = zip(*rows, strict=True)
+    return Costs(
+        forward,
+        inputs,
+        weights,
+        tuple(size / BYTES_PER_SECOND for size in sizes[:-1]),
+        held=tuple(sizes),
+    )
+
+
+def _measured(
+    name: str, block: nn.Module, data: Any, setting: Setting, first: bool
+) -> tuple[Any, list[float]]:
+    """Return a block's output, without history, and its times and the output's bytes."""
+    entry = None if first else _entered(data)
+    arguments = data if entry is None else (assembled(flattened(data)[0], entry.tensors),)
+    begun = time.perf_counter()
+    try:
+        with setting.autocast():
+            value = called(block, arguments, f"block {name}")
+    except (TypeError, AttributeError, ValueError, RuntimeError) as error:
+        said = (str(error).splitlines() or [""])[0]
+        raise LayoutError(
+            f"block {name} cannot be called with what the block before it returned ({said}): the "
+            "blocks, one after another, must make up the model's forward"
+        ) from error
+    forward = time.perf_counter() - begun
+    pattern, outputs = flattened(value)
+    roots = [tensor for tensor in outputs if tensor.requires_grad]
+    inputs = whole = 0.0
+    if roots and entry is not None and entry.anchor is not None:
+        inputs = _backward(roots, retain_graph=True, inputs=[entry.anchor])
+    if roots:
+        whole = _backward(roots)
+    size = float(sum(tensor.nbytes for tensor in outputs))
+    detached = assembled(pattern, [tensor.detach() for tensor in outputs])
+    return detached, [forward, min(inputs, whole), max(whole - inputs, 0.0), size]
+
+
+def _entered(data: Any) -> Entry:
+    """Return copies of a block's inputs, behind an entry: the block may write into them."""
+    copies = [each.clone(memory_format=torch.preserve_format) for each in flattened(data)[1]]
+    return Entry(copies, [each.is_floating_point() for each in copies])
+
+
+def _backward(roots: Sequence[torch.Tensor], **options: Any) -> float:
+    """Run a backward from ones, and return the seconds it took."""
+    ones = [torch.ones_like(tensor) for tensor in roots]
+    begun = time.perf_counter()
+    torch.autograd.backward(roots, ones, **options)
+    return time.perf_counter() - begun
+
+
+def check_composition(
+    model: nn.Module, blocks: Mapping[str, nn.Module], data: Any, setting: Setting
+) -> None:
+    """Raise LayoutError unless the blocks, one after another, give what the model gives."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with isolated(setting.device), Buffers(dict(blocks)).untouched(), torch.no_grad():
+            expected = flattened(called(model, _copied(data), "the first micro-batch"))[1]
+            value = _copied(data)
+            for number, block in enumerate(blocks.values()):
+                value = called(block, value if number == 0 else (value,), "the first micro-batch")
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    given = flattened(value)[1]
+    if len(given) != len(expected) or not all(
+        torch.equal(*pair) for pair in zip(given, expected, strict=True)
+    ):
+        raise LayoutError(
+            f"the blocks of {type(model).__name__}, one after another, do not give what its "
+            "forward gives: put what forward does besides into blocks too"
+        )
+
+
+def _copied(data: Any) -> Any:
+    return mapped(torch.clone, data)

@@ -1,0 +1,260 @@
+"""The passage: one step of a pipeline, this rank's part of it.
+
+`trainer.step(batch)` with stages: as `lockstep.step.step`, but the schedule says
+what comes when, and several micro-batches are under way at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import LostError, StoppedError
+from lockstep.pipeline.boundary import assembled, flattened
+from lockstep.pipeline.link import Receiver
+from lockstep.pipeline.pipeline import Pipeline
+from lockstep.pipeline.stage import Stage
+from lockstep.plan.schedules import Action
+from lockstep.randomness import isolated
+from lockstep.step.buffers import Buffers
+from lockstep.step.entry import Entry
+from lockstep.step.forward import Metric, measured, own_loss, parts
+from lockstep.step.gradients import Gradients
+from lockstep.step.ledger import Page
+from lockstep.step.setting import Setting
+from lockstep.step.turn import Result, Turn
+from lockstep.step.watch import Span, Watch
+
+__all__ = ["Passage"]
+
+
+class Passage(Turn):
+    """One optimizer step in the making, through the stages of this rank."""
+
+    def __init__(
+        self,
+        number: int,
+        setting: Setting,
+        pipeline: Pipeline,
+        metrics: Mapping[str, Metric],
+        finish: Callable[[Turn], None],
+        watch: Watch | None = None,
+    ) -> None:
+        super().__init__(number, setting, finish)
+        self._watch = watch if watch is not None and watch.sees(number) else None
+        self.pipeline = pipeline
+        self.spans: list[Span] = []
+        self._stopped = ""
+        self._metrics = metrics
+        self._microbatches_here: list[Microbatch] = []
+        self._shares_of: dict[int, float] = {}
+        self._computed = 0
+        self._missing: dict[int, list[int]] = {}
+        self._doing: tuple[Stage, int] | None = None
+        self._waited, self._source, self._bytes = 0.0, -1, 0
+
+    def parts(self) -> list[tuple[Gradients, Buffers]]:
+        """Return gradients and buffers of each stage."""
+        return [(stage.gradients, stage.buffers) for stage in self.pipeline.stages.values()]
+
+    def train(self, batch: Any) -> None:
+        """Take every micro-batch of this replica forward and backward through the stages here."""
+        self._prepare(batch)
+        try:
+            for action in self.pipeline.actions(len(self._microbatches_here)):
+                self._do(action)
+            for stage in self.pipeline.stages.values():
+                self._take_absent(stage)
+        except LostError:
+            raise
+        except Exception as error:
+            self._fail(error)
+
+    def share_tied(self) -> None:
+        """Give the sums of parameters that stages share to all of them."""
+        self.pipeline.share_tied(self.number)
+
+    # --- before the first and after the last --------------------------------------------------
+
+    def _seed(self, stack: ExitStack) -> None:
+        for stage in self.pipeline.stages.values():
+            stage.begin(Buffers(self._modules(stage)))
+            stack.enter_context(stage.units.hooked())
+        stack.enter_context(isolated(self.setting.device, everything=True))
+
+    def _leave(self, error: BaseException | None) -> bool:
+        for stage in self.pipeline.stages.values():
+            stage.end()
+        return False
+
+    def __exit__(self, *raised: Any) -> None:
+        """Finish the step; after a failure the links begin anew."""
+        try:
+            super().__exit__(*raised)
+        except Exception:
+            self.pipeline.connect()
+            raise
+
+    def _modules(self, stage: Stage) -> dict[str, Any]:
+        found = dict(stage.named)
+        if stage.number == self.pipeline.last:
+            found |= self.setting.loss_module()
+        return found
+
+    def _prepare(self, batch: Any) -> None:
+        batch = self._cut(batch)
+        self._shares_of, self._computed = self._shares(batch)
+        for stage in self.pipeline.stages.values():
+            stage.gradients.begin(batch.leaves)
+            self._missing[stage.number] = [each.index for each in batch.microbatches]
+        self._microbatches_here = [
+            each for each in batch.microbatches if each.index in self._shares_of
+        ]
+        if self._microbatches_here:
+            for ends in self.pipeline.ends.values():
+                for receiver in (ends.inputs,):
+                    if receiver is not None:
+                        receiver.post()
+
+    def _take_absent(self, stage: Stage, before: int | None = None) -> None:
+        """Take the leaves of micro-batches that are left out, up to leaf `before`."""
+        missing = self._missing[stage.number]
+        while missing and missing[0] != before:
+            stage.gradients.take(missing.pop(0))
+
+    # --- one action ---------------------------------------------------------------------------
+
+    def _do(self, action: Action) -> None:
+        stage = self.pipeline.stages[action.stage]
+        microbatch = self._microbatches_here[action.microbatch]
+        self._doing = stage, microbatch.index
+        self._waited, self._source, self._bytes = 0.0, -1, 0
+        begun = time.perf_counter()
+        if action.kind == "forward":
+            self._forward(stage, microbatch, action.microbatch)
+        else:
+            with torch.autocast(self.setting.device.type, enabled=False):
+                self._backward(stage, microbatch.index, action.kind)
+            if action.kind != "input":
+                self._finish_leaf(stage, microbatch)
+        if self._watch is not None:
+            self.spans.append(
+                (action.kind, stage.number, microbatch.index, begun, time.perf_counter(),
+                 self._waited, self._source, self._bytes)
+            )  # fmt: skip
+        self._doing = None
+
+    def _forward(self, stage: Stage, microbatch: Microbatch, position: int) -> None:
+        leaf, ends = microbatch.index, self.pipeline.ends[stage.number]
+        place = self.place
+        entry: Entry | None = None
+        if ends.inputs is None:
+            data = self.setting.moved(microbatch.data)
+            data = parts(data, place)[0] if self.setting.loss is not None else data
+        else:
+            more = position + 1 < len(self._microbatches_here)
+            pattern, tensors = self._received(ends.inputs, leaf, more)
+            entry = Entry(tensors, [form.differentiable for form in ends.inputs.forms])
+            data = assembled(pattern, entry.tensors)
+        loss = self._loss(microbatch, place) if ends.outputs is None else None
+        with self.setting.autocast():
+            pattern, tensors = stage.forward(self.number, leaf, entry, data, place, loss)
+        if ends.outputs is not None:
+            ends.outputs.send(pattern, tensors, self.number, leaf)
+
+    def _loss(self, microbatch: Microbatch, place: str) -> Callable[[Any], torch.Tensor]:
+        """Return what makes the scaled loss of the model's outputs, and notes it."""
+
+        def scaled(outputs: Any) -> torch.Tensor:
+            metrics: dict[str, Any] = {}
+            if self.setting.loss is None:
+                loss = own_loss(outputs, place)
+            else:
+                targets = parts(self.setting.moved(microbatch.data), place)[1]
+                loss, metrics = measured(self.setting.loss, self._metrics, outputs, targets, place)
+            self._check(loss, place)
+            share = self._shares_of[microbatch.index]
+            self.results.append(Result(microbatch, share, [loss.detach()], metrics))
+            with torch.autocast(self.setting.device.type, enabled=False):
+                result: torch.Tensor = loss * share
+            return result
+
+        return scaled
+
+    def _backward(self, stage: Stage, leaf: int, kind: str) -> None:
+        if kind == "weight":
+            stage.backward_weights(leaf)
+            return
+        ends = self.pipeline.ends[stage.number]
+        gradients: Sequence[torch.Tensor | None] | None = None
+        if ends.gradients is not None:
+            gradients = ()
+            if stage.outputs(leaf):
+                gradients = assembled(*self._received(ends.gradients, leaf))
+        tied = self.pipeline.ties_down(stage.number)
+        also = [pair for tie in tied for pair in tie.taken(self.number, leaf)]
+        if kind == "input":
+            whole = self.pipeline.tied_parameters(stage.number)
+            made = stage.backward_inputs(leaf, gradients, whole, also)
+        else:
+            made = stage.backward(leaf, gradients, also)
+        if ends.to_inputs is not None and made:
+            ends.to_inputs.send(*flattened(tuple(made)), self.number, leaf)
+        for tie in self.pipeline.ties_up(stage.number):
+            tie.hand_on(stage.taken(leaf, tie.parameters), self.number, leaf)
+
+    def _finish_leaf(self, stage: Stage, microbatch: Microbatch) -> None:
+        self._take_absent(stage, microbatch.index)
+        self._missing[stage.number].pop(0)
+        stage.finish(microbatch.index, microbatch.size / self._computed)
+
+    def _received(self, receiver: Receiver, leaf: int, more: bool = False) -> Any:
+        begun, before = time.perf_counter(), receiver.received
+        try:
+            return receiver.receive(self.number, leaf, more)
+        finally:
+            waited = time.perf_counter() - begun
+            self._waited += waited
+            self._idle += waited
+            self._source = receiver.peer
+            self._bytes += receiver.received - before
+
+    # --- what it says -------------------------------------------------------------------------
+
+    @property
+    def place(self) -> str:
+        """Where the step is: rank, stage, step and micro-batch, for messages."""
+        if self._doing is None:
+            return f"rank {self.setting.rank}, step {self.number}"
+        stage, leaf = self._doing
+        where = f"rank {self.setting.rank}, stage {stage.number}"
+        return f"{where}, step {self.number}, micro-batch {leaf}"
+
+    def page(self) -> Page:
+        """Return what this rank has to say of its micro-batches, or of its failure."""
+        if self._stopped:
+            return Page([], [], 0.0, 0.0, stopped=self._stopped)
+        page = super().page()
+        return self._watch.noted(page, self._begun, self.spans) if self._watch else page
+
+    def _fail(self, error: Exception) -> None:
+        """Tell the neighbours; the ledger tells everybody."""
+        self.error = error
+        if isinstance(error, StoppedError):
+            self._stopped = str(error)
+        else:
+            said = (str(error).splitlines() or [""])[0]
+            named = (
+                said
+                if said.startswith(self.place)
+                else f"{self.place}: {type(error).__name__}: {said}"
+            )
+            self._stopped = named
+            error.add_note(f"in {self.place}")
+        with suppress(RuntimeError):
+            self.pipeline.fail(self._stopped, self.number)

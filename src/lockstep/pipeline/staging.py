@@ -1,0 +1,164 @@
+"""The staging: what was asked about stages, and the cut that comes of it.
+
+    Trainer(..., stages=2)                  asked
+    first batch, on rank 0                  the blocks are measured, the cut is planned
+    all ranks                               hear of it, and let go of what is not theirs
+
+With `balance` nothing needs to be measured, and an `nn.Sequential` is cut at once. Any
+other model is cut with the first batch, on which its blocks are first seen to be it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lockstep.comm.transfer import all_gather_bytes
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import LayoutError
+from lockstep.pipeline.costs import check_composition, measured_costs
+from lockstep.pipeline.cut import Cut
+from lockstep.plan.balance import ranges
+from lockstep.plan.choice import choose, plan
+from lockstep.plan.schedules import NAMES
+from lockstep.step.forward import parts
+from lockstep.step.setting import Setting
+
+__all__ = ["Staging"]
+
+DEFAULT = "1f1b"
+
+
+@dataclass(frozen=True)
+class Staging:
+    """The stages that a trainer was asked for, of the blocks called `names`.
+
+    Raises LayoutError, when made, for what cannot work whatever the data.
+    """
+
+    setting: Setting
+    names: tuple[str, ...]
+    schedule: str | None = None
+    balance: tuple[int, ...] | None = None
+    chunks: int | None = None
+    is_chain: bool = True
+    """Whether the model's forward is known to be its blocks, one after another."""
+
+    @classmethod
+    def of(
+        cls,
+        setting: Setting,
+        model: nn.Module,
+        names: Sequence[str],
+        schedule: str | None,
+        balance: Sequence[int] | None,
+        chunks: int | None,
+    ) -> Staging:
+        """Check what was asked, and return it."""
+        kind = type(model).__name__
+        if setting.stages > 1 and hasattr(model, "_orig_mod"):
+            raise LayoutError(
+                f"a compiled model cannot be cut into {setting.stages} stages: compile its blocks "
+                "one by one instead"
+            )
+        if setting.stages > 1 and not names:
+            raise LayoutError(
+                f"{kind} does not say how to cut it into {setting.stages} stages: give a "
+                "torch.nn.Sequential, a method blocks(), blocks=[...] with the modules that its "
+                "forward calls one after another, or a list of stages as the model"
+            )
+        if schedule is not None and schedule not in NAMES:
+            raise LayoutError(f"there is no schedule {schedule!r}; there are {', '.join(NAMES)}")
+        if chunks is not None and schedule != "interleaved":
+            raise LayoutError(
+                f'chunks={chunks} belongs to schedule="interleaved", where each rank has several '
+                "stages"
+            )
+        sizes = None if balance is None else tuple(balance)
+        is_chain = type(model) is nn.Sequential
+        made = cls(setting, tuple(names), schedule, sizes, chunks, is_chain)
+        made._check()
+        return made
+
+    @property
+    def stages(self) -> int:
+        """How many stages the schedule cuts the model into."""
+        return self.setting.stages * self._chunks
+
+    @property
+    def _chunks(self) -> int:
+        return (self.chunks or 2) if self.schedule == "interleaved" else 1
+
+    def _check(self) -> None:
+        if self.setting.stages == 1:
+            return
+        if len(self.names) < self.stages:
+            raise LayoutError(
+                f"{len(self.names)} blocks cannot be cut into {self.stages} stages: each has at "
+                "least one block"
+            )
+        if self.balance is not None and (
+            len(self.balance) != self.stages
+            or sum(self.balance) != len(self.names)
+            or min(self.balance) < 1
+        ):
+            raise LayoutError(
+                f"balance={list(self.balance)} must give each of {self.stages} stages its number "
+                f"of blocks, of {len(self.names)} together"
+            )
+
+    def given(self) -> tuple[Cut, str, int] | None:
+        """Return the cut, the schedule and its chunks where no data is needed to know them."""
+        if self.balance is None or not self.is_chain:
+            return None
+        return Cut(self.names, tuple(ranges(self.balance))), self.schedule or DEFAULT, self._chunks
+
+    def measured(self, model: nn.Module, microbatch: Microbatch | None) -> tuple[Cut, str, int]:
+        """Return the cut, the schedule and its chunks that rank 0 plans on a micro-batch.
+
+        Raises LayoutError on every rank where the blocks are not the model.
+        """
+        planned: dict[str, Any] = {}
+        failure: Exception | None = None
+        if self.setting.rank == 0:
+            try:
+                planned = self._planned(model, microbatch)
+            except Exception as error:  # whatever it is, the other ranks wait for the outcome
+                failure = error
+                planned = {"failure": f"rank 0 could not measure the blocks: {error}"}
+        heard = all_gather_bytes(
+            json.dumps(planned).encode(), "cutting the model into stages", self.setting.group
+        )
+        if failure is not None:
+            raise failure
+        planned = json.loads(heard[0])
+        if "failure" in planned:
+            raise LayoutError(planned["failure"])
+        bounds = [range(lo, hi) for lo, hi in planned["cut"]]
+        return Cut(self.names, tuple(bounds)), planned["schedule"], planned["chunks"]
+
+    def _planned(self, model: nn.Module, microbatch: Microbatch | None) -> dict[str, Any]:
+        assert microbatch is not None
+        setting = self.setting
+        data = setting.moved(microbatch.data)
+        if setting.loss is not None:
+            data = parts(data, "the first micro-batch")[0]
+        blocks = {name: model.get_submodule(name) for name in self.names}
+        check_composition(model, blocks, data, setting)
+        if self.balance is not None:
+            cut = [(span.start, span.stop) for span in ranges(self.balance)]
+            return {"cut": cut, "schedule": self.schedule or DEFAULT, "chunks": self._chunks}
+        costs = measured_costs(blocks, data, setting, partial(print, file=sys.stderr))
+        count = -(-setting.microbatches // setting.replicas)
+        if self.schedule is None:
+            found = choose(costs, setting.stages, count)
+        else:
+            found = plan(self.schedule, costs, setting.stages, count, self.chunks)
+        cut = [(span.start, span.stop) for span in found.cut]
+        return {"cut": cut, "schedule": found.name, "chunks": found.chunks}

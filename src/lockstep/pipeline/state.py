@@ -1,0 +1,119 @@
+"""The state: what training goes on from, whole on every rank whatever the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.pipeline.placement import Placement
+from lockstep.pipeline.whole import whole_optimizer, whole_state
+from lockstep.step.digest import digest
+from lockstep.step.optimization import Optimization
+
+__all__ = ["State"]
+
+AVERAGED = "module."
+"""What torch puts in front of the names of averaged weights."""
+
+
+class State:
+    """Weights, buffers, their average and the optimizer's state.
+
+    With stages a rank holds a part of each; then every method that returns something
+    must be called on every rank.
+    """
+
+    def __init__(self, module: nn.Module, optimization: Optimization, device: torch.device) -> None:
+        self.placement: Placement | None = None
+        self._module, self._optimization, self._device = module, optimization, device
+        self._names: dict[torch.Tensor, str] = {
+            tensor: name for name, tensor in module.named_parameters()
+        }
+
+    def model(self, *, average: bool = False) -> dict[str, Any]:
+        """Return the state dict of the model, or of the averaged weights."""
+        module = self.averaged(average)
+        state: dict[str, Any] = module.state_dict()
+        if self.placement is None:
+            return state
+        return whole_state(state, self._source, self._device)
+
+    def averaged(self, average: bool = True) -> nn.Module:
+        """Return the model, or the one with averaged weights; UsageError where there is none."""
+        if not average:
+            return self._module
+        if self._optimization.average is None:
+            raise UsageError("there is no average of the weights: give the trainer average=0.999")
+        return self._optimization.average.module
+
+    def optimizer(self) -> dict[str, Any]:
+        """Return the state dict of the optimizer."""
+        optimizer = self._optimization.optimizer
+        if self.placement is None:
+            return self._optimization.keeper.state_dict()
+        return whole_optimizer(optimizer, self._names, self._source, self._device)
+
+    def average(self) -> dict[str, Any] | None:
+        """Return the state dict of the average, with how often it was updated; or None."""
+        average = self._optimization.average
+        if average is None:
+            return None
+        return {"n_averaged": average.n_averaged} | {
+            AVERAGED + name: value for name, value in self.model(average=True).items()
+        }
+
+    def digest(self) -> str:
+        """Return the SHA-256 over parameters and buffers."""
+        return digest(self.model())
+
+    def optimizer_digest(self) -> str:
+        """Return the SHA-256 over the optimizer's state."""
+        if self.placement is None:
+            return digest(self._optimization.tensors(self._names))
+        optimizer = self._optimization.optimizer
+        order = [self._names[each] for group in optimizer.param_groups for each in group["params"]]
+        return digest(
+            {
+                f"{order[index]}/{entry}": value
+                for index, state in self.optimizer()["state"].items()
+                for entry, value in state.items()
+            }
+        )
+
+    def optimization(self) -> dict[str, Any]:
+        """Return the states of the optimizer, the schedule and the average."""
+        scheduler = self._optimization.scheduler
+        return {
+            "optimizer": self.optimizer(),
+            "scheduler": scheduler.state_dict() if scheduler else None,
+            "average": self.average(),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load whole states; of each, a rank takes what it holds."""
+        average = state["average"] and self._held(state["average"], AVERAGED)
+        with self._optimization.loading():
+            self._module.load_state_dict(self._held(state["model"], ""))
+            self._optimization.load_state_dict({**state, "average": average})
+
+    def _source(self, name: str) -> int:
+        assert self.placement is not None
+        return self.placement.source(name)
+
+    def _held(self, state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+        """Return a state whose tensors that are not held here are on the meta device."""
+        placement = self.placement
+        if placement is None:
+            return state
+        return {
+            name: value.to("meta")
+            if isinstance(value, torch.Tensor)
+            and name.removeprefix(prefix) in placement.holders
+            and not placement.here(name.removeprefix(prefix))
+            else value
+            for name, value in state.items()
+        }

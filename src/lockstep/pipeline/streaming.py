@@ -1,0 +1,125 @@
+"""Streaming: an evaluation through stages, forward only.
+
+rank 0   stage 0   F0 F1 F2 F3 | F0 F1 ...      the next batch follows at once
+rank 1   stage 1      F0 F1 F2 F3 | F0 ...      losses and metrics of every micro-batch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from torch import nn
+
+from lockstep.data.microbatch import Batch, Microbatch
+from lockstep.errors import LostError, StoppedError
+from lockstep.pipeline.boundary import assembled, flattened
+from lockstep.pipeline.pipeline import Pipeline
+from lockstep.pipeline.placement import Placement
+from lockstep.pipeline.stage import composed
+from lockstep.randomness import isolated
+from lockstep.step.buffers import Buffers
+from lockstep.step.evaluation import Evaluation, Row, combined, evaluating, row
+from lockstep.step.forward import Metric, measured, own_loss, parts
+
+__all__ = ["Stream"]
+
+EVALUATION = 1 << 62
+"""What the pages of an evaluation's batches are numbered from; no step gets so far."""
+
+
+class Stream:
+    """One evaluation of `model` (the trained one, or a copy of it) through the stages here."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        placement: Placement,
+        pipeline: Pipeline,
+        metrics: Mapping[str, Metric],
+        seed: int,
+    ) -> None:
+        self._model, self._pipeline, self._metrics = model, pipeline, metrics
+        self._setting = pipeline.setting
+        self._blocks = {s: placement.named(model, s) for s in pipeline.stages}
+        self._units = {s: placement.units(model, s, seed) for s in pipeline.stages}
+        self._buffers = {s: Buffers(self._modules(s)) for s in pipeline.stages}
+        self._rows: list[Row] = []
+        self._place = f"rank {self._setting.rank}, an evaluation"
+
+    def run(self, batches: Iterable[Batch]) -> Evaluation:
+        """Go through all batches, and combine what all ranks found."""
+        failed: Exception | None = None
+        failure = ""
+        try:
+            self._run(batches)
+        except LostError:
+            raise
+        except Exception as error:
+            failed = error
+            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            failure = str(error) if isinstance(error, StoppedError) else f"{self._place}: {said}"
+            with suppress(RuntimeError):
+                self._pipeline.fail(failure, EVALUATION)
+        try:
+            return combined(self._rows, self._setting, failure)
+        except StoppedError:
+            self._pipeline.connect()
+            if failed is not None and not isinstance(failed, StoppedError):
+                raise failed from None
+            raise
+
+    def _modules(self, stage: int) -> dict[str, nn.Module]:
+        last = stage == self._pipeline.last
+        return self._blocks[stage] | (self._setting.loss_module() if last else {})
+
+    def _run(self, batches: Iterable[Batch]) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(evaluating(self._model))
+            stack.enter_context(isolated(self._setting.device, everything=True))
+            for units in self._units.values():
+                stack.enter_context(units.hooked())
+            for number, batch in enumerate(batches):
+                self._batch(number, batch)
+
+    def _batch(self, number: int, batch: Batch) -> None:
+        for stage in sorted(self._pipeline.stages):
+            for position, microbatch in enumerate(batch.microbatches):
+                more = position + 1 < len(batch.microbatches)
+                self._forward(stage, number, microbatch, more)
+            outputs = self._pipeline.ends[stage].outputs
+            if outputs is not None:
+                outputs.drain(left=len(batch.microbatches))  # never far ahead of the next stage
+
+    def _forward(self, stage: int, number: int, microbatch: Microbatch, more: bool) -> None:
+        setting, ends, leaf = self._setting, self._pipeline.ends[stage], microbatch.index
+        rank = setting.rank
+        place = f"rank {rank}, stage {stage}, evaluation batch {number}, micro-batch {leaf}"
+        self._place = place
+        if ends.inputs is None:
+            data = setting.moved(microbatch.data)
+            data = parts(data, place)[0] if setting.loss is not None else data
+        else:
+            data = assembled(*ends.inputs.receive(EVALUATION + number, leaf, more))
+        units = self._units[stage]
+        units.begin(-1 - number, leaf)
+        with self._buffers[stage].untouched(), setting.autocast():
+            blocks = list(self._blocks[stage].values())
+            value = composed(blocks, data, place, first=ends.inputs is None)
+            if ends.outputs is None:
+                units.end()
+                loss, metrics = self._measured(value, microbatch, place)
+        units.pause()
+        if ends.outputs is None:
+            self._rows.append(row(setting, microbatch, loss, metrics, place))
+        else:
+            ends.outputs.send(*flattened(value), EVALUATION + number, leaf)
+
+    def _measured(
+        self, outputs: Any, microbatch: Microbatch, place: str
+    ) -> tuple[Any, dict[str, Any]]:
+        if self._setting.loss is None:
+            return own_loss(outputs, place), {}
+        targets = parts(self._setting.moved(microbatch.data), place)[1]
+        return measured(self._setting.loss, self._metrics, outputs, targets, place)

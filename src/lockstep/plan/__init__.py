@@ -1,0 +1,1 @@
+"""Plans of pipelines: schedules, their simulation, where a model is cut. Pure."""

@@ -1,0 +1,217 @@
+"""The turn: what every step does, however its micro-batches are computed.
+
+with turn:           generators given back as found, the thread count of the promise
+    ...              micro-batches: `lockstep.step.step` one after another on this
+                     rank, `lockstep.pipeline.passage` through stages
+at the end           the trainer adds over the ranks and steps the optimizer
+after an exception   weights and buffers are as before
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.transfer import all_gather_bytes
+from lockstep.data.microbatch import Batch, Microbatch, spans
+from lockstep.errors import LossError, UsageError
+from lockstep.step.buffers import Buffers
+from lockstep.step.forward import check_scalar
+from lockstep.step.gradients import Gradients
+from lockstep.step.ledger import Entry, Page, peak_memory
+from lockstep.step.setting import Setting
+from lockstep.step.weight import ignored_targets, is_sum, shares
+
+__all__ = ["Result", "Turn"]
+
+
+@dataclass
+class Result:
+    """What was made of one micro-batch."""
+
+    microbatch: Microbatch
+    share: float
+    losses: list[torch.Tensor] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def entry(self) -> Entry:
+        """Return its line of the ledger."""
+        loss = sum(float(loss) for loss in self.losses)
+        metrics = {name: float(value) for name, value in self.metrics.items()}
+        return Entry(self.microbatch.index, self.microbatch.size, self.share, loss, metrics)
+
+
+class Turn:
+    """One optimizer step in the making; `finish` is what the trainer does at its end."""
+
+    def __init__(self, number: int, setting: Setting, finish: Callable[[Turn], None]) -> None:
+        self.number = number
+        self.setting = setting
+        self.batch: Batch | None = None
+        self.error: Exception | None = None
+        self.results: list[Result] = []
+        self.times: tuple[float, ...] = ()
+        """When the ledger was read, the gradients were added, the optimizer was done."""
+        self._finish = finish
+        self._warnings: list[str] = []
+        self._stack = ExitStack()
+        self._begun = 0.0
+        self._compute = 0.0
+        self._idle = 0.0
+
+    def parts(self) -> list[tuple[Gradients, Buffers]]:
+        """Return gradients and buffers of each part of the model that this rank holds."""
+        raise NotImplementedError
+
+    def share_tied(self) -> None:
+        """Give the sums of parameters that stages share to all of them."""
+
+    def __enter__(self) -> Any:
+        """Begin: generators under our keys, the thread count of the promise."""
+        self._begun = time.perf_counter()
+        if torch.get_num_threads() != self.setting.threads:
+            torch.set_num_threads(self.setting.threads)
+        self._seed(self._stack)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Finish the step, or undo it where there was an exception."""
+        unfinished = self._leave(error)
+        self._stack.close()
+        for _, buffers in self.parts():
+            buffers.restore()
+        if error is not None or self.error is not None:
+            for gradients, _ in self.parts():
+                gradients.clear()
+        if error is not None:
+            return
+        if self.batch is None or unfinished:
+            raise UsageError(
+                "a step was left before its last micro-batch: go through all of "
+                "step.microbatches(batch) inside `with trainer.step() as step`"
+            )
+        self._compute = time.perf_counter() - self._begun - self._idle
+        self._finish(self)
+
+    def _seed(self, stack: ExitStack) -> None:
+        """Enter what seeds the generators during the step."""
+        raise NotImplementedError
+
+    def _leave(self, error: BaseException | None) -> bool:
+        """Return whether a micro-batch was begun and not finished."""
+        return False
+
+    @property
+    def about(self) -> str:
+        """What must be the same of this step on all ranks, in words."""
+        assert self.batch is not None
+        return (
+            f"in step {self.number} of a trainer, with a batch of {self.batch.size} samples "
+            f"in {self.batch.leaves} micro-batches"
+        )
+
+    def page(self) -> Page:
+        """Return what this rank has to say of its micro-batches."""
+        assert self.batch is not None
+        alone = self.setting.replicas == 1
+        return Page(
+            entries=[result.entry() for result in self.results],
+            buffers=[buffers.findings(alone) for _, buffers in self.parts()],
+            compute=self._compute,
+            data=self.batch.seconds,
+            memory=peak_memory(),
+            gradients=[gradients.present() for gradients, _ in self.parts()],
+            warnings=self._warnings,
+            failure=self._failure(),
+            idle=self._idle,
+        )
+
+    def _failure(self) -> str:
+        """Return what went wrong here that stops the step on every rank."""
+        return ""
+
+    # --- the batch --------------------------------------------------------------------------
+
+    def _cut(self, batch: Any) -> Batch:
+        """Return this rank's part of a batch, which may be a whole one."""
+        self.batch = self.setting.cut(batch)
+        return self.batch
+
+    def _check(self, loss: torch.Tensor, place: str) -> None:
+        check_scalar(loss, place)
+        if not loss.requires_grad:
+            raise LossError(
+                f"{place}: the loss depends on no parameter that is trained; all may be frozen, "
+                "or the loss was computed under torch.no_grad()"
+            )
+
+    def _shares(self, batch: Batch) -> tuple[dict[int, float], int]:
+        """Return each micro-batch's part of the loss, and the samples that are computed."""
+        setting = self.setting
+        sizes = {leaf: len(span) for leaf, span in enumerate(spans(batch.size, batch.leaves))}
+        if is_sum(setting.loss):
+            return dict.fromkeys(sizes, 1.0), batch.size
+        if setting.weight is None:
+            self._warn_of_ignored_targets(batch)
+            return {leaf: size / batch.size for leaf, size in sizes.items()}, batch.size
+        mine = {
+            each.index: self._weight(each)
+            for each in batch.microbatches
+            if each.data is not None  # a stage in between needs none
+        }
+        weights = _exchanged(mine, self.about, setting.group)
+        if not sum(weights.values()) > 0:
+            raise LossError(
+                f"rank {setting.rank}, step {self.number}: the weights of the batch's "
+                f"{batch.leaves} micro-batches add up to {sum(weights.values())}; does every "
+                "sample of the batch have its target ignored?"
+            )
+        parts = shares(weights)
+        return parts, sum(sizes[leaf] for leaf in parts)
+
+    def _weight(self, microbatch: Microbatch) -> float:
+        assert self.setting.weight is not None
+        try:
+            return float(self.setting.weight(microbatch.data))
+        except Exception as error:
+            place = self.setting.place(self.number, microbatch.index)
+            raise LossError(
+                f"{place}: the weight of the micro-batch could not be computed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _warn_of_ignored_targets(self, batch: Batch) -> None:
+        for each in batch.microbatches:
+            if ignored_targets(self.setting.loss, each.data):
+                self._warnings.append(
+                    f"{self.setting.place(self.number, each.index)}: some targets are ignored by "
+                    "the loss, whose mean is then not one over samples, and the gradient is not "
+                    "that of the whole batch; give the trainer weight=lockstep.target_weight(loss)"
+                )
+                return
+
+
+def _exchanged(
+    mine: Mapping[int, float], about: str, group: dist.ProcessGroup | None
+) -> dict[int, float]:
+    """Return the weights of all micro-batches, in leaf order, on every rank."""
+    text = ",".join(f"{leaf}:{weight.hex()}" for leaf, weight in mine.items())
+    pairs = [
+        pair.split(":")
+        for message in all_gather_bytes(text.encode(), f"weighing {about}", group)
+        for pair in message.decode().split(",")
+        if pair
+    ]
+    return {int(leaf): float.fromhex(weight) for leaf, weight in pairs}

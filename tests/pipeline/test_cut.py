@@ -1,0 +1,81 @@
+"""The cut: blocks by name, who has what, and what is let go of."""
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import LayoutError
+from lockstep.pipeline.cut import Cut, block_names, release
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Says(Model):
+    def blocks(self):
+        return [self.embed, self.layers, self.head]
+
+
+NAMES = ["embed", "layers.0", "layers.1", "head"]
+
+
+def test_blocks_are_named_by_the_model_or_by_the_user():
+    assert block_names(nn.Sequential(nn.ReLU(), nn.Tanh()), None) == ["0", "1"]
+    assert block_names(Model(), None) == []
+    assert block_names(Says(), None) == NAMES
+    assert block_names(Model(), ["embed", "layers", "head"]) == NAMES
+    model = Model()
+    assert block_names(model, [model.embed, *model.layers, model.head]) == NAMES
+
+
+def test_a_block_that_is_not_in_the_model_is_named():
+    with pytest.raises(LayoutError, match="Model has no module 'tail'"):
+        block_names(Model(), ["embed", "tail"])
+    with pytest.raises(LayoutError, match="a ReLU that is given is no part of the model Model"):
+        block_names(Model(), [nn.ReLU()])
+
+
+def test_a_tied_parameter_has_several_holders_and_the_rest_one():
+    cut = Cut(tuple(NAMES), (range(0, 2), range(2, 3), range(3, 4)))
+    assert cut.holders(Model()) == {
+        "embed.weight": [0, 2],
+        "layers.0.weight": [0],
+        "layers.0.bias": [0],
+        "layers.1.weight": [1],
+        "layers.1.bias": [1],
+    }
+
+
+def test_what_would_be_written_on_two_stages_is_refused():
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(norm, nn.ReLU(), norm)
+    cut = Cut(("0", "1", "2"), (range(0, 2), range(2, 3)))
+    with pytest.raises(LayoutError, match=r"buffer 0.running_mean belongs to .* stages \[0, 1\]"):
+        cut.holders(model)
+    inner = nn.Linear(4, 4)
+    model = nn.Sequential(inner, nn.Sequential(nn.ReLU(), inner))
+    with pytest.raises(LayoutError, match="block 0 of stage 0 is also called inside a block of"):
+        Cut(("0", "1"), (range(0, 1), range(1, 2))).holders(model)
+
+
+def test_what_is_let_go_of_keeps_its_identity_and_has_no_memory():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.LSTM(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = list(model.parameters())
+    release(model, lambda name: name.startswith("0."))
+    assert all(old is new for old, new in zip(before, model.parameters(), strict=True))
+    assert [p.is_meta for p in optimizer.param_groups[0]["params"]] == [False] * 2 + [True] * 6
+    assert all(buffer.is_meta for buffer in model.buffers())
+    assert [p.requires_grad for p in before] == [True] * 8

@@ -1,0 +1,150 @@
+"""Splitting: the gradients of a backward in two parts are those of one, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.pipeline.splitting import Split, splittable
+from lockstep.step.entry import Entry
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.scale = nn.Parameter(torch.randn(3, 1, 1))
+
+    def forward(self, x):
+        return x + torch.relu_(self.norm(self.conv(x))) * self.scale
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.inner = kind(8, 8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x)[0]
+
+
+class Unrolled(nn.Module):
+    """One weight at many junctions: it belongs to the first part."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+
+    def forward(self, x):
+        hidden = torch.zeros(len(x), 8)
+        for time in range(x.shape[1]):
+            hidden = self.cell(x[:, time], hidden)
+        return hidden
+
+
+def tied():
+    linear = nn.Linear(8, 8)
+    return nn.Sequential(linear, nn.Tanh(), linear, nn.LayerNorm(8), nn.Linear(8, 8))
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.ReLU(inplace=True),
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3, groups=2, bias=False),
+        nn.GroupNorm(2, 4),
+    )
+
+
+PICTURES, WORDS = (2, 3, 9, 9), (3, 5, 8)
+# What is split: the model, its input, how many parameters wait for the second part.
+CASES = {
+    "convolutions": (convolutions, PICTURES, 7),
+    "residual": (lambda: nn.Sequential(Residual(), Residual()), PICTURES, 10),
+    "channels last": (lambda: Residual().to(memory_format=torch.channels_last), PICTURES, 5),
+    "transformer": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), WORDS, 12,
+    ),
+    "lstm": (lambda: Recurrent(nn.LSTM), WORDS, 8),
+    "gru": (lambda: Recurrent(nn.GRU), WORDS, 4),
+    "unrolled": (Unrolled, WORDS, 0),
+    "tied": (tied, WORDS, 4),
+    "parametrized": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), WORDS, 3,
+    ),
+}  # fmt: skip
+
+
+def computed(model, inputs, split, precision):
+    """Return the gradients of inputs and parameters, and how many came with the second part."""
+    model = copy.deepcopy(model)
+    torch.manual_seed(1)
+    entry = Entry([inputs.clone()], [True])
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision, cache_enabled=False):
+        output = model(entry.tensors[0])
+    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
+    gradient = gradient.to(output.dtype)
+    waiting = 0
+    if split:
+        halves = Split([output], entry.anchor)
+        halves.first([gradient])
+        waiting = sum(parameter.grad is None for parameter in model.parameters())
+        halves.second()
+    else:
+        torch.autograd.backward([output], [gradient])
+    return [*entry.gradients, *(parameter.grad for parameter in model.parameters())], waiting
+
+
+@pytest.mark.parametrize("precision", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_two_parts_give_the_bits_of_one(name, precision):
+    make, shape, late = CASES[name]
+    torch.manual_seed(0)
+    model, inputs = make(), torch.randn(shape)
+    whole, _ = computed(model, inputs, False, precision)
+    parts, waiting = computed(model, inputs, True, precision)
+    assert waiting == late
+    for one, other in zip(whole, parts, strict=True):
+        assert one.stride() == other.stride()
+        assert torch.equal(one, other)
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+@pytest.mark.parametrize(
+    ("compute", "allowed"),
+    [
+        (lambda layer, x: layer(x), True),
+        (lambda layer, x: checkpoint(layer, x, use_reentrant=False), False),
+        (lambda layer, x: checkpoint(layer, x, use_reentrant=True), False),
+        (lambda layer, x: Own.apply(layer(x)), False),
+    ],
+)
+def test_what_may_not_run_twice_is_not_split(compute, allowed):
+    entry = Entry([torch.randn(2, 8)], [True])
+    output = compute(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), entry.tensors[0])
+    assert splittable([output * 3]) is allowed
+
+
+def test_an_entry_takes_an_in_place_operation_and_keeps_the_gradient_as_it_came():
+    entry = Entry([torch.randn(3, 4), torch.ones(2), torch.randn(3)], [True, False, True])
+    changed = entry.tensors[0].mul_(2).relu_()
+    changed.sum().backward()
+    gradient, unused = entry.gradients
+    assert gradient.shape == (3, 4)
+    assert unused is None
+    summed = Entry([torch.randn(3, 4)], [True])
+    summed.tensors[0].sum().backward()
+    assert summed.gradients[0].stride() == (0, 0)  # as autograd expands it: not laid out anew
