@@ -19,9 +19,9 @@ import pytest
 import torch.distributed as dist
 
 import lockstep as ls
-from comm.contract import forms, grouping, layout, messages, movement, reduction, rounding
-from comm.contract.check import Ledger
-from comm.contract.limits import LIMITS, PROMISE_TREE, SMALL_PIECES, THRESHOLDS
+from contract import forms, grouping, layout, messages, movement, reduction, rounding
+from contract.check import Ledger
+from contract.limits import LIMITS, PROMISE_TREE, SMALL_PIECES, THRESHOLDS
 from lockstep.errors import LockstepError
 
 WIDTHS = (1, 2, 3, 4)

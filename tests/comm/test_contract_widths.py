@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import lockstep as ls
-from comm.contract.handful import handful
+from contract.handful import handful
 from lockstep.comm import backend
 
 BACKEND = "lockstep" if backend.available() else "gloo"

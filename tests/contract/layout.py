@@ -8,9 +8,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from comm.contract import movement, reduction
-from comm.contract.check import Ledger, or_refused, same
-from comm.contract.plain import reduced, written
+from contract import movement, reduction
+from contract.check import Ledger, or_refused, same
+from contract.plain import reduced, written
 
 NOWHERE = 9
 SHAPE = (2, 4, 3, 6)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from comm.contract.check import same
-from comm.contract.plain import reduced, written
+from contract.check import same
+from contract.plain import reduced, written
 
 SIZES = (17, 70_001)  # elements of float32
 

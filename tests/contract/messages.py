@@ -8,8 +8,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from comm.contract.check import Ledger, same
-from comm.contract.plain import MOVABLE, name, written
+from contract.check import Ledger, same
+from contract.plain import MOVABLE, name, written
 
 NOWHERE = 9
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from comm.contract.check import Limit
+from contract.check import Limit
 
 NO_TYPE = "gloo: Invalid scalar type"
 NO_FACTOR = "gloo: Cannot use ReduceOp.PREMUL_SUM"

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from comm.contract.check import Ledger, or_refused, refused, same
-from comm.contract.plain import (
+from contract.check import Ledger, or_refused, refused, same
+from contract.plain import (
     FACTOR,
     FLOAT8,
     OPS,

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from comm.contract import reduction
-from comm.contract.check import Ledger, Wrong, same
-from comm.contract.plain import FLOATS, name
+from contract import reduction
+from contract.check import Ledger, Wrong, same
+from contract.plain import FLOATS, name
 
 from lockstep.comm.tree import total  # isort: skip
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from comm.contract import movement, reduction
-from comm.contract.check import Ledger, same
-from comm.contract.plain import reduced, written
+from contract import movement, reduction
+from contract.check import Ledger, same
+from contract.plain import reduced, written
 
 NOWHERE = 9
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from comm.contract.check import Ledger, same
-from comm.contract.plain import MOVABLE, name, written
+from contract.check import Ledger, same
+from contract.plain import MOVABLE, name, written
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 NOWHERE = 9  # the rank of nobody: what lies in an output before

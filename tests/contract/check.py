@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from comm.contract import plain
+from contract import plain
 
 SHOWN = 6  # elements of a wrong tensor in a message
 

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from comm.contract.check import Ledger, outcome, same
-from comm.contract.movement import all_gather_single
-from comm.contract.plain import reduced, written
+from contract.check import Ledger, outcome, same
+from contract.movement import all_gather_single
+from contract.plain import reduced, written
 
 
 def groups(run: Ledger, sizes: Sequence[int]) -> None:
