@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -76,7 +77,9 @@ class LockstepBackend : public c10d::Backend {
   WorkPtr recvAnysource(Tensors&, int) override;
 
   // Beside c10d's calls: see collectives/exact_sum.h. `present` gets one byte a member.
-  WorkPtr exact_sum(ExactBucket bucket, at::Tensor packed, at::Tensor result, at::Tensor present);
+  // `own` may hold the first node's values, of which this rank's slice is then read.
+  WorkPtr exact_sum(ExactBucket bucket, at::Tensor packed, at::Tensor result, at::Tensor present,
+                    std::optional<at::Tensor> own);
   // The same memory on every rank of the group, as bytes: see collectives/share.h.
   at::Tensor share(int64_t bytes);
 

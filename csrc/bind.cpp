@@ -60,7 +60,7 @@ static WorkPtr start_exact_sum(LockstepBackend& backend, at::Tensor packed, at::
                          at::Tensor present, size_t length,
                          std::vector<std::pair<size_t, size_t>> members,
                          std::vector<Pairs> holders, int leaves, double divisor,
-                         std::vector<size_t> cuts, bool scatter) {
+                         std::vector<size_t> cuts, bool scatter, std::optional<at::Tensor> own) {
   ExactBucket bucket;
   bucket.length = length;
   bucket.members = std::move(members);
@@ -69,7 +69,7 @@ static WorkPtr start_exact_sum(LockstepBackend& backend, at::Tensor packed, at::
   bucket.divisor = divisor;
   bucket.cuts = std::move(cuts);
   bucket.scatter = scatter;
-  return backend.exact_sum(std::move(bucket), packed, result, present);
+  return backend.exact_sum(std::move(bucket), packed, result, present, std::move(own));
 }
 
 }  // namespace lockstep
@@ -83,7 +83,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("exact_sum", &start_exact_sum, py::arg("packed"), py::arg("result"), py::arg("present"),
            py::arg("length"), py::arg("members"), py::arg("holders"), py::arg("leaves"),
            py::arg("divisor"), py::arg("cuts") = std::vector<size_t>(), py::arg("scatter") = false,
-           py::call_guard<py::gil_scoped_release>())
+           py::arg("own") = std::nullopt, py::call_guard<py::gil_scoped_release>())
       .def("share", &LockstepBackend::share, py::arg("bytes"),
            py::call_guard<py::gil_scoped_release>());
   module.def("load", &load_word, py::arg("tensor"), py::arg("index"));

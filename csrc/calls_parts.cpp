@@ -166,7 +166,7 @@ WorkPtr LockstepBackend::alltoall(Tensors& outputs, Tensors& inputs,
 // ---- beside c10d ----
 
 WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Tensor result,
-                                   at::Tensor present) {
+                                   at::Tensor present, std::optional<at::Tensor> own) {
   const char* op = "exact_sum";
   bucket.type = type_of(result.scalar_type());
   TORCH_CHECK_VALUE(result.is_floating_point() && bucket.type != Type::bytes, op,
@@ -179,6 +179,9 @@ WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Te
                         result.numel() >= static_cast<int64_t>(bucket.length) &&
                         present.nbytes() >= bucket.members.size(),
                     op, ": a buffer is too small or not contiguous");
+  TORCH_CHECK_VALUE(!own || (is_plain(*own) && own->scalar_type() == result.scalar_type() &&
+                             own->numel() == static_cast<int64_t>(bucket.length)),
+                    op, ": values of one's own fill the bucket, with its dtype");
   TORCH_CHECK_VALUE(
       Heap::here().find(packed.data_ptr(), packed_bytes(bucket, rank_)).shared() &&
           (bucket.scatter || Heap::here().find(result.data_ptr(), result.nbytes()).shared()),
@@ -192,10 +195,11 @@ WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Te
   Call call = call_of(Op::exact_sum, result);
   call.count = bucket.length;
   call.plan = bucket.digest();
-  Body body = [bucket = std::move(bucket), packed, result, present](Turn& turn) {
+  Body body = [bucket = std::move(bucket), packed, result, present, own](Turn& turn) {
+    const char* values = own ? static_cast<const char*>(own->data_ptr()) : nullptr;
     const std::vector<bool> any =
         lockstep::exact_sum(turn, bucket, static_cast<char*>(packed.data_ptr()),
-                            static_cast<char*>(result.data_ptr()));
+                            static_cast<char*>(result.data_ptr()), values);
     auto* flags = static_cast<uint8_t*>(present.data_ptr());
     for (size_t m = 0; m < any.size(); ++m) flags[m] = any[m];
   };

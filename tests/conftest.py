@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,6 +22,11 @@ PATIENCE = 5.0  # seconds that something may take to disappear after a test
 
 # Variables that pytest changes from test to test, and one that torch's compiler sets when loaded.
 PYTESTS_OWN = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION", "COLUMNS", "TORCHINDUCTOR_CACHE_DIR")
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C, which tests send, also where a shell runs us in its background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

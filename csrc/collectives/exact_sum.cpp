@@ -16,7 +16,7 @@ struct Node {
 };
 
 // All nodes of all ranks, wherever they lie.
-std::vector<Node> nodes_of(Turn& turn, const ExactBucket& bucket, char* packed) {
+std::vector<Node> nodes_of(Turn& turn, const ExactBucket& bucket, char* packed, const char* own) {
   std::vector<Node> nodes;
   const size_t bytes = bucket.length * bytes_of(bucket.type);
   for (int rank = 0; rank < turn.size(); ++rank) {
@@ -26,7 +26,7 @@ std::vector<Node> nodes_of(Turn& turn, const ExactBucket& bucket, char* packed) 
                             : turn.group().neighbours().at(turn.call(rank).place,
                                                            packed_bytes(bucket, rank));
     for (size_t i = 0; i < held.size(); ++i)
-      nodes.push_back({held[i], start + i * bytes,
+      nodes.push_back({held[i], own && rank == turn.rank() && i == 0 ? own : start + i * bytes,
                        reinterpret_cast<const uint8_t*>(start + held.size() * bytes) +
                            i * bucket.members.size()});
   }
@@ -98,14 +98,15 @@ size_t packed_bytes(const ExactBucket& bucket, int rank) {
   return nodes * (bucket.length * bytes_of(bucket.type) + bucket.members.size());
 }
 
-std::vector<bool> exact_sum(Turn& turn, const ExactBucket& bucket, char* packed, char* result) {
+std::vector<bool> exact_sum(Turn& turn, const ExactBucket& bucket, char* packed, char* result,
+                            const char* own) {
   const size_t item = bytes_of(bucket.type);
   turn.mine().place = Heap::here().find(packed, packed_bytes(bucket, turn.rank()));
   turn.mine().second = Heap::here().find(result, bucket.length * item);
   if (!turn.mine().place.shared() || !(bucket.scatter || turn.mine().second.shared()))
     throw Misuse("the buffers of an exact sum must lie in shared memory");
   turn.arrive();
-  const std::vector<Node> nodes = nodes_of(turn, bucket, packed);
+  const std::vector<Node> nodes = nodes_of(turn, bucket, packed, own);
   std::vector<char*> results{result};  // my own first: it stays in this core's cache
   for (int rank = 0; rank < turn.size() && !bucket.scatter; ++rank)
     if (rank != turn.rank())

@@ -55,8 +55,11 @@ void check(const ExactBucket& bucket, int rank, const char* packed, const char* 
 
 // Packed buffers lie in segments, and so do the results unless scattered. Returns
 // which members are new in any node; the result has the others only by chance. A
-// scattered result is unchanged outside the rank's slice.
-std::vector<bool> exact_sum(Turn& turn, const ExactBucket& bucket, char* packed, char* result);
+// scattered result is unchanged outside the rank's slice. Nobody else reads a rank's
+// own slice of what it packs: with `own`, the values of its first node anywhere in its
+// memory, that slice is read there and need not be packed.
+std::vector<bool> exact_sum(Turn& turn, const ExactBucket& bucket, char* packed, char* result,
+                            const char* own = nullptr);
 
 // Bytes that rank `rank` packs.
 size_t packed_bytes(const ExactBucket& bucket, int rank);

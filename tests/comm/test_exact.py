@@ -13,6 +13,7 @@ from lockstep.comm.exact import (
     in_layout_of,
     in_memory_order,
 )
+from lockstep.comm.native import NativeSum, native_backend
 from lockstep.comm.tree import Fold, nodes_of, total
 from lockstep.data.microbatch import spans
 
@@ -144,3 +145,30 @@ def test_memory_order_of_a_dense_tensor_is_no_copy():
     tensor = torch.arange(24.0).view(2, 3, 4).transpose(0, 2)
     assert in_memory_order(tensor).data_ptr() == tensor.data_ptr()
     assert in_memory_order(tensor).tolist() == list(range(24))
+
+
+def whole_bucket_sums(scatter):
+    """Sum a tensor that is a bucket by itself, from private memory, one node a rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(7)
+    values = [torch.randn(4096, generator=generator) * 10 ** (3 - leaf) for leaf in range(ranks)]
+    (bucket,) = plan([4096], [torch.float32], 1 << 20)
+    holders = [[(each, each + 1)] for each in range(ranks)]
+    cuts = [0, *range(1024, 1024 * ranks, 1024), 4096] if scatter else None
+    kept = values[rank].clone()
+    added = NativeSum(
+        native_backend(kept.device, kept.dtype, None),
+        bucket, holders, ranks, rank, 1, cuts=cuts, scatter=scatter,
+    )  # fmt: skip
+    added.launch({(rank, rank + 1): [kept]})
+    ((_, found),) = added.gather()
+    mine = slice(cuts[rank], cuts[rank + 1]) if scatter else slice(None)
+    expected = total({(n, n + 1): each for n, each in enumerate(values)}, ranks, torch.add)
+    return bits(found[mine]) == bits(expected[mine]), bits(kept) == bits(values[rank])
+
+
+@pytest.mark.skipif(not native.available(), reason="not built")
+@pytest.mark.parametrize("scatter", [False, True])
+def test_a_rank_reads_its_own_slice_where_it_lies(ranks, scatter):
+    for n in (2, 3):
+        assert ranks(whole_bucket_sums, n, scatter) == [(True, True)] * n

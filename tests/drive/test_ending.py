@@ -143,10 +143,16 @@ def test_the_end_of_the_driver_is_the_end_of_its_workers(tmp_path):
         )
         for end in ("exit", "kill", "interrupt")
     }  # fmt: skip
-    pids = {end: list(map(int, each.stdout.readline().split())) for end, each in drivers.items()}
-    drivers["kill"].kill()
-    drivers["interrupt"].send_signal(signal.SIGINT)
-    said = {end: each.communicate(timeout=PATIENCE)[1] for end, each in drivers.items()}
+    try:
+        pids = {
+            end: list(map(int, each.stdout.readline().split())) for end, each in drivers.items()
+        }
+        drivers["kill"].kill()
+        drivers["interrupt"].send_signal(signal.SIGINT)
+        said = {end: each.communicate(timeout=PATIENCE)[1] for end, each in drivers.items()}
+    finally:
+        for each in drivers.values():
+            each.kill()
     for end, (first, second, asked) in pids.items():
         assert asked == second
         until(lambda both=(first, second): not any(map(alive, both)), f"left behind after {end}")

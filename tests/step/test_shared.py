@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.comm import backend as native
+from lockstep.comm.word import load, store
 from lockstep.errors import LayoutError, LossError, RankError, UsageError, WorkError
 from lockstep.step import versions
 
@@ -341,15 +343,27 @@ def killed_at(point, folder):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends us; first we note
     trainer = trainer_of(True, clip_norm=0.1, model=small(1300))
     trainer.step(labelled(16).tensors)
-    rank, passed = dist.get_rank(), []
+    rank, passed, stored = dist.get_rank(), [], []
+
+    def noted(words, index, value):
+        stored.append((words, value))
+        store(words, index, value)
+
+    def all_have_prepared():
+        words, value = stored[-1]
+        return all(load(words, each) == value for each in range(3))
 
     def die(name):
         passed.append(name)
         here = f"{name} {passed.count(name) - 1}" if name == "piece" else name
         if rank == 1 and here == point:
+            deadline = time.monotonic() + 20
+            while point == "prepared" and not all_have_prepared():  # else the step is undone
+                assert time.monotonic() < deadline, "the others did not prepare"
             os.kill(os.getpid(), signal.SIGKILL)
 
     versions.reached = sharded.reached = die
+    versions.store = noted
     told = ""
     try:
         trainer.step(labelled(16).tensors)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import backend
-from lockstep.comm.bucket import Bucket, Member, parts
+from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, slice_length
 from lockstep.comm.dense import in_memory_order
 from lockstep.comm.memory import empty
 from lockstep.comm.tree import Node
@@ -66,6 +66,8 @@ class NativeSum:
     ) -> None:
         self._native, self._bucket = native, bucket
         self._nodes = holders[rank]
+        even, ranks = slice_length(bucket, len(holders)), range(len(holders) + 1)
+        bounds = list(cuts or (min(each * even, bucket.length) for each in ranks))
         rows = max(len(self._nodes), 1)  # who holds nothing needs room for the sums
         values = rows * bucket.length * bucket.dtype.itemsize
         flags = len(self._nodes) * len(bucket.members)
@@ -81,9 +83,10 @@ class NativeSum:
             "holders": [list(nodes) for nodes in holders],
             "leaves": leaves,
             "divisor": float(divisor),
-            "cuts": list(cuts or ()),
+            "cuts": bounds,
             "scatter": scatter,
         }
+        self._mine = bounds[rank], bounds[rank + 1]
         self._work: dist.Work | None = None
 
     def place(self, node: Node, member: Member) -> torch.Tensor:
@@ -94,6 +97,7 @@ class NativeSum:
     def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
         """Bring what is not there yet into shared memory, and start the sum; as in `ExactSum`."""
         flags = bytearray()
+        own: torch.Tensor | None = None
         for node, row in zip(self._nodes, self._values, strict=False):
             values = held[node]
             for member in self._bucket.members:
@@ -103,11 +107,25 @@ class NativeSum:
                     continue
                 flags.append(STALE if member.index in stale else NEW)
                 part = row[member.offset : member.offset + member.numel]
-                if value.data_ptr() != part.data_ptr():
-                    part.copy_(in_memory_order(value))
+                if value.data_ptr() == part.data_ptr():
+                    continue
+                flat = in_memory_order(value)
+                if node == self._nodes[0] and self._fills(flat):
+                    own = flat
+                    lo, hi = self._mine
+                    part[:lo].copy_(flat[:lo])
+                    part[hi:].copy_(flat[hi:])
+                else:
+                    part.copy_(flat)
         if flags:
             self._flags.copy_(torch.frombuffer(flags, dtype=torch.uint8))
-        self._work = self._native.exact_sum(self._packed, self.sums, self._present, **self._plan)
+        self._work = self._native.exact_sum(
+            self._packed, self.sums, self._present, **self._plan, own=own
+        )
+
+    def _fills(self, flat: torch.Tensor) -> bool:
+        """Tell whether a tensor is the whole bucket: nobody else reads this rank's slice of it."""
+        return flat.numel() == self._bucket.length and flat.data_ptr() % ALIGNMENT == 0
 
     def wait(self) -> None:
         """Wait for the sum, and compute this rank's part of it in this thread if nobody has."""

@@ -21,13 +21,8 @@ SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 OURS = os.path.dirname(os.path.abspath(__file__))
-PACKAGES = (
-    sysconfig.get_path("stdlib"),
-    sysconfig.get_path("purelib"),
-    "<frozen",
-    "<string>",
-    OURS,
-)
+PACKAGES = (sysconfig.get_path("stdlib"), "<frozen", "<string>", OURS)
+INSTALLED = ("/site-packages/", "/dist-packages/")  # of whichever environment
 
 
 def answer(descriptor: int) -> None:
@@ -46,7 +41,7 @@ def where(dump: str) -> str:
         return ""
     called = ""
     for file, line, function in frames:
-        if not file.startswith(PACKAGES):
+        if not file.startswith(PACKAGES) and not any(part in file for part in INSTALLED):
             place = f"{os.path.basename(file)}:{line}"
             return f"in {called}, {place}" if called else f"at {place}"
         if "wrapper" not in function:

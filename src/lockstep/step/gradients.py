@@ -12,7 +12,8 @@ reads it, in a bucket in shared memory, and the sum takes its place:
 
     passes over a gradient     lockstep                          other backends
     to bring it there          none, the last addition does      one copy into the message
-                               (one copy of a single leaf)
+                               (a single leaf is copied; a large
+                               one but for the rank's own slice)
     to add it over ranks       in place                          the backend's own
     to bring it back           none: `.grad` is a view           none: `.grad` is a view
 
@@ -146,7 +147,7 @@ class Gradients:
         *others, last = terms
         place = self._places.get(self._node, {}).get(number)
         if not others:
-            self._row[number] = last if place is None else place.copy_(last)
+            self._row[number] = last  # the launch brings it there
             return
         value = others[0]
         for left in others[1:]:
@@ -183,6 +184,14 @@ class Gradients:
         self._launched += 1
         if self._met is not None:  # while backward runs: now, the values are in the cache
             self._sums[self._launched - 1].finish_here()
+            self._let_go(self._sums[self._launched - 1].bucket)
+
+    def _let_go(self, bucket: Bucket) -> None:
+        """Free the gradients whose sum is there; what is left of them is that they were."""
+        for member in bucket.members:
+            place = self._places[self._node].get(member.index)
+            if place is not None and self._row[member.index] is not None:
+                self._row[member.index] = place
 
     @torch.no_grad()
     def reduce(self, holders: Sequence[Sequence[Node]], present: Sequence[str]) -> None:
