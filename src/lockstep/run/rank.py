@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 from lockstep.errors import LockstepError
 from lockstep.run.channel import Channel, Message, adopt, parcel, unpack
-from lockstep.run.stack import PACKAGES, answer
+from lockstep.run.stack import answer, is_own
 
 __all__ = ["Task", "described", "finish", "main", "tell"]
 
@@ -285,7 +285,7 @@ def _where(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{os.path.basename(error.filename)}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(PACKAGES)]
+    own = [frame for frame in frames if is_own(frame.filename)]
     last = (own or frames)[-1:]
     return f"{os.path.basename(last[0].filename)}:{last[0].lineno}" if last else ""
 

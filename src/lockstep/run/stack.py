@@ -14,7 +14,7 @@ import re
 import signal
 import sysconfig
 
-__all__ = ["SIGNAL", "answer", "waiting", "where"]
+__all__ = ["SIGNAL", "answer", "is_own", "waiting", "where"]
 
 # One of the real-time signals, which programs and schedulers leave alone.
 SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
@@ -23,6 +23,11 @@ FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 OURS = os.path.dirname(os.path.abspath(__file__))
 PACKAGES = (sysconfig.get_path("stdlib"), "<frozen", "<string>", OURS)
 INSTALLED = ("/site-packages/", "/dist-packages/")  # of whichever environment
+
+
+def is_own(file: str) -> bool:
+    """Tell whether a file is the user's: not of Python, not installed, not the launcher."""
+    return not file.startswith(PACKAGES) and not any(part in file for part in INSTALLED)
 
 
 def answer(descriptor: int) -> None:
@@ -41,7 +46,7 @@ def where(dump: str) -> str:
         return ""
     called = ""
     for file, line, function in frames:
-        if not file.startswith(PACKAGES) and not any(part in file for part in INSTALLED):
+        if is_own(file):
             place = f"{os.path.basename(file)}:{line}"
             return f"in {called}, {place}" if called else f"at {place}"
         if "wrapper" not in function:
