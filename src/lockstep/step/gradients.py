@@ -41,8 +41,8 @@ from lockstep.step.shards import Shards
 
 __all__ = ["BUCKET_BYTES", "Gradients"]
 
-BUCKET_BYTES = 4 << 20
-"""Bytes of a bucket. One bucket's exchange overlaps the additions of the one before."""
+BUCKET_BYTES = 16 << 20
+"""Bytes of a bucket, by measurement: see "Bucket sizes" in LOG.md."""
 
 Row = list[torch.Tensor | None]
 """A gradient, or its absence, for every parameter."""
