@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +66,15 @@ def nothing_left_behind() -> Iterator[None]:
     before = _left()
     yield
     deadline = time.monotonic() + PATIENCE
-    while (more := _news(before, _left())) and time.monotonic() < deadline:
+    others = before["processes"].keys()
+    while (more := _news(before, _left(others))) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not more, f"left behind: {more}"
 
 
-def _left() -> dict[str, dict[str, str]]:
+def _left(others: Collection[str] = ()) -> dict[str, dict[str, str]]:
     return {
-        "processes": _processes(),
+        "processes": _processes(others),
         "shared memory": _shared_memory(),
         "listening ports": _ports(),
         "threads": {str(thread.ident): thread.name for thread in threading.enumerate()},
@@ -96,13 +97,19 @@ def _shared_memory() -> dict[str, str]:
     return {name: "" for name in names if not name.startswith("mpich_shm_")}
 
 
-def _processes() -> dict[str, str]:
-    """Return this process's descendants; the template itself stays on purpose."""
+def _processes(others: Collection[str] = ()) -> dict[str, str]:
+    """Return this process's descendants but `others`; the template itself stays on purpose.
+
+    What `others` start is theirs: a browser that a whole module uses opens, renames and ends
+    renderers when it likes.
+    """
     kept = {preload.template_pid(), _resource_tracker()}
     found: dict[str, str] = {}
     waiting = [str(os.getpid())]
     while waiting:
         for child in _children(waiting.pop()):
+            if child in others:
+                continue
             waiting.append(child)
             if int(child) not in kept:
                 found[child] = _command(child)

@@ -9,10 +9,24 @@ from pathlib import Path
 import pytest
 
 LEAVERS = """
-import os, socket, subprocess, threading
+import os, signal, socket, subprocess, threading
+import pytest
 
 def test_clean():
     pass
+
+@pytest.fixture(scope="module")
+def shell():
+    with subprocess.Popen(
+        ["sh"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as started:
+        yield started
+        os.killpg(started.pid, signal.SIGKILL)
+
+def test_process_of_a_process_that_others_use_too(shell):
+    shell.stdin.write(b"tail -f /dev/null & echo started\\n")
+    shell.stdin.flush()
+    assert shell.stdout.readline() == b"started\\n"
 
 def test_process():
     global reader
@@ -45,6 +59,6 @@ def test_each_kind_of_leftover_fails_its_test(tmp_path):
     )  # fmt: skip
     for file in Path("/dev/shm").glob("lockstep-test-*"):
         file.unlink()
-    assert "6 passed, 5 errors" in done.stdout, done.stdout
+    assert "7 passed, 5 errors" in done.stdout, done.stdout
     for kind in ("processes", "listening ports", "threads", "environment", "shared memory"):
         assert f"left behind: ['{kind}: " in done.stdout

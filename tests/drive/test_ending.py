@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from functools import partial
 
 import psutil
 import pytest
@@ -16,24 +16,13 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
+import processes
 from lockstep.drive.connection import dial
 from lockstep.errors import RankError, UsageError
+from processes import alive
 
 PATIENCE = 60.0
-
-
-def until(condition, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+until = partial(processes.until, seconds=PATIENCE)
 
 
 def killed() -> None:

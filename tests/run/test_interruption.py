@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,10 +18,13 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
+import processes
 from lockstep.run.job import GRACE
+from processes import alive
 
 CLI = [sys.executable, "-c", "from lockstep.cli import main; main()", "run"]
 PATIENCE = 30.0
+until = partial(processes.until, seconds=PATIENCE)
 
 # Each rank starts a grandchild, says who they are, and waits for ever.
 WAIT = """
@@ -31,20 +35,6 @@ with open("new" + rank, "w") as file: file.write(f"{os.getpid()} {child.pid}")
 os.rename("new" + rank, "rank" + rank)
 child.wait()
 """
-
-
-def until(condition, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def hear_hangups():
