@@ -1,0 +1,61 @@
+"""What blocks cost, on a clock that only they move."""
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.pipeline import costs as measuring
+from lockstep.pipeline.costs import measured_costs
+from lockstep.run.world import World
+from lockstep.step.setting import Setting
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Block(nn.Module):
+    """Takes so long in each pass, on the clock."""
+
+    def __init__(self, clock: Clock, seconds: list[float]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.clock, self.seconds, self.calls = clock, seconds, 0
+
+    def forward(self, inputs):
+        self.clock.now += self.seconds[self.calls]
+        self.calls += 1
+        return inputs * self.weight
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(measuring, "time", clock)
+    return clock
+
+
+def measured(blocks):
+    alone = World(0, 1, 0, 1, 0, torch.device("cpu"), "gloo")
+    setting = Setting.of(alone, 1, lambda *_: None, None, None, ())
+    named = {str(number): block for number, block in enumerate(blocks)}
+    return measured_costs(named, (torch.ones(2, 3),), setting)
+
+
+def test_what_disturbs_one_pass_does_not_count(clock):
+    first = Block(clock, [0.9, 0.1, 0.7, 0.1, 0.1])
+    second = Block(clock, [0.9, 0.4, 0.2, 0.2, 0.4])
+    costs = measured([first, second])
+    assert costs.forward == pytest.approx((0.1, 0.2))
+    assert (first.calls, second.calls) == (5, 5)
+    assert costs.held == (24.0, 24.0)
+
+
+def test_slow_blocks_are_measured_twice(clock):
+    block = Block(clock, [9.0, 8.0])
+    assert measured([block]).forward == pytest.approx((8.0,))
+    assert block.calls == 2
+    assert block.weight.grad is None
