@@ -24,8 +24,8 @@ def crossed(tensor):
     """Send a tensor to oneself, its form as text."""
     _, (form,) = read(json.loads(json.dumps(described((0,), [form_of(tensor)]))))
     memory = room(form, tensor.device)
-    memory.copy_(octets(tensor, form))
-    return landed(memory, form)
+    memory[form.lead :].copy_(octets(tensor, form))
+    return landed(memory, form.lead, form)
 
 
 def lying(tensor):

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ Pattern = tuple[Any, ...]
 """How a nested value is made of its tensors: plain nested tuples, comparable."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Form:
     """How a tensor lies: strides in elements, `offset` in bytes behind a multiple of 64."""
 
@@ -49,7 +51,7 @@ class Form:
     offset: int
     differentiable: bool
 
-    @property
+    @cached_property
     def packed(self) -> tuple[int, ...]:
         """The shape that travels: a dimension of stride 0 repeats one element."""
         return tuple(
@@ -57,12 +59,12 @@ class Form:
             for size, stride in zip(self.shape, self.strides, strict=True)
         )
 
-    @property
-    def numel(self) -> int:
-        """The number of elements that travel."""
-        return _product(self.packed)
+    @cached_property
+    def nbytes(self) -> int:
+        """How many bytes travel."""
+        return prod(self.packed) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def dense(self) -> bool:
         """Whether the elements that travel fill a block of memory."""
         expected = 1
@@ -72,12 +74,13 @@ class Form:
             expected *= size
         return True
 
+    @cached_property
+    def lead(self) -> int:
+        """How many bytes behind a multiple of 64 the bytes that travel have to land."""
+        return self.offset if self.dense else 0
 
-def _product(sizes: Sequence[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
+
+form = lru_cache(maxsize=4096)(Form)  # the same few come again and again
 
 
 def flattened(value: Any) -> tuple[Pattern, list[torch.Tensor]]:
@@ -134,9 +137,9 @@ def form_of(tensor: torch.Tensor) -> Form:
         raise LayoutError(
             f"a {tensor.layout} tensor cannot cross from one stage to the next: make it dense"
         )
-    return Form(
+    return form(
         tensor.dtype,
-        tuple(tensor.shape),
+        tensor.shape,
         tensor.stride(),
         tensor.data_ptr() % ALIGNMENT,
         tensor.requires_grad,
@@ -148,42 +151,42 @@ def octets(tensor: torch.Tensor, form: Form) -> torch.Tensor:
     tensor = tensor.detach()
     if 0 in form.strides:
         tensor = tensor.as_strided(form.packed, form.strides)
-    dense = form.dense
-    vector = tensor.as_strided((form.numel,), (1,)) if dense else tensor.contiguous().view(-1)
-    return vector.view(torch.uint8)
+    if form.dense:
+        tensor = tensor.as_strided((form.nbytes // form.dtype.itemsize,), (1,))
+    else:
+        tensor = tensor.contiguous().view(-1)
+    return tensor.view(torch.uint8)
 
 
 def room(form: Form, device: torch.device) -> torch.Tensor:
-    """Return new memory for the bytes that travel, where a dense tensor shall lie."""
-    size = form.numel * form.dtype.itemsize
-    if not form.dense:
-        return torch.empty(size, dtype=torch.uint8, device=device)
-    return torch.empty(form.offset + size, dtype=torch.uint8, device=device)[form.offset :]
+    """Return new memory for the bytes that travel; they have to land behind its lead."""
+    return torch.empty(form.lead + form.nbytes, dtype=torch.uint8, device=device)
 
 
-def landed(received: torch.Tensor, form: Form) -> torch.Tensor:
-    """Return the tensor of these bytes, in its form; a tensor of its own, no view.
+def landed(memory: torch.Tensor, begin: int, form: Form) -> torch.Tensor:
+    """Return the tensor whose bytes landed at `begin` of `memory`; one of its own, no view.
 
-    So an in-place operation may follow, as after the operation that made it.
+    So an in-place operation may follow, as after the operation that made it. `memory`
+    are bytes that begin at a multiple of 64.
     """
     if form.dense:
-        return _lying(received.untyped_storage(), form, form.shape, form.strides)
+        return _lying(memory, begin, form, form.shape)
+    received = memory[begin : begin + form.nbytes].view(form.dtype).view(form.packed)
     span = 1 + sum(
         (size - 1) * stride for size, stride in zip(form.shape, form.strides, strict=True)
     )
-    itemsize = form.dtype.itemsize
-    memory = torch.empty(form.offset + span * itemsize, dtype=torch.uint8, device=received.device)
-    place = _lying(memory.untyped_storage(), form, form.packed, form.strides)
-    place.copy_(received.view(form.dtype).view(form.packed))
-    return _lying(memory.untyped_storage(), form, form.shape, form.strides)
+    spread = torch.empty(
+        form.offset + span * form.dtype.itemsize, dtype=torch.uint8, device=memory.device
+    )
+    _lying(spread, form.offset, form, form.packed).copy_(received)
+    return _lying(spread, form.offset, form, form.shape)
 
 
-def _lying(
-    storage: torch.UntypedStorage, form: Form, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=form.dtype, device=storage.device)
+def _lying(memory: torch.Tensor, begin: int, form: Form, shape: tuple[int, ...]) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=form.dtype, device=memory.device)
+    storage = memory.untyped_storage()
     with torch.no_grad():
-        return tensor.set_(storage, form.offset // form.dtype.itemsize, shape, strides)
+        return tensor.set_(storage, begin // form.dtype.itemsize, shape, form.strides)
 
 
 def described(pattern: Any, forms: Sequence[Form]) -> list[Any]:
@@ -201,7 +204,7 @@ def read(description: Sequence[Any]) -> tuple[Pattern, list[Form]]:
     """Return the pattern and forms of what `described` returned, after JSON."""
     pattern, forms = description
     return _tupled(pattern), [
-        Form(getattr(torch, dtype), tuple(shape), tuple(strides), offset, differentiable)
+        form(getattr(torch, dtype), tuple(shape), tuple(strides), offset, differentiable)
         for dtype, shape, strides, offset, differentiable in forms
     ]
 

@@ -1,13 +1,14 @@
 """The link: one direction of one boundary, from the rank of a stage to that of its neighbour.
 
     page      | length of description | state | bytes inside | micro-batch | step |   24 bytes
-              | description (JSON), where it changed | small tensors, each on 64 bytes |
+              | description (JSON), where it changed | small tensors, as they lay in 64 bytes |
     beyond    a description or tensors that find no room in the page: a message each
 
 Both ends know the order of the messages from the schedule, and the page says which
 micro-batch it is of. What the tensors look like is said when it changes, so nearly
-every page holds 24 bytes and the numbers themselves, or is followed by tensors that
-travel from where they lie to where they shall lie, without a copy between.
+every page holds 24 bytes and the numbers themselves, which stay where they came to, or is
+followed by tensors that travel from where they lie to where they shall lie, without
+a copy between.
 
 A send never waits: what is not done yet is kept until it is. A stage that failed says
 so on all its links, in place of what the others wait for.
@@ -39,14 +40,29 @@ def _rounded(size: int) -> int:
 
 
 def _inside(forms: Sequence[Form], begin: int) -> list[int] | None:
-    """Return where in the page each tensor lies, or None where they find no room."""
+    """Return where in the page each tensor's bytes lie, or None where they find no room."""
     places = []
     for form in forms:
-        places.append(begin)
-        begin += _rounded(form.numel * form.dtype.itemsize)
+        places.append(begin + form.lead)
+        begin += _rounded(form.lead + form.nbytes)
         if begin > PAGE:
             return None
     return places
+
+
+@dataclass
+class Known:
+    """What both ends know of the last value: pages that say nothing new repeat it.
+
+    `places` is where its tensors lie in a page without a description.
+    """
+
+    pattern: Pattern
+    forms: list[Form]
+
+    def __post_init__(self) -> None:
+        """Place the tensors."""
+        self.places = _inside(self.forms, _rounded(HEADER.size))
 
 
 @dataclass
@@ -56,7 +72,7 @@ class Sender:
     group: Any
     peer: int
     tag: int
-    known: tuple[Pattern, list[Form]] | None = None
+    known: Known | None = None
     waiting: deque[tuple[list[Any], list[torch.Tensor]]] = field(default_factory=deque)
 
     def send(self, pattern: Pattern, tensors: Sequence[torch.Tensor], step: int, leaf: int) -> None:
@@ -64,26 +80,28 @@ class Sender:
         self.reap()
         forms = [form_of(tensor) for tensor in tensors]
         text = b""
-        if self.known != (pattern, forms):
-            self.known = (pattern, forms)
+        if self.known is None or self.known.forms != forms or self.known.pattern != pattern:
+            self.known = Known(pattern, forms)
             text = json.dumps(described(pattern, forms)).encode()
-        page = bytearray(PAGE)
         fits = HEADER.size + len(text) <= PAGE
-        begin = _rounded(HEADER.size + len(text)) if fits else PAGE + 1
-        places = _inside(forms, begin)
-        HEADER.pack_into(page, 0, len(text), FINE, begin if places else 0, leaf, step)
-        if fits:
-            page[HEADER.size : HEADER.size + len(text)] = text
+        begin, places = _rounded(HEADER.size), self.known.places
+        if text:
+            begin = _rounded(HEADER.size + len(text))
+            places = _inside(forms, begin) if fits else None
+        page = torch.empty(PAGE, dtype=torch.uint8)
+        written = memoryview(page.numpy())  # type: ignore[arg-type]
+        HEADER.pack_into(written, 0, len(text), FINE, begin if places else 0, leaf, step)
+        if text and fits:
+            written[HEADER.size : HEADER.size + len(text)] = text
         vectors = [octets(*pair) for pair in zip(tensors, forms, strict=True)]
-        cover = torch.frombuffer(page, dtype=torch.uint8)
-        if places:
-            for vector, place in zip(vectors, places, strict=True):
-                cover[place : place + vector.numel()].copy_(vector)
-        messages = [cover]
+        messages = [page]
         if not fits:
             messages.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        if not places:
-            messages += [vector for vector in vectors if vector.numel()]
+        if places:
+            for vector, place in zip(vectors, places, strict=True):
+                page[place : place + len(vector)].copy_(vector)
+        else:
+            messages += [vector for vector in vectors if len(vector)]
         works = [self.group.send([message], self.peer, self.tag) for message in messages]
         self.waiting.append((works, [*messages, *tensors]))
 
@@ -117,7 +135,7 @@ class Receiver:
     peer: int
     tag: int
     device: torch.device
-    known: tuple[Pattern, list[Form]] | None = None
+    known: Known | None = None
     received: int = 0
     _posted: tuple[Any, torch.Tensor] | None = None
 
@@ -131,7 +149,7 @@ class Receiver:
     def forms(self) -> list[Form]:
         """How the tensors that came last lay where they came from."""
         assert self.known is not None
-        return self.known[1]
+        return self.known.forms
 
     def receive(
         self, step: int, leaf: int, more: bool = False
@@ -157,13 +175,16 @@ class Receiver:
                 "calls of the trainer"
             )
         if length:
-            self.known = read(json.loads(self._text(page, length)))
+            self.known = Known(*read(json.loads(self._text(page, length))))
         assert self.known is not None
-        pattern, forms = self.known
-        tensors = self._tensors(cover, forms, begin)
+        self.received += PAGE
+        if begin:
+            tensors = self._inside(cover, self.known, begin)
+        else:
+            tensors = self._behind(self.known.forms)
         if more:
             self.post()
-        return pattern, tensors
+        return self.known.pattern, tensors
 
     def _wait(self, work: Any) -> None:
         try:
@@ -180,20 +201,23 @@ class Receiver:
         self.received += length
         return text.numpy().tobytes()
 
-    def _tensors(
-        self, cover: torch.Tensor, forms: Sequence[Form], begin: int
-    ) -> list[torch.Tensor]:
-        self.received += PAGE
+    def _inside(self, cover: torch.Tensor, known: Known, begin: int) -> list[torch.Tensor]:
+        """Return the tensors that came in the page; it is their memory from now on."""
+        first = begin == _rounded(HEADER.size)
+        places = known.places if first else _inside(known.forms, begin)
+        assert places is not None
+        if self.device.type != "cpu":
+            cover = cover.to(self.device)
+        return [landed(cover, *pair) for pair in zip(places, known.forms, strict=True)]
+
+    def _behind(self, forms: Sequence[Form]) -> list[torch.Tensor]:
+        """Return the tensors that come behind the page, each in memory of its own."""
         rooms = [room(form, self.device) for form in forms]
-        if begin:
-            places = _inside(forms, begin)
-            assert places is not None
-            for space, place in zip(rooms, places, strict=True):
-                space.copy_(cover[place : place + space.numel()])
-        else:
-            wanted = [space for space in rooms if space.numel()]
-            works = [self.group.recv([space], self.peer, self.tag) for space in wanted]
-            for work in works:
-                self._wait(work)
-            self.received += sum(space.numel() for space in wanted)
-        return [landed(*pair) for pair in zip(rooms, forms, strict=True)]
+        wanted = [
+            space[form.lead :] for space, form in zip(rooms, forms, strict=True) if form.nbytes
+        ]
+        works = [self.group.recv([space], self.peer, self.tag) for space in wanted]
+        for work in works:
+            self._wait(work)
+        self.received += sum(map(len, wanted))
+        return [landed(space, form.lead, form) for space, form in zip(rooms, forms, strict=True)]

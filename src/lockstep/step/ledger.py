@@ -13,7 +13,7 @@ import math
 import resource
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from operator import add
 from typing import Any
 
@@ -64,7 +64,7 @@ class Page:
 
 def exchange(page: Page, about: str, group: dist.ProcessGroup | None = None) -> list[Page]:
     """Return every rank's page, in rank order; `about` must be the same on all."""
-    message = json.dumps(asdict(page)).encode()
+    message = json.dumps(vars(page), default=vars).encode()
     return [_read(message) for message in all_gather_bytes(message, about, group)]
 
 
