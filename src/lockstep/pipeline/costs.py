@@ -2,7 +2,7 @@
 
     block 0       block 1       block 2          on one real micro-batch, on one rank
     F 3.1 ms      F 8.0 ms      F 2.2 ms         forward
-    B 5.9 ms      B 16.5 ms     B 4.1 ms         backward: of the input alone, and whole
+    B 5.9 ms      B 16.5 ms     B 4.1 ms         backward: whole, and in its two parts
           1.2 MiB       0.6 MiB                  the tensors between them
 
 The measurement leaves no trace: generators, buffers and gradients are as before. The
@@ -13,7 +13,8 @@ block makes it slower. Noise that is left moves the cut, which changes no bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from lockstep.data.microbatch import mapped
 from lockstep.errors import LayoutError
 from lockstep.pipeline.boundary import assembled, flattened
+from lockstep.pipeline.splitting import Split, splittable
 from lockstep.plan.simulation import Costs
 from lockstep.randomness import isolated
 from lockstep.step.buffers import Buffers
@@ -63,12 +65,13 @@ def measured_costs(
     for block in blocks.values():
         block.zero_grad(set_to_none=True)
     told(f"measured {len(blocks)} blocks in {time.perf_counter() - begun:.1f} s")
-    forward, inputs, whole, sizes = zip(*rows, strict=True)
+    forward, whole, inputs, weights, sizes = zip(*rows, strict=True)
     return Costs(
         forward,
-        tuple(map(min, inputs, whole)),
-        tuple(max(both - first, 0.0) for both, first in zip(whole, inputs, strict=True)),
+        inputs,
+        weights,
         tuple(size / BYTES_PER_SECOND for size in sizes[:-1]),
+        backward=whole,
         held=tuple(sizes),
     )
 
@@ -106,14 +109,19 @@ def _measured(
     forward = time.perf_counter() - begun
     pattern, outputs = flattened(value)
     roots = [tensor for tensor in outputs if tensor.requires_grad]
-    inputs = whole = 0.0
-    if roots and entry is not None and entry.anchor is not None:
-        inputs = _backward(roots, retain_graph=True, inputs=[entry.anchor])
+    ones = [torch.ones_like(tensor) for tensor in roots]
+    whole = inputs = weights = 0.0
+    anchor = None if entry is None or not roots or not splittable(roots) else entry.anchor
     if roots:
-        whole = _backward(roots)
+        retain = anchor is not None
+        whole = _timed(partial(torch.autograd.backward, roots, ones, retain_graph=retain))
+        inputs = whole
+    if anchor is not None:
+        split = Split(roots, anchor)
+        inputs, weights = _timed(partial(split.first, ones)), _timed(split.second)
     size = float(sum(tensor.nbytes for tensor in outputs))
     detached = assembled(pattern, [tensor.detach() for tensor in outputs])
-    return detached, [forward, inputs, whole, size]
+    return detached, [forward, whole, inputs, weights, size]
 
 
 def _entered(data: Any) -> Entry:
@@ -122,11 +130,10 @@ def _entered(data: Any) -> Entry:
     return Entry(copies, [each.is_floating_point() for each in copies])
 
 
-def _backward(roots: Sequence[torch.Tensor], **options: Any) -> float:
-    """Run a backward from ones, and return the seconds it took."""
-    ones = [torch.ones_like(tensor) for tensor in roots]
+def _timed(work: Callable[[], Any]) -> float:
+    """Do it, and return the seconds it took."""
     begun = time.perf_counter()
-    torch.autograd.backward(roots, ones, **options)
+    work()
     return time.perf_counter() - begun
 
 

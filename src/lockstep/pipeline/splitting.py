@@ -13,8 +13,11 @@ can wait. Some nodes of autograd's graph lead to the inputs, the others only to 
     branch only. A convolution then computes the gradients of its weights, which it
     left out before; what a node computes does not depend on what else it computes
 
-A weight that is used at several junctions is the sum of what they give, in the order
-in which autograd reaches them: such side branches belong to the first part.
+Worth it where a node computes the gradients of its weights apart from that of its
+input, as convolutions and matrix products do. Others, a batch norm or an LSTM, would
+do everything twice: their side branches belong to the first part. So do those of a
+weight that is used at several junctions, the sum of what they give in the order in
+which autograd reaches them.
 
 A graph that computes something again in backward (activation checkpointing), or that
 holds somebody's own autograd functions, is not split: a junction runs twice, and may
@@ -34,6 +37,9 @@ from torch.autograd.graph import GradientEdge, Node
 from lockstep.step.entry import Enter
 
 __all__ = ["Branch", "Split", "splittable"]
+
+SEPARATE = ("Addmm", "Baddbmm", "Bmm", "Convolution", "Linear", "MkldnnLinear", "Mm")
+"""Autograd's names of what computes the gradients of weights by themselves."""
 
 
 @dataclass
@@ -62,7 +68,11 @@ class Split:
         self._late: list[Branch] = []
         self._early: list[torch.Tensor] = []
         for branch in _branches([_node(root) for root in roots], _node(anchor)):
-            if len(branch.junctions) == 1 and early.isdisjoint(map(id, branch.leaves)):
+            if (
+                len(branch.junctions) == 1
+                and _separate(branch.junctions[0])
+                and early.isdisjoint(map(id, branch.leaves))
+            ):
                 self._late.append(branch)
             else:
                 self._early += branch.leaves
@@ -139,6 +149,11 @@ def _hooked(saved: Any) -> bool:
     if isinstance(saved, (tuple, list)):
         return any(map(_hooked, saved))
     return getattr(saved, "unpack_hook", _hooked) is not None
+
+
+def _separate(junction: Node) -> bool:
+    """Tell whether a node makes the gradients of its weights apart from that of its input."""
+    return junction.name().rstrip("0123456789").removesuffix("Backward") in SEPARATE
 
 
 def _node(tensor: torch.Tensor) -> Node:
