@@ -10,15 +10,16 @@ A call lasts as long as the rank that took longest.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lockstep.bench.collectives import COLLECTIVES
 from lockstep.bench.measure import Order
 from lockstep.bench.peers import CopyPeer, Peer
+from lockstep.bench.times import Timed
 
-__all__ = ["Contender", "Result", "measure", "quantile", "rotation"]
+__all__ = ["Contender", "Result", "measure", "rotation"]
 
 BLOCK = 6e3  # microseconds that a block should last
 LONGEST = 100  # calls of a block at most
@@ -37,7 +38,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Timed):
     """What one contender did at one size; `cannot` says why it did nothing."""
 
     contender: Contender
@@ -47,15 +48,6 @@ class Result:
     times: tuple[float, ...] = ()  # microseconds, ascending
     wrong: int = 0
     cannot: str = ""
-
-    def quantile(self, share: float) -> float:
-        """Return the time that `share` of the calls stayed below, in microseconds."""
-        return quantile(self.times, share)
-
-    @property
-    def median(self) -> float:
-        """The median time in microseconds."""
-        return statistics.median(self.times)
 
     @property
     def algbw(self) -> float:
@@ -112,14 +104,6 @@ def measure(
     for turns in racing:
         turns.contender.peer.ask({"drop": turns.contender.name})
     return [result(turns, ranks, size) for turns in racing]
-
-
-def quantile(times: Sequence[float], share: float) -> float:
-    """Return the time that `share` of `times`, which ascend, stay below."""
-    place = share * (len(times) - 1)
-    low = int(place)
-    high = min(low + 1, len(times) - 1)
-    return times[low] + (place - low) * (times[high] - times[low])
 
 
 def rotation(count: int) -> Iterator[int]:

@@ -10,17 +10,17 @@ splits    1, 2, 4, 8 micro-batches, one after another:
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from lockstep.bench.peers import Meeting, TorchPeer
 from lockstep.bench.pipeline.case import Case
 from lockstep.bench.pipeline.rank import main
 from lockstep.bench.pipeline.ways import ALONE, COPIES, STAGES, WAYS, Way
-from lockstep.bench.rounds import quantile, rotation
+from lockstep.bench.racer import Racer
+from lockstep.bench.rounds import rotation
+from lockstep.bench.times import Timed
 
 __all__ = ["CHECKED", "Contender", "Outcome", "contenders", "ideal", "race"]
 
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 
 @dataclass
-class Outcome:
+class Outcome(Timed):
     """What a contender did in one case: seconds a step, ascending; `cannot` says why nothing."""
 
     name: str
@@ -45,45 +45,21 @@ class Outcome:
     wrong: str = ""
     cannot: str = ""
 
-    @property
-    def median(self) -> float:
-        """The median of the times."""
-        return statistics.median(self.times)
-
-    def quantile(self, share: float) -> float:
-        """Return the time that `share` of the steps stayed below."""
-        return quantile(self.times, share)
-
 
 @dataclass
-class Contender:
+class Contender(Racer):
     """Ranks that train in one way; of the copies also only the first of them."""
 
     way: Way
     peer: TorchPeer
     alone: bool = False
-    outcome: Outcome | None = None
     calls: int = 1
+    outcome: Outcome = field(init=False)  # of the case that is measured
 
     @property
     def name(self) -> str:
         """What the tables call it."""
         return ALONE if self.alone else self.way.name
-
-    def ask(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Ask the ranks; note why they cannot."""
-        assert self.outcome is not None
-        answers = self.peer.ask(message)
-        reasons = [str(answer["cannot"]) for answer in answers if "cannot" in answer]
-        if reasons and not self.outcome.cannot:
-            self.outcome.cannot = reasons[0]
-        return answers
-
-    def block(self) -> list[float]:
-        """Run a block; return each step's seconds, those of the slowest rank."""
-        answers = self.ask({"block": self.calls, "alone": self.alone})
-        told = [answer["times"] for answer in answers if answer.get("times")]
-        return [max(times) / 1e9 for times in zip(*told, strict=True)]
 
 
 @contextmanager
@@ -115,15 +91,14 @@ def race(racing: Sequence[Contender], case: Case, repeats: int, say: Say) -> lis
             say(f"{one.name} trains its first steps")
             begin(one)
     for number, one in enumerate(rotated(racing, repeats)):
-        assert one.outcome is not None
         if not one.outcome.cannot:
             say(f"{one.name}, block {number + 1} of {len(racing) * repeats}")
-            one.outcome.times += one.block()
+            one.outcome.times += one.block(one.calls)
             one.outcome.times.sort()
     for one in racing:
         if not one.alone:
             one.ask({"drop": True})
-    outcomes = [one.outcome for one in racing if one.outcome is not None]
+    outcomes = [one.outcome for one in racing]
     judge(outcomes)
     return outcomes
 
@@ -137,7 +112,6 @@ def rotated(racing: Sequence[Contender], repeats: int) -> Iterator[Contender]:
 
 def begin(one: Contender) -> None:
     """Let a contender train its first steps, and find out how many make a block."""
-    assert one.outcome is not None
     case = one.outcome.case
     answers = one.ask({"train": asdict(case), "checked": CHECKED})
     for each in answers:
@@ -145,8 +119,8 @@ def begin(one: Contender) -> None:
         one.outcome.digest = one.outcome.digest or each.get("digest", "")
     one.calls = 1
     if case.net.seconds < LONG and not one.outcome.cannot:
-        one.block()  # it settles
-        times = one.block()
+        one.block(one.calls)  # it settles
+        times = one.block(one.calls)
         if times:
             one.calls = max(1, min(LONGEST, round(BLOCK / max(times[0], 1e-6))))
 

@@ -9,8 +9,6 @@ end of file                          the rank leaves
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+from lockstep.bench.feed import Feed
 from lockstep.bench.lineup import Lineup
-from lockstep.bench.pipeline.case import Batch, Case
+from lockstep.bench.pipeline.case import Case
 from lockstep.bench.pipeline.ways import WAYS, Driven, Training, Way, driver
 from lockstep.bench.rank import LINEUP, converse
 from lockstep.examples.rpc_pipeline import joined
@@ -71,8 +70,7 @@ class Stepper:
     def __init__(self, way: Way, rank: int, lineup: Lineup) -> None:
         self._way, self._rank, self._lineup = way, rank, lineup
         self._training: Training | None = None
-        self._sources: list[Batch] = []
-        self._batch: Batch = (torch.empty(0), torch.empty(0))
+        self._feed: Feed | None = None
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Do what is asked."""
@@ -85,21 +83,14 @@ class Stepper:
 
     def _begin(self, case: Case, checked: int) -> dict[str, Any]:
         self._training = None  # the one before has to go first
-        self._sources = [case.batch(number) for number in range(BATCHES)]
-        inputs, targets = self._sources[0]
-        self._batch = inputs.clone(), targets.clone()
+        self._feed = Feed([case.batch(number) for number in range(BATCHES)])
         self._training = self._way.make(case)
         losses = []
         for _ in range(checked):  # on the same batch: another one hardly shows what was learnt
-            self._refill(0)
-            losses.append(self._training.step(self._batch))
+            self._feed.refill(0)
+            losses.append(self._training.step(self._feed.batch))
         known = [loss for loss in losses if loss is not None]
         return {"losses": known, "digest": self._training.digest()}
-
-    def _refill(self, turn: int) -> None:
-        """Write another batch into the same memory, as a loader would."""
-        for target, source in zip(self._batch, self._sources[turn % BATCHES], strict=True):
-            target.copy_(source)
 
     def _block(self, calls: int, alone: bool) -> list[int]:
         """Time `calls` steps; return nanoseconds."""
@@ -107,16 +98,6 @@ class Stepper:
         if served or (alone and self._rank > 0):
             return []
         assert self._training is not None
-        times, clock, step = [], time.perf_counter_ns, self._training.step
-        gc.disable()
-        try:
-            for turn in range(calls):
-                self._refill(turn)
-                if self._way.backend and not alone:
-                    self._lineup()
-                begun = clock()
-                step(self._batch)
-                times.append(clock() - begun)
-        finally:
-            gc.enable()
-        return times
+        assert self._feed is not None
+        lineup = self._lineup if self._way.backend and not alone else None
+        return self._feed.timed(self._training.step, calls, lineup)

@@ -16,11 +16,13 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 
 from lockstep.bench.peers import Meeting, TorchPeer
-from lockstep.bench.rounds import quantile, rotation
+from lockstep.bench.racer import Racer
+from lockstep.bench.rounds import rotation
 from lockstep.bench.step.answers import Answer, Expected
 from lockstep.bench.step.memory import Watch, proportional
 from lockstep.bench.step.rank import main
 from lockstep.bench.step.ways import WAYS, Case, Way
+from lockstep.bench.times import Timed
 
 __all__ = ["ALONE", "COPIES", "Outcome", "race"]
 
@@ -35,7 +37,7 @@ Say = Callable[[str], None]
 
 
 @dataclass
-class Outcome:
+class Outcome(Timed):
     """What a contender did in one case: seconds a step, ascending; memory in bytes.
 
     `cannot` says why it did nothing. Memory is what the ranks held beyond what they
@@ -51,18 +53,9 @@ class Outcome:
     host_bytes: int = 0
     cannot: str = ""
 
-    @property
-    def median(self) -> float:
-        """The median of the times."""
-        return statistics.median(self.times)
-
-    def quantile(self, share: float) -> float:
-        """Return the time that `share` of the steps stayed below."""
-        return quantile(self.times, share)
-
 
 @dataclass
-class Contender:
+class Contender(Racer):
     """A line of the table: ranks that train in one way, all of them or only the first."""
 
     outcome: Outcome
@@ -77,22 +70,6 @@ class Contender:
         times = self.outcome.times
         enough = self.rounds >= ROUNDS and len(times) >= FEWEST
         return bool(self.outcome.cannot) or (enough and sum(times) >= seconds)
-
-    def ask(self, message: dict[str, object]) -> list[dict[str, list[int]]]:
-        """Ask the ranks; note why they cannot."""
-        answers = self.peer.ask(message)
-        reasons = [str(answer["cannot"]) for answer in answers if "cannot" in answer]
-        if reasons and not self.outcome.cannot:
-            self.outcome.cannot = reasons[0]
-        return answers
-
-    def block(self, calls: int) -> list[float]:
-        """Run a block; return each step's seconds, those of the slowest rank."""
-        answers = self.ask({"block": calls, "alone": self.alone})
-        if self.outcome.cannot:
-            return []
-        told = [answer["times"] for answer in answers if answer["times"]]
-        return [max(times) / 1e9 for times in zip(*told, strict=True)]
 
 
 def race(

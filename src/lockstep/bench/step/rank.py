@@ -7,8 +7,6 @@ end of file                          the rank leaves
 
 from __future__ import annotations
 
-import gc
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -16,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+from lockstep.bench.feed import Feed
 from lockstep.bench.lineup import Lineup
 from lockstep.bench.rank import LINEUP, converse
 from lockstep.bench.step.answers import CHECKED, write
-from lockstep.bench.step.networks import Batch
 from lockstep.bench.step.ways import WAYS, Case, Training, Way
 
 __all__ = ["main"]
@@ -54,8 +52,7 @@ class Stepper:
     def __init__(self, way: Way, lineup: Lineup) -> None:
         self._way, self._lineup = way, lineup
         self._training: Training | None = None
-        self._sources: list[Batch] = []
-        self._batch: Batch | None = None
+        self._feed: Feed | None = None
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Do what is asked."""
@@ -64,44 +61,23 @@ class Stepper:
             return {}
         if asked["alone"] and dist.get_rank() > 0:
             return {"times": []}
-        return {"times": self._block(asked["block"], asked["alone"])}
+        assert self._training is not None
+        assert self._feed is not None
+        lineup = None if asked["alone"] else self._lineup
+        step = self._training.step
+        return {"times": self._feed.timed(step, asked["block"], lineup, settling=1)}
 
     def close(self) -> None:
         """Let the training go."""
         self._training = None
 
     def _begin(self, case: Case, file: str) -> None:
-        self._sources = [case.batch(dist.get_world_size(), turn) for turn in range(CHECKED)]
-        inputs, targets = self._sources[0]
-        self._batch = inputs.clone(), targets.clone()
+        ranks = dist.get_world_size()
+        self._feed = Feed([case.batch(ranks, turn) for turn in range(CHECKED)])
         self._training = self._way.make(case)
         for turn in range(CHECKED):
-            self._refill(turn)
-            self._training.step(self._batch)
+            self._feed.refill(turn)
+            self._training.step(self._feed.batch)
         if self._way.average:
             # All ranks gather what is sharded; one of them keeps it.
             write(self._training, file if dist.get_rank() == 0 else NOWHERE)
-
-    def _refill(self, turn: int) -> None:
-        """Write another batch into the same memory, as a loader would."""
-        assert self._batch is not None
-        for target, source in zip(self._batch, self._sources[turn % CHECKED], strict=True):
-            target.copy_(source)
-
-    def _block(self, calls: int, alone: bool) -> list[int]:
-        """Time `calls` steps after one that only settles; return nanoseconds."""
-        assert self._training is not None
-        assert self._batch is not None
-        times, clock, step = [], time.perf_counter_ns, self._training.step
-        gc.disable()
-        try:
-            for turn in range(calls + 1):
-                self._refill(turn)
-                if not alone:
-                    self._lineup()
-                begun = clock()
-                step(self._batch)
-                times.append(clock() - begun)
-        finally:
-            gc.enable()
-        return times[1:]

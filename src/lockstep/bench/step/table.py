@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from lockstep.bench.rounds import quantile
 from lockstep.bench.step.answers import LIMIT
 from lockstep.bench.step.exactness import Exactness
 from lockstep.bench.step.networks import count
 from lockstep.bench.step.race import ALONE, COPIES, Outcome
 from lockstep.bench.step.ways import WAYS
 from lockstep.bench.step.widths import Digests
+from lockstep.bench.times import quantile
 
 __all__ = [
     "beyond", "caption", "exactness_line", "heading", "records", "rows", "widths_lines", "wrong",
