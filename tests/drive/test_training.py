@@ -165,6 +165,37 @@ def test_blocks_come_to_life_on_the_workers_alone(driver, capsys):
     assert said == [f"[{rank}] built in {pid}" for rank, pid in enumerate(pids)]
 
 
+class Weighty(nn.Linear):
+    """Says where its weights were made."""
+
+    def __init__(self, number: int, *sizes: int) -> None:
+        super().__init__(*sizes)
+        print("block", number, "on", self.weight.device)
+
+
+def test_no_worker_gives_memory_to_another_stages_block(driver, capsys):
+    blocks = [partial(Weighty, 0, 12, 8), partial(Weighty, 1, 8, 6), partial(Weighty, 2, 6, 4)]
+    options = {"average": 0.5, "seed": 5}
+    trainer = driver.trainer(
+        blocks, nn.CrossEntropyLoss(), SGD, stages=2, balance=[2, 1], **options
+    )
+    said = sorted(capsys.readouterr().out.splitlines())
+    places = [("cpu", "cpu", "meta"), ("meta", "meta", "cpu")]
+    assert said == [
+        f"[{rank}] block {number} on {place}"
+        for rank, here in enumerate(places)
+        for number, place in enumerate(here)
+    ]
+    alone = driver.trainer(blocks, nn.CrossEntropyLoss(), SGD, **options)
+    assert trainer.digest() == alone.digest()
+    assert [trainer.step(batch) for batch in batches()] == [alone.step(b) for b in batches()]
+    state, other = trainer.state_dict(), alone.state_dict()
+    assert ls.digest(state["model"]) == ls.digest(other["model"])
+    assert ls.digest(state["average"]) == ls.digest(other["average"])
+    trainer.load_state_dict(other)
+    assert trainer.optimizer_digest() == alone.optimizer_digest()
+
+
 def test_errors_of_a_trainer_come_back_as_they_are(driver):
     with pytest.raises(LayoutError, match="2 replicas share 1 micro-batches"):
         trainer_of(driver, microbatches=1)

@@ -1,11 +1,10 @@
 """The cut: blocks by name, who has what, and what is let go of."""
 
 import pytest
-import torch
 from torch import nn
 
 from lockstep.errors import LayoutError
-from lockstep.pipeline.cut import Cut, block_names, release
+from lockstep.pipeline.cut import Cut, block_names
 
 
 class Model(nn.Module):
@@ -68,14 +67,3 @@ def test_what_would_be_written_on_two_stages_is_refused():
     model = nn.Sequential(inner, nn.Sequential(nn.ReLU(), inner))
     with pytest.raises(LayoutError, match="block 0 of stage 0 is also called inside a block of"):
         Cut(("0", "1"), (range(0, 1), range(1, 2))).holders(model)
-
-
-def test_what_is_let_go_of_keeps_its_identity_and_has_no_memory():
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.LSTM(3, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = list(model.parameters())
-    release(model, lambda name: name.startswith("0."))
-    assert all(old is new for old, new in zip(before, model.parameters(), strict=True))
-    assert [p.is_meta for p in optimizer.param_groups[0]["params"]] == [False] * 2 + [True] * 6
-    assert all(buffer.is_meta for buffer in model.buffers())
-    assert [p.requires_grad for p in before] == [True] * 8

@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.step.digest import digest
-from lockstep.train.awakening import awaken, build
+from lockstep.train.awakening import awaken, build, build_sequence
 
 
 def block() -> nn.Module:
@@ -62,3 +62,41 @@ def test_what_cannot_come_to_life_is_named():
         build([block, stubborn])
     with pytest.raises(UsageError, match="block 1 is a Tensor: give modules"):
         build([block, lambda: torch.ones(1)])
+
+
+class Calibrated(nn.Linear):
+    """Looks at its weights when it is made, and has a parameter in memory on any device."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.scale = nn.Parameter(torch.ones(3, device="cpu"))
+        self.largest = self.weight.max().item()
+
+
+def test_blocks_that_are_not_held_have_no_memory():
+    shared = nn.Linear(5, 5)
+    blocks = [block, Calibrated, meta, lambda: nn.Sequential(shared), lambda: shared]
+    whole, part = build(blocks, seed=3), build_sequence([*blocks, meta()], [1, 4], seed=3)
+    alive = {name for name, each in part.state_dict().items() if not each.is_meta}
+    own = {"1.scale", "1.weight", "1.bias", "4.weight", "4.bias"}
+    assert alive == own | {"3.0.weight", "3.0.bias"}  # the same tensors as those of block 4
+    assert all(torch.equal(part.state_dict()[name], whole.state_dict()[name]) for name in own)
+    assert part[:5].state_dict().keys() == whole.state_dict().keys()
+    nothing = build_sequence([Calibrated, Calibrated], [], seed=3)
+    assert all(each.is_meta for each in nothing.parameters())
+
+
+def test_a_factory_that_loads_weights_is_quiet_without_memory():
+    weights = block().state_dict()
+    calls = []
+
+    def loaded() -> nn.Module:
+        made = block()
+        calls.append(made[0].weight.device.type)
+        made.load_state_dict(weights)
+        return made
+
+    nothing = build_sequence([loaded], [])
+    assert all(each.is_meta for each in nothing.state_dict().values())
+    assert calls == ["meta"]
+    assert digest(build([loaded])[0].state_dict()) == digest(weights)

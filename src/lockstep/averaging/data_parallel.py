@@ -67,13 +67,13 @@ class DataParallel(nn.Module, Joinable):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        world()
+        device = world().device
         self.module = module
         origin = self._origin
         self._prefix = "module." if origin is module else "module._orig_mod."
         self._broadcast_buffers = broadcast_buffers
         self._group = group
-        agree(origin, {}, group)
+        agree(origin, {}, group, device)
         named = list(origin.named_parameters())
         self._frozen = [(name, each) for name, each in named if not each.requires_grad]
         self._averager = Averager(

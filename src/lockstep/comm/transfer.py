@@ -19,6 +19,7 @@ __all__ = [
     "all_gather_single",
     "as_bytes",
     "broadcast_tensors",
+    "give_tensors",
     "message_device",
 ]
 
@@ -126,3 +127,30 @@ def broadcast_tensors(
         for tensor, part in zip(packet, flat.split(sizes), strict=True):
             # A clone, because a view of another dtype must start at a multiple of its size.
             tensor.data.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+@torch.no_grad()
+def give_tensors(
+    tensors: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    source: int,
+    takers: Sequence[int],
+) -> None:
+    """Overwrite `tensors` on the ranks `takers` with those of rank `source`, bit for bit.
+
+    As `broadcast_tensors`, for some ranks of the group; the others return at once.
+    Several such calls must come in the same order on all ranks.
+    """
+    rank = dist.get_rank(group)
+    others = [taker for taker in takers if taker != source]
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        if rank == source and others:
+            flat = as_bytes(tensor.detach().contiguous())
+            for taker in others:
+                dist.send(flat, group=group, group_dst=taker)
+        elif rank in others:
+            flat = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
+            dist.recv(flat, group=group, group_src=source)
+            tensor.data.copy_(flat.view(tensor.dtype).view(tensor.shape))

@@ -25,7 +25,7 @@ from lockstep.run.world import rank, world
 from lockstep.step.evaluation import Evaluation
 from lockstep.step.history import EpochResult, StepResult
 from lockstep.step.weight import weight_of
-from lockstep.train.awakening import Blocks, build
+from lockstep.train.awakening import Blocks, awaken
 from lockstep.train.trainer import Trainer
 
 __all__ = ["Training"]
@@ -175,7 +175,8 @@ class Part:
         noted = arguments.pop("on_epoch", ())
         self._epochs: list[EpochResult] = []
         callbacks = [noted] if callable(noted) else list(noted)
-        model = build(blocks, seed, world().device)
+        # A list comes to life in the trainer, each block where it is held.
+        model = blocks if isinstance(blocks, Sequence) else awaken(blocks, seed, 0, world().device)
         self._trainer = Trainer(
             model, seed=seed, on_epoch=[self._epochs.append, *callbacks], **arguments
         )

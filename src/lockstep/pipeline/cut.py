@@ -14,20 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from lockstep.errors import LayoutError
 
-__all__ = ["Blocks", "Cut", "block_names", "release", "sequence_of"]
+__all__ = ["Blocks", "Cut", "block_names"]
 
 Blocks = str | Sequence[str | nn.Module] | None
 """How a model's blocks are given: attribute paths or modules; None where it names them itself."""
-
-
-def sequence_of(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """Return the model; a list of modules becomes their sequence."""
-    return model if isinstance(model, nn.Module) else nn.Sequential(*model)
 
 
 def block_names(model: nn.Module, blocks: Blocks) -> list[str]:
@@ -122,23 +116,3 @@ class Cut:
                     f"block {name} of stage {stage} is also called inside a block of stage "
                     f"{others[0]}: choose a balance that keeps both in one stage"
                 )
-
-
-def release(model: nn.Module, kept: Callable[[str], bool]) -> None:
-    """Move the parameters and buffers whose first name is not `kept` to the meta device.
-
-    Parameters keep their identity, so that an optimizer still knows them.
-    """
-    for name, parameter in list(model.named_parameters()):
-        if not kept(name) and not parameter.is_meta:
-            empty = torch.empty_like(parameter, device="meta", requires_grad=False)
-            needed = parameter.requires_grad
-            parameter.grad = None
-            # Not torch.utils.swap_tensors: recurrent layers hold weak references to their weights,
-            # which stay right, as the object stays.
-            torch._C._swap_tensor_impl(parameter, nn.Parameter(empty, requires_grad=needed))
-    let_go = {id(tensor) for name, tensor in model.named_buffers() if not kept(name)}
-    for module in model.modules():
-        for entry, tensor in module._buffers.items():
-            if id(tensor) in let_go and tensor is not None:
-                module._buffers[entry] = torch.empty_like(tensor, device="meta")

@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.data.microbatch import Batch
 from lockstep.errors import UsageError
-from lockstep.pipeline.cut import Cut, release
+from lockstep.pipeline.cut import Cut
 from lockstep.pipeline.passage import Passage
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.placement import Placement
@@ -20,6 +20,7 @@ from lockstep.pipeline.streaming import Stream
 from lockstep.step.evaluation import Evaluation
 from lockstep.step.forward import Metric
 from lockstep.step.optimization import Optimization
+from lockstep.step.presence import release
 from lockstep.step.setting import Setting
 from lockstep.step.step import Step
 from lockstep.step.turn import Turn

@@ -119,6 +119,14 @@ class Staging:
             return None
         return Cut(self.names, tuple(ranges(self.balance))), self.schedule or DEFAULT, self._chunks
 
+    def held(self) -> list[int]:
+        """Return the numbers of the blocks on this rank; of all, while the cut is not known."""
+        given = self.given() if self.setting.stages > 1 else None
+        if given is None:
+            return list(range(len(self.names)))
+        spans = given[0].ranges[self.setting.position :: self.setting.stages]
+        return [number for span in spans for number in span]
+
     def measured(self, model: nn.Module, microbatch: Microbatch | None) -> tuple[Cut, str, int]:
         """Return the cut, the schedule and its chunks that rank 0 plans on a micro-batch.
 

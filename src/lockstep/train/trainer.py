@@ -21,13 +21,12 @@ from lockstep.comm.clock import clock_offset
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.loader import Batches
 from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
-from lockstep.pipeline.cut import Blocks, block_names, sequence_of
+from lockstep.pipeline.cut import Blocks
 from lockstep.pipeline.stages import Stages
-from lockstep.pipeline.staging import Staging
 from lockstep.pipeline.state import State
 from lockstep.run.world import world
 from lockstep.show.record import Recorder
-from lockstep.step.agreement import agree, require_same
+from lockstep.step.agreement import require_same
 from lockstep.step.evaluation import Evaluation
 from lockstep.step.forward import Metric
 from lockstep.step.history import EpochResult, History, StepResult
@@ -42,6 +41,8 @@ from lockstep.step.step import Step
 from lockstep.step.turn import Turn
 from lockstep.step.watch import Watch, ranks_of
 from lockstep.step.weight import WeightFunction
+from lockstep.train.awakening import BlockLike
+from lockstep.train.beginning import agreed, begun
 from lockstep.train.epoch import Epoch
 from lockstep.train.opening import Record, folder_of, header, opened
 from lockstep.train.saving import save_last_good, save_together
@@ -58,8 +59,11 @@ class Trainer:
     and loss are the same bits after every step, however many ranks compute it.
 
     Parameters:
-        model: a module, built on every rank; rank 0's weights are given to all. A list
-            of modules is their sequence, with `stages` of that number cut between them.
+        model: a module, built on every rank; the first rank that has a weight gives it to
+            all. A list of modules, or of callables that return one, is their sequence,
+            with `stages` of that number cut between them. What is on the meta device in
+            a list comes to life with weights that key(seed, b) gives block b, with
+            `balance` or a block a stage only on the ranks that hold it.
         loss: a function of (outputs, targets) that returns a mean over the samples
             of a micro-batch (or their sum, with `reduction="sum"`). None: the model
             returns its loss.
@@ -106,7 +110,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[BlockLike],
         loss: Callable[..., Any] | None,
         optimizer: OptimizerFactory,
         *,
@@ -135,21 +139,15 @@ class Trainer:
     ) -> None:
         self.world = world()
         self.setting = Setting.of(self.world, microbatches, loss, weight, precision, also, stages)
-        if not isinstance(model, nn.Module) and balance is None and len(model) == stages > 1:
-            balance = [1] * stages
-        self.model = sequence_of(model).to(self.world.device)
-        # A compiled model is a wrapper, whose name is in front of every parameter's.
-        self.module: nn.Module = getattr(self.model, "_orig_mod", self.model)
-        names = block_names(self.model, blocks) if self.model is self.module else []
         if shared and stages > 1:
             raise LayoutError("shared=True is for whole models: train with stages=1 or without it")
-        staging = Staging.of(self.setting, self.model, names, schedule, balance, chunks)
+        asked = (blocks, schedule, balance, chunks)
+        self.model, staging = begun(model, self.setting, seed, *asked)
+        self.module: nn.Module = getattr(self.model, "_orig_mod", self.model)
         self.metrics = dict(metrics or {})
         self.seed = seed
         self.steps, self.epoch = 0, 0
-        for each in self.setting.modules_with(self.module).values():
-            each.to(self.world.device)
-            agree(each, self._must_agree(), self.setting.group)
+        agreed(self.module, self.setting, staging, self._must_agree())
         self._optimization = Optimization(
             self.module, optimizer, groups, scheduler, scheduler_each, average
         )
@@ -163,7 +161,9 @@ class Trainer:
         self._model = (
             Stages(staging, self.module, self._state, *how)
             if stages > 1
-            else Undivided(self.setting, self.model, self.module, names, *how, shared, elementwise)
+            else Undivided(
+                self.setting, self.model, self.module, staging.names, *how, shared, elementwise
+            )
         )
         self._began = time.perf_counter()
         writers = opened(record) if self.world.rank == 0 else []

@@ -1,0 +1,88 @@
+"""The beginning: a trainer's model on this rank, with the blocks alive that are held here.
+
+    a module             moved to the rank's device, and agreed on as it is
+    a list of blocks     balance, or one block a stage?
+                           yes   this rank's blocks come to life, the rest is on the meta device
+                           no    all do, until the first batch has decided on the cut
+
+Then every tensor's first holder gives it to the others that need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lockstep.comm.transfer import all_gather_bytes
+from lockstep.errors import UsageError
+from lockstep.pipeline.cut import Blocks, block_names
+from lockstep.pipeline.placement import Placement
+from lockstep.pipeline.staging import Staging
+from lockstep.step.agreement import agree
+from lockstep.step.presence import moved
+from lockstep.step.setting import Setting
+from lockstep.train.awakening import BlockLike, build, build_sequence
+
+__all__ = ["agreed", "begun"]
+
+
+def begun(
+    model: nn.Module | Sequence[BlockLike],
+    setting: Setting,
+    seed: int,
+    blocks: Blocks,
+    schedule: str | None,
+    balance: Sequence[int] | None,
+    chunks: int | None,
+) -> tuple[nn.Module, Staging]:
+    """Return the model, with this rank's blocks at least, and what was asked about stages.
+
+    Raises UsageError on every rank where a block cannot be built on one.
+    """
+    if not isinstance(model, nn.Module) and balance is None and len(model) == setting.stages > 1:
+        balance = [1] * setting.stages
+    if isinstance(model, nn.Module) or blocks is not None:
+        whole = model if isinstance(model, nn.Module) else build(model, seed, setting.device)
+        whole = moved(whole, setting.device)
+        # A compiled model is a wrapper, whose name is in front of every parameter's.
+        names = [] if hasattr(whole, "_orig_mod") else block_names(whole, blocks)
+        return whole, Staging.of(setting, whole, names, schedule, balance, chunks)
+    numbers = [str(number) for number in range(len(model))]
+    staging = Staging.of(setting, nn.Sequential(), numbers, schedule, balance, chunks)
+    return _built(model, seed, staging), staging
+
+
+def _built(blocks: Sequence[BlockLike], seed: int, staging: Staging) -> nn.Module:
+    """Build this rank's blocks; where that fails on one rank, no other waits for it."""
+    failure: Exception | None = None
+    said = ""
+    try:
+        model = build_sequence(blocks, staging.held(), seed, staging.setting.device)
+    except Exception as error:  # whatever it is, the other ranks wait for the outcome
+        failure = error
+        said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    everyone = all_gather_bytes(said.encode(), "building the blocks", staging.setting.group)
+    if failure is not None:
+        raise failure
+    for rank, each in enumerate(everyone):
+        if each:
+            raise UsageError(
+                f"stopped because rank {rank} could not build its blocks: {each.decode()}"
+            )
+    return model
+
+
+def agreed(
+    module: nn.Module, setting: Setting, staging: Staging, settings: Mapping[str, Any]
+) -> None:
+    """Give this rank what it needs of the model, and of what else a step calls."""
+    given = staging.given() if setting.stages > 1 else None
+    for name, each in setting.modules_with(module).items():
+        moved(each, setting.device)
+        if name or given is None:
+            agree(each, settings, setting.group, setting.device)
+        else:
+            placement = Placement.of(setting, given[0], module)
+            agree(each, settings, setting.group, setting.device, placement.here)

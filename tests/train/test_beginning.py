@@ -1,0 +1,178 @@
+"""The beginning of a training: a block has memory only where it is held."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+from lockstep.errors import UsageError
+
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+class Calibrated(nn.Linear):
+    """Looks at its weights when it is made, which the meta device does not allow."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.largest = self.weight.abs().max().item()
+
+
+class Fixed(nn.Module):
+    """Has a parameter in memory on whatever device it is made."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size, device="cpu"))
+
+    def forward(self, inputs):
+        return inputs * self.scale
+
+
+def asleep() -> nn.Module:
+    with torch.device("meta"):
+        return nn.LSTM(8, 8)
+
+
+BLOCKS = [
+    partial(nn.Linear, 6, 8),
+    partial(nn.BatchNorm1d, 8),
+    partial(Calibrated, 8, 8),
+    partial(Fixed, 8),
+    partial(nn.Dropout, 0.2),
+    partial(nn.Linear, 8, 3),
+]
+
+
+def noting(block, alive: list[bool]):
+    def made() -> nn.Module:
+        module = block()
+        alive.extend(not each.is_meta for each in list(module.parameters())[:1])
+        return module
+
+    return made
+
+
+def trained(**layout) -> tuple[list[list[bool]], list[str], list[object]]:
+    """Return where weights were made at first, what has memory then, and the bits of two steps."""
+    notes: list[list[bool]] = [[] for _ in BLOCKS]
+    blocks = [noting(*pair) for pair in zip(BLOCKS, notes, strict=True)]
+    trainer = ls.Trainer(
+        blocks, nn.CrossEntropyLoss(), SGD, seed=5, microbatches=4, clip_norm=1.0, **layout
+    )
+    alive = [name for name, each in trainer.module.state_dict().items() if not each.is_meta]
+    generator = torch.Generator().manual_seed(7)
+    inputs, targets = torch.randn(2, 9, 6, generator=generator), torch.arange(18).view(2, 9) % 3
+    losses = [trainer.step(batch) for batch in zip(inputs, targets, strict=True)]
+    return notes, alive, [losses, trainer.digest(), trainer.optimizer_digest()]
+
+
+def test_the_same_bits_with_blocks_alive_on_their_ranks_alone(ranks):
+    def rank():
+        given = trained(stages=2, balance=[3, 3])
+        interleaved = trained(stages=2, schedule="interleaved", chunks=2, balance=[1, 2, 2, 1])
+        return given, interleaved, trained(stages=2)[-1]
+
+    ((notes, alive, bits),) = ranks(trained, 1)
+    assert notes == [[True]] * 4 + [[], [True]]
+    assert {name[0] for name in alive} == {"0", "1", "2", "3", "5"}
+    # Block 2 fails on the meta device, and is made and let go of; 3 has memory whatever is said.
+    made = [[[True]] * 4 + [[], [False]], [[False], [False], [True], [True], [], [True]]]
+    for position, (given, interleaved, measured) in enumerate(ranks(rank, 4)):
+        assert given[0] == made[position % 2]
+        assert {name[0] for name in given[1]} == [{"0", "1", "2"}, {"3", "5"}][position % 2]
+        assert {name[0] for name in interleaved[1]} == [{"0", "3"}, {"1", "2", "5"}][position % 2]
+        assert given[-1] == interleaved[-1] == measured == bits
+
+
+def test_the_first_rank_with_a_weight_gives_it_to_those_that_need_it(ranks):
+    def rank():
+        number = ls.rank()
+        torch.manual_seed(number)
+        model = nn.Sequential(nn.Linear(6, 8), asleep(), nn.Linear(8, 8))
+        if number == 1:
+            model[1] = nn.LSTM(8, 8)
+        if number != 2:
+            with torch.device("meta"):
+                model[2] = nn.Linear(8, 8)
+        weights = [each.detach().clone() for each in model.parameters()]
+        whole = ls.Trainer(model, nn.MSELoss(), SGD).module
+        return weights, [each.detach().clone() for each in whole.parameters()]
+
+    given, agreed = zip(*ranks(rank, 3), strict=True)
+    wanted = [*given[0][:2], *given[1][2:6], *given[2][6:]]
+    assert not any(each.is_meta for each in wanted)
+    for here in agreed:
+        assert all(torch.equal(*pair) for pair in zip(here, wanted, strict=True))
+
+
+def test_a_stage_is_given_to_its_replicas_alone(ranks):
+    def rank():
+        number = ls.rank()
+        torch.manual_seed(number)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+        if number != 1:
+            with torch.device("meta"):
+                model[1] = nn.BatchNorm1d(8)
+        else:
+            nn.init.normal_(model[1].weight)
+        trainer = ls.Trainer(model, nn.MSELoss(), SGD, stages=2, balance=[1, 1])
+        state = model.state_dict()
+        held = {name: each.clone() for name, each in state.items() if not each.is_meta}
+        return held, trainer.digest()
+
+    held, digests = zip(*ranks(rank, 4), strict=True)
+    assert len(set(digests)) == 1
+    assert [{name[0] for name in each} for each in held] == [{"0"}, {"1"}] * 2
+    for mine, peers in ((held[0], held[2]), (held[1], held[3])):
+        assert ls.digest(mine) == ls.digest(peers)
+    assert not torch.equal(held[3]["1.weight"], torch.ones(8))
+
+
+def test_what_nobody_has_is_named(ranks):
+    def rank():
+        with pytest.raises(
+            UsageError, match=r"^1\.weight_ih_l0 is on the meta device on every rank"
+        ):
+            ls.Trainer(nn.Sequential(nn.Linear(6, 8), asleep()), nn.MSELoss(), SGD)
+        return True
+
+    assert ranks(rank, 2) == [True, True]
+
+
+def test_a_block_that_one_rank_cannot_build_stops_all(ranks):
+    def rank():
+        def block():
+            if ls.rank() == 1:
+                raise OSError("no such file: weights.bin")
+            return nn.Linear(8, 3)
+
+        with pytest.raises((UsageError, OSError)) as raised:
+            ls.Trainer([partial(nn.Linear, 6, 8), block], nn.MSELoss(), SGD, stages=2)
+        return str(raised.value)
+
+    failure = "no such file: weights.bin"
+    stopped = f"stopped because rank 1 could not build its blocks: OSError: {failure}"
+    assert ranks(rank, 2) == [stopped, failure]
+
+
+def test_blocks_that_share_a_tensor_come_to_life_together(ranks):
+    def rank():
+        with torch.device("meta"):
+            first, last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        last.weight = first.weight
+        blocks = [nn.Tanh(), first, last, nn.Tanh()]
+        layout = {"stages": 2, "schedule": "interleaved", "balance": [1, 1, 1, 1]}
+        layout = layout if ls.world().world_size == 2 else {}
+        trainer = ls.Trainer(blocks, nn.MSELoss(), SGD, seed=3, **layout)
+        assert first.weight is last.weight
+        assert not first.weight.is_meta
+        inputs = torch.linspace(-1, 1, 48).view(8, 6)
+        return trainer.step((inputs, inputs)), trainer.digest()
+
+    (alone,) = ranks(rank, 1)
+    assert ranks(rank, 2) == [alone, alone]
