@@ -1,0 +1,159 @@
+"""The backend "lockstep" when ranks die, stay away or disagree: an error that says so, soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep as ls
+from lockstep.comm import backend
+from lockstep.errors import RankError
+
+pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
+
+on_lockstep = {"backend": "lockstep"}
+
+
+def error_of(call) -> str:
+    """Return what a call raises, "" if nothing, with the seconds it took in front."""
+    begun = time.monotonic()
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return f"{time.monotonic() - begun:.3f} {error}"
+    return ""
+
+
+# ---- death and silence ----
+
+
+def die_while_others_wait(operation: str) -> str:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(tensor),
+        "large": lambda: dist.all_reduce(torch.ones(1 << 20)),
+        "async": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        # These two talk to each other, not to the one that dies.
+        "recv": lambda: dist.recv(tensor, 1 - rank),
+        "any": lambda: dist.recv(tensor),
+        "send": lambda: dist.send(torch.ones(1 << 20), 1 - rank),
+        "future": lambda: dist.irecv(tensor, 1 - rank).get_future().wait(),
+    }
+    assert n == 3
+    told = error_of(calls[operation])
+    with open(f"{os.environ['NOTES']}/{rank}", "w") as notes:
+        notes.write(told)
+    return told
+
+
+@pytest.mark.parametrize(
+    "operation", ["all_reduce", "large", "async", "recv", "any", "send", "future"]
+)
+def test_a_killed_rank_is_named_by_all_within_a_second(ranks, operation, tmp_path, monkeypatch):
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    with pytest.raises(RankError, match="rank 2 was killed by SIGKILL"):
+        ranks(die_while_others_wait, 3, operation, **on_lockstep)
+    for rank in (0, 1):
+        seconds, _, told = (tmp_path / str(rank)).read_text().partition(" ")
+        assert float(seconds) < 1
+        assert "rank 2 died" in told
+        assert f"rank {rank}: " in told
+
+
+def late() -> str:
+    ls.init(backend="lockstep", timeout=1.0)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        released = dist.distributed_c10d._get_default_store()
+        busy_in_this_function(released)
+        return error_of(dist.barrier)
+    told = error_of(lambda: dist.all_reduce(torch.ones(3)))
+    dist.distributed_c10d._get_default_store().set("told", "yes")
+    return told
+
+
+def busy_in_this_function(store) -> None:
+    store.wait(["told"], timedelta(seconds=30))
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_place():
+    waited, came = ls.launch(late, nprocs=2, timeout=60.0)
+    seconds, _, told = waited.partition(" ")
+    assert 1 <= float(seconds) < 4
+    assert "all_reduce #2 on group default failed: rank 0 waited 1." in told
+    assert "for rank 1, last seen at #1 barrier, now in test_backend_faults.py:" in told
+    assert "(busy_in_this_function)" in told
+    assert "rank 0 waited" in came  # who comes later learns why it is over
+
+
+def test_the_deadline_holds_for_joining():
+    store = dist.HashStore()
+    told = error_of(
+        lambda: dist.init_process_group(
+            "lockstep", store=store, rank=0, world_size=2, timeout=timedelta(seconds=0.3)
+        )
+    )
+    assert "rank 1 did not join within 0.3 s" in told
+
+
+# ---- disagreement ----
+
+
+def disagree(kind: str) -> str:
+    rank = dist.get_rank()
+    tensor = torch.ones(4)
+    calls = {
+        "operation": (lambda: dist.all_reduce(tensor), lambda: dist.broadcast(tensor, 0)),
+        "size": (lambda: dist.all_reduce(tensor), lambda: dist.all_reduce(tensor[:3])),
+        "dtype": (lambda: dist.all_reduce(tensor), lambda: dist.all_reduce(tensor.double())),
+        "reduction": (
+            lambda: dist.all_reduce(tensor),
+            lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX),
+        ),
+        "root": (lambda: dist.broadcast(tensor, 0), lambda: dist.broadcast(tensor, 1)),
+        "parts": (
+            lambda: dist.all_to_all_single(torch.empty(4), tensor),
+            lambda: dist.all_to_all_single(torch.empty(3), tensor, [1, 2], [2, 2]),
+        ),
+        "buffer": (lambda: dist.broadcast(tensor, 0), lambda: dist.broadcast(torch.ones(5), 0)),
+    }
+    told = error_of(calls[kind][rank])
+    check = torch.ones(1)
+    dist.all_reduce(check)  # the group goes on
+    assert check == 2
+    return told
+
+
+@pytest.mark.parametrize(
+    "kind", ["operation", "size", "dtype", "reduction", "root", "parts", "buffer"]
+)
+def test_ranks_that_disagree_learn_both_sides_at_once(ranks, kind):
+    for rank, told in enumerate(ranks(disagree, 2, kind, **on_lockstep)):
+        seconds, _, told = told.partition(" ")
+        assert float(seconds) < 1
+        assert f"rank {rank}: the ranks of group default disagree in call #1" in told
+        assert "rank 0 called " in told
+        assert "rank 1 called " in told
+        assert told.count("in test_backend_faults.py:") == 2
+
+
+def wrong_size() -> str:
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(3), 1)
+        return ""
+    return error_of(lambda: dist.recv(torch.empty(4), 0))
+
+
+def test_a_message_of_another_size_is_refused(ranks):
+    _, told = ranks(wrong_size, 2, **on_lockstep)
+    assert "rank 0 sent 3 elements of float32, but the tensor to receive has 4" in told
