@@ -8,6 +8,10 @@ share a module, which makes one command for each of them.
 from __future__ import annotations
 
 import importlib
+import signal
+import sys
+import threading
+from types import FrameType
 
 import click
 
@@ -59,5 +63,14 @@ class Benchmarks(click.Group):
 
 
 @click.group(cls=Benchmarks)
-def command() -> None:
+@click.pass_context
+def command(ctx: click.Context) -> None:
     """Measure, beside the peers, in one run."""
+    if threading.current_thread() is threading.main_thread():
+        former = signal.signal(signal.SIGTERM, leave)
+        ctx.call_on_close(lambda: signal.signal(signal.SIGTERM, former))
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """End as on Ctrl-C: with the ranks ended and their folders removed."""
+    sys.exit(128 + number)
