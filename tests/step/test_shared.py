@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from functools import partial
 
@@ -336,11 +337,10 @@ POINTS = {
 }  # fmt: skip
 
 
-def killed_at(point, folder):
-    """Take one step, then another one in which rank 1 dies at `point`; note what is left."""
+def second_step_ended_at(point, how, folder):
+    """Take one step, then another one in which rank 1 does `how` at `point`; note what is left."""
     import lockstep.step.sharded as sharded
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends us; first we note
     trainer = trainer_of(True, clip_norm=0.1, model=small(1300))
     trainer.step(labelled(16).tensors)
     rank, passed, stored = dist.get_rank(), [], []
@@ -353,23 +353,29 @@ def killed_at(point, folder):
         words, value = stored[-1]
         return all(load(words, each) == value for each in range(3))
 
-    def die(name):
+    def reached(name):
         passed.append(name)
         here = f"{name} {passed.count(name) - 1}" if name == "piece" else name
         if rank == 1 and here == point:
             deadline = time.monotonic() + 20
             while point == "prepared" and not all_have_prepared():  # else the step is undone
                 assert time.monotonic() < deadline, "the others did not prepare"
-            os.kill(os.getpid(), signal.SIGKILL)
+            how()
 
-    versions.reached = sharded.reached = die
+    versions.reached = sharded.reached = reached
     versions.store = noted
     told = ""
     try:
         trainer.step(labelled(16).tensors)
     except Exception as error:
         told = str(error)
-    (folder / f"{rank}").write_text(f"{trainer.digest()} {told}")
+    (folder / f"{rank} in writing").write_text(f"{trainer.digest()} {told}")
+    (folder / f"{rank} in writing").rename(folder / f"{rank}")
+
+
+def killed_at(point, folder):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends us; first we note
+    second_step_ended_at(point, lambda: os.kill(os.getpid(), signal.SIGKILL), folder)
     dist.barrier()
 
 
@@ -383,6 +389,27 @@ def test_parameters_are_those_before_or_after_the_step(ranks, tmp_path, digests,
         digest, _, told = note.partition(" ")
         assert digest == digests[POINTS[point]], note
         assert "rank 1 died" in told or point in ("agreed", "decided", "settled")
+
+
+def stopped_at(point, folder):
+    """Stop rank 1 at `point` until the others have given it up and noted what they have."""
+    ls.init(timeout=1.0)
+
+    def stop():
+        script = 'until [ -e 0 ] && [ -e 2 ]; do sleep 0.05; done; kill -CONT "$0"'
+        with subprocess.Popen(["sh", "-c", script, str(os.getpid())], cwd=folder):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    second_step_ended_at(point, stop, folder)
+
+
+@pytest.mark.parametrize("point", ["piece 1", "prepared"])
+def test_a_rank_that_stops_and_goes_on_has_what_the_others_have(tmp_path, digests, point):
+    ls.launch(partial(stopped_at, point, tmp_path), nprocs=3, timeout=60)
+    for rank in "012":
+        digest, _, told = (tmp_path / rank).read_text().partition(" ")
+        assert digest == digests[POINTS[point]], (rank, told)
+        assert told, rank  # all are told that the ranks are no longer together
 
 
 @pytest.fixture(scope="module")
