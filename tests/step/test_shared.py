@@ -393,7 +393,7 @@ def test_parameters_are_those_before_or_after_the_step(ranks, tmp_path, digests,
 
 def stopped_at(point, folder):
     """Stop rank 1 at `point` until the others have given it up and noted what they have."""
-    ls.init(timeout=1.0)
+    ls.init(timeout=3.0)
 
     def stop():
         script = 'until [ -e 0 ] && [ -e 2 ]; do sleep 0.05; done; kill -CONT "$0"'
