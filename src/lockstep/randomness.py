@@ -15,13 +15,13 @@ import contextlib
 import hashlib
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy
 import torch
 
-__all__ = ["isolated", "key", "seed_all", "seed_torch", "state_of_others"]
+__all__ = ["isolated", "key", "remembered", "seed_all", "seed_torch", "state_of_others"]
 
 
 def key(*parts: int) -> int:
@@ -53,13 +53,13 @@ def state_of_others() -> tuple[object, ...]:
     return random.getstate(), bytes(numbers), position
 
 
-@contextlib.contextmanager
-def isolated(device: torch.device | None = None, *, everything: bool = False) -> Iterator[None]:
-    """Give the generators back as they were found, whatever the body seeds or draws.
+def remembered(
+    device: torch.device | None = None, *, everything: bool = False
+) -> Callable[[], None]:
+    """Return what puts the generators back to where they are now, as often as it is called.
 
-    Without this the numbers that a user's own code draws between two steps would
-    depend on which micro-batch this rank happened to compute last. `everything`
-    includes `random` and numpy.
+    Those of torch, on the CPU and on `device` where it is a GPU; with `everything` also
+    `random` and numpy.
     """
     generators = [torch.default_generator]
     if device is not None and device.type == "cuda":
@@ -67,12 +67,28 @@ def isolated(device: torch.device | None = None, *, everything: bool = False) ->
     states = [generator.get_state() for generator in generators]
     python_state = random.getstate() if everything else None
     numpy_state = numpy.random.get_state() if everything else None
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         if python_state is not None:
             random.setstate(python_state)
         if numpy_state is not None:
             numpy.random.set_state(numpy_state)
+
+    return restore
+
+
+@contextlib.contextmanager
+def isolated(device: torch.device | None = None, *, everything: bool = False) -> Iterator[None]:
+    """Give the generators back as they were found, whatever the body seeds or draws.
+
+    Without this the numbers that a user's own code draws between two steps would
+    depend on which micro-batch this rank happened to compute last. `device` and
+    `everything` as for `remembered`.
+    """
+    restore = remembered(device, everything=everything)
+    try:
+        yield
+    finally:
+        restore()

@@ -105,7 +105,8 @@ def test_two_stages_give_the_same_bits(driver, one_process, schedule, tmp_path):
 
 
 def test_stages_are_cut_by_measurement(driver, one_process, capsys):
-    assert trained(trainer_of(driver, stages=2)) == one_process
+    for options in ({}, {"recompute": True}):
+        assert trained(trainer_of(driver, stages=2, **options)) == one_process
 
 
 def test_a_loss_with_weights_of_its_own_through_stages(driver):

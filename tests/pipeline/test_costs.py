@@ -38,9 +38,9 @@ def clock(monkeypatch):
     return clock
 
 
-def measured(blocks):
+def measured(blocks, recompute=False):
     alone = World(0, 1, 0, 1, 0, torch.device("cpu"), "gloo")
-    setting = Setting.of(alone, 1, lambda *_: None, None, None, ())
+    setting = Setting.of(alone, 1, lambda *_: None, None, None, (), recompute=recompute)
     named = {str(number): block for number, block in enumerate(blocks)}
     return measured_costs(named, (torch.ones(2, 3),), setting)
 
@@ -59,3 +59,10 @@ def test_slow_blocks_are_measured_twice(clock):
     assert measured([block]).forward == pytest.approx((8.0,))
     assert block.calls == 2
     assert block.weight.grad is None
+
+
+def test_a_block_that_is_recomputed_costs_its_forward_again_in_backward(clock):
+    block = Block(clock, [0.3, 0.5] * 5)
+    costs = measured([block], recompute=True)
+    assert block.calls == 10
+    assert (costs.forward, costs.backward) == (pytest.approx((0.3,)), pytest.approx((0.5,)))

@@ -4,6 +4,7 @@ import io
 import os
 import random
 import signal
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.errors import LossError, RankError
+from lockstep.step.units import in_backward
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = partial(torch.optim.AdamW, lr=0.01)
@@ -74,6 +76,8 @@ def test_whatever_a_trainer_does_a_cut_model_gives_the_same_bits(ranks, tmp_path
     def trained(stages):
         folder = tmp_path / f"{ls.world_size()}-{stages}"
         layout = {} if stages == 1 else {"stages": stages, "schedule": "1f1b"}
+        if ls.world_size() == 4:
+            layout |= {"schedule": "interleaved", "recompute": True}
         seen, state = whole_training(folder, **layout)
         # The state goes on in another layout: the same one cut otherwise, and not cut at all.
         again = {} if stages == 1 else {"stages": stages, "balance": [4, 1]}
@@ -242,7 +246,7 @@ MODELS = {
 }
 
 
-def trained(stages, schedules, names=tuple(MODELS)):
+def trained(stages, schedules, names=tuple(MODELS), **more):
     """Train every model under every schedule."""
     found = {}
     for name in names:
@@ -251,7 +255,8 @@ def trained(stages, schedules, names=tuple(MODELS)):
             torch.manual_seed(5)
             made = model()
             layout = {"stages": stages, "schedule": schedule} if stages > 1 else {}
-            trainer = ls.Trainer(made, nn.CrossEntropyLoss(), SGD, seed=3, **layout, **options)
+            layout |= options | more
+            trainer = ls.Trainer(made, nn.CrossEntropyLoss(), SGD, seed=3, **layout)
             generator = torch.Generator().manual_seed(2)
             losses = []
             for size in (24, 19, 17):
@@ -279,6 +284,51 @@ def alone():
 
     (found,) = ls.launch(run, nprocs=1)
     return found
+
+
+@pytest.mark.parametrize(("n", "schedule"), [(1, None), (2, "zero-bubble")])
+def test_recomputing_changes_no_bit(ranks, alone, n, schedule):
+    for found in ranks(partial(trained, recompute=True), n, n, (schedule,)):
+        assert found == {(name, schedule): alone[name, None] for name in MODELS}
+
+
+class Hidden(nn.Module):
+    """Counts its calls in forward and backward; remembers an activation inside it weakly."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)
+        self.calls, self.given, self.alive = [0, 0], [], []
+
+    def forward(self, x):
+        self.calls[in_backward()] += 1
+        hidden = torch.tanh(self.norm(self.first(x)))
+        if self.training and not in_backward():
+            self.given.append(weakref.ref(hidden))
+            hidden.register_hook(lambda _: self.alive.append(self.living()))
+        return self.second(hidden)
+
+    def living(self):
+        return sum(each() is not None for each in self.given)
+
+
+def test_a_stage_that_recomputes_lets_go_of_activations(ranks):
+    def train(recompute):
+        model = nn.Sequential(Hidden(), Hidden())
+        layout = {"stages": 2, "schedule": "gpipe", "balance": [1, 1], "recompute": recompute}
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=4, **layout)
+        batch = torch.randn(16, 6), torch.arange(16) % 6
+        trainer.step(batch)
+        trainer.evaluate(TensorDataset(*batch), 16)
+        mine = model[ls.rank()]
+        counted = int(mine.norm.num_batches_tracked)
+        return mine.calls, max(mine.alive), counted
+
+    def both():
+        return train(True), train(False)
+
+    for found in ranks(both, 2):
+        assert found == (([8, 4], 0, 1), ([8, 0], 3, 1))
 
 
 def test_a_stage_that_fails_stops_every_rank_with_its_place_and_training_can_go_on(ranks):

@@ -89,19 +89,25 @@ def test_every_layout_gives_the_bits_of_the_reference(ranks, plain, n):
 
 
 LAYOUTS = {
-    2: [(2, schedule) for schedule in ("1f1b", "gpipe", "interleaved", "zero-bubble")],
-    3: [(3, "zero-bubble")],
-    4: [(4, None), (2, "1f1b")],
+    1: [{"recompute": True}],
+    2: [
+        *({"stages": 2, "schedule": name} for name in ("1f1b", "gpipe", "interleaved")),
+        {"stages": 2, "schedule": "zero-bubble"},
+        {"stages": 2, "schedule": "gpipe", "recompute": True},
+        {"shared": True, "recompute": True},
+    ],
+    3: [
+        {"stages": 3, "schedule": "zero-bubble"},
+        {"stages": 3, "schedule": "1f1b", "recompute": True},
+    ],
+    4: [{"stages": 4}, {"stages": 2, "schedule": "1f1b"}],
 }
 
 
 @pytest.mark.parametrize("n", LAYOUTS)
-def test_every_layout_of_stages_gives_the_bits_of_the_reference(ranks, plain, n):
+def test_every_layout_of_blocks_gives_the_bits_of_the_reference(ranks, plain, n):
     def digests():
-        return [
-            lockstep_digests(("pictures", "blocks"), stages=stages, schedule=schedule)
-            for stages, schedule in LAYOUTS[n]
-        ]
+        return [lockstep_digests(("pictures", "blocks"), **layout) for layout in LAYOUTS[n]]
 
     for everything in ranks(digests, n):
         for layout, found in zip(LAYOUTS[n], everything, strict=True):

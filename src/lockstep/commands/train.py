@@ -35,6 +35,10 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
     "--schedule", type=click.Choice(NAMES),
     help="Of a pipeline.  [default: the fastest, by measured costs]",
 )  # fmt: skip
+@click.option(
+    "--recompute", is_flag=True,
+    help="Compute activations again in backward: less memory, more time, the same bits.",
+)  # fmt: skip
 @click.option("--epochs", type=POSITIVE, help="Times through the data.  [default: the recipe's]")
 @click.option("--batch-size", type=POSITIVE, help="Samples of a global batch, over all ranks.")
 @click.option("--lr", type=NOT_NEGATIVE, help="Learning rate of SGD.")

@@ -56,7 +56,8 @@ def measured_costs(
     rows: list[list[float]] = []
     begun = time.perf_counter()
     told(f"measuring {len(blocks)} blocks on one micro-batch, once, to cut the model evenly")
-    with isolated(setting.device, everything=True), buffers.untouched():
+    again = setting.recomputation(blocks).active(buffers)
+    with isolated(setting.device, everything=True), buffers.untouched(), again:
         for turn in range(PASSES):
             if turn > 1 and time.perf_counter() - begun > PATIENCE:
                 break

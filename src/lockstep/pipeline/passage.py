@@ -85,6 +85,7 @@ class Passage(Turn):
         for stage in self.pipeline.stages.values():
             stage.begin(Buffers(self._modules(stage)))
             stack.enter_context(stage.units.hooked())
+            stack.enter_context(stage.recomputation.active(stage.buffers))
         stack.enter_context(isolated(self.setting.device, everything=True))
 
     def _leave(self, error: BaseException | None) -> bool:
@@ -138,7 +139,8 @@ class Passage(Turn):
         if action.kind == "forward":
             self._forward(stage, microbatch, action.microbatch)
         else:
-            with torch.autocast(self.setting.device.type, enabled=False):
+            autocast = torch.autocast(self.setting.device.type, enabled=False)
+            with autocast, stage.recomputation.told():
                 self._backward(stage, microbatch.index, action.kind)
             if action.kind != "input":
                 self._finish_leaf(stage, microbatch)

@@ -70,6 +70,7 @@ class Placement:
                     [pair for pair in parameters.items() if self.holders[pair[0]][0] == number],
                     self.setting.peers,
                 ),
+                self.setting.recomputation(self.named(model, number)),
             )
             for number in self.stages
         ]

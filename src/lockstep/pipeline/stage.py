@@ -27,6 +27,7 @@ from lockstep.step.buffers import Buffers, Paused
 from lockstep.step.entry import Entry
 from lockstep.step.forward import called
 from lockstep.step.gradients import Gradients
+from lockstep.step.recomputation import Recomputation
 from lockstep.step.units import Calls, Units
 
 __all__ = ["Stage"]
@@ -61,6 +62,7 @@ class Stage:
         named: the modules whose composition it is, in order, by their names in the model.
         units: the keys of their random numbers.
         gradients: the tree of the parameters whose gradients are added here.
+        recomputation: of its blocks, in backward.
     """
 
     def __init__(
@@ -69,11 +71,13 @@ class Stage:
         named: Mapping[str, nn.Module],
         units: Units,
         gradients: Gradients,
+        recomputation: Recomputation,
     ) -> None:
         self.number = number
         self.named = dict(named)
         self.units = units
         self.gradients = gradients
+        self.recomputation = recomputation
         self.parameters = list(
             dict.fromkeys(each for block in named.values() for each in block.parameters())
         )

@@ -28,6 +28,7 @@ from lockstep.plan.balance import ranges
 from lockstep.plan.choice import choose, plan
 from lockstep.plan.schedules import NAMES
 from lockstep.step.forward import parts
+from lockstep.step.recomputation import check_blocks
 from lockstep.step.setting import Setting
 
 __all__ = ["Staging"]
@@ -73,6 +74,8 @@ class Staging:
                 "torch.nn.Sequential, a method blocks(), blocks=[...] with the modules that its "
                 "forward calls one after another, or a list of stages as the model"
             )
+        if setting.recompute:
+            check_blocks(model, names)
         if schedule is not None and schedule not in NAMES:
             raise LayoutError(f"there is no schedule {schedule!r}; there are {', '.join(NAMES)}")
         if chunks is not None and schedule != "interleaved":

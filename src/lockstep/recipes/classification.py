@@ -50,6 +50,7 @@ class Options:
     size: int | None = None  # of pictures that can be scaled, in pixels
     stages: int = 1
     schedule: str | None = None
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
         microbatches=options.microbatches,
         stages=options.stages,
         schedule=options.schedule,
+        recompute=options.recompute,
         seed=options.seed,
         metrics={"accuracy": accuracy},
         precision=torch.bfloat16 if options.bf16 else None,

@@ -32,13 +32,16 @@ from lockstep.comm.transfer import as_bytes, broadcast_tensors
 from lockstep.comm.tree import Fold, Node
 from lockstep.errors import BufferError
 
-__all__ = ["Buffers", "Finding", "Paused"]
+__all__ = ["Buffers", "Finding", "Paused", "Seen"]
 
 Finding = str
 """What one rank reports of one buffer: the hash of its results, `START` or `DIFFER`."""
 
 Paused = list[tuple[torch.Tensor | None, torch.Tensor | None]]
 """Of each buffer what a micro-batch made of it so far, and the copy that it was given."""
+
+Seen = list[tuple["_Slot", torch.Tensor | None]]
+"""What a call of a module found in its buffers."""
 
 START = ""  # they are what the step began with
 DIFFER = "differ"
@@ -142,6 +145,41 @@ class Buffers:
             yield
         finally:
             self.restore()
+
+    def seen_by(self, module: nn.Module) -> Seen:
+        """Return what a call of `module` that begins now finds in its buffers."""
+        inside = set(module.modules())
+        return [
+            (slot, self._found(slot))
+            for slot in self._slots
+            if any(holder in inside for holder, _ in slot.places)
+        ]
+
+    @contextmanager
+    def again(self, seen: Seen) -> Iterator[None]:
+        """Let the body repeat a call, on copies of the buffers that it saw; nobody keeps them."""
+        held = [
+            (module, name, module._buffers[name])
+            for slot, _ in seen
+            for module, name in slot.places
+        ]
+        for slot, tensor in seen:
+            copy = None if tensor is None else tensor.clone()
+            for module, name in slot.places:
+                module._buffers[name] = copy
+        try:
+            yield
+        finally:
+            for module, name, tensor in held:
+                module._buffers[name] = tensor
+
+    def _found(self, slot: _Slot) -> torch.Tensor | None:
+        """Return what is in the model of a buffer: the step's own tensor where it is the same."""
+        module, name = slot.places[0]
+        tensor = module._buffers[name]
+        if tensor is None or _same_bits(tensor, slot.tensor):
+            return slot.tensor if tensor is not None else None
+        return tensor.detach().clone()
 
     def findings(self, alone: bool = False) -> list[Finding]:
         """Return for every buffer the hash of this rank's results; nothing if it has none.

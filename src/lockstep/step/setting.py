@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 from lockstep.data.microbatch import Batch, cut, mapped
 from lockstep.errors import LayoutError, UsageError
 from lockstep.run.world import World
+from lockstep.step.recomputation import Recomputation
 from lockstep.step.weight import WeightFunction, weight_of
 
 __all__ = ["Setting"]
@@ -37,6 +38,7 @@ class Setting:
     group: dist.ProcessGroup | None
     peers: dist.ProcessGroup | None
     also: tuple[nn.Module, ...] = ()
+    recompute: bool = False
 
     @classmethod
     def of(
@@ -48,6 +50,7 @@ class Setting:
         precision: torch.dtype | None,
         also: Sequence[nn.Module],
         stages: int = 1,
+        recompute: bool = False,
     ) -> Setting:
         """Return the setting of a trainer on this rank.
 
@@ -77,7 +80,22 @@ class Setting:
             group=None,
             peers=_peers(world, stages),
             also=tuple(also),
+            recompute=recompute,
         )
+
+    def promised(self, seed: int) -> dict[str, Any]:
+        """Return what decides on bits and must be the same on all ranks, by name."""
+        return {
+            "number of micro-batches": self.microbatches,
+            "seed": seed,
+            "number of threads": self.threads,
+            "precision": str(self.precision),
+            "version of torch": torch.__version__,
+        }
+
+    def recomputation(self, blocks: Mapping[str, nn.Module]) -> Recomputation:
+        """Return the recomputation of some blocks: of none of them where it was not asked for."""
+        return Recomputation(blocks if self.recompute else {}, self.device)
 
     def share(self) -> dict[str, Any]:
         """Return this rank's part of every batch, as the loader takes it."""

@@ -26,6 +26,7 @@ from lockstep.comm.transfer import all_gather_bytes
 from lockstep.errors import UsageError
 from lockstep.step.buffers import Buffers
 from lockstep.step.gradients import Gradients
+from lockstep.step.recomputation import Recomputation
 from lockstep.step.setting import Setting
 from lockstep.step.turn import Result, Turn
 from lockstep.step.units import Units
@@ -47,12 +48,14 @@ class Step(Turn):
         units: Units,
         buffers: Buffers,
         gradients: Gradients,
+        recomputation: Recomputation,
         finish: Callable[[Turn], None],
     ) -> None:
         super().__init__(number, setting, finish)
         self.buffers = buffers
         self.gradients = gradients
         self._units = units
+        self._recomputation = recomputation
         self._iteration: Iterator[Any] | None = None
         self._current: Result | None = None
 
@@ -62,6 +65,7 @@ class Step(Turn):
 
     def _seed(self, stack: ExitStack) -> None:
         stack.enter_context(self._units.seeded())
+        stack.enter_context(self._recomputation.active(self.buffers))
 
     def _leave(self, error: BaseException | None) -> bool:
         broken = self._current
@@ -132,7 +136,8 @@ class Step(Turn):
         self._current.metrics.update(metrics or {})
         with torch.autocast(self.setting.device.type, enabled=False):
             scaled = loss * self._current.share
-            with self._watched(scaled) if final else nullcontext():
+            watched = self._watched(scaled) if final else nullcontext()
+            with watched, self._recomputation.told():
                 scaled.backward(retain_graph=retain_graph)
 
     def _watched(self, loss: torch.Tensor) -> AbstractContextManager[None]:

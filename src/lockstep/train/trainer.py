@@ -95,6 +95,8 @@ class Trainer:
             unless the model is an `nn.Sequential` or has a method `blocks()`.
         balance: the number of blocks of each stage, instead of a measurement.
         chunks: stages a rank of the schedule "interleaved", 2 by default.
+        recompute: keep a block's inputs and compute its activations again in backward, for
+            a second forward of each block. Changes no bit, with any number of stages.
         shared: hold parameters and optimizer state once for all ranks; see `docs/shared.md`.
         elementwise: says of an optimizer of your own that it may step pieces of them.
         on_step, on_epoch: callables that get a `StepResult`, an `EpochResult`, on every rank.
@@ -130,6 +132,7 @@ class Trainer:
         blocks: Blocks = None,
         balance: Sequence[int] | None = None,
         chunks: int | None = None,
+        recompute: bool = False,
         shared: bool = False,
         elementwise: bool = False,
         on_step: Callable[[StepResult], None] | Iterable[Callable[[StepResult], None]] = (),
@@ -138,7 +141,9 @@ class Trainer:
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self.world = world()
-        self.setting = Setting.of(self.world, microbatches, loss, weight, precision, also, stages)
+        self.setting = Setting.of(
+            self.world, microbatches, loss, weight, precision, also, stages, recompute
+        )
         if shared and stages > 1:
             raise LayoutError("shared=True is for whole models: train with stages=1 or without it")
         asked = (blocks, schedule, balance, chunks)
@@ -147,7 +152,7 @@ class Trainer:
         self.metrics = dict(metrics or {})
         self.seed = seed
         self.steps, self.epoch = 0, 0
-        agreed(self.module, self.setting, staging, self._must_agree())
+        agreed(self.module, self.setting, staging, self.setting.promised(seed))
         self._optimization = Optimization(
             self.module, optimizer, groups, scheduler, scheduler_each, average
         )
@@ -382,17 +387,6 @@ class Trainer:
         if result is not None:
             self._optimization.end_epoch(result.loss)  # first: a callback may save the state
             self.history.tell(result)
-
-    # --- beginning ------------------------------------------------------------------------
-
-    def _must_agree(self) -> dict[str, Any]:
-        return {
-            "number of micro-batches": self.setting.microbatches,
-            "seed": self.seed,
-            "number of threads": self.setting.threads,
-            "precision": str(self.setting.precision),
-            "version of torch": torch.__version__,
-        }
 
 
 def _listed(callbacks: Any) -> list[Any]:

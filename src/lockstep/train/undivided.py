@@ -48,6 +48,9 @@ class Undivided:
         self._optimization, self._metrics, self._seed = optimization, metrics, seed
         parameters = list(module.named_parameters())
         self._units = Units(units_of(called, blocks), called, seed, setting.device)
+        self._recomputation = setting.recomputation(
+            {name: called.get_submodule(name) for name in blocks}
+        )
         if shared:
             self._gradients = share(parameters, optimization, setting, elementwise)
         else:
@@ -58,7 +61,8 @@ class Undivided:
     def step(self, number: int, finish: Callable[[Turn], None]) -> Step:
         """Return the step number `number`, for a loop of one's own."""
         buffers = Buffers(self.setting.modules_with(self._module))
-        return Step(number, self.setting, self._units, buffers, self._gradients, finish)
+        how = (self._units, buffers, self._gradients, self._recomputation)
+        return Step(number, self.setting, *how, finish)
 
     def train(self, number: int, batch: Any, finish: Callable[[Turn], None]) -> None:
         """Train on one batch."""
