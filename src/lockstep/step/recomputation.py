@@ -83,7 +83,7 @@ class Recomputation:
         self, block: nn.Module, forward: Forward, buffers: Buffers, *args: Any, **kwargs: Any
     ) -> Any:
         """Do the block's forward, so that backward repeats it."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self._keeps_less(block):
             return forward(*args, **kwargs)
         found, structure = tree_flatten((args, kwargs))
         numbers = {key: number for number, key in enumerate(dict.fromkeys(map(id, found)))}
@@ -108,6 +108,13 @@ class Recomputation:
         result = checkpoint(run, *kept, use_reentrant=False, preserve_rng_state=False)
         self._note(block, given, versions)
         return result
+
+    def _keeps_less(self, block: nn.Module) -> bool:
+        """Tell whether a block, such as a ReLU in place, keeps its result where its input was.
+
+        The next block keeps that anyway, and a copy of the input would come on top.
+        """
+        return bool(self._written.get(block)) and next(block.parameters(), None) is None
 
     def _copied(self, block: nn.Module, given: Sequence[Any]) -> list[Any]:
         """Return what a block is given, with copies of what it may write into."""
