@@ -176,7 +176,7 @@ def _culprit(call: tuple[Any, ...]) -> str:
     for words, part in parts.items():
         try:
             pack(part, lambda address: address)
-        except Exception:
+        except Exception:  # whatever its pickling raises: it is the one
             return _named(part) if words == "the function" else words
     return "it"
 

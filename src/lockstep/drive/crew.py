@@ -18,19 +18,20 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.drive.calls import DRIVER, Calls, ended
 from lockstep.drive.connection import Listener
 from lockstep.drive.frame import Frame, Wire
-from lockstep.drive.future import SETTLE
+from lockstep.drive.future import SETTLE, Future, gather
 from lockstep.drive.host import start_worker
 from lockstep.drive.link import Link
 from lockstep.drive.member import Member, places
 from lockstep.drive.objects import Address
+from lockstep.drive.rescue import ENOUGH, Rescue
 from lockstep.drive.screen import Console, Screen
-from lockstep.errors import RankError, RendezvousError, UsageError
+from lockstep.errors import LockstepError, RankError, RendezvousError, UsageError
 from lockstep.run import preload
 from lockstep.run.job import GRACE, TICK, Job
 from lockstep.run.output import Output
@@ -64,6 +65,8 @@ class Crew:
         self._hosts: dict[Link, str] = {}
         self._links: list[Link] = []
         self._answers: deque[Frame] = deque()
+        self._rescues: list[Rescue] = []
+        self._broken = ""  # why the workers' world has ended
         self._owner = os.getpid()
         self._closing = False
         self._lock = threading.Lock()
@@ -127,6 +130,28 @@ class Crew:
                 return RankError(f"rank {rank} {ending(outcome)} before it had joined")
         return None
 
+    # --- calls on all workers ---------------------------------------------------------------
+
+    def together(self, futures: Sequence[Future]) -> list[Any]:
+        """Return the values of a call on all workers; raise the error that explains a failure.
+
+        Workers that wait in a collective for one that raised are let go.
+        """
+        try:
+            return gather(futures, self.screen.wait)
+        except LockstepError as error:
+            if self._broken:
+                error.add_note(self._broken)
+            else:
+                self._rescues.append(Rescue(futures, str(error)))
+            raise
+
+    def require_world(self) -> None:
+        """Wait until nobody waits for a worker that raised; RankError where the world has ended."""
+        self.screen.wait(lambda: not self._rescues or bool(self._broken) or self._closing, None)
+        if self._broken:
+            raise RankError(self._broken)
+
     # --- as the routes of the driver's calls ------------------------------------------
 
     def post(self, rank: int, frame: Frame) -> None:
@@ -178,6 +203,9 @@ class Crew:
                 self.screen.wake()
             case "host":
                 self._welcome(link, header["workers"])
+            case "seen":
+                member = self._arrived[link]
+                member.waits = member.waits + 1 if header["waits"] else 0
             case "output":
                 self._show(link, header)
             case "ended":
@@ -239,6 +267,9 @@ class Crew:
             while self._answers:
                 self.calls.settle(self._answers.popleft())
             self._bury()
+            for rescue in list(self._rescues):
+                if self._rescued(rescue):
+                    self._rescues.remove(rescue)
             self.screen.wake()
             self.screen.show_unless_awaited()
         self._finish()
@@ -273,6 +304,39 @@ class Crew:
         for other in self.members:
             if other is not member and not other.how:
                 other.link.post(Frame({"kind": "gone", "rank": member.rank, "how": member.how}))
+
+    def _rescued(self, rescue: Rescue) -> bool:
+        """See after those that may wait for one that raised; return whether nobody does any more.
+
+        The death of a worker they hear of from the backend.
+        """
+        busy = [self.members[rank] for rank in rescue.busy()]
+        raised = [self.members[rank] for rank in rescue.raised()]
+        if not busy or any(member.how for member in raised):
+            return True
+        if rescue.left:
+            return self._ended_in_time(rescue, raised)
+        if rescue.looks > ENOUGH and all(member.waits >= ENOUGH for member in busy):
+            self._broken = (
+                f"the world of these workers has ended, because the others waited in a collective "
+                f"after this: {rescue.sentence}; start another driver"
+            )
+            rescue.left = time.monotonic()
+            for member in raised:
+                member.link.post(Frame({"kind": "leave"}))
+        elif rescue.due():
+            for member in busy:
+                member.waits = member.waits if rescue.looks > 1 else 0
+                member.link.post(Frame({"kind": "look"}))
+        return False
+
+    def _ended_in_time(self, rescue: Rescue, raised: Sequence[Member]) -> bool:
+        """End those that raised, where their leaving did not help; return whether that was done."""
+        if time.monotonic() < rescue.left + SETTLE:
+            return False
+        for member in raised:
+            member.link.post(Frame({"kind": "end"}))
+        return True
 
     # --- ending -----------------------------------------------------------------------------
 

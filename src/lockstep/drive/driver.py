@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lockstep.drive.crew import Crew
-from lockstep.drive.future import Future, gather
+from lockstep.drive.future import Future
 from lockstep.drive.key import make_key
 from lockstep.drive.training import Training
 from lockstep.errors import UsageError
@@ -111,7 +111,7 @@ class Driver:
 
         Raises RankError for the worker that failed first.
         """
-        return gather(self.start(function, *args, **options), self._crew.screen.wait)
+        return self._crew.together(self.start(function, *args, **options))
 
     def start(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Future]:
         """Call `function` on every worker and return a Future of each at once."""

@@ -33,6 +33,11 @@ class Future:
         """Whether the answer is here."""
         return self._settled.is_set()
 
+    @property
+    def failed(self) -> bool:
+        """Whether the answer is an error."""
+        return self._failure is not None
+
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the answer and return it.
 

@@ -19,6 +19,7 @@ class Member:
 
     `report` is the error with which it could not join. `cut` says why its link
     ended and `ended` how its process did, `how` what is told of it in the end.
+    `waits` counts in how many looks in a row it was in a collective.
     """
 
     link: Link
@@ -33,6 +34,7 @@ class Member:
     status: int | None = None
     how: str = ""
     noticed: float = 0.0
+    waits: int = 0
 
     def variables(
         self, members: Sequence[Member], address: str, port: int, run: str

@@ -18,7 +18,6 @@ from typing import Any
 
 from lockstep.data.microbatch import Batch, cut
 from lockstep.drive.crew import Crew
-from lockstep.drive.future import gather
 from lockstep.drive.reference import Remote
 from lockstep.errors import UsageError
 from lockstep.run.world import rank, world
@@ -47,12 +46,12 @@ class Training:
             arguments.get("weight") or weight_of(arguments["loss"])
         )
         given = (blocks, seed, {**arguments, "microbatches": microbatches})
-        self._parts: list[Remote] = gather(
+        crew.require_world()
+        self._parts: list[Remote] = crew.together(
             [
                 crew.calls.start(each, "the trainer", Part, given, keep=True)
                 for each in range(crew.size)
-            ],
-            crew.screen.wait,
+            ]
         )
 
     def step(self, batch: Any) -> float:
@@ -162,10 +161,12 @@ class Training:
         return self._on_each(method, [args] * self._crew.size)[0]
 
     def _on_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        if method != "finish":  # which closes the record also when the world has ended
+            self._crew.require_world()
         started = [
             getattr(part, method).start(*each) for part, each in zip(self._parts, args, strict=True)
         ]
-        return gather(started, self._crew.screen.wait)
+        return self._crew.together(started)
 
 
 class Part:

@@ -8,6 +8,9 @@
       <── value | kept | error {number} ──│
       ── lend, drop {object, token} ─────>│  references; at once, on the receiving thread
       ── gone {rank} ────────────────────>│  a worker that ended holds nothing any more
+      ── look ───────────────────────────>│  at once, on the receiving thread
+      <── seen {waits} ───────────────────│  is the main thread in a collective?
+      ── leave ──────────────────────────>│  lockstep.shutdown(): nobody waits for it any more
       ── end ────────────────────────────>│
 
 Workers call each other over links of their own, made at the first call, proven
@@ -33,9 +36,10 @@ from lockstep.drive.future import SETTLE
 from lockstep.drive.inbox import Inbox
 from lockstep.drive.link import Link
 from lockstep.drive.objects import Address, Objects, Tokens
+from lockstep.drive.rescue import in_collective
 from lockstep.errors import RankError
 from lockstep.run.rank import described
-from lockstep.run.world import init
+from lockstep.run.world import init, shutdown
 
 __all__ = ["attend"]
 
@@ -132,6 +136,10 @@ class Server:
                 self._holders[link] = header["rank"]
             case "gone":
                 self._lose(header["rank"], header["how"])
+            case "look":
+                link.post(Frame({"kind": "seen", "waits": in_collective()}))
+            case "leave":
+                self.inbox.put(shutdown, of_driver=False)
             case "join":
                 self.inbox.put(partial(self._join, header), of_driver=True)
             case "end":
@@ -169,7 +177,7 @@ class Server:
         answer: dict[str, Any] = {"kind": "joined"}
         try:
             init(**header["world"])
-        except Exception as error:
+        except Exception as error:  # whatever it is, the driver waits for an answer
             answer["report"] = described(error)
         self._driver.post(Frame(answer))
 
@@ -210,7 +218,7 @@ class Server:
         """Return the exception itself where it can travel."""
         try:
             return self.calls.pack(holder, error.with_traceback(None))
-        except Exception:
+        except Exception:  # any class may fail to pickle in a way of its own; the report goes alone
             return ()
 
 
