@@ -3,14 +3,15 @@
     rank 0   blocks 0-4         ──┐
     rank 1   blocks 5-9         ──┴──> all names, in the model's order, on every rank
 
-What a rank does not hold lies on the meta device, with shape and dtype. Every rank of
-the world must make these calls.
+What a rank does not hold lies on the meta device, with shape and dtype. What it holds
+is only read, and stays what the rank itself has: replicas that came apart have different
+digests. Every rank of the world must make these calls.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ def whole_state(state: Mapping[str, Any], source: Source, device: torch.device) 
         else value
         for name, value in state.items()
     }
-    _broadcast({n: v for n, v in result.items() if isinstance(v, torch.Tensor)}, source)
+    tensors = {name: each for name, each in result.items() if isinstance(each, torch.Tensor)}
+    _broadcast(tensors, source, {name for name in tensors if result[name] is state[name]})
     return result
 
 
@@ -44,7 +46,8 @@ def whole_optimizer(
     The optimizers of all ranks know all parameters, in one order.
     """
     packed = optimizer.state_dict()
-    order = [names[each] for group in optimizer.param_groups for each in group["params"]]
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    order = [names[each] for each in parameters]
     rank = dist.get_rank()
     mine = {
         index: {entry: _description(value) for entry, value in state.items()}
@@ -61,13 +64,16 @@ def whole_optimizer(
                 entry: _place(description, ours.get(entry), device)
                 for entry, description in entries.items()
             }
-    tensors = {
-        f"{index}/{entry}": value
-        for index in sorted(found)
-        for entry, value in found[index].items()
-        if isinstance(value, torch.Tensor)
-    }
-    _broadcast(tensors, lambda name: source(order[int(name.partition("/")[0])]))
+    tensors, held = {}, set()
+    for index in sorted(found):
+        for entry, value in found[index].items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{index}/{entry}"] = value
+                # A count of steps may be left of a parameter that is not here: nobody counts it.
+                is_ours = value is packed["state"].get(index, {}).get(entry)
+                if is_ours and not parameters[index].is_meta:
+                    held.add(f"{index}/{entry}")
+    _broadcast(tensors, lambda name: source(order[int(name.partition("/")[0])]), held)
     return {**packed, "state": {index: found[index] for index in sorted(found)}}
 
 
@@ -89,9 +95,12 @@ def _place(description: Mapping[str, Any], here: Any, device: torch.device) -> A
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def _broadcast(tensors: Mapping[str, torch.Tensor], source: Source) -> None:
+def _broadcast(tensors: Mapping[str, torch.Tensor], source: Source, held: Set[str]) -> None:
+    """Fill each tensor with that of its source, but for those that are `held` here."""
+    rank = dist.get_rank()
     groups: dict[int, list[torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        groups.setdefault(source(name), []).append(tensor)
-    for rank in sorted(groups):
-        broadcast_tensors(groups[rank], None, rank)
+        unread = name in held and source(name) != rank
+        groups.setdefault(source(name), []).append(torch.empty_like(tensor) if unread else tensor)
+    for each in sorted(groups):
+        broadcast_tensors(groups[each], None, each)
