@@ -66,17 +66,21 @@ def nothing_left_behind() -> Iterator[None]:
     before = _left()
     yield
     deadline = time.monotonic() + PATIENCE
-    others = before["processes"].keys()
-    while (more := _news(before, _left(others))) and time.monotonic() < deadline:
+    while (more := _news(before, _left(before))) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not more, f"left behind: {more}"
 
 
-def _left(others: Collection[str] = ()) -> dict[str, dict[str, str]]:
+def _left(before: dict[str, dict[str, str]] | None = None) -> dict[str, dict[str, str]]:
+    """Return what is there; with `before`, of processes and sockets what was not there then."""
+    processes = _processes(before["processes"] if before else ())
+    sockets = {inode: "" for pid in [str(os.getpid()), *processes] for inode in _sockets(pid)}
     return {
-        "processes": _processes(others),
+        "processes": processes,
         "shared memory": _shared_memory(),
-        "listening ports": _ports(),
+        "listening ports": _ports(sockets.keys() - before["listening ports"].keys())
+        if before
+        else sockets,
         "threads": {str(thread.ident): thread.name for thread in threading.enumerate()},
         "environment": {k: v for k, v in os.environ.items() if k not in PYTESTS_OWN},
     }
@@ -141,14 +145,13 @@ def _resource_tracker() -> int | None:
     return None if tracker is None else tracker._resource_tracker._pid
 
 
-def _ports() -> dict[str, str]:
-    """Return the ports that this process and its descendants listen on, by inode."""
-    own = {inode for pid in [str(os.getpid()), *_processes()] for inode in _sockets(pid)}
+def _ports(sockets: Collection[str]) -> dict[str, str]:
+    """Return the ports that these sockets listen on, by inode; the kernel's tables are long."""
     listening: dict[str, str] = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+    for table in ("/proc/net/tcp", "/proc/net/tcp6") if sockets else ():
         for line in _lines(table)[1:]:
             fields = line.split()
-            if fields[3] == "0A" and fields[9] in own:
+            if fields[3] == "0A" and fields[9] in sockets:
                 listening[fields[9]] = str(int(fields[1].rpartition(":")[2], 16))
     return listening
 
