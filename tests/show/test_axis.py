@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.show import words
@@ -17,6 +17,8 @@ def labels(axis):
 
 
 @given(NUMBERS, NUMBERS)
+@example(0.0, 5e-324)
+@example(-2e-310, 3e-310)
 def test_a_linear_axis_holds_its_range(a, b):
     axis = linear(min(a, b), max(a, b))
     assert axis.low <= min(a, b) + 1e-6 * abs(a - b)

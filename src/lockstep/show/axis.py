@@ -14,6 +14,7 @@ from lockstep.show import words
 
 __all__ = ["Axis", "Tick", "linear", "logarithmic", "spanning"]
 
+TINY = 1e-300  # below it numbers lose digits, and their fractions become 0
 Column = npt.NDArray[np.float64]
 Label = Callable[[float], str]
 
@@ -55,8 +56,8 @@ class Axis:
 
 def linear(low: float, high: float, label: Label = words.short, count: int = 5) -> Axis:
     """Return an axis that reaches to round numbers beyond `low` and `high`."""
-    if not high > low:
-        margin = abs(low) * 0.1 or 0.5
+    if not high - low > TINY:
+        margin = abs(low) * 0.1 if abs(low) > 10 * TINY else 0.5
         low, high = low - margin, high + margin
     step = round_step((high - low) / count)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
