@@ -49,6 +49,8 @@ def whole_optimizer(
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     order = [names[each] for each in parameters]
     rank = dist.get_rank()
+    # A count of steps may be left of a parameter that is not here: nobody goes on counting it.
+    here = {index: each for index, each in packed["state"].items() if not parameters[index].is_meta}
     mine = {
         index: {entry: _description(value) for entry, value in state.items()}
         for index, state in packed["state"].items()
@@ -59,20 +61,18 @@ def whole_optimizer(
     found: dict[int, dict[str, Any]] = {}
     for described in map(json.loads, everyone):
         for text, entries in described.items():
-            ours = packed["state"].get(int(text), {})
+            ours = here.get(int(text), {})
             found[int(text)] = {
                 entry: _place(description, ours.get(entry), device)
                 for entry, description in entries.items()
             }
-    tensors, held = {}, set()
-    for index in sorted(found):
-        for entry, value in found[index].items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{index}/{entry}"] = value
-                # A count of steps may be left of a parameter that is not here: nobody counts it.
-                is_ours = value is packed["state"].get(index, {}).get(entry)
-                if is_ours and not parameters[index].is_meta:
-                    held.add(f"{index}/{entry}")
+    tensors = {
+        f"{index}/{entry}": value
+        for index in sorted(found)
+        for entry, value in found[index].items()
+        if isinstance(value, torch.Tensor)
+    }
+    held = {f"{index}/{entry}" for index, state in here.items() for entry in state}
     _broadcast(tensors, lambda name: source(order[int(name.partition("/")[0])]), held)
     return {**packed, "state": {index: found[index] for index in sorted(found)}}
 
