@@ -39,6 +39,9 @@ def _rounded(size: int) -> int:
     return -(-size // 64) * 64
 
 
+BARE = _rounded(HEADER.size)  # where tensors begin in a page without a description
+
+
 def _inside(forms: Sequence[Form], begin: int) -> list[int] | None:
     """Return where in the page each tensor's bytes lie, or None where they find no room."""
     places = []
@@ -62,7 +65,7 @@ class Known:
 
     def __post_init__(self) -> None:
         """Place the tensors."""
-        self.places = _inside(self.forms, _rounded(HEADER.size))
+        self.places = _inside(self.forms, BARE)
 
 
 @dataclass
@@ -84,7 +87,7 @@ class Sender:
             self.known = Known(pattern, forms)
             text = json.dumps(described(pattern, forms)).encode()
         fits = HEADER.size + len(text) <= PAGE
-        begin, places = _rounded(HEADER.size), self.known.places
+        begin, places = BARE, self.known.places
         if text:
             begin = _rounded(HEADER.size + len(text))
             places = _inside(forms, begin) if fits else None
@@ -203,7 +206,7 @@ class Receiver:
 
     def _inside(self, cover: torch.Tensor, known: Known, begin: int) -> list[torch.Tensor]:
         """Return the tensors that came in the page; it is their memory from now on."""
-        first = begin == _rounded(HEADER.size)
+        first = begin == BARE
         places = known.places if first else _inside(known.forms, begin)
         assert places is not None
         if self.device.type != "cpu":
