@@ -136,10 +136,11 @@ struct Job {
   }
 
   void large() {
-    // Four pieces or more, so that copying and combining of two ranks overlap.
+    // As few pieces as the stages allow, and alike: each is two waits, and a line that
+    // the other core just wrote costs more than one that has left its cache since.
     const size_t line = kLine / item(), stage = turn.group().layout().stage_bytes;
-    const size_t piece = std::min(stage, std::max(stage / 8, count * item() / 4));
-    width = std::max(piece / item() / line * line, line);
+    const size_t pieces = (count * item() + stage - 1) / stage;
+    width = ((count + pieces - 1) / pieces + line - 1) / line * line;
     first = turn.round();
     Call& mine = turn.mine();
     mine.place = Heap::here().find(data, count * item());
