@@ -11,11 +11,12 @@
 // The stages are three for the same reason, counted through all calls (`round`).
 #pragma once
 
-#include <array>
 #include <bit>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "choice.h"
@@ -60,9 +61,9 @@ class Group {
   // What a rank does while it waits in a collective: it moves its messages.
   std::function<void()> meanwhile;
 
-  // Ordinary stores into the stages, or past the caches? For messages of `bytes`, by
+  // Ordinary stores into the stages, or past the caches? For an operation on `bytes`, by
   // powers of two. Each rank chooses for itself: no bit depends on it.
-  Choice& stores(uint64_t bytes) { return stores_[static_cast<size_t>(std::bit_width(bytes))]; }
+  Choice& stores(Op op, uint64_t bytes) { return stores_[{op, std::bit_width(bytes)}]; }
 
   // Ranks that have not attached yet.
   std::vector<int> missing();
@@ -95,7 +96,7 @@ class Group {
   uint32_t step_ = 0;    // phases passed
   uint32_t calls_ = 0;   // collectives begun
   uint32_t round_ = 0;   // uses of the stages
-  std::array<Choice, 65> stores_;
+  std::map<std::pair<Op, int>, Choice> stores_;
   int owner_;
   Nonce proof_;  // in private memory: who reads it there may read this process's tensors
 };

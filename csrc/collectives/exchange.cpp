@@ -30,22 +30,27 @@ class Passage {
       for (int d = 0; d < n_; ++d)
         if (sends(s)[d] != receives(d)[s]) turn_.disagree();
     first_ = turn_.round();
+    uint64_t staged = 0;
     for (int s = 0; s < n_; ++s)
       if (turn_.call(s).route == Route::staged) {
-        any_staged_ = true;
-        for (int d = 0; d < n_; ++d)
-          if (d != s) rounds_ = std::max(rounds_, (sends(s)[d] + piece() - 1) / piece());
+        for (int d = 0; d < n_; ++d) {
+          if (d == s) continue;
+          staged += sends(s)[d];
+          rounds_ = std::max(rounds_, (sends(s)[d] + piece() - 1) / piece());
+        }
       } else if (turn_.call(s).route == Route::direct) {
         any_direct_ = true;
       }
     turn_.use_rounds(static_cast<uint32_t>(rounds_));
+    if (staged) stores_ = &turn_.group().stores(turn_.mine().op, staged);
+    begun_ = Clock::now();
   }
 
   // Bytes of a block that pass in one round.
   size_t piece() const {
     const size_t stage = turn_.group().layout().stage_bytes;
     return blocks_.same ? stage / kLine * kLine
-                        : std::max<size_t>(stage / n_ / kLine * kLine, kLine);
+                        : std::max<size_t>(stage / std::max(n_ - 1, 1) / kLine * kLine, kLine);
   }
   size_t rounds() const { return rounds_; }
 
@@ -53,11 +58,12 @@ class Passage {
   void pass(size_t k) {
     if (turn_.call(me_).route == Route::staged) {
       char* stage = turn_.stage(me_, first_ + static_cast<uint32_t>(k));
+      const auto put = stores_->way() == 0 ? stream_bytes : copy_bytes;
       for (int d = 0; d < n_; ++d) {
         const Block& block = blocks_.send[d];
         if (d == me_ || block.bytes <= k * piece()) continue;
-        stream_bytes(stage + lane(d), block.data + k * piece(),
-                    std::min(piece(), block.bytes - k * piece()));
+        put(stage + lane(me_, d), block.data + k * piece(),
+            std::min(piece(), block.bytes - k * piece()));
         if (blocks_.same) break;
       }
     }
@@ -78,12 +84,13 @@ class Passage {
         const Place& place = places(s)[me_];
         return turn_.group().neighbours().at(place, sends(s)[me_]);
       }
-      default: return turn_.stage(s, first_ + static_cast<uint32_t>(k)) + lane(me_);
+      default: return turn_.stage(s, first_ + static_cast<uint32_t>(k)) + lane(s, me_);
     }
   }
 
   void finish() {
     if (any_direct_) turn_.sync();  // the owners may change their blocks from now on
+    if (stores_) stores_->took(std::chrono::duration<double>(Clock::now() - begun_).count());
   }
   bool staged(int s) { return s != me_ && turn_.call(s).route == Route::staged; }
   size_t expected(int s) const { return blocks_.receive[s].bytes; }
@@ -93,7 +100,8 @@ class Passage {
   uint64_t* receives(int rank) { return sends(rank) + n_; }
   Place* places(int rank) { return reinterpret_cast<Place*>(receives(rank) + n_); }
   size_t tables() const { return lines(n_ * (2 * sizeof(uint64_t) + sizeof(Place))); }
-  size_t lane(int d) const { return blocks_.same ? 0 : d * piece(); }
+  // Where the block s -> d lies in the stage of s, which has none for itself.
+  size_t lane(int s, int d) const { return blocks_.same ? 0 : (d < s ? d : d - 1) * piece(); }
 
   Route route() {
     size_t bytes = 0;
@@ -133,7 +141,9 @@ class Passage {
   const int n_, me_;
   uint32_t first_ = 0;
   size_t rounds_ = 0;
-  bool any_staged_ = false, any_direct_ = false;
+  bool any_direct_ = false;
+  Choice* stores_ = nullptr;  // how stages are written, where there are any
+  Clock::time_point begun_;   // after the last rank had come
 };
 
 }  // namespace

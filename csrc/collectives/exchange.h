@@ -11,7 +11,9 @@
 //              copied in while slower readers still copy the last one out
 //
 //              same block for all    | piece of the whole stage      |
-//              a block for each      | for 0 | for 1 | for 2 | ...   |
+//              a block for each      | for 0 | for 2 | for 3 | ...   |   of rank 1
+//
+//              written with ordinary stores or past the caches (choice.h)
 //
 // Each rank chooses its own route. The tables of sizes are compared by everybody:
 // s sends d what d expects, or all ranks throw. Cost for S bytes read by n ranks:
