@@ -11,6 +11,8 @@
 
 namespace lockstep {
 
+constexpr uint32_t kLook = 64;  // calls between two looks at the cores
+
 static uint64_t header_bytes() { return sizeof(Header); }
 
 std::unique_ptr<Group> Group::create(int size, Naming naming) {
@@ -57,6 +59,7 @@ Group::Group(int rank, int size, std::shared_ptr<Segment> segment, Naming naming
   segment_->prefault(0, layout_.total());
   Record& own = record(rank_);
   own.pid = getpid();
+  publish_cores();
   proof_ = random_nonce();
   own.proof = proof_;
   own.proof_address = reinterpret_cast<uint64_t>(&proof_);
@@ -74,6 +77,27 @@ void Group::leave() {
   keeper_.reset();
   record(rank_).step.wake();
   record(rank_).bell.wake();
+}
+
+void Group::publish_cores() {
+  const Cores cores = usable_cores();
+  for (size_t word = 0; word < cores.size(); ++word)
+    record(rank_).cores[word].store(cores[word], std::memory_order_relaxed);
+}
+
+bool Group::crowded() {
+  if (looks_.fetch_add(1, std::memory_order_relaxed) % kLook != 0)
+    return crowded_.load(std::memory_order_relaxed);
+  publish_cores();
+  int usable = 0;
+  for (size_t word = 0; word < kCoreWords; ++word) {
+    uint64_t any = 0;
+    for (int rank = 0; rank < size_; ++rank)
+      any |= record(rank).cores[word].load(std::memory_order_relaxed);
+    usable += std::popcount(any);
+  }
+  crowded_.store(size_ > usable, std::memory_order_relaxed);
+  return size_ > usable;
 }
 
 std::vector<int> Group::missing() {
@@ -179,7 +203,7 @@ Turn::Turn(Group& group, const Call& call, std::chrono::milliseconds timeout, bo
     : group_(group),
       number_(++group.calls_),
       parity_(static_cast<int>(number_ & 1)),
-      patience_(Patience::of(group.size_, background)),
+      patience_(Patience::of(group.crowded(), background)),
       timeout_(timeout),
       begun_(Clock::now()) {
   target_ = group_.step_;

@@ -65,6 +65,10 @@ class Group {
   // powers of two. Each rank chooses for itself: no bit depends on it.
   Choice& stores(Op op, uint64_t bytes) { return stores_[{op, std::bit_width(bytes)}]; }
 
+  // Whether the ranks are more than the cores that they may run on, all together. Looks
+  // now and then: ranks can be bound to cores at any time.
+  bool crowded();
+
   // Ranks that have not attached yet.
   std::vector<int> missing();
   bool aborted() { return header_->aborted.load(std::memory_order_acquire) != 0; }
@@ -84,6 +88,7 @@ class Group {
 
  private:
   friend class Turn;
+  void publish_cores();
   Group(int rank, int size, std::shared_ptr<Segment> segment, Naming naming);
 
   int rank_, size_;
@@ -96,6 +101,8 @@ class Group {
   uint32_t step_ = 0;    // phases passed
   uint32_t calls_ = 0;   // collectives begun
   uint32_t round_ = 0;   // uses of the stages
+  std::atomic<uint32_t> looks_{0};  // at the cores
+  std::atomic<bool> crowded_{false};
   std::map<std::pair<Op, int>, Choice> stores_;
   int owner_;
   Nonce proof_;  // in private memory: who reads it there may read this process's tensors

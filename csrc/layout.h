@@ -74,6 +74,7 @@ struct alignas(4096) Record {
   std::atomic<uint32_t> answered{0};  // the last question that `site` answers
   alignas(kLine) std::atomic<uint32_t> calls_begun{0};  // collectives, for messages
   std::atomic<uint32_t> last_op{0};
+  std::atomic<uint64_t> cores[kCoreWords] = {};  // that this rank may run on
   uint64_t proof_address = 0;  // of `proof` in this process's private memory
   Nonce proof;
   char site[kText] = {};  // this rank's answer, or its side of a disagreement

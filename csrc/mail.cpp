@@ -125,7 +125,7 @@ bool Mail::test(const Post& message) {
 
 void Mail::wait(const Post& message, std::chrono::milliseconds timeout) {
   Waiting watch(*this, message, timeout);
-  const Patience patience = Patience::of(n_, false);
+  const Patience patience = Patience::of(group_.crowded(), false);
   Flag& bell = group_.record(me_).bell;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -219,7 +219,7 @@ void Mail::start_thread() {
 void Mail::run() {
   pthread_setname_np(pthread_self(), "lockstep-mail");
   Flag& bell = group_.record(me_).bell;
-  const Patience patience = Patience::of(n_, true);
+  const Patience patience = Patience::of(group_.crowded(), true);
   // Looks for death and lateness of anything that is under way.
   struct Quiet : Watch {
     Mail& mail;

@@ -25,15 +25,17 @@ void Flag::ring() {
 
 void Flag::wake() { futex_wake_all(value); }
 
-static int usable_cores() {
+Cores usable_cores() {
+  Cores cores{};
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-  return CPU_COUNT(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return cores;
+  for (int core = 0; core < CPU_SETSIZE && core < kCoreWords * 64; ++core)
+    if (CPU_ISSET(core, &set)) cores[static_cast<size_t>(core / 64)] |= uint64_t{1} << (core % 64);
+  return cores;
 }
 
-Patience Patience::of(int ranks, bool background) {
-  const bool crowded = ranks > usable_cores();
+Patience Patience::of(bool crowded, bool background) {
   Patience patience;
   if (crowded) patience.spins = 20;
   if (background) {

@@ -10,6 +10,7 @@
 // sequentially consistent, so one of the two always sees the other.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -38,12 +39,17 @@ inline bool reached(uint32_t value, uint32_t target) {
   return static_cast<int32_t>(value - target) >= 0;
 }
 
-// How a waiter spends its time. Oversubscribed ranks yield at once; a thread in
+// The cores that a rank may run on, one bit each.
+constexpr int kCoreWords = 16;
+using Cores = std::array<uint64_t, kCoreWords>;
+Cores usable_cores();  // of this process at present
+
+// How a waiter spends its time. Ranks that share cores yield at once; a thread in
 // the background must not take a core from compute for long.
 struct Patience {
   int spins = 500;                           // about 15 us: the other rank may need this core
   std::chrono::microseconds yielding{300};   // then give the core away, but come back
-  static Patience of(int ranks, bool background);
+  static Patience of(bool crowded, bool background);
 };
 
 inline void relax() {

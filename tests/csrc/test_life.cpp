@@ -1,4 +1,5 @@
 // Death, silence, leaving, and memory: what happens when a rank does not come.
+#include <sched.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -241,4 +242,26 @@ TEST(a_rank_in_a_collective_still_takes_its_messages) {
     CHECK(data[99999] == 0);
     meet(group);
   });
+}
+
+TEST(ranks_on_cores_of_their_own_are_not_crowded) {
+  cpu_set_t allowed;
+  CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+  std::vector<int> cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core)
+    if (CPU_ISSET(core, &allowed)) cores.push_back(core);
+  for (const bool apart : {true, false})
+    on_ranks(2, [&](Group& group) {
+      const auto own = static_cast<size_t>(apart ? group.rank() : 0);
+      cpu_set_t one;
+      CPU_ZERO(&one);
+      CPU_SET(cores[own % cores.size()], &one);
+      CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
+      // Everybody looks at the cores again, then once more with the others' news.
+      for (int again = 0; again < 2; ++again) {
+        for (int call = 0; call < 64; ++call) group.crowded();
+        meet(group);
+      }
+      CHECK(group.crowded() == (!apart || cores.size() == 1));
+    });
 }

@@ -7,7 +7,7 @@ rank of a peer answers.
     {"prepare": key, "order": {...}}             -> {} or {"cannot": reason}
     {"block": key, "calls": 50}                  -> {"times": [ns, ...], "wrong": 0}
     {"drop": key}                                -> {}
-    {"bind": true}                               -> {}: rank r stays on core r, if there are enough
+    {"bind": true}                               -> {}: rank r stays on one core, in turn
     end of file                                  the rank leaves
 """
 
@@ -105,8 +105,7 @@ def _answer(
         return {"times": times, "wrong": wrong}
     if "bind" in asked:
         allowed = sorted(os.sched_getaffinity(0))
-        if ranks <= len(allowed):
-            os.sched_setaffinity(0, {allowed[rank]})
+        os.sched_setaffinity(0, {allowed[rank % len(allowed)]})
         return {}
     tasks.pop(asked["drop"], None)
     return {}

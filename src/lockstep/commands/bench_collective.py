@@ -64,7 +64,7 @@ def options(collective: Collective) -> list[Any]:
             "--seconds", default=0.4, show_default=True, help="For each backend and size."
         ),
         click.option("--timeout", default=120.0, show_default=True, help="Longest wait, seconds."),
-        click.option("--bind", is_flag=True, help="Keep rank r on core r, if there are enough."),
+        click.option("--bind", is_flag=True, help="Keep each rank on one core, in turn."),
         click.option("--mpi-python", metavar="PATH", help="A Python with mpi4py, for --vs mpi."),
         click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write results."),
         click.option("--plot", type=click.Path(path_type=Path), help="Draw a .svg or a .png."),
