@@ -107,7 +107,7 @@ const char* Fold::pushed(const char* input, int number, size_t count, char* room
 void Fold::block(const std::vector<const char*>& inputs, const std::vector<char*>& outputs,
                  size_t begin, size_t count, bool past_caches, char* scratch) const {
   const size_t item = bytes_of(arithmetic_.type);
-  const char* stack[16];
+  const char* stack[33];  // a tree of 2^31 leaves is 32 high
   size_t height = 0;
   // The last combination writes to its place, if nothing is left to be done there.
   const bool direct = working_ == arithmetic_.type && arithmetic_.divisor == 1;

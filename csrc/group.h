@@ -100,7 +100,7 @@ class Group {
   std::unique_ptr<Keeper> keeper_;
   uint32_t step_ = 0;    // phases passed
   uint32_t calls_ = 0;   // collectives begun
-  uint32_t round_ = 0;   // uses of the stages
+  uint32_t round_ = 0;   // the stage to use next, 0 to 2
   std::atomic<uint32_t> looks_{0};  // at the cores
   std::atomic<bool> crowded_{false};
   std::map<std::pair<Op, int>, Choice> stores_;
@@ -123,7 +123,7 @@ class Turn : public Watch {
     return group_.at(group_.layout_.stage(rank, static_cast<int>(round % 3)));
   }
   uint32_t round() const { return group_.round_; }
-  void use_rounds(uint32_t rounds) { group_.round_ += rounds; }
+  void use_rounds(uint32_t rounds) { group_.round_ = (group_.round_ + rounds) % 3; }
   // What this rank says; to be filled before `arrive`.
   Call& mine() { return group_.record(rank()).calls[parity_]; }
   const Call& call(int rank) { return group_.record(rank).calls[parity_]; }

@@ -85,10 +85,10 @@ struct Job {
       if (rank == turn.rank()) shared = stage;
       inputs.push_back(rank == turn.rank() ? own : stage);
     }
-    if (gets())
-      fold.run(inputs, {own, shared}, slice.size(), past_caches);
-    else
-      fold.run(inputs, {shared}, slice.size());
+    std::vector<char*> outputs;
+    if (gets()) outputs.push_back(own);
+    if (root < 0 ? turn.size() > 1 : !gets()) outputs.push_back(shared);
+    fold.run(inputs, outputs, slice.size(), past_caches);
   }
 
   void copy_out(size_t k) {

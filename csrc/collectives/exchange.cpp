@@ -72,7 +72,8 @@ class Passage {
 
   // What rank s sends me: all of it, or the part of round k where it is staged.
   const char* incoming(int s, size_t k) {
-    if (s == me_) return blocks_.send[me_].data;
+    // Nobody has said where a block without bytes lies.
+    if (s == me_ || !expected(s)) return blocks_.send[me_].data;
     switch (turn_.call(s).route) {
       case Route::slot: {
         const size_t offset = slot_offset(s);
@@ -152,12 +153,12 @@ void exchange(Turn& turn, const Exchange& blocks) {
   Passage passage(turn, blocks);
   passage.publish();
   passage.arrive();
-  for (int ahead = 0; ahead < turn.size(); ++ahead) {
+  for (int ahead = 1; ahead < turn.size(); ++ahead) {
     const int s = (turn.rank() + ahead) % turn.size();
     if (passage.staged(s) || !passage.expected(s)) continue;
     const char* from = passage.incoming(s, 0);
     if (from != blocks.receive[s].data)
-      std::memmove(blocks.receive[s].data, from, passage.expected(s));
+      copy_bytes(blocks.receive[s].data, from, passage.expected(s));
   }
   const size_t piece = passage.piece();
   for (size_t k = 0; k < passage.rounds(); ++k) {
@@ -170,6 +171,9 @@ void exchange(Turn& turn, const Exchange& blocks) {
     }
   }
   passage.finish();
+  // My own block comes last: it may go to where a block for another rank lay.
+  const Block &from = blocks.send[turn.rank()], &to = blocks.receive[turn.rank()];
+  if (to.bytes && from.data != to.data) std::memmove(to.data, from.data, to.bytes);
 }
 
 void reduce_scatter(Turn& turn, const std::vector<Block>& send, char* result, size_t count,

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 import lockstep as ls
-from contract import forms, grouping, layout, messages, movement, reduction, rounding
+from contract import forms, grouping, layout, messages, movement, plain, reduction, rounding
 from contract.check import Ledger
 from contract.limits import LIMITS, PROMISE_TREE, SMALL_PIECES, THRESHOLDS
 from lockstep.errors import LockstepError
@@ -52,24 +52,31 @@ GROUPS: dict[str, Callable[..., None]] = {
 
 
 def backends() -> list[str]:
-    """Return gloo, and lockstep where its extension is built; with small pieces too."""
+    """Return gloo, and lockstep where its extension is built, with all its routes.
+
+    "small": pieces so small that most messages pass in several; "shared": as small, and all
+    tensors in segments; "mixed": those of every second rank.
+    """
     if importlib.util.find_spec("lockstep.comm.backend") is None:
         return ["gloo"]
     backend = importlib.import_module("lockstep.comm.backend")
-    return ["gloo", "lockstep", "lockstep-small"] if backend.available() else ["gloo"]
+    variants = ("", "-small", "-shared", "-mixed") if backend.available() else ()
+    return ["gloo", *(f"lockstep{variant}" for variant in variants)]
 
 
 def sizes(backend: str) -> tuple[int, ...]:
     """Return the sizes in float32 elements, those around the backend's thresholds included."""
-    around = {bytes_ // 4 + step for bytes_ in THRESHOLDS.get(backend, ()) for step in (-1, 0, 1)}
+    around = {bytes_ // 4 + step for bytes_ in THRESHOLDS[backend] for step in (-1, 0, 1)}
     return tuple(sorted({*SIZES, *around}))
 
 
 def run_all(variant: str, folder: str) -> dict[str, Any]:
     """Run every case on this rank; say in `folder` which one is running."""
-    backend, _, small = variant.partition("-")
-    os.environ.update(SMALL_PIECES if small else {})
+    backend, _, route = variant.partition("-")
+    os.environ.update(SMALL_PIECES if route else {})
     ls.init(backend=backend, timeout=PATIENCE)
+    if route == "shared" or (route == "mixed" and ls.rank() % 2):
+        plain.lie_in(lambda shape, dtype: ls.empty(*shape, dtype=dtype))
     place = Path(folder) / f"rank-{ls.rank()}"
     ledger = Ledger(backend, LIMITS[backend], lambda case: place.write_text(case) and None)
     for name, group in GROUPS.items():

@@ -13,7 +13,7 @@ from torch.distributed import _functional_collectives as functional
 
 from contract import movement, reduction
 from contract.check import Ledger, same
-from contract.plain import reduced, written
+from contract.plain import joined, reduced, written
 
 NOWHERE = 9
 
@@ -63,7 +63,7 @@ def start_all_gather(count: int) -> Started:
 def start_reduce_scatter(count: int) -> Started:
     n, rank = dist.get_world_size(), dist.get_rank()
     output = written(NOWHERE, count)
-    send = torch.cat([written(rank, count, part=part) for part in range(n)])
+    send = joined([written(rank, count, part=part) for part in range(n)])
     work = reduction.reduce_scatter_single(output, send, async_op=True)
     return work, output, reduced("SUM", everybody(count, rank))
 
@@ -71,7 +71,7 @@ def start_reduce_scatter(count: int) -> Started:
 def start_all_to_all(count: int) -> Started:
     n, rank = dist.get_world_size(), dist.get_rank()
     output = written(NOWHERE, count * n)
-    send = torch.cat([written(rank, count, part=part) for part in range(n)])
+    send = joined([written(rank, count, part=part) for part in range(n)])
     work = dist.all_to_all_single(output, send, async_op=True)
     return work, output, torch.cat(everybody(count, rank))
 
@@ -225,7 +225,7 @@ def functional_all_gather(counts: Sequence[int]) -> None:
 
 def functional_reduce_scatter(counts: Sequence[int]) -> None:
     n, rank = dist.get_world_size(), dist.get_rank()
-    send = [torch.cat([written(rank, count, part=i + p) for p in range(n)])
+    send = [joined([written(rank, count, part=i + p) for p in range(n)])
             for i, count in enumerate(counts)]  # fmt: skip
     dims = [0] * len(counts)
     found = reduce_scatter_coalesced(send, "sum", dims, dist.group.WORLD)
@@ -258,7 +258,7 @@ def functional_one() -> None:
 
 def functional_all_to_all() -> None:
     n, rank = dist.get_world_size(), dist.get_rank()
-    send = torch.cat([written(rank, 6, part=part) for part in range(n)])
+    send = joined([written(rank, 6, part=part) for part in range(n)])
     found = functional.all_to_all_single(send, None, None, dist.group.WORLD)
     same(ready(found), torch.cat(everybody(6, rank)), "result")
 
@@ -282,7 +282,7 @@ def managed(kind: str) -> None:
             elif kind == "all_gather":
                 movement.all_gather_single(gathered[i], tensors[i])
             else:
-                send = torch.cat([written(rank, count, part=i + p) for p in range(n)])
+                send = joined([written(rank, count, part=i + p) for p in range(n)])
                 reduction.reduce_scatter_single(scattered[i], send)
     if kind == "all_reduce":
         same(tensors, sums(counts), "results")

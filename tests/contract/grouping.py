@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from contract.check import Ledger, outcome, same
 from contract.movement import all_gather_single
-from contract.plain import reduced, written
+from contract.plain import joined, reduced, written
 
 
 def groups(run: Ledger, sizes: Sequence[int]) -> None:
@@ -46,9 +46,7 @@ def inside(group: dist.ProcessGroup, members: list[int]) -> None:
     output = written(9, n * 5)
     all_gather_single(output, written(rank, 5), group=group)
     same(output, torch.cat([written(r, 5) for r in members]), "all_gather")
-    dist.all_to_all_single(
-        output, torch.cat([written(rank, 5, part=p) for p in members]), group=group
-    )
+    dist.all_to_all_single(output, joined([written(rank, 5, part=p) for p in members]), group=group)
     same(output, torch.cat([written(r, 5, part=rank) for r in members]), "all_to_all")
     if n > 1:
         after = members[(members.index(rank) + 1) % n]

@@ -6,6 +6,7 @@ from contract.check import Limit
 
 NO_TYPE = "gloo: Invalid scalar type"
 NO_FACTOR = "gloo: Cannot use ReduceOp.PREMUL_SUM"
+UNKNOWN = ("int16", "uint16", "uint32", "uint64")
 MEMORY = "gloo sends, adds and fills the memory from the tensor's first element on"
 WRONG_LAYOUTS = (
     "all_reduce",
@@ -19,12 +20,12 @@ GLOO: tuple[Limit, ...] = (
     Limit("* PREMUL_SUM float*", "refuses", NO_FACTOR),
     Limit("* PREMUL_SUM bfloat*", "refuses", NO_FACTOR),
     Limit("* PREMUL_SUM complex*", "refuses", NO_FACTOR),
-    Limit("all_reduce [SPMB]* int16 *", "refuses", NO_TYPE),
-    Limit("reduce* SUM int16 *", "refuses", NO_TYPE),
+    *(Limit(f"all_reduce [SPMB]* {dtype} *", "refuses", NO_TYPE) for dtype in UNKNOWN),
+    *(Limit(f"reduce* SUM {dtype} *", "refuses", NO_TYPE) for dtype in UNKNOWN),
     *(
         Limit(f"{operation} {dtype} *", "refuses", NO_TYPE)
         for operation in ("broadcast", "gather", "scatter", "all_gather *", "all_to_all *")
-        for dtype in ("int16", "float8_*")
+        for dtype in (*UNKNOWN, "float8_*")
     ),
     Limit("gather complex*", "refuses", NO_TYPE),
     Limit("all_gather into_rows *", "refuses", "gloo: invalid tensor size"),
@@ -44,6 +45,7 @@ LIMITS: dict[str, tuple[Limit, ...]] = {"gloo": GLOO, "lockstep": ()}
 THRESHOLDS: dict[str, tuple[int, ...]] = {
     "gloo": (),
     "lockstep": (8 << 10, 16 << 10, 32 << 10, 64 << 10),
+    **dict.fromkeys(("lockstep-small", "lockstep-shared", "lockstep-mixed"), (1 << 10, 2 << 10)),
 }
 
 # Variables that shrink a backend's pieces, so that small messages take the long paths.

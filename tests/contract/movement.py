@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from contract.check import Ledger, same
-from contract.plain import MOVABLE, name, written
+from contract.plain import MOVABLE, joined, name, written
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 NOWHERE = 9  # the rank of nobody: what lies in an output before
@@ -128,7 +128,7 @@ def all_to_all(run: Ledger, sizes: Sequence[int]) -> None:
 
 def exchange_single(dtype: torch.dtype, count: int) -> None:
     n, rank = dist.get_world_size(), dist.get_rank()
-    send = torch.cat([written(rank, count, dtype, p) for p in range(n)])
+    send = joined([written(rank, count, dtype, p) for p in range(n)])
     output = empty(n * count, dtype)
     dist.all_to_all_single(output, send)
     same(output, torch.cat([written(r, count, dtype, rank) for r in range(n)]), "output")
@@ -151,7 +151,7 @@ def uneven_single(dtype: torch.dtype, least: int) -> None:
     sends = [written(rank, length(rank, p, least), dtype, p) for p in range(n)]
     wanted = [written(r, length(r, rank, least), dtype, rank) for r in range(n)]
     output = empty(sum(map(len, wanted)), dtype)
-    dist.all_to_all_single(output, torch.cat(sends), [*map(len, wanted)], [*map(len, sends)])
+    dist.all_to_all_single(output, joined(sends), [*map(len, wanted)], [*map(len, sends)])
     same(output, torch.cat(wanted), "output")
 
 

@@ -7,20 +7,38 @@ order and any precision; every rank can work out everybody's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 TABLE = torch.tensor([1, -2, 3, -1, 2, 1, -3])
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 COMPLEX = (torch.complex64, torch.complex128)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-REDUCIBLE = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
+REDUCIBLE = (*FLOATS, *INTEGERS, *UNSIGNED[1:], torch.bool, *COMPLEX)
 MOVABLE = (*REDUCIBLE, *FLOAT8)
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 FACTOR = 0.5  # of PREMUL_SUM
 Shape = int | Sequence[int]
+Allocate = Callable[..., torch.Tensor]  # as torch.empty
+
+_memory: list[Allocate] = [torch.empty]
+
+
+def lie_in(allocate: Allocate) -> None:
+    """Let all that is written from now on lie in memory from `allocate`."""
+    _memory[0] = allocate
+
+
+def placed(tensor: torch.Tensor) -> torch.Tensor:
+    return _memory[0](tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the tensors one after the other, in the memory that is tried."""
+    return placed(torch.cat(list(tensors)))
 
 
 def name(dtype: torch.dtype) -> str:
@@ -34,14 +52,14 @@ def written(
     size = torch.Size([shape] if isinstance(shape, int) else shape)
     place = torch.arange(size.numel())
     numbers = TABLE[(place * 5 + place // 7 + rank * 3 + part * 2) % 7]
-    return cast(numbers.reshape(size), dtype)
+    return placed(cast(numbers.reshape(size), dtype))
 
 
 def cast(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers in `dtype`: absolute where unsigned, whether positive where bool."""
     if dtype == torch.bool:
         return numbers > 0
-    if dtype == torch.uint8:
+    if dtype in UNSIGNED:
         return numbers.abs().to(dtype)
     if dtype.is_complex:
         return torch.complex(numbers.double(), 2.0 - numbers.double()).to(dtype)

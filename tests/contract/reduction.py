@@ -16,13 +16,14 @@ from contract.plain import (
     REDUCIBLE,
     is_meaningless,
     is_optional,
+    joined,
     name,
     reduced,
     tolerance,
     written,
 )
 
-FEW = ("SUM", "MAX")
+LONG = 1031  # elements that pass in pieces where those are small, of any type
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -55,8 +56,9 @@ def right_or_refused(call: partial[None], op: str, dtype: torch.dtype) -> None:
 def all_reduce(run: Ledger, sizes: Sequence[int]) -> None:
     for op in OPS:
         for dtype in (*REDUCIBLE, *FLOAT8):
-            call = partial(one_all_reduce, op, dtype, 17)
-            guarded(run, f"{op} {name(dtype)} 17", op, dtype, call)
+            for size in (17, LONG):
+                call = partial(one_all_reduce, op, dtype, size)
+                guarded(run, f"{op} {name(dtype)} {size}", op, dtype, call)
     for size in sizes:
         for dtype in (torch.float32, torch.bfloat16):
             run(f"SUM {name(dtype)} {size}", partial(one_all_reduce, "SUM", dtype, size))
@@ -108,7 +110,7 @@ def reduce_scatter(run: Ledger, sizes: Sequence[int]) -> None:
 
 def into_single(op: str, dtype: torch.dtype, count: int) -> None:
     n, rank = dist.get_world_size(), dist.get_rank()
-    send = torch.cat([written(rank, count, dtype, part) for part in range(n)])
+    send = joined([written(rank, count, dtype, part) for part in range(n)])
     kept, output = send.clone(), written(9, count, dtype)
     reduce_scatter_single(output, send, op_named(op))
     same(output, expected(op, count, dtype, rank), "output", tolerance(op, dtype))
@@ -124,7 +126,7 @@ def into_list(op: str, dtype: torch.dtype, count: int) -> None:
 
 def in_place(count: int) -> None:
     n, rank = dist.get_world_size(), dist.get_rank()
-    both = torch.cat([written(rank, count, part=part) for part in range(n)])
+    both = joined([written(rank, count, part=part) for part in range(n)])
     output = both[rank * count : (rank + 1) * count]
     reduce_scatter_single(output, both)
     same(output, expected("SUM", count, torch.float32, rank), "output")

@@ -190,6 +190,64 @@ TEST(reduce_scatter_adds_along_the_tree) {
     });
 }
 
+TEST(reduce_scatter_bears_a_rank_that_gets_nothing) {
+  SmallPieces small;
+  constexpr size_t kCounts[] = {700, 0, 3};
+  on_ranks(3, [&](Group& group) {
+    const auto me = static_cast<size_t>(group.rank());
+    for (bool shared : {true, false}) {
+      std::vector<std::unique_ptr<Buffer>> parts;
+      std::vector<Block> send;
+      for (size_t d = 0; d < 3; ++d) {
+        parts.push_back(std::make_unique<Buffer>(
+            values(group.rank(), kCounts[d], static_cast<int>(d)), shared && kCounts[d]));
+        send.push_back({reinterpret_cast<char*>(parts[d]->data), kCounts[d] * sizeof(float)});
+      }
+      std::vector<std::vector<float>> inputs;
+      for (int rank = 0; rank < 3; ++rank)
+        inputs.push_back(values(rank, kCounts[me], group.rank()));
+      std::vector<float> result(kCounts[me]);
+      {
+        Call call = call_of(Op::reduce_scatter, 0);
+        call.uneven = 1;
+        Turn turn(group, call, kPatience, false);
+        reduce_scatter(turn, send, reinterpret_cast<char*>(result.data()), kCounts[me], Type::f32,
+                       Reduction::sum);
+      }
+      for (size_t i = 0; i < kCounts[me]; ++i) CHECK(result[i] == tree(inputs, i, 0, 3));
+    }
+  });
+}
+
+TEST(a_ranks_own_block_may_go_where_one_for_another_rank_lies) {
+  SmallPieces small;
+  on_ranks(2, [&](Group& group) {
+    for (bool shared : {true, false})
+      for (size_t count : {100, 3000}) {
+        // Rank 0 scatters (a, b) and has its own, a, put over b.
+        Buffer a(values(0, count, 1), shared), b(values(0, count, 2), shared);
+        std::vector<float> got(count);
+        const size_t bytes = count * sizeof(float);
+        Exchange blocks;
+        blocks.send.resize(2);
+        blocks.receive.resize(2);
+        if (group.rank() == 0) {
+          blocks.send = {{reinterpret_cast<char*>(a.data), bytes},
+                         {reinterpret_cast<char*>(b.data), bytes}};
+          blocks.receive[0] = {reinterpret_cast<char*>(b.data), bytes};
+        } else {
+          blocks.receive[0] = {reinterpret_cast<char*>(got.data()), bytes};
+        }
+        {
+          Turn turn(group, call_of(Op::scatter, count, 0), kPatience, false);
+          exchange(turn, blocks);
+        }
+        const auto expected = values(0, count, group.rank() == 0 ? 1 : 2);
+        CHECK(std::memcmp(group.rank() == 0 ? b.data : got.data(), expected.data(), bytes) == 0);
+      }
+  });
+}
+
 TEST(exact_sum_leaves_absent_members_out) {
   on_ranks(3, [](Group& group) {
     // 8 leaves on 3 ranks; member 0 is absent in leaf 2, member 1 everywhere but in node 67.
