@@ -18,18 +18,19 @@ struct LockstepBackend::Inside {
 };
 
 static Naming naming_of(std::string name, std::vector<int> ranks, Where where,
-                        const std::atomic<unsigned long>& caller) {
+                        const std::atomic<unsigned long>& caller, Hear hear) {
   Naming naming;
   naming.group = name.empty() || name == "0" ? "default" : std::move(name);
   naming.ranks = std::move(ranks);
   naming.dtype = dtype_name;
   naming.where = [where, &caller] { return where ? where(caller.load()) : std::string(); };
+  naming.hear = hear;
   return naming;
 }
 
 LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                  std::chrono::milliseconds timeout, std::string name,
-                                 std::vector<int> ranks, Where where)
+                                 std::vector<int> ranks, Where where, Hear hear)
     : Backend(rank, size),
       options_(c10::make_intrusive<Options>("lockstep", timeout)),
       inside_(std::make_shared<Inside>()) {
@@ -38,7 +39,7 @@ LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, i
   inside_->caller = static_cast<unsigned long>(pthread_self());
   try {
     inside_->group = join(*store, rank, size, timeout,
-                          naming_of(std::move(name), std::move(ranks), where, inside_->caller));
+                          naming_of(std::move(name), std::move(ranks), where, inside_->caller, hear));
   } catch (...) {
     std::rethrow_exception(as_torch_error());
   }
@@ -183,6 +184,7 @@ std::unique_ptr<Group> LockstepBackend::join(c10d::Store& store, int rank, int s
   auto look = begun + std::chrono::milliseconds(100);
   for (auto absent = group->missing(); !absent.empty(); absent = group->missing()) {
     if (group->aborted()) throw Failure(group->reason());
+    group->hear();
     const auto now = Clock::now();
     if (now > look && store.check({refused})) {
       const std::string text = text_of(store.get(refused));
@@ -225,7 +227,8 @@ WorkPtr LockstepBackend::start(c10d::OpType type, Tensors outputs, std::vector<P
     }
     for (const Writable& tensor : settled) tensor.settle();
   };
-  auto work = c10::make_intrusive<CollectiveWork>(type, std::move(outputs), queue_, std::move(body));
+  auto work = c10::make_intrusive<CollectiveWork>(type, std::move(outputs), queue_, std::move(body),
+                                              [inside = inside_] { inside->group->hear(); });
   if (coalescing_) asynchronous = true;
   work->start(asynchronous);
   if (coalescing_) coalesced_.push_back(work);

@@ -25,13 +25,14 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // How this process says where a thread is in its own code; "" where it can't.
 using Where = std::string (*)(unsigned long thread);
+using Hear = void (*)();  // lets Python handle signals; throws what a handler raised
 
 class LockstepBackend : public c10d::Backend {
  public:
   // Joins the group through the store; blocks until all ranks are there.
   LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                   std::chrono::milliseconds timeout, std::string name, std::vector<int> ranks,
-                  Where where);
+                  Where where, Hear hear);
   ~LockstepBackend() override;
 
   const std::string getBackendName() const override { return "lockstep"; }

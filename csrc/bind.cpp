@@ -1,6 +1,11 @@
 // The Python module lockstep.comm._native.
 #include <torch/extension.h>
+#include <pthread.h>
 #include <pybind11/chrono.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#endif
+#include <unistd.h>
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
@@ -33,12 +38,29 @@ static std::string where(unsigned long thread) {
   }
 }
 
+// Python handles signals in its main thread, and only while that is in Python. Asked every
+// 20 ms by whoever waits, it takes the interpreter's lock five times a second at most:
+// another thread may hold that for long, and the wait may be over meanwhile.
+static void hear() {
+  static Clock::time_point next{};
+#if defined(__linux__)
+  if (syscall(SYS_gettid) != getpid()) return;
+#else
+  if (!pthread_main_np()) return;
+#endif
+  const auto now = Clock::now();
+  if (now < next || !Py_IsInitialized() || finalizing()) return;
+  next = now + std::chrono::milliseconds(200);
+  py::gil_scoped_acquire lock;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 static c10::intrusive_ptr<LockstepBackend> create(const c10::intrusive_ptr<c10d::Store>& store,
                                                   int rank, int size,
                                                   std::chrono::milliseconds timeout,
                                                   std::string name, std::vector<int> ranks) {
   return c10::make_intrusive<LockstepBackend>(store, rank, size, timeout, std::move(name),
-                                              std::move(ranks), &where);
+                                              std::move(ranks), &where, &hear);
 }
 
 static at::Tensor empty(const std::vector<int64_t>& sizes, py::object dtype) {

@@ -130,6 +130,16 @@ std::string Group::reason() {
              : "another rank gave the group up";
 }
 
+void Group::hear() {
+  if (!naming_.hear) return;
+  try {
+    naming_.hear();
+  } catch (...) {
+    abort(name_of(rank_) + " was interrupted");
+    throw;
+  }
+}
+
 void Group::check_deaths() {
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_ || health(record(rank)) != Health::dead) continue;
@@ -238,6 +248,7 @@ void Turn::wait_step(uint32_t step) {
 
 void Turn::check() {
   if (group_.aborted()) fail(group_.reason());
+  group_.hear();
   group_.check_deaths();
   if (group_.aborted()) fail(group_.reason());
   for (int rank = 0; rank < size(); ++rank)

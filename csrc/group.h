@@ -32,6 +32,7 @@ struct Naming {
   std::vector<int> ranks;  // of the world, in the group's order; empty: 0, 1, ...
   std::function<std::string(int dtype)> dtype;   // for messages
   std::function<std::string()> where;            // this rank's place in its own code
+  std::function<void()> hear;                    // throws what a signal's handler raised
 };
 
 const char* op_name(Op op);
@@ -75,6 +76,9 @@ class Group {
   // Ends the group for all; the first reason stays. Returns the reason that stays.
   std::string abort(const std::string& reason);
   std::string reason();
+  // Lets signals be handled, which a wait would otherwise keep out; where a handler
+  // raises (Ctrl-C) it aborts and throws that.
+  void hear();
   // Aborts and throws if a rank has died.
   void check_deaths();
 

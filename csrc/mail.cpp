@@ -19,6 +19,7 @@ class Mail::Waiting : public Watch {
   bool stopped() const override { return mail_.group_.aborted(); }
   void check() override {
     Group& group = mail_.group_;
+    group.hear();
     group.check_deaths();
     if (group.aborted()) throw Over{};
     if (message_->done) return;

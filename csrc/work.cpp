@@ -98,8 +98,12 @@ class CollectiveWork::Run : public Job {
 };
 
 CollectiveWork::CollectiveWork(c10d::OpType type, std::vector<at::Tensor> outputs,
-                               std::shared_ptr<Queue> queue, std::function<void(bool)> body)
-    : FutureWork(type, std::move(outputs)), queue_(std::move(queue)), body_(std::move(body)) {}
+                               std::shared_ptr<Queue> queue, std::function<void(bool)> body,
+                               std::function<void()> hear)
+    : FutureWork(type, std::move(outputs)),
+      queue_(std::move(queue)),
+      body_(std::move(body)),
+      hear_(std::move(hear)) {}
 
 void CollectiveWork::start(bool asynchronous) {
   run_ = std::make_shared<Run>(this);
@@ -119,7 +123,11 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   } else {
     queue_->help(*run_);
     std::unique_lock<std::mutex> lock(mutex_);
-    cv_.wait(lock, [this] { return completed_; });
+    while (!cv_.wait_for(lock, kSlice, [this] { return completed_; })) {
+      lock.unlock();
+      hear_();
+      lock.lock();
+    }
   }
   if (exception_) std::rethrow_exception(exception_);
   return true;

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 import lockstep as ls
 from lockstep.comm import backend
@@ -94,6 +96,47 @@ def test_a_rank_that_does_not_come_is_named_with_its_place():
     assert "for rank 1, last seen at #1 barrier, now in test_backend_faults.py:" in told
     assert "(busy_in_this_function)" in told
     assert "rank 0 waited" in came  # who comes later learns why it is over
+
+
+def interrupt_while_waiting(operation: str) -> str:
+    """Have rank 1 interrupt rank 0 thrice, which must be in its call when it hears the third."""
+    rank, tensor, store = dist.get_rank(), torch.ones(4), c10d._get_default_store()
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(tensor),
+        "async": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        "recv": lambda: dist.recv(tensor, 1),
+    }
+    if rank == 1:
+        pid = int(store.get("pid"))
+        while not store.check(["ended"]):
+            os.kill(pid, signal.SIGINT)
+            with suppress(dist.DistStoreError):
+                store.wait(["ended"], timedelta(milliseconds=100))
+        return error_of(lambda: dist.all_reduce(tensor))
+    heard = []
+
+    def handler(number: int, frame: object) -> None:
+        heard.append(number)
+        if len(heard) == 3:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handler)
+    store.set("pid", str(os.getpid()))
+    try:
+        calls[operation]()
+    except KeyboardInterrupt:
+        return "0.0 KeyboardInterrupt"
+    finally:
+        store.set("ended", "1")
+        signal.signal(signal.SIGINT, before)
+    return ""
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "async", "recv"])
+def test_ctrl_c_ends_a_wait(ranks, operation):
+    alone, other = ranks(interrupt_while_waiting, 2, operation, **on_lockstep)
+    assert alone == "0.0 KeyboardInterrupt"
+    assert "rank 0 was interrupted" in other
 
 
 def test_the_deadline_holds_for_joining():
