@@ -43,7 +43,7 @@ LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, i
   } catch (...) {
     std::rethrow_exception(as_torch_error());
   }
-  queue_ = std::make_shared<Queue>();
+  queue_ = std::make_shared<Queue>([inside = inside_] { inside->group->hear(); });
   // A message that is still held keeps the memory that it may yet be copied from.
   mail_.reset(new Mail(*inside_->group), [inside = inside_](Mail* mail) { delete mail; });
 }
@@ -227,8 +227,7 @@ WorkPtr LockstepBackend::start(c10d::OpType type, Tensors outputs, std::vector<P
     }
     for (const Writable& tensor : settled) tensor.settle();
   };
-  auto work = c10::make_intrusive<CollectiveWork>(type, std::move(outputs), queue_, std::move(body),
-                                              [inside = inside_] { inside->group->hear(); });
+  auto work = c10::make_intrusive<CollectiveWork>(type, std::move(outputs), queue_, std::move(body));
   if (coalescing_) asynchronous = true;
   work->start(asynchronous);
   if (coalescing_) coalesced_.push_back(work);

@@ -3,9 +3,11 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include "sync.h"
+
 namespace lockstep {
 
-Queue::Queue() : owner_(getpid()) {}
+Queue::Queue(std::function<void()> hear) : owner_(getpid()), hear_(std::move(hear)) {}
 
 Queue::~Queue() { stop(); }
 
@@ -48,11 +50,17 @@ std::shared_ptr<Job> Queue::next() {
   return job;
 }
 
+std::unique_lock<std::timed_mutex> Queue::turn() {
+  std::unique_lock<std::timed_mutex> held(turn_, std::try_to_lock);
+  while (!held && !held.try_lock_for(kSlice)) hear();
+  return held;
+}
+
 void Queue::run(Job& job) {
   while (true) {
     std::shared_ptr<Job> earlier;
     {
-      std::lock_guard<std::mutex> turn(turn_);
+      const auto held = turn();
       earlier = next();
       (earlier ? *earlier : job).execute(false);
     }
@@ -66,7 +74,7 @@ void Queue::help(Job& job) {
   while (!job.over()) {
     std::shared_ptr<Job> first;
     {
-      std::lock_guard<std::mutex> turn(turn_);
+      const auto held = turn();
       if (job.over()) return;
       first = next();
       if (!first) return;  // it was over between the two looks
@@ -101,7 +109,7 @@ void Queue::loop() {
     }
     std::shared_ptr<Job> job;
     {
-      std::lock_guard<std::mutex> turn(turn_);
+      std::lock_guard<std::timed_mutex> held(turn_);
       job = next();
       if (job) job->execute(true);
     }

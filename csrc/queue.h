@@ -31,8 +31,10 @@ class Job {
 
 class Queue {
  public:
-  Queue();
+  // Who waits for its turn calls `hear` now and then, which may throw.
+  explicit Queue(std::function<void()> hear = [] {});
   ~Queue();
+  void hear() { hear_(); }
   void add(std::shared_ptr<Job> job);
   // Runs what was queued before, then the job, in this thread.
   void run(Job& job);
@@ -41,13 +43,14 @@ class Queue {
   void stop();  // finishes what is queued
 
  private:
+  std::unique_lock<std::timed_mutex> turn();
   void loop();
   void conclude(Job& job);  // in a thread of ours
   void start_thread();
   std::shared_ptr<Job> next();
 
   std::mutex list_;  // guards all below but owner_
-  std::mutex turn_;  // held by whoever runs a job
+  std::timed_mutex turn_;  // held by whoever runs a job
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Job>> jobs_;
   bool stopping_ = false;
@@ -55,6 +58,7 @@ class Queue {
   size_t running_ = 0;     // threads that have not ended
   size_t concluding_ = 0;  // of those, the ones that may be in a callback
   int owner_;
+  const std::function<void()> hear_;
 };
 
 }  // namespace lockstep

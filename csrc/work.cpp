@@ -98,12 +98,8 @@ class CollectiveWork::Run : public Job {
 };
 
 CollectiveWork::CollectiveWork(c10d::OpType type, std::vector<at::Tensor> outputs,
-                               std::shared_ptr<Queue> queue, std::function<void(bool)> body,
-                               std::function<void()> hear)
-    : FutureWork(type, std::move(outputs)),
-      queue_(std::move(queue)),
-      body_(std::move(body)),
-      hear_(std::move(hear)) {}
+                               std::shared_ptr<Queue> queue, std::function<void(bool)> body)
+    : FutureWork(type, std::move(outputs)), queue_(std::move(queue)), body_(std::move(body)) {}
 
 void CollectiveWork::start(bool asynchronous) {
   run_ = std::make_shared<Run>(this);
@@ -125,7 +121,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!cv_.wait_for(lock, kSlice, [this] { return completed_; })) {
       lock.unlock();
-      hear_();
+      queue_->hear();
       lock.lock();
     }
   }

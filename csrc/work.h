@@ -34,11 +34,9 @@ class FutureWork : public c10d::Work {
 
 class CollectiveWork : public FutureWork {
  public:
-  // `body` does the call; its argument says whether it runs in the background. Who waits
-  // for that calls `hear` now and then, which may throw.
+  // `body` does the call; its argument says whether it runs in the background.
   CollectiveWork(c10d::OpType type, std::vector<at::Tensor> outputs,
-                 std::shared_ptr<Queue> queue, std::function<void(bool)> body,
-                 std::function<void()> hear);
+                 std::shared_ptr<Queue> queue, std::function<void(bool)> body);
   void start(bool asynchronous);
   bool wait(std::chrono::milliseconds timeout) override;
 
@@ -46,7 +44,6 @@ class CollectiveWork : public FutureWork {
   class Run;
   std::shared_ptr<Queue> queue_;
   std::function<void(bool)> body_;
-  std::function<void()> hear_;
   std::shared_ptr<Run> run_;
 };
 
