@@ -32,6 +32,15 @@ def test_the_core(tmp_path):
 
 
 @pytest.mark.stress
+@pytest.mark.skipif(
+    not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64")),
+    reason="no compiler for Arm, or no emulator",
+)
+def test_the_core_on_arm(tmp_path):
+    assert "tests passed" in make("arm", tmp_path)
+
+
+@pytest.mark.stress
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
 def test_the_core_under_a_sanitizer(tmp_path, sanitizer):
     assert "tests passed" in make(sanitizer, tmp_path)

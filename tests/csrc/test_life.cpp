@@ -35,7 +35,7 @@ pid_t rank_one(const Address& address, const std::function<void(Group&)>& body) 
   _exit(0);
 }
 
-#if defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_THREAD__) || defined(WITHOUT_FORK)
 constexpr bool kMayFork = false;  // the sanitizer's threads do not survive a fork
 #else
 constexpr bool kMayFork = true;
