@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
+from contextlib import redirect_stderr
 from datetime import timedelta
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
+from lockstep.comm import backend
 from lockstep.errors import LockstepError, RankError, RendezvousError, UsageError
 from lockstep.run import rollcall
 from lockstep.run.environment import Place, place
@@ -74,6 +77,25 @@ def test_a_local_rank_beyond_the_devices_is_refused():
         assert first == "cuda:0"
         assert second.startswith(told)
     assert ls.launch(join, ("cpu",), 2, timeout=60) == ["cpu"] * 2
+
+
+@pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
+def test_where_the_fast_backend_cannot_be_used_one_rank_says_so_once():
+    def join():
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+        with redirect_stderr(io.StringIO()) as told:
+            world = ls.init(timeout=30)
+        dist.all_reduce(torch.ones(3))
+        return world.backend, told.getvalue()
+
+    (name, told), other = ls.launch(join, nprocs=2, timeout=60)
+    assert (name, other) == ("gloo", ("gloo", ""))
+    assert told.count("\n") == 1
+    assert "ranks talk through gloo, many times more slowly than through" in told
+    assert "no file may grow beyond 64 KiB, nor may shared memory: raise that limit" in told
 
 
 @pytest.mark.parametrize("arguments", [{"threads": 0}, {"timeout": 0}])

@@ -47,16 +47,22 @@ def load() -> ModuleType:
 
 @functools.cache
 def reason_unavailable() -> str | None:
-    """Return why the backend can't be used here, or None if it can."""
+    """Return why the backend can't be used here and what to do, or None if it can be."""
     try:
         load()
     except ImportError as error:
-        return str(error)
+        return (
+            f"it is not built ({error}): install a C++ compiler, then `pip install "
+            "--no-build-isolation --force-reinstall --no-deps torch-lockstep`"
+        )
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY and limit < ENOUGH:
-        return f"no file may grow beyond {limit >> 10} KiB (ulimit -f), nor may shared memory"
+        return (
+            f"no file may grow beyond {limit >> 10} KiB, nor may shared memory: raise that limit "
+            "(ulimit -f)"
+        )
     return None
 
 
@@ -80,10 +86,7 @@ def _create(options: Any, _given: Any = None) -> Any:
     """Make a rank's end of a group; torch calls this."""
     reason = reason_unavailable()
     if reason is not None:
-        raise RuntimeError(
-            f"the backend 'lockstep' can't be used here ({reason}); use the backend 'gloo', or "
-            "build it with a C++ compiler: `pip install --no-build-isolation torch-lockstep`"
-        )
+        raise RuntimeError(f"the backend 'lockstep' can't be used here, where 'gloo' can; {reason}")
     return load().create(
         store=options.store,
         rank=options.group_rank,

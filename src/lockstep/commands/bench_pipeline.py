@@ -110,8 +110,8 @@ def contenders(text: str) -> list[str]:
             raise UsageError(f"--vs {name}: choose from {','.join(WAYS)}")
         if name in lacking:
             raise UsageError(
-                f"--vs {name} needs the backend 'lockstep', which can't be used here "
-                f"({reason_unavailable()}): leave it out, or build it"
+                f"--vs {name} needs the backend 'lockstep', which can't be used here; "
+                f"{reason_unavailable()}; or leave it out"
             )
     return names
 

@@ -130,9 +130,8 @@ def contenders(text: str) -> list[str]:
     names = chosen("--vs", text, WAYS)
     if missing := [name for name in names if name in lacking]:
         raise UsageError(
-            f"--vs {missing[0]} needs the backend 'lockstep', which can't be used here "
-            f"({reason_unavailable()}): leave it out, or build it with `pip install "
-            "--no-build-isolation torch-lockstep`"
+            f"--vs {missing[0]} needs the backend 'lockstep', which can't be used here; "
+            f"{reason_unavailable()}; or leave it out"
         )
     return list(dict.fromkeys([COPIES, *names]))
 

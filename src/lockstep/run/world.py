@@ -130,9 +130,8 @@ def default_backend(device: torch.device, place: Place) -> str:
     reason = _native().reason_unavailable()
     if name == "gloo" and reason and place.rank == 0 and place.world_size > 1:
         print(
-            f"lockstep: the fast backend can't be used here ({reason}); ranks talk through gloo, "
-            "many times more slowly; to build it, install a C++ compiler, then `pip install "
-            "--no-build-isolation --force-reinstall --no-deps torch-lockstep`",
+            "lockstep: ranks talk through gloo, many times more slowly than through the backend "
+            f"'lockstep', which can't be used here; {reason}",
             file=sys.stderr,
         )
     return name
