@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from contextlib import suppress
@@ -37,10 +38,16 @@ def error_of(call) -> str:
 
 def die_while_others_wait(operation: str) -> str:
     rank, n = dist.get_rank(), dist.get_world_size()
-    tensor = torch.ones(4)
-    dist.all_reduce(tensor)
+    tensor, group = torch.ones(4), dist.new_group([2, 0])
+    pids = [0] * n
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 2 and operation == "exit":
+        os._exit(3)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
+    if operation == "later":  # the others compute meanwhile
+        with open(os.pidfd_open(pids[2])) as gone:
+            assert select.select([gone], [], [], 30)[0]
     calls = {
         "all_reduce": lambda: dist.all_reduce(tensor),
         "large": lambda: dist.all_reduce(torch.ones(1 << 20)),
@@ -50,6 +57,12 @@ def die_while_others_wait(operation: str) -> str:
         "any": lambda: dist.recv(tensor),
         "send": lambda: dist.send(torch.ones(1 << 20), 1 - rank),
         "future": lambda: dist.irecv(tensor, 1 - rank).get_future().wait(),
+        "barrier": dist.barrier,
+        "all_gather": lambda: dist.all_gather([torch.ones(9_000)] * n, torch.ones(9_000)),
+        "all_to_all": lambda: dist.all_to_all_single(torch.ones(3 << 18), torch.ones(3 << 18)),
+        "group": lambda: dist.all_reduce(tensor, group=group if rank == 0 else None),
+        "exit": lambda: dist.broadcast(tensor, 2),
+        "later": lambda: dist.all_reduce(tensor),
     }
     assert n == 3
     told = error_of(calls[operation])
@@ -59,11 +72,16 @@ def die_while_others_wait(operation: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "operation", ["all_reduce", "large", "async", "recv", "any", "send", "future"]
-)
-def test_a_killed_rank_is_named_by_all_within_a_second(ranks, operation, tmp_path, monkeypatch):
+    "operation",
+    [
+        "all_reduce", "large", "async", "recv", "any", "send", "future", "barrier", "all_gather",
+        "all_to_all", "group", "exit", "later",
+    ],
+)  # fmt: skip
+def test_a_dead_rank_is_named_by_all_within_a_second(ranks, operation, tmp_path, monkeypatch):
     monkeypatch.setenv("NOTES", str(tmp_path))
-    with pytest.raises(RankError, match="rank 2 was killed by SIGKILL"):
+    how = "exited with status 3" if operation == "exit" else "was killed by SIGKILL"
+    with pytest.raises(RankError, match=f"rank 2 {how}"):
         ranks(die_while_others_wait, 3, operation, **on_lockstep)
     for rank in (0, 1):
         seconds, _, told = (tmp_path / str(rank)).read_text().partition(" ")
