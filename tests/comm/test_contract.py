@@ -26,6 +26,7 @@ from lockstep.errors import LockstepError
 
 WIDTHS = (1, 2, 3, 4)
 SIZES = (0, 1, 3, 16, 65, 1023, 4097, 65_537)  # elements; with each threshold's neighbours
+FEW_PIECES = 9_001  # elements of the largest message where pieces are small
 PATIENCE = 30.0  # seconds for one operation
 LAUNCH = 100.0  # seconds for all cases of one launch
 
@@ -67,7 +68,13 @@ def backends() -> list[str]:
 def sizes(backend: str) -> tuple[int, ...]:
     """Return the sizes in float32 elements, those around the backend's thresholds included."""
     around = {bytes_ // 4 + step for bytes_ in THRESHOLDS[backend] for step in (-1, 0, 1)}
-    return tuple(sorted({*SIZES, *around}))
+    most = FEW_PIECES if "-" in backend else SIZES[-1]
+    return tuple(sorted({min(size, most) for size in (*SIZES, *around)}))
+
+
+def noted(place: Path, case: str) -> None:
+    """Write down which case is running."""
+    place.write_text(case)
 
 
 def run_all(variant: str, folder: str) -> dict[str, Any]:
@@ -78,7 +85,8 @@ def run_all(variant: str, folder: str) -> dict[str, Any]:
     if route == "shared" or (route == "mixed" and ls.rank() % 2):
         plain.lie_in(lambda shape, dtype: ls.empty(*shape, dtype=dtype))
     place = Path(folder) / f"rank-{ls.rank()}"
-    ledger = Ledger(backend, LIMITS[backend], lambda case: place.write_text(case) and None)
+    note = functools.partial(noted, place)
+    ledger = Ledger(backend, LIMITS[backend], note, small=bool(route))
     for name, group in GROUPS.items():
         ledger.prefix = name
         more = {"promises_tree": backend in PROMISE_TREE} if name == "rounding" else {}

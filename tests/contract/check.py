@@ -39,11 +39,15 @@ class Limit:
 
 @dataclass
 class Ledger:
-    """What a rank found: `results` case -> None or message, `skipped` case -> reason."""
+    """What a rank found: `results` case -> None or message, `skipped` case -> reason.
+
+    `small`: messages pass in small pieces.
+    """
 
     backend: str
     limits: tuple[Limit, ...]
     note: Callable[[str], None]
+    small: bool = False
     prefix: str = ""
     results: dict[str, str | None] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
