@@ -52,6 +52,7 @@ Group::Group(int rank, int size, std::shared_ptr<Segment> segment, Naming naming
       header_(reinterpret_cast<Header*>(segment_->data())),
       layout_(Layout::read(*header_, segment_->bytes())),
       naming_(std::move(naming)),
+      neighbours_(header_->aborted),
       owner_(getpid()) {
   if (static_cast<int>(layout_.ranks) != size)
     throw Failure("rank 0 made group " + naming_.group + " for " + std::to_string(layout_.ranks) +

@@ -23,6 +23,7 @@
 #include "heap.h"
 #include "layout.h"
 #include "liveness.h"
+#include "neighbours.h"
 #include "segment.h"
 
 namespace lockstep {

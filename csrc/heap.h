@@ -1,17 +1,26 @@
-// Tensors in shared memory, and finding those of other ranks.
+// Tensors in shared memory, each in one place that other ranks can map.
 //
 // A process has one heap, whatever groups and ranks (threads) it has: regions of
-// 64 MiB of addresses each, or larger for one larger tensor. Memory is reserved
-// block by block and reused: first touch is slow (0.3 GB/s), so a freed block
-// stays. A place (region, offset) means the same to every process.
+// 64 MiB of addresses each, or larger for one larger tensor. A place (region, offset)
+// means the same to every process.
+//
+//     region   | seal | block | hole | block | hole, warm | never had memory |
+//                                                         ^ warm
+//
+// First touch is slow (0.3 GB/s), so a freed block keeps its memory for the next one,
+// and so does a region without blocks, within a sixteenth of the memory that is left.
+// Beyond that the one that has been idle longest goes back to the system; all of them
+// go where memory would otherwise not suffice.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <vector>
 
+#include "headroom.h"
 #include "layout.h"
 #include "segment.h"
 
@@ -21,40 +30,42 @@ class Heap {
  public:
   // The heap of this process; a forked child gets its own.
   static Heap& here();
+  // `left` says how many bytes can still be had.
+  explicit Heap(std::function<uint64_t()> left = [] { return headroom(); });
 
   // Memory for `bytes`, 64-byte aligned; throws Failure where there is not enough.
   void* allocate(uint64_t bytes);
   void free(void* data);
   // Where [data, data + bytes) lies; a private place if not in one block of this heap.
   Place find(const void* data, uint64_t bytes);
-  uint64_t used() const { return used_; }
+  uint64_t used();  // by blocks
+  uint64_t idle();  // in regions without blocks
 
  private:
+  using Spans = std::map<uint64_t, uint64_t>;  // offset -> bytes
   struct Region {
     Segment segment;
-    std::map<uint64_t, uint64_t> holes;   // offset -> bytes
-    std::map<uint64_t, uint64_t> blocks;  // offset -> bytes
-    uint64_t warm = 0;                    // everything below has memory
+    Spans holes, blocks;
+    uint64_t warm = 0;        // everything below has memory
+    uint64_t idle_since = 0;  // counted in `idlings_`
+    bool serves(uint64_t bytes) const;
+    Spans::iterator hole_for(uint64_t bytes);
+    void add_hole(uint64_t offset, uint64_t bytes);
   };
-  void* take(Region& region, uint64_t bytes);
+  void* reuse(uint64_t bytes);
+  void* extend(uint64_t bytes);
+  void* take(Region& region, Spans::iterator hole, uint64_t bytes);
+  void rest(Region& region);
+  bool trim(uint64_t most);
+  uint64_t idle_bytes() const;
   Region* region_of(const void* data);
 
+  const std::function<uint64_t()> left_;
   std::mutex mutex_;
   std::map<const char*, std::unique_ptr<Region>> regions_;  // by start
   std::atomic<const char*> low_{nullptr}, high_{nullptr};
-  uint64_t used_ = 0;
-};
-
-// Other processes' regions, mapped when they are first named. One a rank.
-class Neighbours {
- public:
-  // The address here of `bytes` at a place; throws Failure if they lie outside.
-  char* at(const Place& place, uint64_t bytes);
-
- private:
-  std::mutex mutex_;
-  std::map<std::pair<int32_t, Nonce>, std::pair<Segment, uint64_t>> mapped_;  // and last use
-  uint64_t uses_ = 0;
+  uint64_t used_ = 0, idlings_ = 0;
+  uint64_t keeps_;  // this much may be idle before the memory that is left is asked for
 };
 
 }  // namespace lockstep

@@ -35,10 +35,22 @@ Layout Layout::chosen(int ranks) {
   layout.cells = n <= 8 ? 16 : 8;
   layout.cell_bytes = asked("LOCKSTEP_CELL_BYTES", between(256, (64 << 10) / (n * n), 8 << 10));
   layout.lane_bytes = asked("LOCKSTEP_LANE_BYTES", between(4096, (4 << 20) / (n * n), 256 << 10));
-  // The tables of an exchange, a sentence, and one line for each rank must fit.
-  layout.slot_bytes = std::max(layout.slot_bytes, rounded(std::max<uint64_t>(n * 128, 2 * kText), kLine));
+  layout.slot_bytes = std::max(layout.slot_bytes, layout.least_slot());
   layout.stage_bytes = std::max(layout.stage_bytes, n * kLine);
   return layout;
+}
+
+// The tables of an exchange and a sentence must fit.
+uint64_t Layout::least_slot() const {
+  return rounded(std::max<uint64_t>(uint64_t{ranks} * 128, 2 * kText), kLine);
+}
+
+bool Layout::possible() const {
+  if (ranks < 1 || ranks > kMaxRanks || cells < 1 || cells > 1024) return false;
+  for (const uint64_t bytes : {slot_bytes, stage_bytes, cell_bytes, lane_bytes})
+    if (bytes == 0 || bytes % kLine != 0 || bytes >= (1u << 30)) return false;
+  // One line for each rank in a stage.
+  return slot_bytes >= least_slot() && stage_bytes >= ranks * kLine;
 }
 
 void Layout::write(Header& header) const {
@@ -58,11 +70,8 @@ Layout Layout::read(const Header& header, uint64_t bytes) {
   layout.stage_bytes = header.stage_bytes;
   layout.cell_bytes = header.cell_bytes;
   layout.lane_bytes = header.lane_bytes;
-  const bool sane = layout.ranks >= 1 && layout.ranks <= kMaxRanks && layout.cells >= 1 &&
-                    layout.cells <= 1024 && layout.slot_bytes < (1u << 30) &&
-                    layout.stage_bytes < (1u << 30) && layout.cell_bytes < (1u << 30) &&
-                    layout.lane_bytes < (1u << 30) && layout.total() <= bytes;
-  if (!sane) throw Failure("the sizes in the group's shared memory are impossible");
+  if (!layout.possible() || layout.total() > bytes)
+    throw Failure("the sizes in the group's shared memory are impossible");
   return layout;
 }
 

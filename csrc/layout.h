@@ -107,6 +107,10 @@ struct Layout {
   uint64_t channel(int from, int to) const;
   uint64_t channel_bytes() const;
   uint64_t total() const;
+
+ private:
+  uint64_t least_slot() const;
+  bool possible() const;
 };
 
 }  // namespace lockstep

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <random>
 #include <utility>
 
@@ -40,58 +39,52 @@ static char* map(int fd, uint64_t bytes) {
   return data == MAP_FAILED ? nullptr : static_cast<char*>(data);
 }
 
-static std::string mebibytes(uint64_t bytes) {
-  return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB";
+std::string mebibytes(uint64_t bytes) {
+  return std::to_string((bytes >> 20) + (bytes % (1 << 20) != 0)) + " MiB";
 }
 
-// A number of bytes in a file of the kernel, or `otherwise`.
-static uint64_t number_in(const std::string& path, uint64_t otherwise) {
-  std::ifstream file(path);
-  uint64_t value;
-  return file >> value ? value : otherwise;  // "max" is no number
+// Several ranks may ask at the same moment and all be told that there is enough. So
+// memory is taken piece by piece; unless there is plenty, each rank asks before every
+// piece whether all of its rest is there, and something is left over for the pieces that
+// others are taking now.
+constexpr uint64_t kPiece = uint64_t{4} << 20;
+constexpr uint64_t kMargin = uint64_t{32} << 20;
+constexpr uint64_t kMostRanks = 64;
+constexpr int kFixedSize = F_SEAL_SHRINK | F_SEAL_GROW;
+
+// Reserves memory of a file; what is wrong, or "".
+static std::string allocated(int fd, uint64_t offset, uint64_t bytes) {
+  int failed;
+  do {
+    failed = fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+  } while (failed != 0 && errno == EINTR);
+  return failed == 0 ? "" : "that may be shared: " + reason();
 }
 
-// Bytes that can still be had: of the machine, and of this process's control groups.
-// Asking first matters: a process that takes too much is killed, not told.
-static uint64_t available_bytes() {
-  uint64_t available = UINT64_MAX;
-  std::ifstream machine("/proc/meminfo");
-  for (std::string line; std::getline(machine, line);)
-    if (line.rfind("MemAvailable:", 0) == 0) available = std::stoull(line.substr(13)) << 10;
-  const auto limit = [&](const std::string& folder, const char* most, const char* used) {
-    const uint64_t bound = number_in(folder + most, UINT64_MAX);
-    const uint64_t taken = number_in(folder + used, 0);
-    if (bound != UINT64_MAX) available = std::min(available, bound - std::min(bound, taken));
-  };
-  std::ifstream groups("/proc/self/cgroup");
-  for (std::string line; std::getline(groups, line);) {
-    // "0::/a/b" in version 2, "5:memory:/a/b" in version 1; a container sees its own as /.
-    const std::string path = line.substr(line.rfind(':') + 1);
-    if (line.rfind("0::", 0) == 0)
-      limit("/sys/fs/cgroup" + path + "/", "memory.max", "memory.current");
-    else if (line.find(":memory:") != std::string::npos)
-      limit("/sys/fs/cgroup/memory/", "memory.limit_in_bytes", "memory.usage_in_bytes");
-  }
-  return available;
+// Whether a file can neither shrink nor grow; false where it is no memfd.
+static bool fixed(int fd) {
+  const int seals = fcntl(fd, F_GET_SEALS);
+  return seals >= 0 && (seals & kFixedSize) == kFixedSize;
 }
-
-constexpr uint64_t kWorthAsking = uint64_t{4} << 20;
 
 Segment Segment::create(const std::string& name, uint64_t bytes, uint64_t reserved) {
+  if (bytes > kMostBytes) throw Failure("there are not " + mebibytes(bytes) + " of memory");
   Segment segment;
   const uint64_t page = page_bytes();
   bytes = (bytes + page - 1) / page * page;
-  const int fd = memfd_create(name.c_str(), MFD_CLOEXEC);
+  const int fd = memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) throw Failure("shared memory could not be created: " + reason());
   segment.address_.fd = fd;
   segment.address_.pid = getpid();
-  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0)
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
+      fcntl(fd, F_ADD_SEALS, kFixedSize | F_SEAL_SEAL) != 0)
     throw Failure("shared memory of " + mebibytes(bytes) + " could not be created: " + reason());
   fchmod(fd, S_IRUSR | S_IWUSR);
   segment.reserve(0, reserved < page ? page : reserved);
   segment.data_ = map(fd, bytes);
   if (!segment.data_)
-    throw Failure("shared memory of " + mebibytes(bytes) + " could not be mapped: " + reason());
+    throw Failure("there are not " + mebibytes(bytes) + " of addresses for shared memory: " +
+                  reason());
   segment.address_.bytes = bytes;
   segment.address_.nonce = random_nonce();
   Seal seal{segment.address_.nonce, bytes, kVersion, kMagic};
@@ -112,8 +105,10 @@ Segment Segment::attach(const Address& address) {
     wrong = reason();
   } else if (info.st_uid != geteuid()) {
     wrong = "it belongs to another user";
-  } else if (static_cast<uint64_t>(info.st_size) != address.bytes || address.bytes < sizeof(Seal)) {
-    wrong = "it is another process's file";
+  } else if (static_cast<uint64_t>(info.st_size) != address.bytes ||
+             address.bytes < sizeof(Seal) || !fixed(fd)) {
+    // Whatever else the number names by now, or a file that could shrink below us.
+    wrong = "it is another file of that process";
   }
   Segment segment;
   if (wrong.empty()) {
@@ -147,17 +142,20 @@ void Segment::swap(Segment& other) noexcept {
   std::swap(address_, other.address_);
 }
 
-void Segment::reserve(uint64_t offset, uint64_t bytes) {
-  if (bytes == 0) return;
-  if (bytes >= kWorthAsking && bytes > available_bytes())
-    throw Failure("there are not " + mebibytes(bytes) + " of memory for shared tensors, only " +
-                  mebibytes(available_bytes()));
-  int failed;
-  do {
-    failed = fallocate(address_.fd, 0, static_cast<off_t>(offset), static_cast<off_t>(bytes));
-  } while (failed != 0 && errno == EINTR);
-  if (failed != 0)
-    throw Failure("there are not " + mebibytes(bytes) + " of shared memory: " + reason());
+void Segment::reserve(uint64_t offset, uint64_t bytes, const std::function<uint64_t()>& left) {
+  bool plenty = false;  // for all ranks that a host can have
+  for (uint64_t done = 0; done < bytes; done += std::min(kPiece, bytes - done)) {
+    std::string wrong;
+    if (!plenty) {
+      const uint64_t all = left(), can = all - std::min(all, kMargin);
+      plenty = (bytes - done) <= can / kMostRanks;
+      if (bytes - done > can) wrong = "for shared tensors, only " + mebibytes(done + can);
+    }
+    if (wrong.empty()) wrong = allocated(address_.fd, offset + done, std::min(kPiece, bytes - done));
+    if (wrong.empty()) continue;
+    release(offset, done);
+    throw Failure("there are not " + mebibytes(bytes) + " of memory " + wrong);
+  }
 }
 
 void Segment::release(uint64_t offset, uint64_t bytes) {
@@ -167,6 +165,10 @@ void Segment::release(uint64_t offset, uint64_t bytes) {
   if (from < to)
     (void)fallocate(address_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                     static_cast<off_t>(from), static_cast<off_t>(to - from));
+}
+
+bool Segment::dissolved() const {
+  return __atomic_load_n(&reinterpret_cast<const Seal*>(data_)->magic, __ATOMIC_ACQUIRE) != kMagic;
 }
 
 void Segment::prefault(uint64_t offset, uint64_t bytes) {

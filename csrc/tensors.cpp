@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 #include "heap.h"
 
 namespace lockstep {
@@ -95,13 +97,23 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return x < y + b.nbytes() && y < x + a.nbytes();
 }
 
-at::Tensor shared_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
-  uint64_t bytes = c10::elementSize(dtype);
+// The bytes of a tensor; throws ValueError where no memory can have so many.
+static uint64_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype) {
+  int64_t most = static_cast<int64_t>(c10::elementSize(dtype));
+  bool none = false, too_large = false;
   for (int64_t size : sizes) {
     TORCH_CHECK_VALUE(size >= 0, "a tensor can't have ", size, " elements in a dimension");
-    bytes *= static_cast<uint64_t>(size);
+    none |= size == 0;
+    // Strides count without the dimensions that are empty.
+    too_large |= __builtin_mul_overflow(most, std::max<int64_t>(size, 1), &most);
   }
-  void* data = Heap::here().allocate(bytes);
+  TORCH_CHECK_VALUE(!too_large, "a tensor can't have the sizes ", sizes,
+                    ": no memory has so many bytes");
+  return none ? 0 : static_cast<uint64_t>(most);
+}
+
+at::Tensor shared_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
+  void* data = Heap::here().allocate(bytes_of(sizes, dtype));
   return at::from_blob(data, sizes, [](void* block) { Heap::here().free(block); },
                        at::TensorOptions().dtype(dtype));
 }

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lockstep.comm import backend
 from lockstep.comm.bucket import Bucket, Member
-from lockstep.comm.memory import shared
+from lockstep.comm.memory import empty, shared
 from lockstep.comm.native import NativeSum
 from lockstep.comm.word import compare_exchange, load, store
 from lockstep.errors import LayoutError, WorkError
@@ -32,6 +32,43 @@ def mapped() -> int:
                 begin, _, end = line.split()[0].partition("-")
                 total += int(end, 16) - int(begin, 16)
     return total
+
+
+# ---- tensors of a rank's own ----
+
+
+def resident() -> int:
+    """Return how many bytes of shared memory this process has in its page tables."""
+    with open("/proc/self/status") as status:
+        [line] = [line for line in status if line.startswith("RssShmem:")]
+    return int(line.split()[1]) << 10
+
+
+def add_large_ones(times: int, size: int) -> list[int]:
+    """Add tensors that live for one call each; return the resident bytes after every call."""
+    found = []
+    for _ in range(times):
+        tensor = empty(size, dtype=torch.uint8)
+        tensor[::4096] = 1
+        dist.all_reduce(tensor)
+        assert tensor[0] == tensor[-4096] == dist.get_world_size()
+        del tensor
+        found.append(resident())
+    return found
+
+
+def test_memory_of_large_tensors_stays_bounded_on_every_rank(ranks):
+    size = 65 << 20
+    for found in ranks(add_large_ones, 2, 10, size, **on_lockstep):
+        assert max(found) > size  # the measure sees them
+        assert max(found) < 3 * size  # my own, the other rank's, and the group
+
+
+@pytest.mark.parametrize("sizes", [(1 << 31, 1 << 31), (1 << 62, 4), (0, 1 << 62, 1 << 62), (-1,)])
+def test_a_size_that_no_memory_has_is_refused_in_one_sentence(sizes):
+    with pytest.raises(ValueError, match=r"^a tensor can't have ") as told:
+        empty(*sizes, dtype=torch.float32)
+    assert "\n" not in str(told.value)
 
 
 # ---- one tensor for all ranks ----
@@ -73,8 +110,9 @@ def ask_for(sizes: list[int]) -> list[str]:
 
 
 def test_too_little_memory_and_other_sizes_are_told_to_every_rank(ranks):
-    for memory, sizes, left in ranks(ask_for, 3, [1 << 50, 5], **on_lockstep):
-        assert memory.startswith("WorkError rank 0 could not share memory: there are not")
+    for memory, more, sizes, left in ranks(ask_for, 3, [1 << 50, 1 << 70, 5], **on_lockstep):
+        for told in (memory, more):
+            assert told.startswith("WorkError rank 0 could not share memory: there are not")
         assert "disagree" in sizes
         assert all(f"rank {rank} called share({5 + rank} bytes)" in sizes for rank in range(3))
         assert left == "0"

@@ -33,6 +33,12 @@ struct Test {
   static Test register_##name(#name, name); \
   static void name()
 
+#if defined(__SANITIZE_THREAD__) || defined(WITHOUT_FORK)
+constexpr bool kMayFork = false;  // the sanitizer's threads do not survive a fork
+#else
+constexpr bool kMayFork = true;
+#endif
+
 constexpr std::chrono::milliseconds kPatience{60000};
 
 // Runs `body(group)` in a thread for each of `n` ranks. They share one mapping, so

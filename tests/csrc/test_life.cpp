@@ -1,4 +1,4 @@
-// Death, silence, leaving, and memory: what happens when a rank does not come.
+// Death, silence, leaving: what happens when a rank does not come.
 #include <sched.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -34,12 +34,6 @@ pid_t rank_one(const Address& address, const std::function<void(Group&)>& body) 
   body(*group);
   _exit(0);
 }
-
-#if defined(__SANITIZE_THREAD__) || defined(WITHOUT_FORK)
-constexpr bool kMayFork = false;  // the sanitizer's threads do not survive a fork
-#else
-constexpr bool kMayFork = true;
-#endif
 
 }  // namespace
 
@@ -80,56 +74,6 @@ TEST(a_rank_that_does_not_come_is_named_at_the_deadline) {
     CHECK(Clock::now() - begun < std::chrono::seconds(5));
     CHECK(contains(text, "(limit 0.2 s) in barrier #2 for rank 2, last seen at #1 barrier"));
   });
-}
-
-TEST(an_attached_segment_is_proven) {
-  auto group = Group::create(2, {});
-  Address address = group->segment()->address();
-  address.nonce.low ^= 1;
-  CHECK(contains(failure([&] { Group::attach(1, 2, address, {}); }), "proof"));
-  address = group->segment()->address();
-  address.bytes += 4096;
-  CHECK(!failure([&] { Group::attach(1, 2, address, {}); }).empty());
-  address.fd = 100000;
-  CHECK(!failure([&] { Group::attach(1, 2, address, {}); }).empty());
-}
-
-TEST(impossible_sizes_are_refused) {
-  auto group = Group::create(2, {});
-  group->header().stage_bytes = uint64_t{1} << 29;
-  CHECK(contains(failure([&] { Group::attach(1, 2, group->segment(), {}); }), "impossible"));
-}
-
-TEST(too_little_memory_is_an_error_and_no_signal) {
-  // 4 EiB fit in no machine.
-  CHECK(!failure([] { Segment::create("test", uint64_t{1} << 62, uint64_t{1} << 62); }).empty());
-}
-
-TEST(the_heap_reuses_and_merges_its_blocks) {
-  Heap& heap = Heap::here();
-  const uint64_t before = heap.used();
-  char* a = static_cast<char*>(heap.allocate(1000));
-  char* b = static_cast<char*>(heap.allocate(1000));
-  CHECK(heap.find(a + 10, 100).shared());
-  CHECK(!heap.find(a + 1000, 2000).shared());
-  CHECK(!heap.find(&before, 8).shared());
-  heap.free(a);
-  heap.free(b);
-  char* c = static_cast<char*>(heap.allocate(2000));
-  CHECK(c == a);
-  heap.free(c);
-  CHECK(heap.used() == before);
-}
-
-TEST(a_place_outside_its_region_is_refused) {
-  Neighbours neighbours;
-  void* data = Heap::here().allocate(64);
-  Place place = Heap::here().find(data, 64);
-  CHECK(neighbours.at(place, 64) != nullptr);
-  CHECK(!failure([&] { neighbours.at(place, place.address.bytes); }).empty());
-  place.offset = UINT64_MAX;
-  CHECK(!failure([&] { neighbours.at(place, 64); }).empty());
-  Heap::here().free(data);
 }
 
 // ---- messages ----

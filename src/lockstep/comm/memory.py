@@ -64,7 +64,8 @@ def shared(
             f"host; this group has the backend '{dist.get_backend(group)}'"
         )
     try:
-        flat: torch.Tensor = native.share(math.prod(sizes) * dtype.itemsize)
+        # A call of all ranks, also with more bytes than fit into a number of the backend's.
+        flat: torch.Tensor = native.share(min(math.prod(sizes) * dtype.itemsize, 1 << 62))
     except RuntimeError as error:
         raise WorkError(str(error)) from None
     return flat.view(dtype).view(sizes)
