@@ -64,8 +64,10 @@ static c10::intrusive_ptr<LockstepBackend> create(const c10::intrusive_ptr<c10d:
 }
 
 static at::Tensor empty(const std::vector<int64_t>& sizes, py::object dtype) {
+  const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+  py::gil_scoped_release others;  // new memory takes seconds a gigabyte
   try {
-    return shared_empty(sizes, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+    return shared_empty(sizes, type);
   } catch (const Failure& error) {
     throw std::runtime_error(error.what());
   }

@@ -59,7 +59,11 @@ Group::Group(int rank, int size, std::shared_ptr<Segment> segment, Naming naming
                   " ranks, " + name_of(rank) + " wants " + std::to_string(size));
   segment_->prefault(0, layout_.total());
   Record& own = record(rank_);
-  own.pid = getpid();
+  int32_t first = 0;
+  if (!own.pid.compare_exchange_strong(first, getpid()))
+    throw Misuse(abort(name_of(rank) + " is twice in group " + naming_.group + ", as process " +
+                       std::to_string(first) + " and as " + std::to_string(getpid()) +
+                       "; give every process a rank of its own (RANK)"));
   publish_cores();
   proof_ = random_nonce();
   own.proof = proof_;

@@ -69,7 +69,7 @@ struct alignas(4096) Record {
   alignas(kLine) Call calls[2];
   alignas(kLine) pthread_mutex_t lock;  // robust; held as long as this rank lives
   std::atomic<State> state{State::absent};
-  int32_t pid = 0;
+  std::atomic<int32_t> pid{0};        // whoever sets it first is this rank
   std::atomic<uint32_t> asked{0};     // "where are you?": futex of the keeper
   std::atomic<uint32_t> answered{0};  // the last question that `site` answers
   alignas(kLine) std::atomic<uint32_t> calls_begun{0};  // collectives, for messages

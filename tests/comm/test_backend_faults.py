@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -165,6 +166,28 @@ def test_the_deadline_holds_for_joining():
         )
     )
     assert "rank 1 did not join within 0.3 s" in told
+
+
+def test_a_rank_that_joins_twice_is_named_to_all_at_once():
+    store, told = dist.HashStore(), []
+
+    def join(rank: int) -> None:
+        limit = timedelta(seconds=30)
+        told.append(
+            error_of(lambda: backend.load().create(store, rank, 3, limit, "trio", [0, 1, 2]))
+        )
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for each in told:
+        seconds, _, told_by = each.partition(" ")
+        assert float(seconds) < 10
+        assert "rank 1 is twice in group trio, as process " in told_by
+        assert "give every process a rank of its own (RANK)" in told_by
+    assert len(told) == 3
 
 
 # ---- disagreement ----

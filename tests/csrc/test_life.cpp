@@ -62,6 +62,14 @@ TEST(a_rank_that_left_is_named) {
   });
 }
 
+TEST(a_rank_that_is_there_already_is_refused_and_everybody_learns_it) {
+  auto group = Group::create(2, {});
+  auto other = Group::attach(1, 2, group->segment(), {});
+  const std::string text = failure([&] { Group::attach(1, 2, group->segment(), {}); });
+  CHECK(contains(text, "rank 1 is twice in group default, as process"));
+  CHECK(group->aborted() && other->reason() == text);
+}
+
 TEST(a_rank_that_does_not_come_is_named_at_the_deadline) {
   on_ranks(3, [](Group& group) {
     meet(group);
