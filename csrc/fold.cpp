@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "failure.h"
+#include "layout.h"
 #include "sync.h"
 
 namespace lockstep {
@@ -119,9 +120,17 @@ void Fold::block(const std::vector<const char*>& inputs, const std::vector<char*
       continue;
     }
     --height;
-    const bool last = i + 1 == steps_.size();
-    char* to = last && direct ? outputs[0] + begin * item : scratch + (height - 1) * kBlock;
-    combine_(to, stack[height - 1], stack[height], count);
+    char* to = scratch + (height - 1) * kBlock;
+    if (i + 1 == steps_.size() && direct) {
+      char* all[kMaxRanks];
+      const size_t copies = past_caches ? 1 : outputs.size();
+      for (size_t k = 0; k < copies; ++k) all[k] = outputs[k] + begin * item;
+      combine_(all, copies, stack[height - 1], stack[height], count);
+      if (copies == outputs.size()) return;
+      to = all[0];
+    } else {
+      combine_(&to, 1, stack[height - 1], stack[height], count);
+    }
     stack[height - 1] = to;
   }
   finish(stack[0], outputs, begin, count, past_caches);

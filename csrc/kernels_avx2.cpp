@@ -18,6 +18,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx2")
 #endif
+#define VECTOR_BYTES 32
 namespace lockstep::avx2 {
 #include "kernels.inc"
 }

@@ -18,6 +18,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 #endif
+#define VECTOR_BYTES 64
 namespace lockstep::avx512 {
 #include "kernels.inc"
 }

@@ -10,6 +10,7 @@
 #include <immintrin.h>
 #endif
 
+#define VECTOR_BYTES 16
 namespace lockstep::plain {
 #include "kernels.inc"
 }

@@ -30,8 +30,10 @@ inline bool is_half(Type type) { return type == Type::f16 || type == Type::bf16;
 inline Type accumulator(Type type) { return is_half(type) ? Type::f32 : type; }
 
 struct Kernels {
-  // dst = a op b, `count` elements; dst may be a or b. nullptr: not defined.
-  using Combine = void (*)(void* dst, const void* a, const void* b, size_t count);
+  // to[0], to[1], ... = a op b, `count` elements each; any of them may be a or b. All are
+  // written at once: a sum for two ranks costs hardly more than one. nullptr: not defined.
+  using Combine = void (*)(char* const* to, size_t copies, const void* a, const void* b,
+                           size_t count);
   Combine combine[kReductions][kTypes];
   // The sum of 16-bit floats, rounded to 16 bits (as autograd accumulates).
   Combine add_rounded[2];                                             // f16, bf16

@@ -491,10 +491,14 @@ TEST(kernels_give_the_same_bits_on_every_processor) {
     }
     const auto a = values(1, 1003, 1), b = values(2, 1003, 2);
     for (int r = 0; r < 5; ++r) {
-      std::vector<float> x(1003), y(1003);
-      plain.combine[r][1](x.data(), a.data(), b.data(), 1003);
-      kernels->combine[r][1](y.data(), a.data(), b.data(), 1003);
-      CHECK(std::memcmp(x.data(), y.data(), 1003 * sizeof(float)) == 0);
+      // Into three places at once, one of which is an input.
+      std::vector<float> x(1003), y(1003), z(1003), in_place = a;
+      char* one[] = {reinterpret_cast<char*>(x.data())};
+      char* three[] = {reinterpret_cast<char*>(y.data()), reinterpret_cast<char*>(in_place.data()),
+                       reinterpret_cast<char*>(z.data())};
+      plain.combine[r][1](one, 1, a.data(), b.data(), 1003);
+      kernels->combine[r][1](three, 3, in_place.data(), b.data(), 1003);
+      for (const char* copy : three) CHECK(std::memcmp(x.data(), copy, 1003 * sizeof(float)) == 0);
     }
   }
 }
