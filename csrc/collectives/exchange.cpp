@@ -76,15 +76,13 @@ class Passage {
     if (s == me_ || !expected(s)) return blocks_.send[me_].data;
     switch (turn_.call(s).route) {
       case Route::slot: {
-        const size_t offset = slot_offset(s);
-        if (offset + sends(s)[me_] > turn_.group().layout().slot_bytes)
+        const size_t offset = slot_offset(s), slot = turn_.group().layout().slot_bytes;
+        if (offset > slot || expected(s) > slot - offset)
           throw Failure(turn_.group().name_of(s) + " wrote impossible sizes into shared memory");
         return turn_.slot(s) + offset;
       }
-      case Route::direct: {
-        const Place& place = places(s)[me_];
-        return turn_.group().neighbours().at(place, sends(s)[me_]);
-      }
+      case Route::direct:
+        return turn_.group().neighbours().at(places(s)[me_], expected(s));
       default: return turn_.stage(s, first_ + static_cast<uint32_t>(k)) + lane(s, me_);
     }
   }
