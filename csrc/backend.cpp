@@ -230,15 +230,27 @@ WorkPtr LockstepBackend::start(c10d::OpType type, Tensors outputs, std::vector<P
   auto work = c10::make_intrusive<CollectiveWork>(type, std::move(outputs), queue_, std::move(body));
   if (coalescing_) asynchronous = true;
   work->start(asynchronous);
-  if (coalescing_) coalesced_.push_back(work);
+  if (coalescing_) coalesce(work);
   return work;
 }
 
-void LockstepBackend::startCoalescing() { coalescing_ = true; }
+void LockstepBackend::startCoalescing() {
+  coalescing_ = true;
+  coalesced_.clear();
+}
+
+void LockstepBackend::coalesce(const WorkPtr& work) {
+  // What is over need not be waited for: a coalescing that an exception broke off never
+  // ends, and must not hold all that follows.
+  std::erase_if(coalesced_, [](const WorkPtr& each) {
+    return each->isCompleted() && each->isSuccess();
+  });
+  coalesced_.push_back(work);
+}
 
 WorkPtr LockstepBackend::endCoalescing() {
   coalescing_ = false;
-  return c10::make_intrusive<ManyWork>(std::exchange(coalesced_, {}));
+  return c10::make_intrusive<ManyWork>(std::exchange(coalesced_, {}), std::vector<Tensors>());
 }
 
 // ---- messages ----
@@ -249,31 +261,23 @@ WorkPtr LockstepBackend::message(c10d::OpType type, Tensors& tensors, int peer, 
   const char* op = sending ? "send" : "recv";
   TORCH_CHECK_VALUE(tensors.size() == 1, op, " takes one tensor");
   TORCH_CHECK_VALUE(peer < size_, op, ": there is no rank ", peer, " in a group of ", size_);
-  auto post = std::make_shared<Message>();
   at::Tensor kept;
-  std::function<void()> after;
+  std::optional<Writable> written;
   if (sending) {
     kept = readable(op, tensors[0]);
   } else {
-    Writable writable(op, tensors[0], false);
-    kept = writable.plain();
-    after = [writable] { writable.settle(); };
+    written.emplace(op, tensors[0], false);
+    kept = written->plain();
   }
-  post->op = sending ? Op::send : Op::recv;
-  post->peer = peer;
-  post->tag = tag;
-  post->data = static_cast<char*>(kept.data_ptr());
-  post->bytes = kept.nbytes();
-  post->count = static_cast<uint64_t>(kept.numel());
-  post->dtype = static_cast<uint8_t>(kept.scalar_type());
-  post->timeout = options_->timeout;
   ++calls_;
+  auto work = c10::make_intrusive<MessageWork>(type, tensors, mail_, std::move(kept),
+                                               std::move(written));
   try {
-    mail_->post(post);
+    work->start(sending ? Op::send : Op::recv, peer, tag, options_->timeout);
   } catch (...) {
     std::rethrow_exception(as_torch_error());
   }
-  return c10::make_intrusive<MessageWork>(type, tensors, mail_, post, kept, after);
+  return work;
 }
 
 WorkPtr LockstepBackend::send(Tensors& tensors, int target, int tag) {

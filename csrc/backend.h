@@ -97,6 +97,7 @@ class LockstepBackend : public c10d::Backend {
   WorkPtr start(c10d::OpType type, Tensors outputs, std::vector<Plan> plans,
                 std::chrono::milliseconds timeout, bool asynchronous,
                 std::vector<Writable> written);
+  void coalesce(const WorkPtr& work);
   WorkPtr message(c10d::OpType type, Tensors& tensors, int peer, int tag);
   void check_open();
   void take_name();

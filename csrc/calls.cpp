@@ -212,7 +212,7 @@ WorkPtr LockstepBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tens
     for (Tensors& rank : outputs) lists[0].push_back(rank.at(i));
     works.push_back(allgather(lists, input, opts));
   }
-  return c10::make_intrusive<ManyWork>(std::move(works));
+  return c10::make_intrusive<ManyWork>(std::move(works), outputs);
 }
 
 }  // namespace lockstep

@@ -8,7 +8,11 @@
 //       in a segment, or memory that may be read    the receiver copies it by itself
 //       otherwise   granted = ticket    <───        through the lane, half by half:
 //                   filled++            ───>        drained++
-//       tickets[t] = 1 when the receiver has it     the send is complete
+//       tickets[t] = taken              <───        the send is complete
+//
+// While the receiver copies out of the sender's memory the ticket says `taking`. A
+// sender that goes takes back what is open, and waits out what is being taken: nobody
+// ever reads memory that was given up.
 #pragma once
 
 #include <atomic>
@@ -19,6 +23,14 @@
 namespace lockstep {
 
 constexpr int kTickets = 128;  // long messages on their way from one rank to another
+
+enum Ticket : uint8_t {
+  open_ticket,  // by the receiver:
+  taking,       //   it copies; back to open where it may not read
+  taken,
+  refused,      //   it wants another size or dtype
+  taken_back,   // by the sender, which has gone
+};
 
 struct Cell {
   int64_t tag = 0;

@@ -62,6 +62,8 @@ class Group {
 
   // What a rank does while it waits in a collective: it moves its messages.
   std::function<void()> meanwhile;
+  // Called when it falls asleep there, and when it is awake again.
+  std::function<void(bool)> resting;
 
   // Ordinary stores into the stages, or past the caches? For an operation on `bytes`, by
   // powers of two. Each rank chooses for itself: no bit depends on it.
@@ -148,6 +150,9 @@ class Turn : public Watch {
   // Others may wait for a message of this rank before they come.
   void idle() override {
     if (group_.meanwhile) group_.meanwhile();
+  }
+  void rest(bool resting) override {
+    if (group_.resting) group_.resting(resting);
   }
   bool stopped() const override { return group_.header_->aborted.load(std::memory_order_relaxed); }
 

@@ -36,30 +36,27 @@ char* Mail::lane(int from, int to, uint32_t half) {
 
 // ---- moving ----
 
-void Mail::progress(std::vector<Post>& done) {
+void Mail::progress(Posts& over) {
   for (int rank = 0; rank < n_; ++rank) {
-    receive_from(rank, done);
-    stream_in(rank, done);
-    send_to(rank, done);
+    receive_from(rank, over);
+    stream_in(rank, over);
+    send_to(rank, over);
   }
 }
 
-Post Mail::matching(int source, int64_t tag) {
-  for (auto wanted = wanted_.begin(); wanted != wanted_.end(); ++wanted) {
-    Message& message = **wanted;
-    if ((message.peer >= 0 && message.peer != source) || message.tag != tag) continue;
-    Post found = *wanted;
-    wanted_.erase(wanted);
-    return found;
-  }
-  return nullptr;
+std::list<Post>::iterator Mail::matching(int source, int64_t tag) {
+  return std::find_if(wanted_.begin(), wanted_.end(), [&](const Post& message) {
+    return (message->peer < 0 || message->peer == source) && message->tag == tag;
+  });
 }
 
-void Mail::receive_from(int source, std::vector<Post>& done) {
+void Mail::receive_from(int source, Posts& over) {
   auto& arrived = arrived_[static_cast<size_t>(source)];
   for (auto early = arrived.begin(); early != arrived.end() && !wanted_.empty();) {
-    if (Post message = matching(source, early->cell.tag)) {
-      deliver(message, source, early->cell, early->payload.data(), done);
+    const auto wanted = matching(source, early->cell.tag);
+    if (wanted != wanted_.end()) {
+      deliver(*wanted, source, early->cell, early->payload.data(), over);
+      wanted_.erase(wanted);
       early = arrived.erase(early);
     } else {
       ++early;
@@ -70,16 +67,20 @@ void Mail::receive_from(int source, std::vector<Post>& done) {
   uint32_t head = in.head.load(std::memory_order_relaxed);
   bool moved = false;
   while (head != in.tail.load(std::memory_order_acquire)) {
-    Cell& next = cell(source, me_, head);
+    Cell& place = cell(source, me_, head);
+    const Cell next = place;  // once: what was checked is what is used
     const bool is_long = next.ticket >= 0;
     if (next.ticket >= kTickets || (!is_long && next.bytes > group_.layout().cell_bytes))
       throw Failure(group_.name_of(source) + " wrote impossible sizes into shared memory");
-    if (Post message = matching(source, next.tag))
-      deliver(message, source, next, payload(next), done);
-    else
+    const auto wanted = matching(source, next.tag);
+    if (wanted != wanted_.end()) {
+      deliver(*wanted, source, next, payload(place), over);
+      wanted_.erase(wanted);
+    } else {
+      const char* data = payload(place);
       arrived.push_back({source, next,
-                         is_long ? std::vector<char>()
-                                 : std::vector<char>(payload(next), payload(next) + next.bytes)});
+                         is_long ? std::vector<char>() : std::vector<char>(data, data + next.bytes)});
+    }
     in.head.store(++head, std::memory_order_release);
     moved = true;
   }
@@ -87,7 +88,7 @@ void Mail::receive_from(int source, std::vector<Post>& done) {
 }
 
 void Mail::deliver(const Post& message, int source, const Cell& cell, const char* payload,
-                   std::vector<Post>& done) {
+                   Posts& over) {
   message->source = source;
   if (cell.bytes != message->bytes || cell.dtype != message->dtype) {
     const auto& dtype = group_.naming().dtype;
@@ -97,16 +98,18 @@ void Mail::deliver(const Post& message, int source, const Cell& cell, const char
     };
     std::string error = group_.name_of(source) + " sent " + said(cell.dtype, cell.count) +
                         ", but the tensor to receive has " + said(message->dtype, message->count);
-    if (cell.ticket >= 0) close(source, cell, 2);
-    finish(message, done, std::move(error));
+    if (cell.ticket >= 0) close(source, cell, refused);
+    finish(message, over, error);
     return;
   }
   if (cell.ticket < 0) {
     copy_bytes(message->data, payload, cell.bytes);
-    finish(message, done);
+    finish(message, over);
   } else if (take(message, source, cell)) {
-    close(source, cell, 1);
-    finish(message, done);
+    close(source, cell, taken);
+    // A group that ended meanwhile has made the sender give its memory up.
+    std::atomic_thread_fence(std::memory_order_acquire);
+    finish(message, over, group_.aborted() ? group_.reason() : "");
   } else {
     streams_[static_cast<size_t>(source)].push_back({message, cell, false});
   }
@@ -114,11 +117,22 @@ void Mail::deliver(const Post& message, int source, const Cell& cell, const char
 
 // Copies a long message out of the sender's memory, where that is possible.
 bool Mail::take(const Post& message, int source, const Cell& cell) {
-  if (cell.place.shared()) {
-    copy_bytes(message->data, group_.neighbours().at(cell.place, cell.bytes), cell.bytes);
+  std::atomic<uint8_t>& ticket = channel(source, me_).tickets[cell.ticket];
+  uint8_t state = open_ticket;
+  if (!ticket.compare_exchange_strong(state, taking)) return false;
+  if (read_shared(cell, message->data) || read_private(source, cell, message->data)) return true;
+  ticket.store(open_ticket);
+  return false;
+}
+
+bool Mail::read_shared(const Cell& cell, char* to) {
+  if (!cell.place.shared()) return false;
+  try {
+    copy_bytes(to, group_.neighbours().at(cell.place, cell.bytes), cell.bytes);
     return true;
+  } catch (const Failure&) {
+    return false;  // no descriptor is free, or the sender has died: there are other ways
   }
-  return read_private(source, cell, message->data);
 }
 
 static bool read_memory(int pid, uint64_t address, char* to, uint64_t bytes) {
@@ -146,12 +160,12 @@ bool Mail::read_private(int source, const Cell& cell, char* to) {
   return known == 1 && read_memory(record.pid, cell.address, to, cell.bytes);
 }
 
-void Mail::close(int source, const Cell& cell, uint8_t result) {
+void Mail::close(int source, const Cell& cell, Ticket result) {
   channel(source, me_).tickets[cell.ticket].store(result, std::memory_order_release);
   group_.record(source).bell.ring();
 }
 
-void Mail::stream_in(int source, std::vector<Post>& done) {
+void Mail::stream_in(int source, Posts& over) {
   auto& streams = streams_[static_cast<size_t>(source)];
   if (streams.empty()) return;
   Stream& stream = streams.front();
@@ -173,12 +187,12 @@ void Mail::stream_in(int source, std::vector<Post>& done) {
   }
   if (message.moved < message.bytes) return;
   in.granted.store(0, std::memory_order_release);
-  close(source, stream.cell, 1);
-  finish(stream.message, done);
+  close(source, stream.cell, taken);
+  finish(stream.message, over);
   streams.pop_front();
 }
 
-void Mail::send_to(int target, std::vector<Post>& done) {
+void Mail::send_to(int target, Posts& over) {
   const auto t = static_cast<size_t>(target);
   auto& announced = announced_[t];
   for (auto sent = announced.begin(); sent != announced.end();) {
@@ -186,20 +200,20 @@ void Mail::send_to(int target, std::vector<Post>& done) {
     std::atomic<uint8_t>& ticket = channel(me_, target).tickets[message.ticket];
     stream_out(target, message);
     const uint8_t result = ticket.load(std::memory_order_acquire);
-    if (result == 0) {
+    if (result == open_ticket || result == taking) {
       ++sent;
       continue;
     }
-    ticket.store(0, std::memory_order_relaxed);
-    finish(*sent, done, result == 1 ? "" : group_.name_of(target) +
-                                               " wants another size or dtype; its own error says which");
+    ticket.store(open_ticket, std::memory_order_relaxed);
+    finish(*sent, over, result == taken ? "" : group_.name_of(target) +
+                                                   " wants another size or dtype; its own error says which");
     sent = announced.erase(sent);
   }
   auto& waiting = waiting_[t];
-  while (!waiting.empty() && announce(waiting.front(), done)) waiting.pop_front();
+  while (!waiting.empty() && announce(waiting.front(), over)) waiting.pop_front();
 }
 
-bool Mail::announce(const Post& message, std::vector<Post>& done) {
+bool Mail::announce(const Post& message, Posts& over) {
   const int target = message->peer;
   const auto t = static_cast<size_t>(target);
   Cell fresh;
@@ -209,8 +223,8 @@ bool Mail::announce(const Post& message, std::vector<Post>& done) {
   fresh.dtype = message->dtype;
   if (target == me_) {
     arrived_[t].push_back({me_, fresh, std::vector<char>(message->data, message->data + message->bytes)});
-    finish(message, done);
-    receive_from(me_, done);
+    finish(message, over);
+    receive_from(me_, over);
     return true;
   }
   Channel& out = channel(me_, target);
@@ -219,7 +233,7 @@ bool Mail::announce(const Post& message, std::vector<Post>& done) {
   Cell& place = cell(me_, target, tail);
   if (message->bytes <= group_.layout().cell_bytes) {
     stream_bytes(payload(place), message->data, message->bytes);
-    finish(message, done);
+    finish(message, over);
   } else {
     std::vector<bool> used(kTickets, false);
     for (const Post& other : announced_[t]) used[static_cast<size_t>(other->ticket)] = true;
@@ -234,6 +248,22 @@ bool Mail::announce(const Post& message, std::vector<Post>& done) {
   out.tail.store(tail + 1, std::memory_order_release);
   group_.record(target).bell.ring();
   return true;
+}
+
+// Makes sure that nobody reads the memory of a send from now on.
+void Mail::take_back(int target, const Message& message) {
+  std::atomic<uint8_t>& ticket = channel(me_, target).tickets[message.ticket];
+  const auto until = Clock::now() + message.timeout;
+  uint8_t state = open_ticket;
+  while (!ticket.compare_exchange_strong(state, taken_back) && state == taking) {
+    // After an abort a receiver does not trust what it has read.
+    if (group_.aborted() || health(group_.record(target)) == Health::dead) return;
+    if (Clock::now() > until)
+      group_.abort(group_.name_of(me_) + " waited " + seconds(message.timeout) + " for " +
+                   group_.name_of(target) + " to finish reading a message");
+    state = open_ticket;
+    yield_core();
+  }
 }
 
 void Mail::stream_out(int target, Message& message) {

@@ -74,6 +74,7 @@ class Watch {
   virtual void check() = 0;           // deadline, dead ranks
   virtual bool stopped() const = 0;   // one load: has somebody aborted the group?
   virtual void idle() {}              // called again and again once spinning was in vain
+  virtual void rest(bool) {}          // about to sleep; awake again
 };
 
 constexpr std::chrono::milliseconds kSlice{20};
@@ -96,9 +97,16 @@ void wait_for(Flag& flag, Ready ready, const Patience& patience, Watch& watch) {
   }
   struct Sleeper {
     Flag& flag;
-    explicit Sleeper(Flag& f) : flag(f) { flag.sleepers.fetch_add(1, std::memory_order_seq_cst); }
-    ~Sleeper() { flag.sleepers.fetch_sub(1, std::memory_order_seq_cst); }
-  } sleeper(flag);
+    Watch& watch;
+    Sleeper(Flag& f, Watch& w) : flag(f), watch(w) {
+      watch.rest(true);
+      flag.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    }
+    ~Sleeper() {
+      flag.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+      watch.rest(false);
+    }
+  } sleeper(flag, watch);
   while (true) {
     const uint32_t seen = flag.value.load(std::memory_order_seq_cst);
     if (ready(seen)) return;

@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
 #include "failure.h"
 
 namespace lockstep {
@@ -27,6 +29,11 @@ std::exception_ptr as_torch_error() {
   }
 }
 
+[[noreturn]] static void unfinished(const std::string& what, std::chrono::milliseconds timeout) {
+  C10_THROW_ERROR(DistBackendError,
+                  what + " was not finished after " + seconds(timeout) + "; it goes on");
+}
+
 FutureWork::FutureWork(c10d::OpType type, std::vector<at::Tensor> outputs)
     : c10d::Work(-1, type), outputs_(std::move(outputs)) {}
 
@@ -47,11 +54,21 @@ void FutureWork::announce() {
   if (exception_)
     future_->setErrorIfNeeded(exception_);
   else
-    future_->markCompleted(c10::IValue(outputs_));
+    future_->markCompleted(value());
 }
 
-void FutureWork::complete(std::exception_ptr error) {
-  if (settle(error)) announce();
+void FutureWork::await_future() {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    future = future_;
+  }
+  if (future) future->wait();
+}
+
+bool FutureWork::has_told() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !future_ || future_->completed();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> FutureWork::getFuture() {
@@ -59,8 +76,7 @@ c10::intrusive_ptr<c10::ivalue::Future> FutureWork::getFuture() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (future_) return future_;
-    future_ = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()));
+    future_ = c10::make_intrusive<c10::ivalue::Future>(value().type());
     over = completed_;
   }
   if (over) announce();
@@ -114,8 +130,8 @@ void CollectiveWork::start(bool asynchronous) {
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   if (timeout > std::chrono::milliseconds(0)) {
     std::unique_lock<std::mutex> lock(mutex_);
-    TORCH_CHECK(cv_.wait_for(lock, timeout, [this] { return completed_; }),
-                "a call was not finished after ", timeout.count(), " ms; it goes on");
+    if (!cv_.wait_for(lock, timeout, [this] { return completed_; }))
+      unfinished(c10d::opTypeToString(opType_), timeout);
   } else {
     queue_->help(*run_);
     std::unique_lock<std::mutex> lock(mutex_);
@@ -125,82 +141,133 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
       lock.lock();
     }
   }
+  await_future();
   if (exception_) std::rethrow_exception(exception_);
   return true;
 }
 
 // ---- messages ----
 
+class MessageWork::Held : public Message {
+ public:
+  bool settle() override {
+    const bool heard = work->conclude();
+    if (!heard) work = nullptr;
+    return heard;
+  }
+  void announce() override { std::exchange(work, nullptr)->announce(); }
+
+  c10::intrusive_ptr<MessageWork> work;  // until it is concluded
+};
+
 MessageWork::MessageWork(c10d::OpType type, std::vector<at::Tensor> outputs,
-                         std::shared_ptr<Mail> mail, Post message, at::Tensor kept,
-                         std::function<void()> after)
+                         std::shared_ptr<Mail> mail, at::Tensor kept,
+                         std::optional<Writable> written)
     : FutureWork(type, std::move(outputs)),
       mail_(std::move(mail)),
-      message_(std::move(message)),
+      message_(std::make_shared<Held>()),
       kept_(std::move(kept)),
-      after_(std::move(after)) {}
+      written_(std::move(written)) {}
 
-void MessageWork::conclude() {
-  std::lock_guard<std::mutex> lock(concluding_);
-  if (concluded_) return;
+void MessageWork::start(Op op, int peer, int64_t tag, std::chrono::milliseconds timeout) {
+  message_->op = op;
+  message_->peer = peer;
+  message_->tag = tag;
+  message_->timeout = timeout;
+  message_->data = static_cast<char*>(kept_.data_ptr());
+  message_->bytes = kept_.nbytes();
+  message_->count = static_cast<uint64_t>(kept_.numel());
+  message_->dtype = static_cast<uint8_t>(kept_.scalar_type());
+  message_->work = c10::intrusive_ptr<MessageWork>::reclaim_copy(this);
+  mail_->post(message_);
+}
+
+bool MessageWork::conclude() {
   std::exception_ptr error;
   try {
-    if (!message_->error.empty())
-      mail_->wait(message_, std::chrono::milliseconds(1));  // throws the whole sentence
-    if (after_) {
+    if (!message_->error.empty()) throw Failure(message_->error);
+    if (written_) {
       at::NoGradGuard guard;
-      after_();
+      written_->settle();
     }
   } catch (...) {
     error = as_torch_error();
   }
-  after_ = nullptr;
-  concluded_ = true;
-  complete(error);
+  written_.reset();
+  kept_.reset();
+  return settle(error);
 }
 
-bool MessageWork::isCompleted() {
-  if (!mail_->test(message_)) return false;
-  conclude();
-  return true;
-}
+bool MessageWork::isCompleted() { return mail_->test(message_) && has_told(); }
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
-  if (!message_->done) {
-    try {
-      mail_->wait(message_,
-                  timeout > std::chrono::milliseconds(0) ? timeout : message_->timeout);
-    } catch (...) {
-      std::rethrow_exception(as_torch_error());
-    }
-  }
-  conclude();
+  if (!mail_->wait(message_, timeout))
+    unfinished(mail_->titled(*message_), timeout);
+  await_future();
   if (exception_) std::rethrow_exception(exception_);
   return true;
 }
 
+int MessageWork::sourceRank() const { return message_->source; }
+
 c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
   auto future = FutureWork::getFuture();
-  if (notified_.exchange(true)) return future;
-  auto self = c10::intrusive_ptr<MessageWork>::reclaim_copy(this);
-  mail_->notify(message_, [self] { self->conclude(); });
+  mail_->listen(message_);
   return future;
 }
 
 // ---- several ----
 
-ManyWork::ManyWork(std::vector<c10::intrusive_ptr<c10d::Work>> works)
-    : c10d::Work(-1, c10d::OpType::COALESCED), works_(std::move(works)) {}
+ManyWork::ManyWork(std::vector<c10::intrusive_ptr<c10d::Work>> works,
+                   std::vector<std::vector<at::Tensor>> lists)
+    : FutureWork(c10d::OpType::COALESCED, {}),
+      works_(std::move(works)),
+      lists_(std::move(lists)),
+      left_(works_.size() + 1) {}  // one for who asks
 
 bool ManyWork::isCompleted() {
   for (auto& work : works_)
     if (!work->isCompleted()) return false;
-  return true;
+  return has_told();
+}
+
+std::exception_ptr ManyWork::exception() const {
+  for (const auto& work : works_)
+    if (auto error = work->exception()) return error;
+  return nullptr;
 }
 
 bool ManyWork::wait(std::chrono::milliseconds timeout) {
-  for (auto& work : works_) work->wait(timeout);
+  const auto until = Clock::now() + timeout;
+  std::exception_ptr first;
+  for (auto& work : works_) {
+    auto left = timeout;
+    if (timeout > std::chrono::milliseconds(0))
+      left = std::max(std::chrono::milliseconds(1),
+                      std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()));
+    try {
+      work->wait(left);
+    } catch (...) {
+      if (!first) first = std::current_exception();
+    }
+  }
+  if (first) std::rethrow_exception(first);
+  await_future();
   return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> ManyWork::getFuture() {
+  auto future = FutureWork::getFuture();
+  if (asked_.exchange(true)) return future;
+  auto self = c10::intrusive_ptr<ManyWork>::reclaim_copy(this);
+  for (auto& work : works_)
+    work->getFuture()->addCallback([self](c10::ivalue::Future&) { self->count(); });
+  count();
+  return future;
+}
+
+void ManyWork::count() {
+  if (left_.fetch_sub(1) == 1 && settle(exception())) announce();
 }
 
 }  // namespace lockstep

@@ -5,10 +5,12 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "mail.h"
 #include "queue.h"
+#include "tensors.h"
 
 namespace lockstep {
 
@@ -25,7 +27,10 @@ class FutureWork : public c10d::Work {
  protected:
   bool settle(std::exception_ptr error);  // wake who waits; true if a future is yet to be told
   void announce();                        // tell it: this runs its callbacks
-  void complete(std::exception_ptr error);
+  virtual c10::IValue value() const { return outputs_; }  // what it is told
+  // Who waited sees a future that is complete; its callbacks may still run.
+  void await_future();
+  bool has_told();  // its future, if there is one
   std::vector<at::Tensor> outputs_;
 
  private:
@@ -49,35 +54,49 @@ class CollectiveWork : public FutureWork {
 
 class MessageWork : public FutureWork {
  public:
-  // `after` copies a received message to where it belongs, if it went elsewhere.
+  // `kept` is what is sent, or what is received into; `written` says where that belongs.
   MessageWork(c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Mail> mail,
-              Post message, at::Tensor kept, std::function<void()> after);
+              at::Tensor kept, std::optional<Writable> written);
+  // Posts the message, which holds this object until it is over: nobody else needs to.
+  void start(Op op, int peer, int64_t tag, std::chrono::milliseconds timeout);
   bool isCompleted() override;
   bool wait(std::chrono::milliseconds timeout) override;
-  int sourceRank() const override { return message_->source; }
+  int sourceRank() const override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  void conclude();
+  class Held;
+  bool conclude();
 
   std::shared_ptr<Mail> mail_;
-  Post message_;
+  std::shared_ptr<Held> message_;
   at::Tensor kept_;
-  std::function<void()> after_;
-  std::mutex concluding_;
-  bool concluded_ = false;
-  std::atomic<bool> notified_{false};
+  std::optional<Writable> written_;
 };
 
 // Several works as one.
-class ManyWork : public c10d::Work {
+class ManyWork : public FutureWork {
  public:
-  explicit ManyWork(std::vector<c10::intrusive_ptr<c10d::Work>> works);
+  // `lists` is what the future is told.
+  ManyWork(std::vector<c10::intrusive_ptr<c10d::Work>> works,
+           std::vector<std::vector<at::Tensor>> lists);
   bool isCompleted() override;
+  bool isSuccess() const override { return !exception(); }
+  std::exception_ptr exception() const override;
+  // Waits for all of them, also where one fails.
   bool wait(std::chrono::milliseconds timeout) override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ protected:
+  c10::IValue value() const override { return lists_; }
 
  private:
+  void count();
+
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  std::vector<std::vector<at::Tensor>> lists_;
+  std::atomic<bool> asked_{false};
+  std::atomic<size_t> left_;  // of works that have not told us
 };
 
 }  // namespace lockstep

@@ -1,0 +1,58 @@
+#include "callbacks.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <utility>
+
+namespace lockstep {
+
+Callbacks::Callbacks() : owner_(getpid()) {}
+
+void Callbacks::run(std::function<void()> callback) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  handed_.push_back(std::move(callback));
+  if (free_ < handed_.size()) {
+    threads_.emplace_back([this] { loop(); });
+    ++free_;
+  }
+  changed_.notify_one();
+}
+
+void Callbacks::loop() {
+  pthread_setname_np(pthread_self(), "lockstep-callbk");
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return stopping_ || !handed_.empty(); });
+    if (handed_.empty()) return;
+    auto callback = std::move(handed_.front());
+    handed_.pop_front();
+    --free_;
+    lock.unlock();
+    callback();
+    callback = nullptr;  // what it holds may need the interpreter's lock to go
+    lock.lock();
+    ++free_;
+  }
+}
+
+void Callbacks::stop() {
+  if (owner_ != getpid()) {
+    // A forked child has this object but not the threads.
+    for (std::thread& thread : threads_)
+      if (thread.joinable()) thread.detach();
+    return;
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  stopping_ = true;
+  changed_.notify_all();
+  while (!threads_.empty()) {  // a callback may yet hand in another one
+    std::thread thread = std::move(threads_.back());
+    threads_.pop_back();
+    lock.unlock();
+    thread.join();
+    lock.lock();
+  }
+}
+
+}  // namespace lockstep
