@@ -78,8 +78,7 @@ void Mail::receive_from(int source, Posts& over) {
       wanted_.erase(wanted);
     } else {
       const char* data = payload(place);
-      arrived.push_back({source, next,
-                         is_long ? std::vector<char>() : std::vector<char>(data, data + next.bytes)});
+      arrived.push_back({source, next, {data, data + (is_long ? 0 : next.bytes)}});
     }
     in.head.store(++head, std::memory_order_release);
     moved = true;
@@ -205,8 +204,10 @@ void Mail::send_to(int target, Posts& over) {
       continue;
     }
     ticket.store(open_ticket, std::memory_order_relaxed);
-    finish(*sent, over, result == taken ? "" : group_.name_of(target) +
-                                                   " wants another size or dtype; its own error says which");
+    finish(*sent, over,
+           result == taken ? ""
+                           : group_.name_of(target) +
+                                 " wants another size or dtype; its own error says which");
     sent = announced.erase(sent);
   }
   auto& waiting = waiting_[t];

@@ -128,16 +128,17 @@ void CollectiveWork::start(bool asynchronous) {
 }
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
-  if (timeout > std::chrono::milliseconds(0)) {
+  const bool patient = timeout <= std::chrono::milliseconds(0);
+  if (patient) queue_->help(*run_);
+  const auto begun = Clock::now();
+  {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (!cv_.wait_for(lock, timeout, [this] { return completed_; }))
-      unfinished(c10d::opTypeToString(opType_), timeout);
-  } else {
-    queue_->help(*run_);
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (!cv_.wait_for(lock, kSlice, [this] { return completed_; })) {
+    while (!cv_.wait_for(lock, patient ? kSlice : std::min(kSlice, timeout),
+                         [this] { return completed_; })) {
       lock.unlock();
       queue_->hear();
+      if (!patient && Clock::now() - begun > timeout)
+        unfinished(c10d::opTypeToString(opType_), timeout);
       lock.lock();
     }
   }

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension i
 
 on_lockstep = {"backend": "lockstep"}
 
-LIMIT = 20.0  # seconds that a thread of a test may need
+LIMIT = 10.0  # seconds that a thread of a test may need
 
 
 def within_limit(condition: Callable[[], bool]) -> bool:
@@ -246,8 +246,8 @@ def test_a_future_ends_at_the_deadline_and_says_what_came_instead(ranks):
 # ---- that are coalesced ----
 
 
-def left_by_an_exception() -> int:
-    """Return how many of 50 tensors are still held by a coalescing that never ended."""
+def left_by_an_exception() -> bool:
+    """Return whether of 50 tensors a coalescing that never ends holds the last at most."""
     group = dist.group.WORLD
     group._start_coalescing(torch.device("cpu"))
     held = []
@@ -257,10 +257,11 @@ def left_by_an_exception() -> int:
         held.append(weakref.ref(tensor))
         del tensor
     gc.collect()
-    left = sum(each() is not None for each in held)
+    # Another thread may just be letting go of one.
+    let_go = within_limit(lambda: sum(each() is not None for each in held) <= 1)
     group._end_coalescing(torch.device("cpu")).wait()
-    return left
+    return let_go
 
 
 def test_a_coalescing_that_never_ends_holds_nothing(ranks):
-    assert max(ranks(left_by_an_exception, 2, **on_lockstep)) <= 1
+    assert ranks(left_by_an_exception, 2, **on_lockstep) == [True] * 2
