@@ -68,7 +68,7 @@ Group::Group(int rank, int size, std::shared_ptr<Segment> segment, Naming naming
   proof_ = random_nonce();
   own.proof = proof_;
   own.proof_address = reinterpret_cast<uint64_t>(&proof_);
-  keeper_ = std::make_unique<Keeper>(own, naming_.where);
+  keeper_ = std::make_unique<Keeper>(own, [this] { return site(); });
 }
 
 Group::~Group() { leave(); }
@@ -200,6 +200,23 @@ std::string seconds(std::chrono::milliseconds time) {
   return text;
 }
 
+void Group::fall_asleep(const std::string& in) {
+  std::lock_guard<std::mutex> lock(sleeping_);
+  asleep_.insert(in);
+}
+
+void Group::wake_up(const std::string& in) {
+  std::lock_guard<std::mutex> lock(sleeping_);
+  asleep_.erase(asleep_.find(in));
+}
+
+std::string Group::site() {
+  std::string text = naming_.where ? naming_.where() : "";
+  std::lock_guard<std::mutex> lock(sleeping_);
+  for (const std::string& in : asleep_) text += (text.empty() ? "" : ", ") + ("waiting in " + in);
+  return text;
+}
+
 std::string Group::whereabouts(int rank) {
   Record& other = record(rank);
   const uint32_t begun = other.calls_begun.load();
@@ -261,6 +278,13 @@ void Turn::check() {
         !reached(group_.record(rank).step.value.load(std::memory_order_acquire), target_))
       fail(group_.abort(group_.name_of(rank) + " has left the group"));
   if (Clock::now() - begun_ > timeout_) late();
+}
+
+void Turn::rest(bool resting) {
+  const std::string in = std::string(op_name(mine().op)) + " #" + std::to_string(number_);
+  if (resting) group_.fall_asleep(in);
+  if (group_.resting) group_.resting(resting);
+  if (!resting) group_.wake_up(in);
 }
 
 void Turn::late() {

@@ -15,6 +15,8 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -90,12 +92,16 @@ class Group {
   std::string described(const Call& call) const;     // "all_reduce(SUM, float32, 4 elements)"
   const Naming& naming() const { return naming_; }
   void rename(std::string name) { naming_.group = std::move(name); }
+  // What a thread of this rank sleeps in, "barrier #3": told to those who ask.
+  void fall_asleep(const std::string& in);
+  void wake_up(const std::string& in);
   // What keeps `rank` from coming, for the person who waits for it.
   std::string whereabouts(int rank);
 
  private:
   friend class Turn;
   void publish_cores();
+  std::string site();  // where this rank is, and what it waits in
   Group(int rank, int size, std::shared_ptr<Segment> segment, Naming naming);
 
   int rank_, size_;
@@ -104,6 +110,8 @@ class Group {
   Layout layout_;
   Naming naming_;
   Neighbours neighbours_;
+  std::mutex sleeping_;
+  std::multiset<std::string> asleep_;
   std::unique_ptr<Keeper> keeper_;
   uint32_t step_ = 0;    // phases passed
   uint32_t calls_ = 0;   // collectives begun
@@ -151,9 +159,7 @@ class Turn : public Watch {
   void idle() override {
     if (group_.meanwhile) group_.meanwhile();
   }
-  void rest(bool resting) override {
-    if (group_.resting) group_.resting(resting);
-  }
+  void rest(bool resting) override;
   bool stopped() const override { return group_.header_->aborted.load(std::memory_order_relaxed); }
 
  private:

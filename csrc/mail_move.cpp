@@ -107,7 +107,6 @@ void Mail::deliver(const Post& message, int source, const Cell& cell, const char
   } else if (take(message, source, cell)) {
     close(source, cell, taken);
     // A group that ended meanwhile has made the sender give its memory up.
-    std::atomic_thread_fence(std::memory_order_acquire);
     finish(message, over, group_.aborted() ? group_.reason() : "");
   } else {
     streams_[static_cast<size_t>(source)].push_back({message, cell, false});
@@ -160,7 +159,8 @@ bool Mail::read_private(int source, const Cell& cell, char* to) {
 }
 
 void Mail::close(int source, const Cell& cell, Ticket result) {
-  channel(source, me_).tickets[cell.ticket].store(result, std::memory_order_release);
+  // Both ways: what follows (has the group ended?) is seen after all that was read.
+  channel(source, me_).tickets[cell.ticket].exchange(result, std::memory_order_acq_rel);
   group_.record(source).bell.ring();
 }
 

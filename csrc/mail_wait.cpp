@@ -24,6 +24,10 @@ class Mail::Waiting : public Watch {
 
   bool impatient() const { return patience_ > milliseconds(0) && since(begun_) > patience_; }
   bool stopped() const override { return mail_.group_.aborted(); }
+  void rest(bool resting) override {
+    const std::string in = mail_.described(message_);
+    resting ? mail_.group_.fall_asleep(in) : mail_.group_.wake_up(in);
+  }
   void check() override {
     Group& group = mail_.group_;
     group.hear();

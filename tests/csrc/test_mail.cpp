@@ -253,6 +253,34 @@ TEST(a_message_that_does_not_come_is_described_at_the_deadline) {
   });
 }
 
+TEST(a_deadline_says_what_the_other_rank_waits_for) {
+  for (const bool collective : {false, true})
+    on_ranks(2, [&](Group& group) {
+      Mail mail(group);
+      meet(group);
+      std::vector<char> data(10);
+      const bool first = group.rank() == 0;
+      Post post = message(Op::recv, 1 - group.rank(), first ? 1 : 2, data);
+      if (!first) {
+        if (collective) {
+          CHECK(contains(failure([&] { meet(group); }), "rank 0 waited"));
+        } else {
+          mail.post(post);
+          CHECK(contains(waited(mail, post), "rank 0 waited"));
+        }
+        return;
+      }
+      const std::string other = collective ? "barrier #2" : "recv from rank 0 (tag 2)";
+      const auto until = Clock::now() + kPatience;
+      while (!contains(group.whereabouts(1), "now waiting in " + other)) CHECK(Clock::now() < until);
+      post->timeout = std::chrono::milliseconds(50);
+      mail.post(post);
+      const std::string text = waited(mail, post);
+      CHECK(contains(text, "in recv from rank 1 (tag 1) for rank 1, last seen at #"));
+      CHECK(contains(text, ", now waiting in " + other));
+    });
+}
+
 TEST(a_receive_from_anybody_ends_when_all_others_have_left) {
   on_ranks(3, [](Group& group) {
     Mail mail(group);
