@@ -131,6 +131,7 @@ def interrupt_while_waiting(operation: str) -> str:
             os.kill(pid, signal.SIGINT)
             with suppress(dist.DistStoreError):
                 store.wait(["ended"], timedelta(milliseconds=100))
+        store.set("heard", "1")
         return error_of(lambda: dist.all_reduce(tensor))
     heard = []
 
@@ -147,6 +148,7 @@ def interrupt_while_waiting(operation: str) -> str:
         return "0.0 KeyboardInterrupt"
     finally:
         store.set("ended", "1")
+        store.wait(["heard"], timedelta(seconds=30))  # nothing is on its way any more
         signal.signal(signal.SIGINT, before)
     return ""
 
