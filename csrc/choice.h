@@ -9,7 +9,9 @@
 // loses time. The first call of a trial finds the caches as the other way left
 // them and is not counted. Three times of each are kept; their median bears one
 // call in which another program had the core. In between, the worse way costs 2
-// of 64 calls, and a change of the machine is followed after 2 trials of a way.
+// of 64 calls, and a change of the machine is followed after 2 trials of a way;
+// or at once where the chosen way, in the median of 3 calls between the trials, takes
+// half as long again as the other did when it was tried last.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +29,10 @@ class Choice {
 
   // How long that call took, in any unit; ends it.
   void took(double time) {
-    if (trying() && calls_ % kTrial == kTrial - 1) ways_[static_cast<size_t>(tried())].add(time);
+    if (!trying())
+      watch(static_cast<size_t>(better()), time);
+    else if (calls_ % kTrial == kTrial - 1)
+      ways_[static_cast<size_t>(tried())].add(time);
     ++calls_;
   }
 
@@ -48,6 +53,16 @@ class Choice {
     }
   };
 
+  // A call the chosen way. Less than half as long again may be another program's doing.
+  void watch(size_t chosen, double time) {
+    if (chosen != watched_) recent_ = {};
+    watched_ = chosen;
+    recent_.add(time);
+    if (recent_.count < 3 || recent_.typical() <= 1.5 * ways_[1 - chosen].typical()) return;
+    ways_[chosen] = recent_;  // and so the other one is the better from now on
+    recent_ = {};
+  }
+
   bool opening() const { return calls_ < kTrial * kOpening; }
   bool trying() const { return opening() || calls_ % kPeriod < kTrial; }
   int tried() const {
@@ -55,6 +70,8 @@ class Choice {
   }
 
   std::array<Times, 2> ways_;
+  Times recent_;  // of the chosen way, between trials
+  size_t watched_ = 0;
   uint32_t calls_ = 0;
 };
 

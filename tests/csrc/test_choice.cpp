@@ -47,11 +47,36 @@ TEST(a_change_is_followed_after_two_trials) {
   CHECK(choice.better() == 1);
 }
 
+TEST(a_way_that_becomes_much_slower_is_left_after_three_calls) {
+  Choice choice;
+  go(choice, 1024 + 6, {2, 1});
+  CHECK((go(choice, 2, {2, 5}) == std::array<int, 2>{0, 2}));
+  go(choice, 1, {2, 5});
+  CHECK((go(choice, 10, {2, 5}) == std::array<int, 2>{10, 0}));
+  go(choice, 3 * 64, {2, 1});  // taken again when its trials show that it may be
+  CHECK(choice.better() == 1);
+}
+
+TEST(a_way_that_becomes_a_little_slower_is_kept_until_its_trials) {
+  Choice choice;
+  go(choice, 1024 + 6, {2, 1});
+  CHECK((go(choice, 20, {2, 2.9}) == std::array<int, 2>{0, 20}));
+}
+
+TEST(every_third_call_may_be_interrupted) {
+  Choice choice;
+  go(choice, 1024 + 6, {2, 1});
+  for (int call = 0; call < 18; ++call) {
+    CHECK(choice.way() == 1);
+    choice.took(call % 3 == 0 ? 500 : 1);
+  }
+}
+
 TEST(one_call_that_was_interrupted_changes_nothing) {
   Choice choice;
   go(choice, 1024, {1, 2});
   for (int call = 0; call < 640; ++call)  // every third trial of the better way
-    choice.took(choice.way() == 1 ? 2 : call / 64 % 3 == 0 ? 500 : 1);
+    choice.took(choice.way() == 1 ? 2 : call % 32 < 2 && call / 64 % 3 == 0 ? 500 : 1);
   CHECK(choice.better() == 0);
 }
 
