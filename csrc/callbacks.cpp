@@ -1,19 +1,16 @@
 #include "callbacks.h"
 
 #include <pthread.h>
-#include <unistd.h>
 
 #include <utility>
 
 namespace lockstep {
 
-Callbacks::Callbacks() : owner_(getpid()) {}
-
 void Callbacks::run(std::function<void()> callback) {
   std::lock_guard<std::mutex> lock(mutex_);
   handed_.push_back(std::move(callback));
   if (free_ < handed_.size()) {
-    threads_.emplace_back([this] { loop(); });
+    threads_.start([this] { loop(); });
     ++free_;
   }
   changed_.notify_one();
@@ -37,22 +34,11 @@ void Callbacks::loop() {
 }
 
 void Callbacks::stop() {
-  if (owner_ != getpid()) {
-    // A forked child has this object but not the threads.
-    for (std::thread& thread : threads_)
-      if (thread.joinable()) thread.detach();
-    return;
-  }
+  if (threads_.left_behind()) return;
   std::unique_lock<std::mutex> lock(mutex_);
   stopping_ = true;
   changed_.notify_all();
-  while (!threads_.empty()) {  // a callback may yet hand in another one
-    std::thread thread = std::move(threads_.back());
-    threads_.pop_back();
-    lock.unlock();
-    thread.join();
-    lock.lock();
-  }
+  threads_.join(lock);
 }
 
 }  // namespace lockstep

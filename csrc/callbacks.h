@@ -10,14 +10,13 @@
 #include <deque>
 #include <functional>
 #include <mutex>
-#include <thread>
-#include <vector>
+
+#include "threads.h"
 
 namespace lockstep {
 
 class Callbacks {
  public:
-  Callbacks();
   ~Callbacks() { stop(); }
   void run(std::function<void()> callback);
   void stop();  // once all have run
@@ -25,13 +24,12 @@ class Callbacks {
  private:
   void loop();
 
-  std::mutex mutex_;  // guards all below but owner_
+  std::mutex mutex_;  // guards all below
   std::condition_variable changed_;
   std::deque<std::function<void()>> handed_;
-  std::vector<std::thread> threads_;
+  Threads threads_;
   size_t free_ = 0;  // threads that are in no callback
   bool stopping_ = false;
-  int owner_;
 };
 
 }  // namespace lockstep

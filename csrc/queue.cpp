@@ -1,37 +1,25 @@
 #include "queue.h"
 
 #include <pthread.h>
-#include <unistd.h>
 
 #include "sync.h"
 
 namespace lockstep {
 
-Queue::Queue(std::function<void()> hear) : owner_(getpid()), hear_(std::move(hear)) {}
+Queue::Queue(std::function<void()> hear) : hear_(std::move(hear)) {}
 
 Queue::~Queue() { stop(); }
 
 void Queue::stop() {
-  if (owner_ != getpid()) {
-    // A forked child has this object but not the threads.
-    for (std::thread& thread : threads_)
-      if (thread.joinable()) thread.detach();
-    return;
-  }
+  if (threads_.left_behind()) return;
   std::unique_lock<std::mutex> lock(list_);
   stopping_ = true;
   changed_.notify_all();
-  while (!threads_.empty()) {  // a callback may yet start another one
-    std::thread thread = std::move(threads_.back());
-    threads_.pop_back();
-    lock.unlock();
-    thread.join();
-    lock.lock();
-  }
+  threads_.join(lock);
 }
 
 void Queue::start_thread() {
-  threads_.emplace_back([this] { loop(); });
+  threads_.start([this] { loop(); });
   ++running_;
 }
 

@@ -15,8 +15,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <thread>
-#include <vector>
+
+#include "threads.h"
 
 namespace lockstep {
 
@@ -49,15 +49,14 @@ class Queue {
   void start_thread();
   std::shared_ptr<Job> next();
 
-  std::mutex list_;  // guards all below but owner_
+  std::mutex list_;  // guards all below
   std::timed_mutex turn_;  // held by whoever runs a job
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Job>> jobs_;
   bool stopping_ = false;
-  std::vector<std::thread> threads_;
+  Threads threads_;
   size_t running_ = 0;     // threads that have not ended
   size_t concluding_ = 0;  // of those, the ones that may be in a callback
-  int owner_;
   const std::function<void()> hear_;
 };
 
