@@ -93,26 +93,20 @@ def checked(flags: dict[str, Any]) -> list[int]:
 
 def contenders(text: str) -> list[str]:
     """Return the contenders asked for; UsageError for one that cannot be."""
+    from lockstep.bench.contenders import lacking, require
     from lockstep.bench.pipeline.ways import COPIES, WAYS
-    from lockstep.comm.backend import available, reason_unavailable
 
-    lacking = (
-        [] if available() else [way.name for way in WAYS.values() if way.backend == "lockstep"]
-    )
+    without = lacking(WAYS)
     if text == EVERYBODY:
-        if lacking:
-            sentence = f"The backend 'lockstep' is not built here: without {', '.join(lacking)}."
+        if without:
+            sentence = f"The backend 'lockstep' is not built here: without {', '.join(without)}."
             click.echo(sentence, err=True)
-        return [name for name in WAYS if name not in (COPIES, *lacking)]
+        return [name for name in WAYS if name not in (COPIES, *without)]
     names = [name for name in dict.fromkeys(text.split(",")) if name not in ("", COPIES)]
     for name in names:
         if name not in WAYS:
             raise UsageError(f"--vs {name}: choose from {','.join(WAYS)}")
-        if name in lacking:
-            raise UsageError(
-                f"--vs {name} needs the backend 'lockstep', which can't be used here; "
-                f"{reason_unavailable()}; or leave it out"
-            )
+        require(name, without)
     return names
 
 

@@ -113,26 +113,21 @@ def wanted(flags: dict[str, Any]) -> list[Case]:
 
 def contenders(text: str) -> list[str]:
     """Return the contenders asked for, the copies first; UsageError for one that cannot be."""
+    from lockstep.bench.contenders import lacking, require
     from lockstep.bench.step.networks import chosen
     from lockstep.bench.step.ways import WAYS
-    from lockstep.comm.backend import available, reason_unavailable
 
-    lacking = (
-        [] if available() else [way.name for way in WAYS.values() if way.backend == "lockstep"]
-    )
+    without = lacking(WAYS)
     if text == EVERYBODY:
-        if lacking:
+        if without:
             click.echo(
-                f"The backend 'lockstep' is not built here: without {', '.join(lacking)}, and "
+                f"The backend 'lockstep' is not built here: without {', '.join(without)}, and "
                 "the trainer is on gloo.", err=True
             )  # fmt: skip
-        return [name for name in WAYS if name not in lacking]
+        return [name for name in WAYS if name not in without]
     names = chosen("--vs", text, WAYS)
-    if missing := [name for name in names if name in lacking]:
-        raise UsageError(
-            f"--vs {missing[0]} needs the backend 'lockstep', which can't be used here; "
-            f"{reason_unavailable()}; or leave it out"
-        )
+    for name in names:
+        require(name, without)
     return list(dict.fromkeys([COPIES, *names]))
 
 
