@@ -79,12 +79,17 @@ def test_messages_need_no_work_to_be_held(ranks):
 # ---- that somebody listens to ----
 
 
+def sent_to_who_listens() -> bool:
+    """Send rank 1 a message once it listens."""
+    dist.recv(torch.empty(1), 1)
+    dist.send(torch.ones(3), 1)
+    return True
+
+
 def polled_in_its_callback() -> bool:
     """Ask for a work while its callback runs in another thread."""
     if dist.get_rank() == 0:
-        dist.recv(torch.empty(1), 1)  # it listens
-        dist.send(torch.ones(3), 1)
-        return True
+        return sent_to_who_listens()
     work = dist.irecv(torch.empty(3), 0)
     entered, go = threading.Event(), threading.Event()
     called = work.get_future().then(lambda _: (entered.set(), go.wait(LIMIT))[1])
@@ -97,9 +102,7 @@ def polled_in_its_callback() -> bool:
 
 def waited_for_in_its_callback() -> bool:
     if dist.get_rank() == 0:
-        dist.recv(torch.empty(1), 1)  # it listens
-        dist.send(torch.ones(3), 1)
-        return True
+        return sent_to_who_listens()
     work = dist.irecv(torch.empty(3), 0)
     called = work.get_future().then(lambda _: work.wait())
     dist.send(torch.ones(1), 0)

@@ -27,3 +27,13 @@ inline pid_t rank_one(const lockstep::Address& address,
   body(*group);
   _exit(0);
 }
+
+// A process that is rank 1 of a group of two, has met it once and waits to be killed.
+inline pid_t idle_rank_one(lockstep::Group& group) {
+  const pid_t child = rank_one(group.segment()->address(), [](lockstep::Group& other) {
+    meet(other);
+    pause();
+  });
+  if (child != 0) meet(group);
+  return child;
+}

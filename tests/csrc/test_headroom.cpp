@@ -16,9 +16,8 @@ constexpr uint64_t kMiB = uint64_t{1} << 20;
 class System {
  public:
   System() {
-    char name[] = "/tmp/lockstep-test-XXXXXX";
-    CHECK(mkdtemp(name));
-    root_ = name;
+    root_ = std::filesystem::temp_directory_path() / "lockstep-test-XXXXXX";
+    CHECK(mkdtemp(root_.data()));
     write("/proc/meminfo", "MemTotal: 999 kB\nMemAvailable:   4096 kB\nCached: 7 kB\n");
   }
   ~System() { std::filesystem::remove_all(root_); }

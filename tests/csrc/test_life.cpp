@@ -12,11 +12,7 @@ using namespace lockstep;
 TEST(a_killed_rank_is_noticed_within_a_second) {
   if (!kMayFork) return;
   auto group = Group::create(2, {});
-  const pid_t child = rank_one(group->segment()->address(), [](Group& other) {
-    meet(other);
-    pause();
-  });
-  meet(*group);
+  const pid_t child = idle_rank_one(*group);
   kill(child, SIGKILL);
   const auto begun = Clock::now();
   const std::string text = failure([&] { meet(*group); });

@@ -109,11 +109,7 @@ TEST(a_message_of_another_size_is_refused) {
 TEST(waiting_for_a_message_of_a_dead_rank_ends) {
   if (!kMayFork) return;
   auto group = Group::create(2, {});
-  const pid_t child = rank_one(group->segment()->address(), [](Group& other) {
-    meet(other);
-    pause();
-  });
-  meet(*group);
+  const pid_t child = idle_rank_one(*group);
   Mail mail(*group);
   std::vector<char> data(4);
   Post post = message(Op::recv, 1, 0, data);
