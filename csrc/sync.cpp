@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <climits>
+#include <cstring>
 #include <ctime>
 
 #if defined(__linux__)
@@ -28,10 +29,8 @@ void Flag::wake() { futex_wake_all(value); }
 Cores usable_cores() {
   Cores cores{};
   cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return cores;
-  for (int core = 0; core < CPU_SETSIZE && core < kCoreWords * 64; ++core)
-    if (CPU_ISSET(core, &set)) cores[static_cast<size_t>(core / 64)] |= uint64_t{1} << (core % 64);
+  static_assert(sizeof set == sizeof cores);
+  if (sched_getaffinity(0, sizeof set, &set) == 0) std::memcpy(cores.data(), &set, sizeof set);
   return cores;
 }
 

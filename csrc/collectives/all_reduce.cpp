@@ -146,7 +146,7 @@ struct Job {
     mine.place = Heap::here().find(data, count * item());
     mine.route = mine.place.shared() ? Route::direct : Route::staged;
     const bool copied = mine.route == Route::staged;
-    Choice& stores = turn.group().stores(turn.mine().op, count * item());
+    Choice& stores = turn.group().stores(mine.op, count * item());
     past_caches = stores.way() == 0;
     const auto begun = Clock::now();
     if (copied) copy_in(0);

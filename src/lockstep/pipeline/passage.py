@@ -97,9 +97,8 @@ class Passage(Turn):
         """Finish the step; after a failure the links begin anew."""
         try:
             super().__exit__(*raised)
-        except (
-            Exception
-        ):  # whoever failed, and at what: messages of this step may still be under way
+        except Exception:
+            # Whoever failed, and at what: messages of this step may still be under way.
             self.pipeline.connect()
             raise
 
