@@ -57,10 +57,11 @@ def test_imports_point_one_way(path):
     assert not above, f"{own} imports {above} from above"
 
 
-def test_no_file_is_longer_than_400_lines():
+def test_no_file_is_longer_than_600_lines():
+    """A file is as long as its one idea; past this length it almost certainly holds two."""
     long = {
         str(path.relative_to(SOURCE)): count
         for path in FILES
-        if (count := len(path.read_text().splitlines())) > 400
+        if (count := len(path.read_text().splitlines())) > 600
     }
     assert not long
