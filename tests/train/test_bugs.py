@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.errors import DisagreementError, LossError, RankError, UsageError
+from lockstep.errors import DisagreementError, LayoutError, LossError, RankError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -624,3 +624,49 @@ def test_two_forwards_with_batch_norm_before_one_backward(ranks):
 
     first, second = ranks(gradients, 2)
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("weight", "why"),
+    [
+        (lambda: torch.randn(9, 8)[:, ::2], "has gaps between its elements"),
+        (lambda: torch.randn(37)[1:].view(9, 4), "does not begin on a 64-byte boundary"),
+    ],
+)
+def test_a_parameter_that_shared_memory_would_lay_out_otherwise_is_refused(ranks, weight, why):
+    """`shared=True` gave it other strides or another alignment, and so other bits."""
+
+    class Projected(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 9)
+            self.projection = nn.Parameter(weight())
+
+        def forward(self, inputs):
+            return self.linear(inputs).tanh() @ self.projection
+
+    def train(shared):
+        torch.manual_seed(0)
+        try:
+            trainer = ls.Trainer(Projected(), nn.CrossEntropyLoss(), SGD, shared=shared)
+        except LayoutError as error:
+            return str(error)
+        for _ in range(3):
+            trainer.step(rows())
+        return trainer.digest()
+
+    one_outcome(ranks, train, False)
+    assert f"projection {why}" in one_outcome(ranks, train, True, widths=(2, 3))
+
+
+def test_a_channels_last_parameter_may_be_shared(ranks):
+    def train(shared):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(
+            memory_format=torch.channels_last
+        )
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, shared=shared)
+        trainer.step((torch.randn(16, 3, 5, 5), torch.randint(0, 3, (16,))))
+        return trainer.digest()
+
+    assert ranks(train, 2, True) == ranks(train, 2, False)

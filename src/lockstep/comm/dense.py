@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["in_format_of", "in_layout_of", "in_memory_order"]
+__all__ = ["in_format_of", "in_layout_of", "in_memory_order", "is_dense"]
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Tell whether the elements fill a block of memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -22,19 +22,19 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
     Where there are gaps or overlaps it is a copy, in logical order.
     """
-    if not _is_dense(tensor):
+    if not is_dense(tensor):
         return tensor.reshape(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def in_layout_of(vector: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """View a vector made by `in_memory_order` in the shape and memory format of `model`."""
-    if not _is_dense(model):
+    if not is_dense(model):
         return vector.view(model.shape)
     return vector.as_strided(model.shape, model.stride())
 
 
 def in_format_of(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """Return a tensor's values in the memory format that `in_layout_of` gives to `model`."""
-    keep = torch.preserve_format if _is_dense(model) else torch.contiguous_format
+    keep = torch.preserve_format if is_dense(model) else torch.contiguous_format
     return torch.empty_like(model, memory_format=keep, requires_grad=False).copy_(tensor)

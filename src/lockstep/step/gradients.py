@@ -25,7 +25,7 @@ after the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,8 @@ class Gradients:
     After `reduce` each `.grad` holds the sum, a 64-byte aligned view of a bucket, until
     the next step begins. Who holds on to one of them keeps the bucket's memory, and
     the next step takes new memory. With `shards` a rank gets the sums of its own
-    pieces only, in `sums`, vectors by parameter's number; `.grad` stays None.
+    pieces only, in `sums`, vectors by parameter's number; `.grad` stays None. `modules`
+    are those whose backward hooks may look at `.grad`.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Gradients:
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         group: dist.ProcessGroup | None = None,
         shards: Shards | None = None,
+        modules: Iterable[torch.nn.Module] = (),
     ) -> None:
         self._parameters = list(parameters)
         self._group = group
@@ -85,7 +87,7 @@ class Gradients:
         self._planned = False
         self._announce: Callable[[], object] | None = None
         self._launched = 0
-        self.arrival = Arrival(parameters, self)
+        self.arrival = Arrival(parameters, self, modules)
 
     # --- while the micro-batches are computed ------------------------------------------------
 

@@ -156,8 +156,4 @@ class Step(Turn):
         return self.setting.place(self.number, leaf)
 
     def _failure(self) -> str:
-        name = self.gradients.arrival.late()
-        return name and (
-            f"the gradient of {name} came in two parts, and not in the steps before; if a part of "
-            "the model is checkpointed, do it with use_reentrant=False"
-        )
+        return self.gradients.arrival.late()

@@ -51,10 +51,11 @@ class Undivided:
         self._recomputation = setting.recomputation(
             {name: called.get_submodule(name) for name in blocks}
         )
+        modules = list(setting.modules_with(called).values())
         if shared:
-            self._gradients = share(parameters, optimization, setting, elementwise)
+            self._gradients = share(parameters, modules, optimization, setting, elementwise)
         else:
-            self._gradients = Gradients(parameters, setting.group)
+            self._gradients = Gradients(parameters, setting.group, modules=modules)
         held = [each for _, each in parameters]
         self.update: Update | None = Update(setting, held, held, optimization, clip_norm)
 
