@@ -1,16 +1,27 @@
-"""Frames: what is sent over one connection, each with a number and a proof of its origin.
+"""Frames: messages over one proven connection; every part of one carries its own proof.
 
-    +-----------+--------------------+----------------+--------------------------+
-    | length, 4 | proof of header 32 | header, JSON   | pieces ... | their proof |
-    +-----------+--------------------+----------------+--------------------------+
+    ┌───────────┬───────────┬──────────────┬───────────┐   ┌────────────┬───────────┐
+    │ length, 4 │ proof, 32 │ header, JSON │ proof, 32 │ + │ pieces ... │ proof, 32 │
+    └───────────┴───────────┴──────────────┴───────────┘   └────────────┴───────────┘
+                                                            if the header lists sizes
+    proof of the length    HMAC(key, place(LENGTH, n, 0, 4), length)
+    proof of the header    HMAC(key, place(HEADER, n, 0, size), header)
+    proof of the pieces    HMAC(key, place(PIECE, n, 0, size), piece 0,
+                                     place(PIECE, n, 1, size), piece 1, ...)
 
-The proof is an HMAC under the connection's key for this direction, over the
-frame's number too, which both ends count: a frame that is changed, repeated,
-left out or put in is noticed. The header gives the sizes of the pieces, so no
-memory is taken before it is proven. Pieces are raw bytes: a pickle, and the
-tensors that it speaks of, which are sent from and received into their own memory.
+`place` packs the kind of part, the frame's number `n`, the piece's index and the size
+in bytes into a fixed number of bytes, and the key belongs to one direction of one
+connection (`handshake.py`). So a proof is valid in exactly one place: nothing can be
+changed, exchanged, reordered, repeated or left out unnoticed. A connection can be cut
+at any point, which always counts as a lost connection, never as the end of a message.
 
-Nothing is hidden: who can listen on the network can read along.
+Both ends count frames; the number is not sent. The length is proven before memory is
+allocated for the header, and the header, which lists the sizes of the pieces, before
+memory is allocated for them. Nothing is parsed, or returned to be unpickled, before
+all of it is proven. Pieces are raw bytes: a pickle, and the tensors it refers to, which
+are sent from their own memory and received into that of the new tensors.
+
+Nothing is encrypted: whoever can listen on the network can read the frames.
 """
 
 from __future__ import annotations
@@ -19,6 +30,7 @@ import hmac
 import json
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +42,8 @@ __all__ = ["Buffer", "Forged", "Frame", "Wire", "exactly"]
 Buffer = memoryview
 
 LENGTH = struct.Struct("<I")
-NUMBER = struct.Struct("<Q")
+PLACE = struct.Struct("<BQQQ")  # kind of part, number of the frame, index of the piece, size
+LENGTH_PART, HEADER_PART, PIECE_PART = range(3)
 PROOF = 32  # bytes
 LONGEST_HEADER = 1 << 24
 LARGEST = 1 << 40  # bytes of one frame's pieces
@@ -39,7 +52,7 @@ ALIGNMENT = 64  # bytes: kernels choose their path by where a tensor begins
 
 
 class Forged(Exception):
-    """A frame that this connection's other end did not send, or not now."""
+    """A frame that the other end of this connection did not send, or not at this point."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +71,14 @@ class Frame:
 class Wire:
     """One end of a proven connection; one thread may send while another receives.
 
-    Both raise OSError where the connection broke, TimeoutError (an OSError) where
-    the socket's own deadline passed without a byte.
+    Args:
+        end: The connected socket. Its timeout is the longest time to wait for the next
+            bytes, and for each MiB of them.
+        sending: Key of the frames that this end sends.
+        receiving: Key of the frames that this end receives; differs from `sending`.
+
+    Both methods raise OSError if the connection broke, TimeoutError (an OSError) if the
+    other end was too slow.
     """
 
     def __init__(self, end: socket.socket, sending: bytes, receiving: bytes) -> None:
@@ -71,44 +90,54 @@ class Wire:
         """Send one frame."""
         sizes = [piece.nbytes for piece in frame.pieces]
         header = json.dumps({**frame.header, "sizes": sizes}).encode()
-        number = NUMBER.pack(self._sent)
+        length = LENGTH.pack(len(header))
+        key, number = self._sending, self._sent
         self._sent += 1
-        proof = hmac.digest(self._sending, number + header, "sha256")
-        self._put(LENGTH.pack(len(header)) + proof + header)
-        if not sizes:
-            return
-        rest = hmac.new(self._sending, number, "sha256")
-        for piece in frame.pieces:
-            rest.update(piece)
-            self._put(piece)
-        self._put(rest.digest())
+        self._put(
+            length
+            + _prove(key, LENGTH_PART, number, length)
+            + header
+            + _prove(key, HEADER_PART, number, header)
+        )
+        if sizes:
+            proof = hmac.new(key, digestmod="sha256")
+            for index, piece in enumerate(frame.pieces):
+                proof.update(PLACE.pack(PIECE_PART, number, index, piece.nbytes))
+                proof.update(piece)
+                self._put(piece)
+            self._put(proof.digest())
 
     def receive(self) -> Frame:
-        """Wait for one frame; EOFError at the end, Forged for what is none of the other end's."""
-        (length,) = LENGTH.unpack(exactly(self.end, LENGTH.size))
-        if length > LONGEST_HEADER:
-            raise Forged(f"a header of {length} bytes")
-        number = NUMBER.pack(self._received)
+        """Wait for one frame.
+
+        Raises:
+            EOFError: The connection ended.
+            Forged: The bytes are not what the other end sent next.
+        """
+        key, number = self._receiving, self._received
         self._received += 1
-        proof = exactly(self.end, PROOF)
-        text = exactly(self.end, length)
-        if not hmac.compare_digest(
-            proof, hmac.digest(self._receiving, number + bytes(text), "sha256")
-        ):
-            raise Forged("a header without its proof")
+        start = exactly(self.end, LENGTH.size + PROOF)
+        length, proof = start[: LENGTH.size], start[LENGTH.size :]
+        _check(proof, _prove(key, LENGTH_PART, number, length), "length")
+        (size,) = LENGTH.unpack(length)
+        if size > LONGEST_HEADER:
+            raise Forged(f"a header of {size} bytes")
+        rest = exactly(self.end, size + PROOF)
+        text, proof = rest[:size], rest[size:]
+        _check(proof, _prove(key, HEADER_PART, number, text), "header")
         header = json.loads(bytes(text))
         sizes = header.pop("sizes")
         if sum(sizes) > LARGEST:
             raise Forged(f"a frame of {sum(sizes)} bytes")
-        return Frame(header, self._pieces(number, sizes) if sizes else ())
+        return Frame(header, self._receive_pieces(number, sizes) if sizes else ())
 
-    def _pieces(self, number: bytes, sizes: Sequence[int]) -> list[Buffer]:
-        rest = hmac.new(self._receiving, number, "sha256")
+    def _receive_pieces(self, number: int, sizes: Sequence[int]) -> list[Buffer]:
         pieces = [exactly(self.end, size) for size in sizes]
-        for piece in pieces:
-            rest.update(piece)
-        if not hmac.compare_digest(exactly(self.end, PROOF), rest.digest()):
-            raise Forged("a piece without its proof")
+        proof = hmac.new(self._receiving, digestmod="sha256")
+        for index, piece in enumerate(pieces):
+            proof.update(PLACE.pack(PIECE_PART, number, index, piece.nbytes))
+            proof.update(piece)
+        _check(exactly(self.end, PROOF), proof.digest(), "piece")
         return pieces
 
     def _put(self, content: bytes | Buffer) -> None:
@@ -118,8 +147,25 @@ class Wire:
             view = view[self.end.send(view[:CHUNK]) :]
 
 
+def _prove(key: bytes, part: int, number: int, content: bytes | Buffer) -> bytes:
+    place = PLACE.pack(part, number, 0, len(content))
+    return hmac.digest(key, place + bytes(content), "sha256")
+
+
+def _check(proof: Buffer, expected: bytes, part: str) -> None:
+    if not hmac.compare_digest(proof, expected):
+        raise Forged(f"a {part} without its proof")
+
+
 def exactly(end: socket.socket, size: int) -> Buffer:
-    """Receive `size` bytes into memory of their own, which begins on a 64-byte boundary."""
+    """Receive `size` bytes into new memory, which begins on a 64-byte boundary.
+
+    Raises:
+        EOFError: The connection ended before.
+        TimeoutError: No byte came within the socket's timeout, or fewer than one MiB per
+            timeout: an end that sends a byte now and then does not hold this one forever.
+    """
+    timeout, started = end.gettimeout(), time.monotonic()
     memory = numpy.empty(size + ALIGNMENT, numpy.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     view = whole = memory.data[start : start + size]
@@ -128,4 +174,7 @@ def exactly(end: socket.socket, size: int) -> Buffer:
         if not count:
             raise EOFError
         view = view[count:]
+        waited = time.monotonic() - started
+        if view and timeout is not None and waited > timeout * (1 + size // CHUNK):
+            raise TimeoutError
     return whole
