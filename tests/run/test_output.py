@@ -42,6 +42,8 @@ def test_the_last_lines_are_kept_of_both_streams(monkeypatch):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_ends_the_log_and_not_the_run(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
-    printed, output = shown(b"line\n", Path("/dev/full"))
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr("lockstep.run.output.create_file", lambda path, flags: full)
+    printed, output = shown(b"line\n", Path("rank-3.log"))
     assert printed == b"[3] line\n"
-    assert output.complaint == "/dev/full cannot be written any more: No space left on device"
+    assert output.complaint == "rank-3.log cannot be written any more: No space left on device"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -53,7 +54,7 @@ def command(
         return
     content = show.html(found) if kind == "html" else show.markdown(found)
     suffix = "html" if kind == "html" else "md"
-    place = save(content.encode(), output or f"compare.{suffix}")
+    place = save(content.encode(), output, Path(f"compare.{suffix}"))
     if opened and place is not None:
         show_page(place)
 

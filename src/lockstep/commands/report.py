@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.errors import FileError, UsageError
+from lockstep.files import make_folder, open_for_write, replace_file
 
 if TYPE_CHECKING:
     from lockstep.show.reading import Run
@@ -46,7 +47,7 @@ def command(
         return
     kind = kind or kind_of(output)
     content = rendered(found, kind)
-    place = save(content, output or str(found.folder / f"report.{SUFFIXES[kind]}"))
+    place = save(content, output, found.folder / f"report.{SUFFIXES[kind]}")
     if opened and place is not None:
         show_page(place)
 
@@ -96,16 +97,21 @@ def place_of(run: str, folder: str) -> Path:
     return by_name if not as_path.exists() and by_name.exists() else as_path
 
 
-def save(content: bytes, output: str) -> Path | None:
-    """Write `content` and say where; on the standard output nothing is said."""
+def save(content: bytes, output: str | None, default: Path | None = None) -> Path | None:
+    """Write `content` and print where; nothing is printed for "-", the standard output.
+
+    `output` is what the user named, which may be a link or a device; without one the
+    content replaces the file `default`.
+    """
     if output == "-":
         sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()
         return None
-    place = Path(output)
+    place = default if output is None and default is not None else Path(output or "")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(content)
+        make_folder(place.parent)
+        with replace_file(place) if output is None else open_for_write(place) as file:
+            file.write(content)
     except OSError as error:
         raise FileError(
             f"{place} cannot be written ({error.strerror}); name another place with --output"

@@ -15,7 +15,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from typing import IO
 from urllib.error import HTTPError
 
 from lockstep.errors import FileError
+from lockstep.files import replace_file
 
 __all__ = ["Progress", "download"]
 
@@ -77,21 +77,15 @@ def _fetched(
 ) -> str | None:
     """Fetch one URL to `path`; return what is wrong with it, or None where all is well."""
     _clear(path)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
-            try:
-                found = _copied(url, file, path.name, progress, stall, end)
-            except _Refused as refusal:
-                return str(refusal)
-        if found != sha256:
-            return f"sent a file whose SHA-256 is {found[:12]}..., not {sha256[:12]}..."
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-        return None
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+        with replace_file(path, mode=0o644) as file:
+            found = _copied(url, file, path.name, progress, stall, end)
+            if found != sha256:
+                differs = f"{found[:12]}..., not {sha256[:12]}..."
+                raise _Refused(f"sent a file whose SHA-256 is {differs}")
+    except _Refused as refusal:
+        return str(refusal)
+    return None
 
 
 def _clear(path: Path) -> None:

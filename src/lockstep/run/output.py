@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from lockstep.files import create_file
 from lockstep.run.lines import Lines
 
 __all__ = ["Output", "Stream"]
@@ -53,7 +54,7 @@ class Output:
         self.last: deque[bytes] = deque(maxlen=LAST_LINES)
         self._rank = rank
         self._prefixed = prefixed
-        self._file = None if log is None else log.open("ab", buffering=0)
+        self._file = None if log is None else os.fdopen(create_file(log, os.O_APPEND), "ab", 0)
         self.streams = [_stream(console) for console in consoles]
         self.complaint: str | None = None
 

@@ -31,6 +31,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from lockstep.errors import RendezvousError
+from lockstep.files import replace_file
 from lockstep.run import rollcall
 from lockstep.run.environment import Place
 from lockstep.run.meeting import bind, resolve
@@ -169,11 +170,8 @@ def _through_file(place: Place, deadline: float) -> Store:
     path = _meeting_file()
     if place.rank == 0:
         listening = bind(LOOPBACK, 0)
-        fresh = path.with_suffix(".new")
-        fresh.unlink(missing_ok=True)
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(str(listening.getsockname()[1]))
-        fresh.replace(path)
+        with replace_file(path) as file:
+            file.write(str(listening.getsockname()[1]).encode())
         return _serve(listening, deadline)
     began, noted = time.monotonic(), False
     while (port := _read_port(path)) is None:

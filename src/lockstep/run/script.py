@@ -21,6 +21,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from lockstep.errors import FileError, RankError, UsageError
+from lockstep.files import make_folder
 from lockstep.run import preload
 from lockstep.run.assignment import Assignment
 from lockstep.run.channel import Message
@@ -128,12 +129,11 @@ def _log_folder(plan: Plan) -> Path | None:
 
 
 def _fresh(parent: Path, name: str) -> Path:
-    parent.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
         folder = parent / (name if number == 1 else f"{name}-{number}")
         try:
-            folder.mkdir()
+            make_folder(folder, exist_ok=False)
         except FileExistsError:
             if not parent.is_dir():
                 raise

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import orjson
 
 from lockstep.errors import FileError, UsageError
+from lockstep.files import create_file, make_folder
 
 __all__ = ["FILE", "PARTS", "VERSION", "Recorder", "Writer", "fresh_name"]
 
@@ -122,8 +123,8 @@ class Recorder:
 def create(path: Path) -> int:
     """Create the record's file with its lock; return its descriptor."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        make_folder(path.parent)
+        descriptor = create_file(path, os.O_APPEND)
     except FileExistsError:
         if path.exists():
             raise UsageError(
@@ -175,8 +176,7 @@ def fresh_name(folder: Path, recipe: str) -> str:
     name, number = stem, 1
     while True:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).mkdir()
+            make_folder(folder / name, exist_ok=False)
         except FileExistsError:
             if not folder.is_dir():
                 raise FileError(f"{folder} is not a folder, so no run can be kept in it") from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from safetensors.torch import save
 
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.errors import FileError
+from lockstep.files import make_folder, replace_file
 from lockstep.show.record import fresh_name
 
 __all__ = ["save_last_good", "save_together", "save_weights"]
@@ -33,17 +32,11 @@ def save_weights(path: Path, state: Mapping[str, Any]) -> None:
         for name, value in state.items()
         if isinstance(value, torch.Tensor)
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        make_folder(path.parent)
+        with replace_file(path) as file:
             file.write(save(tensors))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise FileError(
             f"{path}: the weights could not be written ({error.strerror}); "
             "a file that was there before is as it was"

@@ -1,0 +1,109 @@
+"""Files that only their owner can read: how Lockstep creates folders and files.
+
+    make_folder     a run's folder                  0700
+    create_file     a record, a log                 0600, a new file
+    open_for_write  a report                        0600 where it is new
+    replace_file    weights                         0600, complete or not there
+
+The modes are given when a file is created, so there is no moment in which others
+can open it, and no umask widens them. Folders and files that exist keep their modes:
+use `chmod` to share one. A link is followed only where the user named it as output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["create_file", "make_folder", "open_for_write", "replace_file"]
+
+FILE_MODE, FOLDER_MODE = 0o600, 0o700
+
+
+def make_folder(path: Path, *, exist_ok: bool = True) -> None:
+    """Create a folder, and the parents that are missing, for their owner alone.
+
+    Raises:
+        FileExistsError: the folder exists and `exist_ok` is false, or a file has its name.
+        OSError: the folder cannot be created.
+    """
+    if not path.parent.is_dir():
+        make_folder(path.parent)
+    try:
+        path.mkdir(mode=FOLDER_MODE)
+    except FileExistsError:
+        if not (exist_ok and path.is_dir()):
+            raise
+
+
+def create_file(path: Path, flags: int = 0) -> int:
+    """Create a file and return a descriptor to write to it; `flags` are those of `os.open`.
+
+    Raises:
+        FileExistsError: something has this name already; a link is not followed.
+        OSError: the file cannot be created.
+    """
+    exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, exclusive | flags, FILE_MODE)
+
+
+def open_for_write(path: Path) -> BinaryIO:
+    """Open an output that the user named, emptied if it exists; a device or pipe works too."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, FILE_MODE), "wb")
+
+
+@contextlib.contextmanager
+def replace_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
+    """Yield a new file that takes the name `path` when the block ends without an error.
+
+    Until then the old file stays as it is, and it stays for good after an error or
+    the end of the process. The temporary file lies beside it under a random name.
+
+    Args:
+        path: The name of the file. A link of this name is replaced, not followed.
+        mode: The permissions of the file. By default those of the user's own file
+            that it replaces, else 0600.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = create_file(temporary)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fchmod(descriptor, _mode_of(path) if mode is None else mode)
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    _sync_folder(path.parent)
+
+
+def _mode_of(path: Path) -> int:
+    """Return the permissions of the user's own file at `path`, else those of a new one."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return FILE_MODE
+    own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_IMODE(found.st_mode) & 0o777 if own else FILE_MODE
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a renaming survive a crash of the machine, where the file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
