@@ -124,3 +124,78 @@ def skipping():
 def test_a_balance_does_not_excuse_a_model_that_is_no_chain(ranks):
     """With `balance` the blocks were taken for the model, and another model was trained."""
     assert ranks(skipping, 2) == [True, True]
+
+
+SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "interleaved")
+
+
+def layouts(blocks):
+    """Return options of a trainer that cut `blocks` blocks into stages of 2 ranks, every way."""
+    cut = [blocks // 2, blocks - blocks // 2]
+    chunked = [1, 1, 1, blocks - 3]
+    return [
+        {"stages": 2, "schedule": each, "balance": chunked if each == "interleaved" else cut}
+        for each in SCHEDULES
+    ]
+
+
+def trained(make, loss=None, batches=(), layout=None, **options):
+    """Return the digests after training on `batches`, with momentum."""
+    made = ls.Trainer(
+        make(),
+        nn.CrossEntropyLoss() if loss is None else loss,
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        **options,
+        **(layout or {}),
+    )
+    for batch in batches:
+        made.step(batch)
+    return made.digest(), made.optimizer_digest()
+
+
+def in_every_schedule(ranks, make, blocks, loss=None, batches=None, **options):
+    """Return the digests of one process, then those of 2 stages by schedule."""
+    batches = random_batches() if batches is None else batches
+
+    def one():
+        return trained(make, loss, batches, **options)
+
+    def two():
+        return [trained(make, loss, batches, layout, **options) for layout in layouts(blocks)]
+
+    (expected,) = ranks(one, 1)
+    first, second = ranks(two, 2)
+    assert first == second
+    return expected, dict(zip(SCHEDULES, first, strict=True))
+
+
+def random_batches(samples=18, steps=2):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (
+            torch.randn(samples, 4, generator=generator),
+            torch.randint(0, 4, (samples,), generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def same(expected):
+    """Return what `in_every_schedule` gives where no schedule changes a bit."""
+    return dict.fromkeys(SCHEDULES, expected)
+
+
+def test_a_micro_batch_of_weight_zero_takes_no_gradient(ranks):
+    """With stages its leaf took the gradient of the next one, so that the tree added otherwise."""
+    batches = random_batches(16, 4)
+    for _, targets in batches:
+        targets[targets == 3] = 0
+        targets[2:4] = 3  # micro-batch 1 is ignored as a whole
+    expected, found = in_every_schedule(
+        ranks,
+        lambda: chain(layer, nn.Tanh, layer, layer),
+        4,
+        nn.CrossEntropyLoss(ignore_index=3),
+        batches,
+    )
+    assert found == same(expected)

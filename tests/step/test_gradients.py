@@ -185,3 +185,20 @@ def test_presence_is_told_by_number():
         assert [each.grad is not None for _, each in parameters] == [False, False, True]
     finally:
         ls.shutdown()
+
+
+def test_a_skipped_micro_batch_is_absent_whatever_grad_holds():
+    ls.init()
+    try:
+        parameter = nn.Parameter(torch.ones(2))
+        gradients = Gradients([("a", parameter)])
+        gradients.begin(2)
+        parameter.grad = torch.ones(2)  # of micro-batch 1
+        gradients.skip(0)
+        assert parameter.grad is not None
+        gradients.take(1)
+        assert parameter.grad is None
+        gradients.reduce([[(0, 2)]], [gradients.present()])
+        assert parameter.grad.tolist() == [1.0, 1.0]
+    finally:
+        ls.shutdown()

@@ -69,7 +69,7 @@ class Passage(Turn):
             for action in self.pipeline.actions(len(self._microbatches_here)):
                 self._do(action)
             for stage in self.pipeline.stages.values():
-                self._take_absent(stage)
+                self._skip_absent(stage)
         except LostError:
             raise
         except Exception as error:
@@ -123,11 +123,11 @@ class Passage(Turn):
                     if receiver is not None:
                         receiver.post()
 
-    def _take_absent(self, stage: Stage, before: int | None = None) -> None:
-        """Take the leaves of micro-batches that are left out, up to leaf `before`."""
+    def _skip_absent(self, stage: Stage, before: int | None = None) -> None:
+        """Skip the micro-batches that are left out, up to leaf `before`."""
         missing = self._missing[stage.number]
         while missing and missing[0] != before:
-            stage.gradients.take(missing.pop(0))
+            stage.gradients.skip(missing.pop(0))
 
     # --- one action ---------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class Passage(Turn):
             tie.hand_on(stage.taken(leaf, tie.parameters), self.number, leaf)
 
     def _finish_leaf(self, stage: Stage, microbatch: Microbatch) -> None:
-        self._take_absent(stage, microbatch.index)
+        self._skip_absent(stage, microbatch.index)
         self._missing[stage.number].pop(0)
         stage.finish(microbatch.index, microbatch.size / self._computed)
 

@@ -122,9 +122,14 @@ class Gradients:
         self.open(microbatch)
         for number in range(len(self._parameters)):
             self.take_one(number)
-        assert self._fold is not None
-        self._fold.nodes[self._node] = self._row
-        self._met = None
+        self._close()
+
+    def skip(self, microbatch: int) -> None:
+        """Leave the leaf of `microbatch`, which is not computed, absent; `.grad` is not read."""
+        self.open(microbatch)
+        for number in range(len(self._parameters)):
+            self._add(number, None)
+        self._close()
 
     def open(self, microbatch: int) -> None:
         """Begin to take the gradients of `microbatch`, one after another."""
@@ -133,14 +138,17 @@ class Gradients:
             self._met, self._node = self._fold.meet(microbatch)
             self._row = [None] * len(self._parameters)
 
-    @torch.no_grad()
     def take_one(self, number: int) -> None:
         """Add the gradient of one parameter to what it meets in the tree."""
-        assert self._met is not None
         name, parameter = self._parameters[number]
-        if self._row[number] is not None:
-            return
-        gradient, parameter.grad = _gradient(name, parameter), None
+        if self._row[number] is None:
+            gradient, parameter.grad = _gradient(name, parameter), None
+            self._add(number, gradient)
+
+    @torch.no_grad()
+    def _add(self, number: int, gradient: torch.Tensor | None) -> None:
+        """Add one parameter's gradient, or its absence, to what it meets in the tree."""
+        assert self._met is not None
         terms = [each for row in self._met if (each := row[number]) is not None]
         if gradient is not None:
             terms.insert(0, gradient)
@@ -155,6 +163,12 @@ class Gradients:
         for left in others[1:]:
             value = left.add_(value)
         self._row[number] = torch.add(last, value, out=last if place is None else place)
+
+    def _close(self) -> None:
+        """Put the leaf that was taken into the tree."""
+        assert self._fold is not None
+        self._fold.nodes[self._node] = self._row
+        self._met = None
 
     def present(self) -> str:
         """Return which parameters have a gradient on this rank, as the bits of a hex number."""

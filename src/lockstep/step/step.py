@@ -96,7 +96,7 @@ class Step(Turn):
         for microbatch in batch.microbatches:
             leaf = microbatch.index
             if leaf not in parts:
-                self.gradients.take(leaf)  # nothing: an absent leaf
+                self.gradients.skip(leaf)
                 continue
             self._current = Result(microbatch, parts[leaf])
             self.buffers.enter()
