@@ -14,6 +14,7 @@
         ├── LossError                 a loss that is no scalar, no number, or that raised
         ├── GradientError             a gradient that cannot be added exactly
         ├── BufferError               a buffer whose results cannot be merged
+        ├── StateError                a step wrote parameters or drew from private generators
         ├── StoppedError              another rank of a pipeline failed and said so
         └── LostError                 another rank of a pipeline cannot be reached
 
@@ -35,6 +36,7 @@ __all__ = [
     "RankError",
     "RendezvousError",
     "SampleError",
+    "StateError",
     "StoppedError",
     "UsageError",
     "WorkError",
@@ -106,6 +108,10 @@ class GradientError(WorkError):
 
 class BufferError(WorkError):
     """A buffer whose results differ between micro-batches and cannot be merged."""
+
+
+class StateError(WorkError):
+    """A step changed state that ranks cannot merge: a parameter, or a private generator."""
 
 
 class StoppedError(WorkError):

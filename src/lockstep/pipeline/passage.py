@@ -45,7 +45,7 @@ class Passage(Turn):
         finish: Callable[[Turn], None],
         watch: Watch | None = None,
     ) -> None:
-        super().__init__(number, setting, finish)
+        super().__init__(number, setting, pipeline.side_effects, finish)
         self._watch = watch if watch is not None and watch.sees(number) else None
         self.pipeline = pipeline
         self.spans: list[Span] = []

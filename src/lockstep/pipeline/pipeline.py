@@ -26,6 +26,7 @@ from lockstep.pipeline.stage import Stage
 from lockstep.pipeline.tying import Tie
 from lockstep.plan.schedules import Action, schedule
 from lockstep.step.setting import Setting
+from lockstep.step.side_effects import SideEffects
 
 __all__ = ["Pipeline"]
 
@@ -81,6 +82,10 @@ class Pipeline:
         here = self.stages.keys()
         self.ties = [tie for tie in ties if tie.later in here or tie.earlier in here]
         self._all_ties = list(ties)
+        modules = {name: block for stage in stages for name, block in stage.named.items()}
+        self.side_effects = SideEffects(
+            modules | (setting.loss_module() if self.last in here else {})
+        )
         self._former: list[Any] = []
         self.ends: dict[int, Ends] = {}
         self.connect()

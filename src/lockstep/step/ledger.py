@@ -52,6 +52,10 @@ class Page:
     warnings: list[str] = field(default_factory=list)
     failure: str = ""
     """What went wrong here that stops the step on every rank."""
+    side_effect: str = ""
+    """What the step wrote here that no rank may write: it stops the step on every rank."""
+    weights: str = ""
+    """A hash of this rank's parameters and buffers before the step, where it was checked."""
     stopped: str = ""
     """Why a stage here could not go on, with its place."""
     idle: float = 0.0

@@ -28,6 +28,7 @@ from lockstep.step.buffers import Buffers
 from lockstep.step.gradients import Gradients
 from lockstep.step.recomputation import Recomputation
 from lockstep.step.setting import Setting
+from lockstep.step.side_effects import SideEffects
 from lockstep.step.turn import Result, Turn
 from lockstep.step.units import Units
 
@@ -49,9 +50,10 @@ class Step(Turn):
         buffers: Buffers,
         gradients: Gradients,
         recomputation: Recomputation,
+        side_effects: SideEffects,
         finish: Callable[[Turn], None],
     ) -> None:
-        super().__init__(number, setting, finish)
+        super().__init__(number, setting, side_effects, finish)
         self.buffers = buffers
         self.gradients = gradients
         self._units = units

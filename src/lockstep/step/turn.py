@@ -27,6 +27,7 @@ from lockstep.step.forward import check_scalar
 from lockstep.step.gradients import Gradients
 from lockstep.step.ledger import Entry, Page, peak_memory
 from lockstep.step.setting import Setting
+from lockstep.step.side_effects import SideEffects
 from lockstep.step.weight import ignored_targets, is_sum, shares
 
 __all__ = ["Result", "Turn"]
@@ -51,9 +52,16 @@ class Result:
 class Turn:
     """One optimizer step in the making; `finish` is what the trainer does at its end."""
 
-    def __init__(self, number: int, setting: Setting, finish: Callable[[Turn], None]) -> None:
+    def __init__(
+        self,
+        number: int,
+        setting: Setting,
+        side_effects: SideEffects,
+        finish: Callable[[Turn], None],
+    ) -> None:
         self.number = number
         self.setting = setting
+        self.side_effects = side_effects
         self.batch: Batch | None = None
         self.error: Exception | None = None
         self.results: list[Result] = []
@@ -78,6 +86,7 @@ class Turn:
         self._begun = time.perf_counter()
         if torch.get_num_threads() != self.setting.threads:
             torch.set_num_threads(self.setting.threads)
+        self.side_effects.begin(self.number)
         self._seed(self._stack)
         return self
 
@@ -126,6 +135,10 @@ class Turn:
         """Return what this rank has to say of its micro-batches."""
         assert self.batch is not None
         alone = self.setting.replicas == 1
+        effects = self.side_effects
+        effects.finish()
+        place = f"rank {self.setting.rank}, step {self.number}"
+        self._warnings += [f"{place}: {sentence}" for sentence in effects.warnings]
         return Page(
             entries=[result.entry() for result in self.results],
             buffers=[buffers.findings(alone) for _, buffers in self.parts()],
@@ -135,6 +148,8 @@ class Turn:
             gradients=[gradients.present() for gradients, _ in self.parts()],
             warnings=self._warnings,
             failure=self._failure(),
+            side_effect=effects.failure,
+            weights=effects.summary,
             idle=self._idle,
         )
 

@@ -24,12 +24,13 @@ from torch import nn
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.comm.tree import nodes_of
 from lockstep.data.microbatch import spans
-from lockstep.errors import GradientError, LossError, StoppedError
+from lockstep.errors import GradientError, LossError, StateError, StoppedError
 from lockstep.step import clipping
 from lockstep.step.history import StepResult, rank_times
 from lockstep.step.ledger import Page, exchange, mean_metrics, not_finite, total_loss
 from lockstep.step.optimization import Optimization
 from lockstep.step.setting import Setting
+from lockstep.step.side_effects import require_same_weights
 from lockstep.step.turn import Turn
 
 __all__ = ["Update"]
@@ -135,6 +136,12 @@ def _judge(step: Turn, pages: Sequence[Page]) -> None:
             raise StoppedError(f"rank {step.setting.rank} stopped because {page.stopped}")
         if page.failure:
             raise GradientError(f"rank {rank}, step {step.number}: {page.failure}")
+        if page.side_effect:
+            raise StateError(f"rank {rank}, step {step.number}: {page.side_effect}")
+    stages = step.setting.stages
+    if any(len({page.weights for page in pages[n::stages]}) > 1 for n in range(stages)):
+        checksums = step.side_effects.checksums()
+        require_same_weights(checksums, step.about, step.setting.group)
     if (bad := not_finite(pages)) is not None:
         rank, entry = bad
         place = f"rank {rank}, step {step.number}, micro-batch {entry.leaf}"

@@ -15,6 +15,7 @@ from lockstep.step.gradients import Gradients
 from lockstep.step.optimization import Optimization
 from lockstep.step.setting import Setting
 from lockstep.step.sharing import share
+from lockstep.step.side_effects import SideEffects
 from lockstep.step.step import Step
 from lockstep.step.turn import Turn
 from lockstep.step.units import Units, units_of
@@ -51,6 +52,7 @@ class Undivided:
         self._recomputation = setting.recomputation(
             {name: called.get_submodule(name) for name in blocks}
         )
+        self._side_effects = SideEffects(setting.modules_with(module))
         modules = list(setting.modules_with(called).values())
         if shared:
             self._gradients = share(parameters, modules, optimization, setting, elementwise)
@@ -63,7 +65,7 @@ class Undivided:
         """Return the step number `number`, for a loop of one's own."""
         buffers = Buffers(self.setting.modules_with(self._module))
         how = (self._units, buffers, self._gradients, self._recomputation)
-        return Step(number, self.setting, *how, finish)
+        return Step(number, self.setting, *how, self._side_effects, finish)
 
     def train(self, number: int, batch: Any, finish: Callable[[Turn], None]) -> None:
         """Train on one batch."""

@@ -1,0 +1,240 @@
+"""Side effects: what a step writes besides gradients and buffers, so that layouts would differ.
+
+A rank computes some of a batch's micro-batches. What one of them leaves behind for
+the next depends on which rank computed it, unless the trainer merges it, as it does
+gradients and buffers. So in some steps, the first three and then every hundredth,
+the state around the step is compared:
+
+    begin of a step                                end of its micro-batches
+    checksums of parameters ──────── same? ──────> a parameter written in forward: StateError
+    states of private generators ─── same? ──────> a generator drawn from:         StateError
+    numbers in attributes ────────── same? ──────> a counter, say:                 a warning
+
+The checksums also go to the other ranks, to see that all train the same weights.
+
+A number that changes in one step alone may be a cache, such as the length of the
+longest sequence so far; it is named when it changes in a second one. What forward
+keeps elsewhere (globals, closures, objects) is not seen here: `lockstep check`
+compares whole runs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+
+from lockstep.checksum import checksum
+from lockstep.comm.transfer import all_gather_bytes
+from lockstep.errors import DisagreementError
+
+__all__ = ["SideEffects", "require_same_weights"]
+
+FIRST, EVERY = 3, 100
+"""The steps that are checked: the first ones, and every so many."""
+
+LARGEST = 1000
+"""Entries of a container up to which its numbers are compared."""
+
+MACHINERY = frozenset(vars(nn.Module()))
+"""Attributes that torch itself keeps in every module."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State at one moment, by name."""
+
+    parameters: dict[str, int]
+    """Their checksums."""
+    generators: dict[str, str]
+    """What describes their states."""
+    numbers: dict[str, str]
+    """Numbers, texts, and containers of them, as `repr` writes them."""
+    arrays: dict[str, tuple[object, int]]
+    """Tensors and arrays in plain attributes, with their checksums."""
+
+
+class SideEffects:
+    """Compares the state of some modules before and after a step's micro-batches.
+
+    `begin` and `finish` are called in every step; `failure`, `warnings` and `summary`
+    hold what the last one found.
+
+    Args:
+        modules: The model, or its blocks that are on this rank, and what else a step calls,
+            by the names that messages use.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = dict(modules)
+        self._before: Snapshot | None = None
+        self._changes: Counter[str] = Counter()
+        self._checksums: dict[str, int] = {}
+        self.failure = ""
+        """Why the step cannot have the same bits in every layout, as a sentence."""
+        self.warnings: list[str] = []
+        """Why it may not have, as sentences."""
+        self.summary = ""
+        """A hash of all parameters and buffers before the step; "" where it is not checked."""
+
+    def begin(self, step: int) -> None:
+        """Take note of the state before the first micro-batch of a step that is checked."""
+        self._before, self.failure, self.warnings, self.summary = None, "", [], ""
+        if step >= FIRST and step % EVERY:
+            return
+        self._before = self._snapshot()
+        self._checksums = self._before.parameters | self._checked(nn.Module.named_buffers)
+        self.summary = xxhash.xxh3_64_hexdigest(repr(self._checksums).encode())
+
+    def finish(self) -> None:
+        """Compare with the state after the last micro-batch."""
+        if self._before is None:
+            return
+        before, after = self._before, self._snapshot()
+        self._before = None
+        self.failure = _failure(before, after)
+        changed = [*_differing(before.numbers, after.numbers)]
+        changed += [
+            name
+            for name, (array, content) in after.arrays.items()
+            # Another array in every step holds activations.
+            if (old := before.arrays.get(name)) and old[0] is array and old[1] != content
+        ]
+        self._changes.update(changed)
+        self.warnings = [_warning(name) for name in changed if self._changes[name] == 2]
+
+    def checksums(self) -> dict[str, int]:
+        """Return what `summary` is the hash of: checksums of parameters and buffers by name."""
+        return self._checksums
+
+    def _snapshot(self) -> Snapshot:
+        attributes = dict(self._attributes())
+        return Snapshot(
+            parameters=self._checked(nn.Module.named_parameters),
+            generators=_without_none(_generator_state, attributes),
+            numbers=_without_none(_numbers, attributes),
+            arrays={
+                name: (value, checksum(torch.as_tensor(value)))
+                for name, value in attributes.items()
+                if type(value) is torch.Tensor or _is_numeric_array(value)
+            },
+        )
+
+    def _checked(self, named: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> dict[str, int]:
+        return {
+            ".".join(part for part in (root, name) if part): checksum(tensor)
+            for root, module in self._modules.items()
+            for name, tensor in named(module)
+        }
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        for root, module in self._modules.items():
+            for prefix, part in module.named_modules():
+                for name, value in vars(part).items():
+                    if name not in MACHINERY:
+                        yield ".".join(each for each in (root, prefix, name) if each), value
+
+
+def require_same_weights(
+    mine: Mapping[str, int], about: str, group: dist.ProcessGroup | None
+) -> None:
+    """Raise the DisagreementError that names the first tensor in which ranks differ.
+
+    Called on every rank where `SideEffects.summary` differed between some.
+
+    Args:
+        mine: Checksums of this rank's tensors by name.
+        about: The step, the same on every rank.
+        group: The ranks of the training.
+
+    Raises:
+        DisagreementError: On every rank alike.
+    """
+    messages = all_gather_bytes(json.dumps(mine).encode(), f"comparing weights {about}", group)
+    everyone = [json.loads(message) for message in messages]
+    for name in dict.fromkeys(name for each in everyone for name in each):
+        holders = [rank for rank, each in enumerate(everyone) if name in each]
+        common, _ = Counter(everyone[rank][name] for rank in holders).most_common(1)[0]
+        others = [rank for rank in holders if everyone[rank][name] != common]
+        if others:
+            rank = next(rank for rank in holders if everyone[rank][name] == common)
+            raise DisagreementError(
+                f"{name} holds other values on rank {others[0]} than on rank {rank} {about}, "
+                "although all ranks began with the same: something wrote into it on some ranks "
+                "only; make every change on all ranks alike"
+            )
+
+
+def _failure(before: Snapshot, after: Snapshot) -> str:
+    for name in _differing(before.parameters, after.parameters):
+        return (
+            f"parameter {name} was written during forward or backward; each rank computes other "
+            "micro-batches, so the ranks would end with different weights: leave out options "
+            "such as max_norm, update weights after trainer.step(), or register a buffer "
+            "instead of a parameter for what forward writes"
+        )
+    for name in _differing(before.generators, after.generators):
+        return (
+            f"the generator {name} was drawn from; it goes on from micro-batch to micro-batch, so "
+            "its numbers depend on the number of ranks: draw from torch's default generator "
+            "(leave generator= out), which is seeded for each micro-batch"
+        )
+    return ""
+
+
+def _warning(name: str) -> str:
+    return (
+        f"the attribute {name} changes from step to step; if forward also reads it, the bits "
+        "depend on the number of ranks: register a buffer for it, and see what `lockstep check` "
+        "says of the script"
+    )
+
+
+def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
+    return [name for name, value in after.items() if name in before and before[name] != value]
+
+
+def _without_none(
+    described: Callable[[Any], str | None], values: Mapping[str, Any]
+) -> dict[str, str]:
+    pairs = ((name, described(value)) for name, value in values.items())
+    return {name: text for name, text in pairs if text is not None}
+
+
+def _generator_state(value: Any) -> str | None:
+    if isinstance(value, torch.Generator):
+        return str(checksum(value.get_state()))
+    if isinstance(value, numpy.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return repr(value.get_state(legacy=False))
+    return repr(value.getstate()) if isinstance(value, random.Random) else None
+
+
+def _is_numeric_array(value: Any) -> bool:
+    return isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc"
+
+
+def _numbers(value: Any) -> str | None:
+    """Describe a number or text, or a container of nothing else; None for anything else."""
+    waiting: list[Any] = [value]
+    for _ in range(LARGEST):
+        if not waiting:
+            return repr(value)
+        each = waiting.pop()
+        if isinstance(each, (list, tuple, set, frozenset, deque)):
+            waiting += each
+        elif isinstance(each, dict):
+            waiting += [*each.keys(), *each.values()]
+        elif each is not None and not isinstance(each, (bool, int, float, complex, str)):
+            return None
+    return None
