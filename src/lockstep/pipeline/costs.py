@@ -141,15 +141,21 @@ def _timed(work: Callable[[], Any]) -> float:
 def check_composition(
     model: nn.Module, blocks: Mapping[str, nn.Module], data: Any, setting: Setting
 ) -> None:
-    """Raise LayoutError unless the blocks, one after another, give what the model gives."""
+    """Raise LayoutError unless the blocks, one after another, give what the model gives.
+
+    Both passes begin with the same buffers and the same generators: a module may write and
+    draw in evaluation mode too.
+    """
+    place = "the first micro-batch"
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with isolated(setting.device), Buffers(dict(blocks)).untouched(), torch.no_grad():
-            expected = flattened(called(model, _copied(data), "the first micro-batch"))[1]
+            expected = flattened(called(model, _copied(data), place))[1]
+        with isolated(setting.device), Buffers(dict(blocks)).untouched(), torch.no_grad():
             value = _copied(data)
             for number, block in enumerate(blocks.values()):
-                value = called(block, value if number == 0 else (value,), "the first micro-batch")
+                value = called(block, value if number == 0 else (value,), place)
     finally:
         for module, mode in modes.items():
             module.training = mode

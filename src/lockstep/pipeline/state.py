@@ -13,6 +13,7 @@ from lockstep.pipeline.placement import Placement
 from lockstep.pipeline.whole import whole_optimizer, whole_state
 from lockstep.step.digest import digest
 from lockstep.step.optimization import Optimization
+from lockstep.step.setting import Setting
 
 __all__ = ["State"]
 
@@ -27,9 +28,10 @@ class State:
     must be called on every rank.
     """
 
-    def __init__(self, module: nn.Module, optimization: Optimization, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, optimization: Optimization, setting: Setting) -> None:
         self.placement: Placement | None = None
-        self._module, self._optimization, self._device = module, optimization, device
+        self._module, self._optimization, self._setting = module, optimization, setting
+        self._device = setting.device
         self._names: dict[torch.Tensor, str] = {
             tensor: name for name, tensor in module.named_parameters()
         }
@@ -66,6 +68,26 @@ class State:
             AVERAGED + name: value for name, value in self.model(average=True).items()
         }
 
+    def buffers(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the buffers that a step may write and that no state dict of a module holds.
+
+        Returns:
+            Tensors by buffer name: under "model" and "average" the non-persistent buffers,
+            under "loss" and "also[i]" all buffers of the loss and of each extra module.
+        """
+        found = self._unsaved_buffers()
+        if self.placement is None:
+            return found
+        for group in ("model", "average"):
+            found[group] = whole_state(found[group], self._source, self._device)
+        # The loss is computed, and its buffers are written, only on the ranks of the last stage.
+        last = len(self.placement.cut.ranges) - 1
+        source = last % self._setting.stages
+        if last not in self.placement.stages:
+            found["loss"] = {name: each.to("meta") for name, each in found["loss"].items()}
+        found["loss"] = whole_state(found["loss"], lambda name: source, self._device)
+        return found
+
     def digest(self) -> str:
         """Return the SHA-256 over parameters and buffers."""
         return digest(self.model())
@@ -99,6 +121,34 @@ class State:
         with self._optimization.loading():
             self._module.load_state_dict(self._held(state["model"], ""))
             self._optimization.load_state_dict({**state, "average": average})
+        self._load_buffers(state.get("buffers", {}))  # older states have none
+
+    def _unsaved_buffers(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return this rank's tensors of `buffers`."""
+        average = self._optimization.average
+        return {
+            "model": _non_persistent_buffers(self._module),
+            "average": _non_persistent_buffers(average.module) if average else {},
+            "loss": {},
+        } | {
+            name: dict(module.named_buffers())
+            for name, module in self._setting.extra_modules().items()
+        }
+
+    @torch.no_grad()
+    def _load_buffers(self, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Copy saved buffers into those of the same names; the others keep their values."""
+        for group, buffers in self._unsaved_buffers().items():
+            for name, buffer in buffers.items():
+                value = saved.get(group, {}).get(name)
+                if value is None or buffer.is_meta:
+                    continue
+                if value.shape != buffer.shape:
+                    raise UsageError(
+                        f"the buffer {name} of {group} has shape {tuple(buffer.shape)}, and "
+                        f"{tuple(value.shape)} in the state: load a state of the same modules"
+                    )
+                buffer.copy_(value)
 
     def _source(self, name: str) -> int:
         assert self.placement is not None
@@ -117,3 +167,13 @@ class State:
             else value
             for name, value in state.items()
         }
+
+
+def _non_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that the module's state dict leaves out, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name in part._non_persistent_buffers_set
+    }

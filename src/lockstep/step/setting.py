@@ -112,6 +112,11 @@ class Setting:
             return batch
         return cut(batch, self.microbatches, self.replicas, self.replica)
 
+    def extra_modules(self) -> dict[str, nn.Module]:
+        """Return the modules besides the model that a step calls, by the Trainer's arguments."""
+        found = {f"also[{number}]": module for number, module in enumerate(self.also)}
+        return found | ({"loss": self.loss} if isinstance(self.loss, nn.Module) else {})
+
     def modules_with(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return `model` and what else a step calls, by the names that messages use."""
         others = {type(each).__name__: each for each in self.also}

@@ -47,6 +47,7 @@ from lockstep.train.epoch import Epoch
 from lockstep.train.opening import Record, folder_of, header, opened
 from lockstep.train.saving import save_last_good, save_together
 from lockstep.train.undivided import Undivided
+from lockstep.train.wrappers import refuse_wrappers
 
 __all__ = ["Trainer"]
 
@@ -149,6 +150,8 @@ class Trainer:
         asked = (blocks, schedule, balance, chunks)
         self.model, staging = begun(model, self.setting, seed, *asked)
         self.module: nn.Module = getattr(self.model, "_orig_mod", self.model)
+        modules = {"model": self.module} | self.setting.extra_modules()
+        refuse_wrappers(modules)
         self.metrics = dict(metrics or {})
         self.seed = seed
         self.steps, self.epoch = 0, 0
@@ -161,7 +164,7 @@ class Trainer:
         settings: dict[str, Any] = {"clip_norm": clip_norm, "shared": shared}
         settings |= {"optimizer": self._optimization.settings()}
         require_same(settings, self.setting.group)
-        self._state = State(self.module, self._optimization, self.world.device)
+        self._state = State(self.module, self._optimization, self.setting)
         how = (self._optimization, self.metrics, seed, clip_norm)
         self._model = (
             Stages(staging, self.module, self._state, *how)
@@ -310,10 +313,13 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return all that training goes on from, for any layout: weights, optimizer, step, epoch.
 
-        The position within an epoch is the batches' own: `batches.state_dict()`.
+        "buffers" has what a step writes and no module's state dict holds: non-persistent
+        buffers of the model, and all buffers of the loss and of `also` modules. The
+        position within an epoch is the batches' own: `batches.state_dict()`.
         """
         return {
             "model": self._state.model(),
+            "buffers": self._state.buffers(),
             **self._state.optimization(),
             "open_epoch": self.history.state_dict(),
             "steps": self.steps,
