@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.errors import UsageError
+from lockstep.errors import DisagreementError, LayoutError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -176,3 +176,55 @@ def test_blocks_that_share_a_tensor_come_to_life_together(ranks):
 
     (alone,) = ranks(rank, 1)
     assert ranks(rank, 2) == [alone, alone]
+
+
+def tied_by_memory(*without):
+    """Return a model whose linear layers have one weight, but on the ranks `without`."""
+    torch.manual_seed(2)
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    if ls.rank() not in without:
+        last.weight.data = first.weight.data
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+def test_parameters_over_one_memory_stay_tied_on_every_number_of_ranks(ranks):
+    def rank():
+        model = tied_by_memory()
+        trainer = ls.Trainer(model, nn.MSELoss(), SGD, average=0.9)
+        inputs = torch.linspace(-1, 1, 108).view(18, 6)
+        losses = [trainer.step((inputs, inputs)) for _ in range(3)]
+        tied = model[0].weight.data_ptr() == model[2].weight.data_ptr()
+        return tied, losses, trainer.digest(), trainer.optimizer_digest()
+
+    (alone,) = ranks(rank, 1)
+    assert alone[0]
+    assert ranks(rank, 3) == [alone] * 3
+
+
+def test_parameters_over_one_memory_are_refused_where_they_would_lose_it(ranks):
+    """With shared=True and with stages each got memory of its own, and other bits."""
+
+    def rank():
+        said = []
+        for layout in ({"shared": True}, {"stages": 2}, {"stages": 2, "balance": [1, 2]}):
+            with pytest.raises(LayoutError) as raised:
+                ls.Trainer(tied_by_memory(), nn.MSELoss(), SGD, **layout)
+            said.append(str(raised.value))
+        return said
+
+    for said in ranks(rank, 2):
+        for each in said:
+            assert each.startswith("0.weight and 2.weight are different tensors over the same mem")
+            assert "(2.weight = 0.weight)" in each
+
+
+def test_parameters_over_one_memory_on_some_ranks_alone_are_a_disagreement(ranks):
+    """Rank 1 trained two weights, the others one."""
+
+    def rank():
+        with pytest.raises(DisagreementError) as raised:
+            ls.Trainer(tied_by_memory(1), nn.MSELoss(), SGD)
+        return str(raised.value)
+
+    for said in ranks(rank, 3):
+        assert "0.weight and 2.weight lie in the same memory on rank 0 and not on rank 1" in said

@@ -5,22 +5,25 @@
                            yes   this rank's blocks come to life, the rest is on the meta device
                            no    all do, until the first batch has decided on the cut
 
-Then every tensor's first holder gives it to the others that need it.
+Then every tensor's first holder gives it to the others that need it. Parameters that are
+tied by their memory alone stay so only where all of them stay where they are.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from lockstep.comm.transfer import all_gather_bytes
-from lockstep.errors import UsageError
+from lockstep.errors import DisagreementError, LayoutError, UsageError
 from lockstep.pipeline.cut import Blocks, block_names
 from lockstep.pipeline.placement import Placement
 from lockstep.pipeline.staging import Staging
 from lockstep.step.agreement import agree
+from lockstep.step.overlap import overlaps_of_parameters
 from lockstep.step.presence import moved
 from lockstep.step.setting import Setting
 from lockstep.train.awakening import BlockLike, build, build_sequence
@@ -75,14 +78,65 @@ def _built(blocks: Sequence[BlockLike], seed: int, staging: Staging) -> nn.Modul
 
 
 def agreed(
-    module: nn.Module, setting: Setting, staging: Staging, settings: Mapping[str, Any]
+    module: nn.Module,
+    setting: Setting,
+    staging: Staging,
+    settings: Mapping[str, Any],
+    shared: bool = False,
 ) -> None:
-    """Give this rank what it needs of the model, and of what else a step calls."""
+    """Give this rank what it needs of the model, and of what else a step calls.
+
+    Args:
+        module: The model.
+        setting: The layout.
+        staging: How the model is cut into stages.
+        settings: What must be the same on all ranks, as JSON values by name.
+        shared: Whether the ranks will hold the parameters once.
+
+    Raises:
+        DisagreementError: The ranks' models or settings differ.
+        LayoutError: Parameters have memory in common, which this layout does not keep.
+    """
     given = staging.given() if setting.stages > 1 else None
-    for name, each in setting.modules_with(module).items():
+    modules = setting.modules_with(module)
+    for name, each in modules.items():
         moved(each, setting.device)
         if name or given is None:
             agree(each, settings, setting.group, setting.device)
         else:
             placement = Placement.of(setting, given[0], module)
             agree(each, settings, setting.group, setting.device, placement.here)
+    _check_memory(modules, setting, shared)
+
+
+def _check_memory(modules: Mapping[str, nn.Module], setting: Setting, shared: bool) -> None:
+    """Refuse parameters that have memory in common where they would not keep it.
+
+    An optimizer of whole parameters on every rank steps that memory once for each of them,
+    with the same bits on any number of ranks.
+    """
+    pairs = overlaps_of_parameters(modules, attributes=shared)
+    everyone = [
+        [tuple(pair) for pair in json.loads(each)]
+        for each in all_gather_bytes(
+            json.dumps(pairs).encode(), "comparing the memory of parameters", setting.group
+        )
+    ]
+    found = sorted({pair for each in everyone for pair in each})
+    if not found:
+        return
+    first, second = found[0]
+    if shared or setting.stages > 1:
+        raise LayoutError(
+            f"{first} and {second} are different tensors over the same memory, and would have "
+            f"memory of their own with {'shared=True' if shared else f'stages={setting.stages}'}: "
+            f"make them one parameter ({second} = {first}), or let one be a copy (.clone())"
+        )
+    for rank, theirs in enumerate(everyone):
+        for first, second in [pair for pair in found if pair not in theirs]:
+            other = next(r for r, each in enumerate(everyone) if (first, second) in each)
+            raise DisagreementError(
+                f"{first} and {second} lie in the same memory on rank {other} and not on rank "
+                f"{rank}: build the model in the same way on every rank, or make them one "
+                f"parameter ({second} = {first})"
+            )

@@ -155,7 +155,7 @@ class Trainer:
         self.metrics = dict(metrics or {})
         self.seed = seed
         self.steps, self.epoch = 0, 0
-        agreed(self.module, self.setting, staging, self.setting.promised(seed))
+        agreed(self.module, self.setting, staging, self.setting.promised(seed), shared)
         self._optimization = Optimization(
             self.module, optimizer, groups, scheduler, scheduler_each, average
         )
