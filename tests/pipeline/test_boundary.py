@@ -29,7 +29,8 @@ def crossed(tensor):
 
 
 def lying(tensor):
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 64
+    lazy = tensor.is_conj(), tensor.is_neg()
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 64, lazy
 
 
 BASE = torch.arange(240.0)
@@ -45,6 +46,9 @@ TENSORS = {
     "flags": BASE.view(2, 120) > 7,
     "bfloat16": BASE.bfloat16()[1:8],
     "complex": torch.complex(BASE, -BASE).view(12, 20)[2:],
+    "conjugated": torch.complex(BASE, -BASE).view(12, 20).conj()[1:],
+    "conjugated with gaps": torch.complex(BASE, -BASE).view(12, 20).conj()[:, 3:9],
+    "negated, with gaps": torch.complex(BASE, -BASE).conj().imag,
     "none": torch.empty(0, 4),
     "no dimension": torch.tensor(-0.0),
 }

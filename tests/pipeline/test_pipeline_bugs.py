@@ -199,3 +199,31 @@ def test_a_micro_batch_of_weight_zero_takes_no_gradient(ranks):
         batches,
     )
     assert found == same(expected)
+
+
+class Conjugate(nn.Module):
+    """Returns a lazily conjugated tensor, and the lazily negated imaginary part of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = layer()
+
+    def forward(self, x):
+        z = torch.fft.rfft(self.linear(x), dim=1).conj()
+        return z, z.imag
+
+
+class Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, dtype=torch.cfloat))
+
+    def forward(self, given):
+        z, imaginary = given
+        return (z @ self.weight).abs() + (imaginary @ self.weight.imag)
+
+
+def test_lazily_conjugated_tensors_cross_as_they_are(ranks):
+    """They ended the run with an error of torch's."""
+    expected, found = in_every_schedule(ranks, lambda: chain(layer, Conjugate, Product, layer), 4)
+    assert found == same(expected)

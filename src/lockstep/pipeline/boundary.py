@@ -3,7 +3,8 @@
     value       (h, {"mask": m}, None)           tuples, lists, dicts, numbers, texts, None
     pattern     ("(", ((0,), ("{", ("mask",), ((1,),)), ("=", None)))     tensors by number
     tensors     h, m                              each once, however often it is named
-    forms       dtype, shape, strides, place within 64 bytes, whether it needs a gradient
+    forms       dtype, shape, strides, place within 64 bytes, whether it needs a gradient,
+                whether its elements are to be conjugated or negated when they are read
 
 A kernel may choose its path by strides and by alignment, so the receiver puts every
 tensor at the same strides and the same distance from a 64-byte boundary. A tensor
@@ -43,13 +44,19 @@ Pattern = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Form:
-    """How a tensor lies: strides in elements, `offset` in bytes behind a multiple of 64."""
+    """How a tensor lies: strides in elements, `offset` in bytes behind a multiple of 64.
+
+    A `conjugated` or `negated` tensor is a lazy one (`torch.Tensor.is_conj`, `is_neg`): the
+    bytes that travel are those in its memory.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
     differentiable: bool
+    conjugated: bool = False
+    negated: bool = False
 
     @cached_property
     def packed(self) -> tuple[int, ...]:
@@ -143,12 +150,14 @@ def form_of(tensor: torch.Tensor) -> Form:
         tensor.stride(),
         tensor.data_ptr() % ALIGNMENT,
         tensor.requires_grad,
+        tensor.is_conj(),
+        tensor.is_neg(),
     )
 
 
 def octets(tensor: torch.Tensor, form: Form) -> torch.Tensor:
     """Return the bytes that travel, as a vector: a view where the tensor fills its memory."""
-    tensor = tensor.detach()
+    tensor = _read_as(tensor.detach(), conjugated=False, negated=False)
     if 0 in form.strides:
         tensor = tensor.as_strided(form.packed, form.strides)
     if form.dense:
@@ -169,6 +178,11 @@ def landed(memory: torch.Tensor, begin: int, form: Form) -> torch.Tensor:
     So an in-place operation may follow, as after the operation that made it. `memory`
     are bytes that begin at a multiple of 64.
     """
+    tensor = _lying_as(memory, begin, form)
+    return _read_as(tensor, form.conjugated, form.negated)
+
+
+def _lying_as(memory: torch.Tensor, begin: int, form: Form) -> torch.Tensor:
     if form.dense:
         return _lying(memory, begin, form, form.shape)
     received = memory[begin : begin + form.nbytes].view(form.dtype).view(form.packed)
@@ -189,12 +203,29 @@ def _lying(memory: torch.Tensor, begin: int, form: Form, shape: tuple[int, ...])
         return tensor.set_(storage, begin // form.dtype.itemsize, shape, form.strides)
 
 
+def _read_as(tensor: torch.Tensor, conjugated: bool, negated: bool) -> torch.Tensor:
+    """Mark a tensor, in place, as one whose elements are conjugated or negated when read."""
+    if tensor.is_conj() != conjugated:
+        torch._C._set_conj(tensor, conjugated)
+    if tensor.is_neg() != negated:
+        torch._C._set_neg(tensor, negated)
+    return tensor
+
+
 def described(pattern: Any, forms: Sequence[Form]) -> list[Any]:
     """Return pattern and forms as JSON values; `read` is the way back."""
     return [
         pattern,
         [
-            [str(f.dtype).removeprefix("torch."), f.shape, f.strides, f.offset, f.differentiable]
+            [
+                str(f.dtype).removeprefix("torch."),
+                f.shape,
+                f.strides,
+                f.offset,
+                f.differentiable,
+                f.conjugated,
+                f.negated,
+            ]
             for f in forms
         ],
     ]
@@ -204,8 +235,8 @@ def read(description: Sequence[Any]) -> tuple[Pattern, list[Form]]:
     """Return the pattern and forms of what `described` returned, after JSON."""
     pattern, forms = description
     return _tupled(pattern), [
-        form(getattr(torch, dtype), tuple(shape), tuple(strides), offset, differentiable)
-        for dtype, shape, strides, offset, differentiable in forms
+        form(getattr(torch, dtype), tuple(shape), tuple(strides), *rest)
+        for dtype, shape, strides, *rest in forms
     ]
 
 
