@@ -1,13 +1,20 @@
-"""What a run leaves behind: who can read it."""
+"""What a run leaves behind: who can read it, and that no secret is in it."""
 
+import contextlib
+import json
 import os
 import stat
 import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
-CLI = [sys.executable, "-c", "from lockstep.cli import main; main()"]
+import records
+from lockstep.cli import cli
+from lockstep.show import doctor
+from lockstep.show.finding import Question, good
+from lockstep.show.machine import variables
 
 TRAIN = """
 import os
@@ -16,6 +23,13 @@ from pathlib import Path
 import torch
 import lockstep as ls
 
+class Writer:
+    def write(self, kind, /, **fields):
+        with open("writer.txt", "a") as file:
+            print(kind, fields, file=file)
+    def close(self):
+        pass
+
 ls.init()
 torch.manual_seed(1)
 model, loss = torch.nn.Linear(4, 2), torch.nn.CrossEntropyLoss()
@@ -23,22 +37,33 @@ batch = torch.randn(8, 4), torch.arange(8) % 2
 run = Path(os.environ["LOCKSTEP_RUN"])
 print("a line for the log")
 sgd = partial(torch.optim.SGD, lr=0.1)
-with ls.Trainer(model, loss, sgd, microbatches=2, record=run) as trainer:
+record = [run, ls.TensorBoard("tensorboard"), Writer()] if ls.rank() == 0 else ()
+options = {"api_key": "planted-option", "logger": [{"login": {"password": "planted-nested"}}]}
+about = {"options": options, "data": "https://me:planted-url@host/data?sig=planted-query"}
+with ls.Trainer(model, loss, sgd, microbatches=2, record=record, about=about) as trainer:
     trainer.step(batch)
     trainer.save(run / "weights.safetensors")
-    trainer.step((batch[0] * float("nan"), batch[1]))
+    try:
+        trainer.step((batch[0] * float("nan"), batch[1]))
+    except ls.LockstepError as error:
+        assert "the weights before this step are in" in str(error)
+        command = ["upload", "--token", "planted-message"]
+        trainer.finish("failed", f"Command '{command}' failed after: {error}")
 """
 
+ARGUMENTS = ["--api-key", "planted-argument", "--secret=planted-assignment", "key.token=planted-x"]
+UNLISTED = {"LOCKSTEP_ANY": "planted-any", "TORCH_HOME": "planted-home"}
+ENVIRONMENT = {
+    "LOCKSTEP_DRIVER_KEY": "planted0" * 8,
+    "HF_TOKEN": "planted-token",
+    "NCCL_NET_PASSWORD": "planted-password",
+    "NCCL_CONF_FILE": "https://me:planted-userinfo@host/nccl.conf",
+    "OMP_NUM_THREADS": "1",
+}
 FILES = {
     "rank-0.log", "rank-1.log", "record.jsonl", "weights.safetensors", "last-good.safetensors",
     "report.html", "report.md", "report.svg", "report.png",
 }  # fmt: skip
-
-
-def lockstep(*arguments, **settings):
-    return subprocess.run(
-        [*CLI, *arguments], capture_output=True, text=True, timeout=90, **settings
-    )
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +71,29 @@ def place(tmp_path_factory):
     """A folder with a run that failed, made where new files are open to everybody."""
     place = tmp_path_factory.mktemp("place")
     (place / "train.py").write_text(TRAIN)
-    done = lockstep("run", "-n", "2", "train.py", cwd=place, umask=0)
-    assert "training stopped, the weights before this step are in" in done.stderr
+    launch = [sys.executable, "-c", "from lockstep.cli import main; main()", "run", "-n", "2"]
+    environ = os.environ | ENVIRONMENT | UNLISTED
+    subprocess.run(
+        [*launch, "train.py", *ARGUMENTS], cwd=place, env=environ, umask=0, timeout=90, check=True
+    )
     (run,) = (place / "runs").iterdir()
-    for kind in ("html", "md", "svg", "png"):
-        lockstep("report", run.name, "--format", kind, cwd=place, umask=0).check_returncode()
-    for kind in ("html", "md"):
-        arguments = ("compare", run.name, run.name, "--format", kind)
-        lockstep(*arguments, cwd=place, umask=0).check_returncode()
-    lockstep("report", run.name, "--trace", "trace.json", cwd=place, umask=0).check_returncode()
+    shown = [
+        *(["report", run.name, "--format", kind] for kind in ("html", "md", "svg", "png")),
+        *(["compare", run.name, run.name, "--format", kind] for kind in ("text", "html", "md")),
+        ["compare", run.name, run.name, "--json"],
+        ["report", run.name, "--trace", "trace.json"],
+        ["runs", "--json"],
+    ]
+    umask = os.umask(0)
+    try:
+        with contextlib.chdir(place):
+            done = [
+                CliRunner().invoke(cli, arguments, catch_exceptions=False) for arguments in shown
+            ]
+    finally:
+        os.umask(umask)
+    assert [each.exit_code for each in done] == [0] * len(done)
+    (place / "printed.txt").write_text("".join(each.output for each in done))
     return place
 
 
@@ -65,3 +104,76 @@ def test_everything_that_a_run_writes_is_its_owners_alone(place):
     written.append(place / "trace.json")
     modes = {path: stat.S_IMODE(os.lstat(path).st_mode) for path in written}
     assert modes == {path: 0o700 if path.is_dir() else 0o600 for path in written}
+
+
+def test_no_secret_is_in_anything_that_a_run_writes(place):
+    (place / "train.py").unlink()
+    contents = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    assert [str(path) for path, content in contents.items() if b"planted" in content] == []
+    (record,) = place.glob("runs/*/record.jsonl")
+    header = json.loads(contents[record].splitlines()[0])
+    assert header["command"][1:] == [
+        "--api-key", "[redacted]", "--secret=[redacted]", "key.token=[redacted]",
+    ]  # fmt: skip
+    assert header["options"] == {
+        "api_key": "[redacted]",
+        "logger": [{"login": {"password": "[redacted]"}}],
+    }
+    assert header["environment"]["variables"]["OMP_NUM_THREADS"] == "1"
+    assert b"failed after: " in contents[record].splitlines()[-1]
+    assert b"[redacted]" in contents[place / "writer.txt"]
+
+
+OLD = {
+    "command": ["train.py", *ARGUMENTS],
+    "options": {"api_key": "planted-option", "url": "redis://:planted-url@host"},
+    "environment": {"hostname": "elsewhere", "variables": ENVIRONMENT},
+}
+
+
+@pytest.mark.parametrize("command", [
+    ["report", "night", "--format", "html", "-o", "-"],
+    ["report", "night", "--format", "md", "-o", "-"],
+    ["report", "night", "--format", "svg", "-o", "-"],
+    ["report", "night", "--trace", "-"],
+    ["compare", "night", "plain"],
+    ["compare", "night", "plain", "--format", "md", "-o", "-"],
+    ["compare", "night", "plain", "--format", "html", "-o", "-"],
+    ["compare", "night", "plain", "--json"],
+    ["runs", "--json"],
+    ["runs"],
+], ids=" ".join)  # fmt: skip
+def test_secrets_that_an_older_version_wrote_are_not_shown(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    *lines, end = records.whole(**OLD)
+    lines.append({"kind": "warning", "t": 1, "rank": 0, "message": "--token planted-warning"})
+    failed = end | {"state": "failed", "message": "password=planted-message"}
+    records.write(tmp_path / "runs" / "night", [*lines, failed])
+    records.write(tmp_path / "runs" / "plain", records.whole())
+    done = CliRunner().invoke(cli, command, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "planted" not in done.output
+
+
+def test_the_doctor_shows_no_secret(monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+    def tell(question):
+        yield good("proxy", "http://me:planted-url@proxy:8080")
+        raise KeyError(os.environ["LOCKSTEP_DRIVER_KEY"])
+
+    found = list(doctor.examine(Question(), {"network": tell}))
+    assert len(found) == 2
+    text = doctor.block(found)
+    assert "planted" not in text
+    assert "      OMP_NUM_THREADS=1" in text
+
+
+def test_only_variables_that_matter_are_recorded():
+    assert variables(ENVIRONMENT | UNLISTED | {"CUDA_VISIBLE_DEVICES": "0", "HOME": "/"}) == {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "NCCL_CONF_FILE": "https://[redacted]@host/nccl.conf",
+        "NCCL_NET_PASSWORD": "[redacted]",
+        "OMP_NUM_THREADS": "1",
+    }

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import lockstep
+from lockstep.redaction import redact
 from lockstep.show.checks import backends, machine, network, software
 from lockstep.show.finding import Finding, Question, bad
 from lockstep.show.machine import variables
@@ -55,9 +57,10 @@ def examine(
     for name, check in checks.items():
         begin(name)
         try:
-            yield from check(question)
+            for found in check(question):
+                yield replace(found, what=redact(found.what), advice=redact(found.advice))
         except Exception as error:
-            what = f"the check failed with {type(error).__name__}: {error}"
+            what = redact(f"the check failed with {type(error).__name__}: {error}")
             yield bad(name, what, "report this, with the block below")
 
 

@@ -1,4 +1,8 @@
-"""What a run ran on: the versions, the machine, and the variables that can change its result."""
+"""What a run ran on: the versions, the machine, and the variables that can change its result.
+
+Of the environment only variables that are listed here are recorded: a list of what is
+secret would never be complete.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,33 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from lockstep.redaction import redact
+
 __all__ = ["environment", "processor", "variables"]
 
+# Libraries whose variables are all settings of computation, memory or communication.
 PREFIXES = (
-    "LOCKSTEP_", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "GLOO_", "NCCL_", "TORCH_", "PYTORCH_",
-    "TORCHINDUCTOR_", "CUDA_", "CUBLAS_", "ATEN_", "DNNL_", "ONEDNN_", "PYTHONHASHSEED",
+    "DNNL_", "GLOO_", "GOMP_", "KMP_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "ONEDNN_", "OPENBLAS_",
+    "TORCH_NCCL_",
 )  # fmt: skip
-PLUMBING = ("LOCKSTEP_LAUNCHER", "LOCKSTEP_RUN", "LOCKSTEP_HOST", "LOCKSTEP_LOCAL_WORLD_SIZE")
-SECRETS = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY", "AUTH")
+NAMES = {
+    "ATEN_CPU_CAPABILITY",
+    "CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING", "CUDA_VISIBLE_DEVICES",
+    "DDP_DISABLE_COMM_MEM",
+    "GLIBC_TUNABLES", "LD_PRELOAD",
+    "LOCKSTEP_BACKEND",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTHONHASHSEED",
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "SLURM_CPUS_PER_TASK", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_STEP_ID",
+    "TORCHDYNAMO_DISABLE",
+    "TORCHINDUCTOR_DETERMINISTIC", "TORCHINDUCTOR_FREEZING", "TORCHINDUCTOR_MAX_AUTOTUNE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_COMPILE_DISABLE",
+    "TORCH_CPP_LOG_LEVEL", "TORCH_CUDNN_V8_API_DISABLED", "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT",
+    "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES",
+}  # fmt: skip
 
 
 def environment() -> dict[str, Any]:
@@ -74,9 +97,7 @@ def gpus() -> list[str]:
 def variables(environ: Any) -> dict[str, str]:
     """Return the variables that can change a run's speed or bits; none that holds a secret."""
     return {
-        name: value
+        name: redact(value, name)
         for name, value in sorted(environ.items())
-        if name.startswith(PREFIXES)
-        and name not in PLUMBING  # the launcher's own: other for every run, and of no effect
-        and not any(word in name for word in SECRETS)
+        if name.startswith(PREFIXES) or name in NAMES
     }

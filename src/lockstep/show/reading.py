@@ -2,8 +2,9 @@
 
 A reader forgives: a truncated last line, lines that are no JSON, kinds and
 fields that it does not know, missing fields, a newer version. What it passed
-over it says in `Run.remarks`. The steps come as columns, for there may be a
-million of them (2.5 s, 240 MB of text).
+over it says in `Run.remarks`. Secrets that an older version wrote are redacted
+here. The steps come as columns, for there may be a million of them (2.5 s, 240 MB
+of text).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, BinaryIO, Literal
 import orjson
 
 from lockstep.errors import FileError, UsageError
+from lockstep.redaction import redact
 from lockstep.show.columns import Columns, Line, Steps, columns, join, mapping
 from lockstep.show.record import FILE, VERSION
 
@@ -165,13 +167,13 @@ class Gathered:
     def take_other(self, kind: str, line: Line) -> None:
         """Take a line that is no step; an unknown kind is passed over."""
         if kind == "run" and not self.header:
-            self.header = line
+            self.header = redact(line)
         elif kind == "epoch":
             self.epochs.append(line)
         elif kind == "warning":
-            self.warnings.append(line)
+            self.warnings.append(redact(line))
         elif kind == "end":
-            self.end = line
+            self.end = redact(line)
         elif kind == "timeline":
             self.timelines.append(line)
 

@@ -8,11 +8,14 @@ from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from lockstep.redaction import redact
 from lockstep.show.record import Writer
 from lockstep.step.evaluation import Evaluation
 from lockstep.step.ledger import Page
 
 __all__ = ["EpochResult", "History", "StepResult", "rank_times"]
+
+NUMBERS = ("step", "epoch", "timeline")  # lines that hold nothing but numbers
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,9 @@ class History:
         self.last: StepResult | None = None
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Give one line to every writer."""
+        """Give one line to every writer, without the secrets that it may hold."""
+        if kind not in NUMBERS:
+            fields = redact(fields)
         for writer in self.writers:
             writer.write(kind, **fields)
 
