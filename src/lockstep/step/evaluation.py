@@ -16,6 +16,7 @@ from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.errors import LossError, StoppedError
 from lockstep.step.buffers import Buffers
+from lockstep.step.compilation import static_shapes
 from lockstep.step.forward import Metric, check_scalar, forward
 from lockstep.step.setting import Setting
 from lockstep.step.units import Units, units_of
@@ -39,7 +40,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), static_shapes():
             yield
     finally:
         for module, mode in modes.items():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import LossError, UsageError
+from lockstep.step.compilation import is_limit_error
 
 __all__ = [
     "Metric",
@@ -106,8 +107,14 @@ def called(model: nn.Module, data: Any, place: str) -> Any:
         if isinstance(data, Mapping):
             return model(**data)
         return model(*data) if isinstance(data, (tuple, list)) else model(data)
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
+    except Exception as error:
+        if is_limit_error(error):
+            raise UsageError(
+                f"{place}: the compiled model met more different shapes than torch.compile keeps "
+                "graphs for; pad the inputs to fewer shapes, or raise "
+                "torch._dynamo.config.recompile_limit"
+            ) from error
+        if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
             raise
         raise UsageError(
             f"{place} holds one sample, and batch norm cannot train on one: choose the batch size "

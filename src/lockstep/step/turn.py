@@ -23,6 +23,7 @@ from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.microbatch import Batch, Microbatch, spans
 from lockstep.errors import LossError, UsageError
 from lockstep.step.buffers import Buffers
+from lockstep.step.compilation import static_shapes
 from lockstep.step.forward import check_scalar
 from lockstep.step.gradients import Gradients
 from lockstep.step.ledger import Entry, Page, peak_memory
@@ -87,6 +88,7 @@ class Turn:
         if torch.get_num_threads() != self.setting.threads:
             torch.set_num_threads(self.setting.threads)
         self.side_effects.begin(self.number)
+        self._stack.enter_context(static_shapes())
         self._seed(self._stack)
         return self
 

@@ -21,8 +21,8 @@ the calls before and is given that call's number, not a new one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,19 +85,16 @@ class Units:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Seed every unit while the body runs."""
-        handles = [
-            unit.register_forward_pre_hook(self._before(number), prepend=True)
-            for number, unit in enumerate(self.modules)
-            if unit is not None
-        ]
-        if self._model is not None:
-            handles.append(self._model.register_forward_hook(self._after))
-        try:
-            yield
-        finally:
-            self._now = None
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as stack:
+            for number, unit in enumerate(self.modules):
+                if unit is not None:
+                    stack.enter_context(_surrounded(unit, before=self._before(number)))
+            if self._model is not None:
+                stack.enter_context(_surrounded(self._model, after=self.end))
+            try:
+                yield
+            finally:
+                self._now = None
 
     def begin(self, step: int, microbatch: int) -> None:
         """Say which micro-batch is computed from now on."""
@@ -124,8 +121,8 @@ class Units:
         parts = (self._seed, *self._now.place, unit, call)
         seed_torch(key(*(parts if call else parts[:-1])), self._device)
 
-    def _before(self, unit: int) -> Any:
-        def seed(module: nn.Module, args: Any) -> None:
+    def _before(self, unit: int) -> Callable[[], None]:
+        def seed() -> None:
             if self._now is not None:
                 call = self._call_number(self._now.states[unit]) + self._before_here[unit]
                 self._seed_unit(unit, call)
@@ -133,9 +130,6 @@ class Units:
                     self._now.last = call
 
         return seed
-
-    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        self.end()
 
     def _call_number(self, calls: list[bytes]) -> int:
         """Count the calls of a unit, and recognise the repetition of one by its entry state."""
@@ -147,6 +141,44 @@ class Units:
             return 0
         entry = torch.default_generator.get_state().numpy().tobytes()
         return calls.index(entry) if entry in calls else 0
+
+
+@contextmanager
+def _surrounded(
+    module: nn.Module,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> Iterator[None]:
+    """Call `before` and `after` around every call of `module` while the body runs."""
+    slot: Any = module
+    if (compiled := slot._compiled_call_impl) is None:
+        handles = []
+        if before is not None:
+            handles.append(module.register_forward_pre_hook(lambda *_: before(), prepend=True))
+        if after is not None:
+            handles.append(module.register_forward_hook(lambda *_: after()))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before()
+        output = compiled(*args, **kwargs)
+        if after is not None:
+            after()
+        return output
+
+    # Compiled in place, by module.compile(): hooks would become a part of its graph, which
+    # would be compiled again for every seed.
+    slot._compiled_call_impl = call
+    try:
+        yield
+    finally:
+        slot._compiled_call_impl = compiled
 
 
 def in_backward() -> bool:

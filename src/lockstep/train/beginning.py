@@ -23,6 +23,7 @@ from lockstep.pipeline.cut import Blocks, block_names
 from lockstep.pipeline.placement import Placement
 from lockstep.pipeline.staging import Staging
 from lockstep.step.agreement import agree
+from lockstep.step.compilation import check_static
 from lockstep.step.overlap import overlaps_of_parameters
 from lockstep.step.presence import moved
 from lockstep.step.setting import Setting
@@ -48,6 +49,7 @@ def begun(
         balance = [1] * setting.stages
     if isinstance(model, nn.Module) or blocks is not None:
         whole = model if isinstance(model, nn.Module) else build(model, seed, setting.device)
+        check_static(whole)
         whole = moved(whole, setting.device)
         # A compiled model is a wrapper, whose name is in front of every parameter's.
         names = [] if hasattr(whole, "_orig_mod") else block_names(whole, blocks)

@@ -1,0 +1,59 @@
+"""Compilation: graphs that depend on nothing but the shapes of their own inputs.
+
+By default torch.compile specializes a graph for the first shapes that it sees, and
+makes sizes symbolic when others follow. Which shapes a rank sees first depends on its
+micro-batches, and the two graphs may have other bits. While a step is computed every
+shape gets a graph of its own, as with `dynamic=False`, and when there are too many of
+them, compilation fails instead of going on uncompiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lockstep.errors import UsageError
+
+__all__ = ["check_static", "is_limit_error", "static_shapes"]
+
+
+@contextmanager
+def static_shapes() -> Iterator[None]:
+    """Let torch.compile specialize every graph for its shapes while the body runs."""
+    # Looked up, not imported, which takes a second: without it nothing is compiled.
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if config is None:
+        yield
+        return
+    before = config.automatic_dynamic_shapes, config.fail_on_recompile_limit_hit
+    config.automatic_dynamic_shapes, config.fail_on_recompile_limit_hit = False, True
+    try:
+        yield
+    finally:
+        config.automatic_dynamic_shapes, config.fail_on_recompile_limit_hit = before
+
+
+def check_static(model: nn.Module) -> None:
+    """Raise UsageError for a model that was compiled with `dynamic=True`, or has such a part."""
+    for name, module in model.named_modules():
+        # Of torch.compile(module), and of module.compile(), whose wrapper keeps it inside.
+        context: Any = vars(module).get("dynamo_ctx")
+        wrapper: Any = vars(module).get("_compiled_call_impl")
+        if context is None and wrapper is not None:
+            variables = zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True)
+            context = {name: cell.cell_contents for name, cell in variables}.get("self")
+        if getattr(context, "_dynamic", None) is True:
+            raise UsageError(
+                f"{name or 'the model'} is compiled with dynamic=True: one graph then serves "
+                "several shapes, and its bits depend on the shapes that a rank sees first; "
+                "compile it with dynamic=False or leave dynamic out"
+            )
+
+
+def is_limit_error(error: Exception) -> bool:
+    """Return whether `error` says that a function was compiled for too many shapes."""
+    return type(error).__name__ == "FailOnRecompileLimitHit"
