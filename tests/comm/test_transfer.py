@@ -35,6 +35,20 @@ def test_ranks_that_do_different_things_are_told_apart(ranks):
         assert message.startswith("rank 1 is saving while rank 0 is in step 3: make the same calls")
 
 
+def test_a_remark_explains_where_ranks_do_different_things_and_is_not_compared(ranks):
+    def exchange():
+        rank = dist.get_rank()
+        long = all_gather_bytes(bytes([rank]) * 900, "alike", remark="late" * rank)
+        try:
+            all_gather_bytes(b"", f"in step {rank}", remark="step 0 failed" if rank == 1 else "")
+        except DisagreementError as error:
+            return long, str(error)
+
+    for long, message in ranks(exchange, 2):
+        assert long == [b"\0" * 900, b"\1" * 900]
+        assert message.endswith("with the same arguments (on rank 1, step 0 failed)")
+
+
 def make(rank):
     generator = torch.Generator().manual_seed(rank)
     base = torch.randn(6, 8, generator=generator)

@@ -148,7 +148,7 @@ def test_a_rank_that_skips_a_step_is_not_paired_with_another_step(ranks):
             return str(error)
 
     for message in ranks(train, 2):
-        assert "rank 1 is in step 2 of a trainer" in message
+        assert "rank 1 is in step 2 of trainer 0" in message
         assert "while rank 0 is in step 1" in message
 
 

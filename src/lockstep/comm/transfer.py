@@ -46,38 +46,50 @@ def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def all_gather_bytes(
-    message: bytes, about: str, group: dist.ProcessGroup | None = None
+    message: bytes, about: str, group: dist.ProcessGroup | None = None, remark: str = ""
 ) -> list[bytes]:
     """Return every rank's message, in rank order.
 
     `about` says in a few words what the rank is doing ("in step 12"); ranks that
     exchange messages about different things have gone different ways. The messages
     may differ in length. Everybody sends one page; only if some message does not
-    fit there is a second exchange, as wide as the longest.
+    fit there is a second exchange, as wide as the longest. A `remark` explains how this
+    rank came here; it is not compared, and added to the error where `about` differs.
 
-        page    | length of the message, 8 bytes | of `about`, 2 | about | message ... |
+        page    | length of the message, 8 bytes | of the topic, 2 | topic | message ... |
+        topic   | about | or: about | 0 | remark |
 
     Raises DisagreementError on every rank where `about` differs.
     """
     if dist.get_world_size(group) == 1:
         return [message]
     topic = about.encode()[: PAGE // 2]
+    if remark:
+        topic += b"\0" + remark.encode()[: PAGE // 4]
     header = len(message).to_bytes(8, "little") + len(topic).to_bytes(2, "little") + topic
     pages = _gather_equal((header + message)[:PAGE].ljust(PAGE, b"\0"), group)
-    topics = [page[10 : 10 + int.from_bytes(page[8:10], "little")] for page in pages]
-    for rank, other in enumerate(topics):
-        if other != topics[0]:
-            raise DisagreementError(
-                f"rank {rank} is {other.decode(errors='replace')} while rank 0 is "
-                f"{topics[0].decode(errors='replace')}: make the same calls on every rank, with "
-                "the same arguments"
-            )
     lengths = [int.from_bytes(page[:8], "little") for page in pages]
-    if max(lengths) > PAGE - len(header):
+    headers = [10 + int.from_bytes(page[8:10], "little") for page in pages]
+    _require_one_topic([page[10:end] for page, end in zip(pages, headers, strict=True)])
+    if any(end + length > PAGE for end, length in zip(headers, lengths, strict=True)):
         bodies = _gather_equal(message.ljust(max(lengths), b"\0"), group)
     else:
-        bodies = [page[len(header) :] for page in pages]
+        bodies = [page[end:] for page, end in zip(pages, headers, strict=True)]
     return [body[:length] for body, length in zip(bodies, lengths, strict=True)]
+
+
+def _require_one_topic(topics: Sequence[bytes]) -> None:
+    """Raise DisagreementError unless all ranks, in rank order, exchange about the same thing."""
+    said = [topic.decode(errors="replace").partition("\0") for topic in topics]
+    first, _, _ = said[0]
+    for rank, (about, _, _) in enumerate(said):
+        if about != first:
+            remarks = [f"on rank {r}, {remark}" for r, (_, _, remark) in enumerate(said) if remark]
+            explained = f" ({'; '.join(remarks)})" if remarks else ""
+            raise DisagreementError(
+                f"rank {rank} is {about} while rank 0 is {first}: make the same calls on every "
+                f"rank, with the same arguments{explained}"
+            )
 
 
 def _gather_equal(message: bytes, group: dist.ProcessGroup | None) -> list[bytes]:

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lockstep.data.agreement import UNKNOWN, Description, check
+from lockstep.data.identity import Identity
 from lockstep.data.microbatch import Batch, Microbatch, leaves
 from lockstep.data.order import Epoch, order
 from lockstep.data.samples import Collate, Failure, Item, Samples, Share, Tensors
@@ -86,6 +87,7 @@ class Batches:
         self.agree = agree
         self.position = 0
         self._start = 0
+        self._order = ""
         self._share = _share(microbatches, replicas, replica)
         self._who = f"rank {rank}" if rank is not None else f"replica {replica}"
         self._name = type(dataset).__name__
@@ -197,6 +199,7 @@ class Batches:
         """Make the epoch's order, and be sure that all ranks made the same."""
         try:
             epoch = self._ordered()
+            self._order = epoch.digest().hex()
         except BaseException:
             if self.agree is not None:
                 self.agree(Description().packed())  # the others must not wait for this rank
@@ -225,7 +228,7 @@ class Batches:
             epoch=self.epoch,
             position=start,
             batches=UNKNOWN if epoch is None else len(epoch),
-            order=bytes(16) if epoch is None else epoch.digest(),
+            order=bytes.fromhex(self._order) if epoch is not None else bytes(16),
         )
         check(self.agree(description.packed()))
 
@@ -243,6 +246,7 @@ class Batches:
             ),
             epoch=self.epoch,
             seconds=seconds,
+            identity=Identity(self.epoch, self.position, self._order),
         )
 
 

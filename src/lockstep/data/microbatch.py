@@ -12,13 +12,14 @@ empty one. Nothing here knows of processes; plain values in, plain values out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from lockstep.data.identity import Identity
 from lockstep.errors import DatasetError
 
 __all__ = ["Batch", "Microbatch", "aligned", "cut", "leaves", "mapped", "owned", "pieces", "spans"]
@@ -74,7 +75,7 @@ class Batch:
 
     `microbatches` holds those that this rank's replica computes, in ascending
     order; `leaves` counts all of the batch. `seconds` is how long this rank
-    waited for its data.
+    waited for its data. `identity` tells the batch from all others, on every rank alike.
     """
 
     size: int
@@ -82,6 +83,7 @@ class Batch:
     microbatches: tuple[Microbatch, ...]
     epoch: int = 0
     seconds: float = 0.0
+    identity: Identity = field(default_factory=Identity)
 
 
 def cut(batch: Any, microbatches: int, replicas: int, replica: int, epoch: int = 0) -> Batch:

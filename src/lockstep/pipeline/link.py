@@ -1,6 +1,6 @@
 """The link: one direction of one boundary, from the rank of a stage to that of its neighbour.
 
-    page      | length of description | state | bytes inside | micro-batch | step |   24 bytes
+    page      | length of description | state | bytes inside | micro-batch | attempt | 24 bytes
               | description (JSON), where it changed | small tensors, as they lay in 64 bytes |
     beyond    a description or tensors that find no room in the page: a message each
 
@@ -78,7 +78,9 @@ class Sender:
     known: Known | None = None
     waiting: deque[tuple[list[Any], list[torch.Tensor]]] = field(default_factory=deque)
 
-    def send(self, pattern: Pattern, tensors: Sequence[torch.Tensor], step: int, leaf: int) -> None:
+    def send(
+        self, pattern: Pattern, tensors: Sequence[torch.Tensor], attempt: int, leaf: int
+    ) -> None:
         """Start sending a value that was flattened; what it needs is kept until it is sent."""
         self.reap()
         forms = [form_of(tensor) for tensor in tensors]
@@ -93,7 +95,7 @@ class Sender:
             places = _inside(forms, begin) if fits else None
         page = torch.empty(PAGE, dtype=torch.uint8)
         written = memoryview(page.numpy())  # type: ignore[arg-type]
-        HEADER.pack_into(written, 0, len(text), FINE, begin if places else 0, leaf, step)
+        HEADER.pack_into(written, 0, len(text), FINE, begin if places else 0, leaf, attempt)
         if text and fits:
             written[HEADER.size : HEADER.size + len(text)] = text
         vectors = [octets(*pair) for pair in zip(tensors, forms, strict=True)]
@@ -108,11 +110,11 @@ class Sender:
         works = [self.group.send([message], self.peer, self.tag) for message in messages]
         self.waiting.append((works, [*messages, *tensors]))
 
-    def fail(self, sentence: str, step: int) -> None:
+    def fail(self, sentence: str, attempt: int) -> None:
         """Tell the other end that nothing more comes, and why."""
         text = sentence.encode()[: PAGE - HEADER.size]
         page = bytearray(PAGE)
-        HEADER.pack_into(page, 0, len(text), FAILED, 0, 0, step)
+        HEADER.pack_into(page, 0, len(text), FAILED, 0, 0, attempt)
         page[HEADER.size : HEADER.size + len(text)] = text
         cover = torch.frombuffer(page, dtype=torch.uint8)
         self.waiting.append(([self.group.send([cover], self.peer, self.tag)], [cover]))
@@ -155,7 +157,7 @@ class Receiver:
         return self.known.forms
 
     def receive(
-        self, step: int, leaf: int, more: bool = False
+        self, attempt: int, leaf: int, more: bool = False
     ) -> tuple[Pattern, list[torch.Tensor]]:
         """Wait for the value of a micro-batch; return its pattern and tensors.
 
@@ -168,14 +170,14 @@ class Receiver:
         self._wait(work)
         self._posted = None
         page = memoryview(cover.numpy())  # type: ignore[arg-type]
-        length, state, begin, leaf_sent, step_sent = HEADER.unpack_from(page)
+        length, state, begin, leaf_sent, attempt_sent = HEADER.unpack_from(page)
         if state == FAILED:
             raise StoppedError(bytes(page[HEADER.size : HEADER.size + length]).decode())
-        if (step_sent, leaf_sent) != (step, leaf):
+        if (attempt_sent, leaf_sent) != (attempt, leaf):
             raise WorkError(
-                f"rank {self.peer} sent micro-batch {leaf_sent} of step {step_sent} where "
-                f"micro-batch {leaf} of step {step} was expected: all ranks must make the same "
-                "calls of the trainer"
+                f"rank {self.peer} sent micro-batch {leaf_sent} of attempt {attempt_sent} where "
+                f"micro-batch {leaf} of attempt {attempt} was expected: all ranks must make the "
+                "same calls of the trainer"
             )
         if length:
             self.known = Known(*read(json.loads(self._text(page, length))))

@@ -21,6 +21,7 @@ from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.stage import Stage
 from lockstep.plan.schedules import Action
 from lockstep.randomness import isolated
+from lockstep.step.attempt import Attempt
 from lockstep.step.buffers import Buffers
 from lockstep.step.entry import Entry
 from lockstep.step.forward import Metric, measured, own_loss, parts
@@ -38,15 +39,15 @@ class Passage(Turn):
 
     def __init__(
         self,
-        number: int,
+        attempt: Attempt,
         setting: Setting,
         pipeline: Pipeline,
         metrics: Mapping[str, Metric],
         finish: Callable[[Turn], None],
         watch: Watch | None = None,
     ) -> None:
-        super().__init__(number, setting, pipeline.side_effects, finish)
-        self._watch = watch if watch is not None and watch.sees(number) else None
+        super().__init__(attempt, setting, pipeline.side_effects, finish)
+        self._watch = watch if watch is not None and watch.sees(attempt.step) else None
         self.pipeline = pipeline
         self.spans: list[Span] = []
         self._stopped = ""
@@ -77,7 +78,7 @@ class Passage(Turn):
 
     def share_tied(self) -> None:
         """Give the sums of parameters that stages share to all of them."""
-        self.pipeline.share_tied(self.number)
+        self.pipeline.share_tied(self.attempt.number)
 
     # --- before the first and after the last --------------------------------------------------
 
@@ -168,7 +169,7 @@ class Passage(Turn):
         with self.setting.autocast():
             pattern, tensors = stage.forward(self.number, leaf, entry, data, place, loss)
         if ends.outputs is not None:
-            ends.outputs.send(pattern, tensors, self.number, leaf)
+            ends.outputs.send(pattern, tensors, self.attempt.number, leaf)
 
     def _loss(self, microbatch: Microbatch, place: str) -> Callable[[Any], torch.Tensor]:
         """Return what makes the scaled loss of the model's outputs, and notes it."""
@@ -200,16 +201,16 @@ class Passage(Turn):
             if stage.outputs(leaf):
                 gradients = assembled(*self._received(ends.gradients, leaf))
         tied = self.pipeline.ties_down(stage.number)
-        also = [pair for tie in tied for pair in tie.taken(self.number, leaf)]
+        also = [pair for tie in tied for pair in tie.taken(self.attempt.number, leaf)]
         if kind == "input":
             whole = self.pipeline.tied_parameters(stage.number)
             made = stage.backward_inputs(leaf, gradients, whole, also)
         else:
             made = stage.backward(leaf, gradients, also)
         if ends.to_inputs is not None and made:
-            ends.to_inputs.send(*flattened(tuple(made)), self.number, leaf)
+            ends.to_inputs.send(*flattened(tuple(made)), self.attempt.number, leaf)
         for tie in self.pipeline.ties_up(stage.number):
-            tie.hand_on(stage.taken(leaf, tie.parameters), self.number, leaf)
+            tie.hand_on(stage.taken(leaf, tie.parameters), self.attempt.number, leaf)
 
     def _finish_leaf(self, stage: Stage, microbatch: Microbatch) -> None:
         self._skip_absent(stage, microbatch.index)
@@ -219,7 +220,7 @@ class Passage(Turn):
     def _received(self, receiver: Receiver, leaf: int, more: bool = False) -> Any:
         begun, before = time.perf_counter(), receiver.received
         try:
-            return receiver.receive(self.number, leaf, more)
+            return receiver.receive(self.attempt.number, leaf, more)
         finally:
             waited = time.perf_counter() - begun
             self._waited += waited
@@ -241,7 +242,9 @@ class Passage(Turn):
     def page(self) -> Page:
         """Return what this rank has to say of its micro-batches, or of its failure."""
         if self._stopped:
-            return Page([], [], 0.0, 0.0, stopped=self._stopped)
+            assert self.batch is not None
+            batch = self.batch.identity.packed()
+            return Page([], [], 0.0, 0.0, stopped=self._stopped, batch=batch)
         page = super().page()
         return self._watch.noted(page, self._begun, self.spans) if self._watch else page
 
@@ -260,4 +263,4 @@ class Passage(Turn):
             self._stopped = named
             error.add_note(f"in {self.place}")
         with suppress(RuntimeError):
-            self.pipeline.fail(self._stopped, self.number)
+            self.pipeline.fail(self._stopped, self.attempt.number)

@@ -154,21 +154,21 @@ class Pipeline:
         plan = actions_of(self.name, self.setting.stages, microbatches, chunks)
         return plan[self.setting.position]
 
-    def fail(self, sentence: str, step: int) -> None:
+    def fail(self, sentence: str, attempt: int) -> None:
         """Tell the neighbours that this rank sends nothing more in this step."""
         for ends in self.ends.values():
             for sender in (ends.outputs, ends.to_inputs):
                 if sender is not None:
-                    sender.fail(sentence, step)
+                    sender.fail(sentence, attempt)
         for tie in self.ties:
             for sender in (tie.up, tie.down_sender):
                 if sender is not None:
-                    sender.fail(sentence, step)
+                    sender.fail(sentence, attempt)
 
-    def share_tied(self, step: int) -> None:
+    def share_tied(self, attempt: int) -> None:
         """Give the sums of shared parameters to all their stages, the owner's first."""
         for tie in reversed(self.ties):
             if tie.later in self.stages:
-                tie.hear(step)
+                tie.hear(attempt)
             if tie.earlier in self.stages:
-                tie.tell(step)
+                tie.tell(attempt)

@@ -17,6 +17,7 @@ from lockstep.pipeline.placement import Placement
 from lockstep.pipeline.staging import Staging
 from lockstep.pipeline.state import State
 from lockstep.pipeline.streaming import Stream
+from lockstep.step.attempt import Attempt
 from lockstep.step.evaluation import Evaluation
 from lockstep.step.forward import Metric
 from lockstep.step.optimization import Optimization
@@ -59,18 +60,18 @@ class Stages:
         if (given := staging.given()) is not None:
             self._cut(*given)
 
-    def step(self, number: int, finish: Callable[[Turn], None]) -> Step:
+    def step(self, attempt: Attempt, finish: Callable[[Turn], None]) -> Step:
         """Refuse: a loop of one's own calls the model, which is on several ranks."""
         raise UsageError(
             "a loop of one's own needs the whole model on every rank: with stages, call "
             "trainer.step(batch), or train with stages=1"
         )
 
-    def train(self, number: int, batch: Any, finish: Callable[[Turn], None]) -> None:
+    def train(self, attempt: Attempt, batch: Any, finish: Callable[[Turn], None]) -> None:
         """Train on one batch, through the stages."""
         batch = self.setting.cut(batch)
         pipeline = self._linked(batch)
-        with Passage(number, self.setting, pipeline, self._metrics, finish, self.watch) as passage:
+        with Passage(attempt, self.setting, pipeline, self._metrics, finish, self.watch) as passage:
             passage.train(batch)
 
     def evaluate(self, batches: Iterable[Batch], *, average: bool) -> Evaluation:

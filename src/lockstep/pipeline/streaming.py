@@ -26,7 +26,7 @@ from lockstep.step.forward import Metric, measured, own_loss, parts
 __all__ = ["Stream"]
 
 EVALUATION = 1 << 62
-"""What the pages of an evaluation's batches are numbered from; no step gets so far."""
+"""What the pages of an evaluation's batches are numbered from; no attempt gets so far."""
 
 
 class Stream:

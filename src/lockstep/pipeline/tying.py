@@ -45,34 +45,34 @@ class Tie:
     up_receiver: Receiver | None = None
     held: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
 
-    def hand_on(self, gradients: Sequence[torch.Tensor | None], step: int, leaf: int) -> None:
+    def hand_on(self, gradients: Sequence[torch.Tensor | None], attempt: int, leaf: int) -> None:
         """Give the later stage's sums of a micro-batch to the earlier one."""
         if self.up is None:
             self.held[leaf] = list(gradients)
         else:
-            self.up.send(*flattened(tuple(gradients)), step, leaf)
+            self.up.send(*flattened(tuple(gradients)), attempt, leaf)
 
-    def taken(self, step: int, leaf: int) -> Pairs:
+    def taken(self, attempt: int, leaf: int) -> Pairs:
         """Return what the later stages made of a micro-batch, with the parameters it is of."""
         if self.down is None:
             gradients = self.held.pop(leaf)
         else:
-            pattern, tensors = self.down.receive(step, leaf)
+            pattern, tensors = self.down.receive(attempt, leaf)
             gradients = assembled(pattern, tensors)
         pairs = zip(self.parameters, gradients, strict=True)
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
 
-    def tell(self, step: int) -> None:
+    def tell(self, attempt: int) -> None:
         """Send the earlier stage's sums over the batch to the later one."""
         if self.down_sender is not None:
             gradients = tuple(parameter.grad for parameter in self.parameters)
-            self.down_sender.send(*flattened(gradients), step, 0)
+            self.down_sender.send(*flattened(gradients), attempt, 0)
 
-    def hear(self, step: int) -> None:
+    def hear(self, attempt: int) -> None:
         """Take the sums over the batch from the earlier stage."""
         if self.up_receiver is None:
             return
-        pattern, tensors = self.up_receiver.receive(step, 0)
+        pattern, tensors = self.up_receiver.receive(attempt, 0)
         for parameter, gradient in zip(self.parameters, assembled(pattern, tensors), strict=True):
             parameter.grad = None if gradient is None else in_format_of(gradient, parameter)
 

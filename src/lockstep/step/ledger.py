@@ -64,12 +64,16 @@ class Page:
     """When this rank worked on what, as the record has it, where the step is recorded."""
     begun: float = 0.0
     """When the step began here, by rank 0's clock; only with `spans`."""
+    batch: str = ""
+    """Which batch this rank trained on; see `lockstep.data.identity`."""
 
 
-def exchange(page: Page, about: str, group: dist.ProcessGroup | None = None) -> list[Page]:
-    """Return every rank's page, in rank order; `about` must be the same on all."""
+def exchange(
+    page: Page, about: str, group: dist.ProcessGroup | None = None, remark: str = ""
+) -> list[Page]:
+    """Return every rank's page, in rank order; `about` and `remark` as of `all_gather_bytes`."""
     message = json.dumps(vars(page), default=vars).encode()
-    return [_read(message) for message in all_gather_bytes(message, about, group)]
+    return [_read(message) for message in all_gather_bytes(message, about, group, remark)]
 
 
 def peak_memory() -> int:

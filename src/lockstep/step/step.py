@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 
-from lockstep.comm.transfer import all_gather_bytes
 from lockstep.errors import UsageError
+from lockstep.step.attempt import Attempt
 from lockstep.step.buffers import Buffers
 from lockstep.step.gradients import Gradients
 from lockstep.step.recomputation import Recomputation
@@ -44,7 +43,7 @@ class Step(Turn):
 
     def __init__(
         self,
-        number: int,
+        attempt: Attempt,
         setting: Setting,
         units: Units,
         buffers: Buffers,
@@ -53,7 +52,7 @@ class Step(Turn):
         side_effects: SideEffects,
         finish: Callable[[Turn], None],
     ) -> None:
-        super().__init__(number, setting, side_effects, finish)
+        super().__init__(attempt, setting, side_effects, finish)
         self.buffers = buffers
         self.gradients = gradients
         self._units = units
@@ -93,8 +92,7 @@ class Step(Turn):
         setting = self.setting
         batch = self._cut(batch)
         parts, computed = self._shares(batch)
-        announce = partial(all_gather_bytes, b"", self.about, setting.group)
-        self.gradients.begin(batch.leaves, announce)
+        self.gradients.begin(batch.leaves, self.announce)
         for microbatch in batch.microbatches:
             leaf = microbatch.index
             if leaf not in parts:

@@ -17,11 +17,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lockstep.comm.transfer import all_gather_bytes
+from lockstep.data.identity import require_same_batch
 from lockstep.data.microbatch import Batch, Microbatch, spans
 from lockstep.errors import LossError, UsageError
+from lockstep.step.attempt import Attempt
 from lockstep.step.buffers import Buffers
 from lockstep.step.compilation import static_shapes
 from lockstep.step.forward import check_scalar
@@ -55,12 +56,13 @@ class Turn:
 
     def __init__(
         self,
-        number: int,
+        attempt: Attempt,
         setting: Setting,
         side_effects: SideEffects,
         finish: Callable[[Turn], None],
     ) -> None:
-        self.number = number
+        self.attempt = attempt
+        self.number = attempt.step
         self.setting = setting
         self.side_effects = side_effects
         self.batch: Batch | None = None
@@ -99,6 +101,15 @@ class Turn:
         traceback: TracebackType | None,
     ) -> None:
         """Finish the step, or undo it where there was an exception."""
+        try:
+            self._exit(error)
+        except BaseException as failure:
+            self.attempt.fail(failure)
+            raise
+        if error is not None:
+            self.attempt.fail(error)
+
+    def _exit(self, error: BaseException | None) -> None:
         unfinished = self._leave(error)
         self._stack.close()
         for _, buffers in self.parts():
@@ -129,8 +140,8 @@ class Turn:
         """What must be the same of this step on all ranks, in words."""
         assert self.batch is not None
         return (
-            f"in step {self.number} of a trainer, with a batch of {self.batch.size} samples "
-            f"in {self.batch.leaves} micro-batches"
+            f"{self.attempt}, with a batch of {self.batch.size} samples in {self.batch.leaves} "
+            "micro-batches"
         )
 
     def page(self) -> Page:
@@ -153,7 +164,20 @@ class Turn:
             side_effect=effects.failure,
             weights=effects.summary,
             idle=self._idle,
+            batch=self.batch.identity.packed(),
         )
+
+    def announce(self) -> None:
+        """Tell the other ranks which step and batch this is, before gradients are added early.
+
+        Raises DisagreementError on every rank where it is not the same on all.
+        """
+        assert self.batch is not None
+        line = self.batch.identity.packed().encode()
+        everyone = all_gather_bytes(
+            line, self.about, self.setting.group, self.attempt.previous_failure
+        )
+        require_same_batch([each.decode() for each in everyone], self.number)
 
     def _failure(self) -> str:
         """Return what went wrong here that stops the step on every rank."""
@@ -188,7 +212,7 @@ class Turn:
             for each in batch.microbatches
             if each.data is not None  # a stage in between needs none
         }
-        weights = _exchanged(mine, self.about, setting.group)
+        weights = self._exchanged(mine)
         if not sum(weights.values()) > 0:
             raise LossError(
                 f"rank {setting.rank}, step {self.number}: the weights of the batch's "
@@ -197,6 +221,18 @@ class Turn:
             )
         parts = shares(weights)
         return parts, sum(sizes[leaf] for leaf in parts)
+
+    def _exchanged(self, mine: Mapping[int, float]) -> dict[int, float]:
+        """Return the weights of all micro-batches, in leaf order, on every rank."""
+        text = ",".join(f"{leaf}:{weight.hex()}" for leaf, weight in mine.items())
+        about, remark = f"weighing {self.about}", self.attempt.previous_failure
+        pairs = [
+            pair.split(":")
+            for message in all_gather_bytes(text.encode(), about, self.setting.group, remark)
+            for pair in message.decode().split(",")
+            if pair
+        ]
+        return {int(leaf): float.fromhex(weight) for leaf, weight in pairs}
 
     def _weight(self, microbatch: Microbatch) -> float:
         assert self.setting.weight is not None
@@ -218,17 +254,3 @@ class Turn:
                     "that of the whole batch; give the trainer weight=lockstep.target_weight(loss)"
                 )
                 return
-
-
-def _exchanged(
-    mine: Mapping[int, float], about: str, group: dist.ProcessGroup | None
-) -> dict[int, float]:
-    """Return the weights of all micro-batches, in leaf order, on every rank."""
-    text = ",".join(f"{leaf}:{weight.hex()}" for leaf, weight in mine.items())
-    pairs = [
-        pair.split(":")
-        for message in all_gather_bytes(text.encode(), f"weighing {about}", group)
-        for pair in message.decode().split(",")
-        if pair
-    ]
-    return {int(leaf): float.fromhex(weight) for leaf, weight in pairs}

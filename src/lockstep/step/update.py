@@ -23,6 +23,7 @@ from torch import nn
 
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.comm.tree import nodes_of
+from lockstep.data.identity import require_same_batch
 from lockstep.data.microbatch import spans
 from lockstep.errors import GradientError, LossError, StateError, StoppedError
 from lockstep.step import clipping
@@ -62,7 +63,7 @@ class Update:
         holders = [nodes_of(each, batch.leaves) for each in owned]
         page = step.page()
         begun = time.perf_counter()
-        pages = exchange(page, step.about, group)
+        pages = exchange(page, step.about, group, step.attempt.previous_failure)
         exchanged = time.perf_counter()
         _judge(step, pages)
         peers = pages[self.setting.position :: self.setting.stages]
@@ -129,6 +130,7 @@ class Update:
 
 def _judge(step: Turn, pages: Sequence[Page]) -> None:
     """Raise, on every rank alike, what the ledger says of a step that cannot go on."""
+    require_same_batch([page.batch for page in pages], step.number)
     if step.error is not None and not isinstance(step.error, StoppedError):
         raise step.error
     for rank, page in enumerate(pages):

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.clock import clock_offset
@@ -27,6 +28,7 @@ from lockstep.pipeline.state import State
 from lockstep.run.world import world
 from lockstep.show.record import Recorder
 from lockstep.step.agreement import require_same
+from lockstep.step.attempt import Attempt
 from lockstep.step.evaluation import Evaluation
 from lockstep.step.forward import Metric
 from lockstep.step.history import EpochResult, History, StepResult
@@ -173,6 +175,7 @@ class Trainer:
                 self.setting, self.model, self.module, staging.names, *how, shared, elementwise
             )
         )
+        self._attempt = Attempt(_next_number(self.setting.group), step=0, number=-1)
         self._began = time.perf_counter()
         writers = opened(record) if self.world.rank == 0 else []
         self._folder = folder_of(writers)
@@ -233,9 +236,14 @@ class Trainer:
         Raises LossError where a loss is not a scalar or not finite; then the weights
         are those before the step.
         """
+        self._attempt = self._attempt.following(self.steps)
         if batch is None:
-            return self._model.step(self.steps, self._finish_step)
-        self._model.train(self.steps, batch, self._finish_step)
+            return self._model.step(self._attempt, self._finish_step)
+        try:
+            self._model.train(self._attempt, batch, self._finish_step)
+        except BaseException as error:
+            self._attempt.fail(error)
+            raise
         assert self.history.last is not None
         return self.history.last.loss
 
@@ -343,6 +351,7 @@ class Trainer:
         self._state.load(state)
         self.history.load_state_dict(state["open_epoch"])
         self.steps, self.epoch = state["steps"], state["epoch"]
+        self._attempt = Attempt(self._attempt.trainer, self.steps, self.steps - 1)
 
     def save(self, path: str | Path, *, average: bool = False) -> None:
         """Write the weights as safetensors, from rank 0; the file is whole or not there.
@@ -393,6 +402,18 @@ class Trainer:
         if result is not None:
             self._optimization.end_epoch(result.loss)  # first: a callback may save the state
             self.history.tell(result)
+
+
+_trainers = 0  # that this process has made, or that other ranks of its worlds have
+
+
+def _next_number(group: dist.ProcessGroup | None) -> int:
+    """Return the number of the trainer that all ranks are making, the same on every rank."""
+    global _trainers
+    said = all_gather_bytes(str(_trainers).encode(), "making a trainer", group)
+    number = max(int(each) for each in said)
+    _trainers = number + 1
+    return number
 
 
 def _listed(callbacks: Any) -> list[Any]:

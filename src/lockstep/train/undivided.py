@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.data.microbatch import Batch
+from lockstep.step.attempt import Attempt
 from lockstep.step.buffers import Buffers
 from lockstep.step.evaluation import Evaluation, evaluate
 from lockstep.step.forward import Metric, forward
@@ -61,15 +62,15 @@ class Undivided:
         held = [each for _, each in parameters]
         self.update: Update | None = Update(setting, held, held, optimization, clip_norm)
 
-    def step(self, number: int, finish: Callable[[Turn], None]) -> Step:
-        """Return the step number `number`, for a loop of one's own."""
+    def step(self, attempt: Attempt, finish: Callable[[Turn], None]) -> Step:
+        """Return a step for a loop of the user's own."""
         buffers = Buffers(self.setting.modules_with(self._module))
         how = (self._units, buffers, self._gradients, self._recomputation)
-        return Step(number, self.setting, *how, self._side_effects, finish)
+        return Step(attempt, self.setting, *how, self._side_effects, finish)
 
-    def train(self, number: int, batch: Any, finish: Callable[[Turn], None]) -> None:
+    def train(self, attempt: Attempt, batch: Any, finish: Callable[[Turn], None]) -> None:
         """Train on one batch."""
-        with self.step(number, finish) as step:
+        with self.step(attempt, finish) as step:
             for data in step.microbatches(batch):
                 loss, metrics = forward(
                     self._called, self.setting.loss, self._metrics, data, step.place

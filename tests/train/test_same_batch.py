@@ -1,0 +1,196 @@
+"""All ranks train on the same batch in the same attempt, or every rank says who does not."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.errors import DisagreementError
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+BAD = 99.0
+
+
+class Picky(nn.Module):
+    """Refuses a batch with a bad sample, in forward or in backward."""
+
+    def __init__(self, where="forward"):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+        self.where = where
+
+    def forward(self, inputs):
+        bad = bool((inputs == BAD).any())
+        if bad and self.where == "forward":
+            raise ValueError("a bad sample")
+        hidden = self.first(inputs)
+        if bad and self.where == "backward":
+            hidden.register_hook(refuse)
+        return self.second(hidden)
+
+
+def refuse(gradient):
+    raise ValueError("a bad sample")
+
+
+def rows(number, samples=16):
+    generator = torch.Generator().manual_seed(number)
+    inputs = torch.randn(samples, 6, generator=generator)
+    return inputs, torch.randint(0, 3, (samples,), generator=generator)
+
+
+def losses(trainer, batches):
+    """Train on each batch, skipping those that the model refuses; stop at another error."""
+    said = []
+    for batch in batches:
+        try:
+            said.append(trainer.step(batch))
+        except ValueError as error:
+            said.append(str(error))
+        except DisagreementError as error:
+            return [*said, str(error)]
+    return said
+
+
+@pytest.mark.parametrize(
+    ("where", "options", "backend"),
+    [
+        ("forward", {}, None),
+        ("forward", {}, "gloo"),
+        ("forward", {"weight": lambda data: float(len(data[0]))}, None),
+        ("backward", {"shared": True}, None),
+        ("backward", {}, "gloo"),
+    ],
+)
+def test_a_rank_that_skips_a_failed_batch_alone_is_named(ranks, where, options, backend):
+    """It went on under the same step number, and halves of different batches were added."""
+
+    def train():
+        torch.manual_seed(0)
+        trainer = ls.Trainer(Picky(where), nn.CrossEntropyLoss(), SGD, **options)
+        batches = [rows(number) for number in range(5)]
+        batches[2][0][12] = BAD  # in rank 1's half
+        return losses(trainer, batches), trainer.steps
+
+    (first, steps), (second, _) = ranks(train, 2, backend=backend)
+    assert steps == 2
+    assert len(first) == 3
+    assert second == [*first[:2], "a bad sample", first[2]]
+    assert "in step 2 of trainer 0 (attempt 3)" in first[2]
+    assert "in step 2 of trainer 0 (attempt 2)" in first[2]
+    assert "on rank 1, attempt 2, at step 2, raised ValueError: a bad sample" in first[2]
+
+
+def test_a_batch_that_all_ranks_skip_changes_nothing(ranks):
+    def train():
+        torch.manual_seed(0)
+        trainer = ls.Trainer(Picky(), nn.CrossEntropyLoss(), SGD)
+        batches = [rows(number) for number in range(5)]
+        batches[2][0][:, 0] = BAD
+        return losses(trainer, batches), trainer.digest()
+
+    (alone,) = ranks(train, 1)
+    assert alone[0][2] == "a bad sample"
+    assert len(alone[0]) == 5
+    assert ranks(train, 2) == [alone] * 2
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_stage_that_skips_a_batch_alone_is_named(ranks, bad):
+    """Activations of one batch met the targets of another."""
+
+    def train():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, stages=2, balance=[2, 1])
+        batches = [rows(number) for number in range(5)]
+        if dist.get_rank() == bad:
+            batches[2] = (batches[2][0], batches[2][1][:5])
+        return losses(trainer, batches)
+
+    found = ranks(train, 2)
+    assert len(found[bad]) == 4
+    assert "batch[1] holds 5" in found[bad][2]
+    assert found[1 - bad] == [*found[bad][:2], found[bad][3]]
+    assert f"on rank {bad}, attempt 2, at step 2, raised DatasetError: batch[0]" in found[0][-1]
+
+
+def test_steps_of_two_trainers_are_not_paired(ranks):
+    """A rank that failed in one trainer's step went on with the other trainer's."""
+
+    def train():
+        torch.manual_seed(0)
+        trainers = [ls.Trainer(Picky(), nn.CrossEntropyLoss(), SGD) for _ in range(2)]
+        batches = [rows(0), rows(0)]
+        batches[0][0][12] = BAD
+        said = losses(trainers[0], batches[:1])
+        return said if "rank" in said[0] else said + losses(trainers[1], batches[1:])
+
+    first, second = ranks(train, 2)
+    assert "rank 1 is in step 0 of trainer 1 (attempt 0)" in first[0]
+    assert "rank 0 is in step 0 of trainer 0 (attempt 0)" in first[0]
+    assert second == ["a bad sample", first[0]]
+
+
+def test_a_long_form_step_that_fails_on_one_rank_is_named(ranks):
+    def train():
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        trainer = ls.Trainer(model, None, SGD)
+        for number in range(2):
+            try:
+                with trainer.step() as step:
+                    for inputs, targets in step.microbatches(rows(number)):
+                        step.backward(nn.functional.cross_entropy(model(inputs), targets))
+                        if number == 0 and dist.get_rank() == 1:
+                            raise KeyError("mine")
+            except KeyError:
+                continue
+            except DisagreementError as error:
+                return str(error)
+
+    for message in ranks(train, 2):
+        assert "on rank 1, attempt 0, at step 0, raised KeyError: 'mine'" in message
+
+
+def test_a_rank_that_leaves_out_a_loaded_batch_is_named(ranks):
+    def train():
+        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
+        said = []
+        for number, batch in enumerate(trainer.batches(TensorDataset(*rows(0, 64)), 16)):
+            if number == 1 and dist.get_rank() == 1:
+                continue
+            said += losses(trainer, [batch])
+            if isinstance(said[-1], str):
+                return said[-1]
+
+    for message in ranks(train, 2):
+        assert message.startswith("in step 1, rank 1 trains on batch 2 of epoch 0 from trainer")
+        assert "while rank 0 trains on batch 1 of epoch 0" in message
+
+
+def test_training_goes_on_from_a_state_after_ranks_have_parted(ranks):
+    def train():
+        torch.manual_seed(0)
+        trainer = ls.Trainer(Picky(), nn.CrossEntropyLoss(), SGD)
+        batches = [rows(number) for number in range(4)]
+        bad = (batches[2][0].clone(), batches[2][1])
+        bad[0][12] = BAD
+        trainer.step(batches[0])
+        state = {**trainer.state_dict()}
+        state["model"] = {name: each.clone() for name, each in state["model"].items()}
+        losses(trainer, [batches[1], bad, batches[3]])
+        trainer.load_state_dict(state)
+        return losses(trainer, batches[1:]), trainer.digest()
+
+    def undisturbed():
+        torch.manual_seed(0)
+        trainer = ls.Trainer(Picky(), nn.CrossEntropyLoss(), SGD)
+        batches = [rows(number) for number in range(4)]
+        return losses(trainer, batches)[1:], trainer.digest()
+
+    assert ranks(train, 2) == ranks(undisturbed, 1) * 2
