@@ -11,7 +11,7 @@ SOURCE = Path(lockstep.__file__).parent
 
 # From the bottom up; a module imports from its own line and from the lines before.
 LAYERS = [
-    {"errors", "files", "randomness", "checksum", "redaction"},
+    {"errors", "files", "randomness", "checksum", "messages", "redaction"},
     {"run"},
     {"comm"},
     {"data"},

@@ -12,6 +12,7 @@ import sys
 import click
 
 from lockstep.errors import LockstepError
+from lockstep.messages import escape_control, say
 
 COMMANDS = {
     "run": "run a script or module on N ranks",
@@ -59,6 +60,6 @@ def main() -> None:
         cli.main(standalone_mode=True)
     except LockstepError as error:
         for note in getattr(error, "__notes__", ()):  # a rank's traceback
-            click.echo(note, err=True)
-        click.echo(f"lockstep: {error}", err=True)
+            click.echo(escape_control(note), err=True)
+        say(str(error))
         sys.exit(error.exit_status)

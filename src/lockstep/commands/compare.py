@@ -10,6 +10,7 @@ import click
 
 from lockstep.commands.report import kind_of, place_of, save, show_page
 from lockstep.errors import UsageError
+from lockstep.messages import escape_control
 
 if TYPE_CHECKING:
     from lockstep.show.comparison import Comparison
@@ -70,7 +71,7 @@ def print_text(found: Comparison) -> None:
         click.echo()
     for run in found.runs:
         for remark in run.remarks:
-            click.echo(f"{run.name}: {remark}", err=True)
+            click.echo(escape_control(f"{run.name}: {remark}"), err=True)
     print_table(*show.table(found), spare=("state", "layout", "digest"))
     if found.settings:
         click.echo("\nWhat differs:")

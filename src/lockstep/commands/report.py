@@ -10,6 +10,7 @@ import click
 
 from lockstep.errors import FileError, UsageError
 from lockstep.files import make_folder, open_for_write, replace_file
+from lockstep.messages import escape_control
 
 if TYPE_CHECKING:
     from lockstep.show.reading import Run
@@ -116,7 +117,7 @@ def save(content: bytes, output: str | None, default: Path | None = None) -> Pat
         raise FileError(
             f"{place} cannot be written ({error.strerror}); name another place with --output"
         ) from None
-    click.echo(f"{place}  ({len(content) / 1000:,.0f} kB)")
+    click.echo(escape_control(f"{place}  ({len(content) / 1000:,.0f} kB)"))
     return place
 
 

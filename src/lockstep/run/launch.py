@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from lockstep.errors import RankError, UsageError
+from lockstep.messages import say
 from lockstep.run import preload
 from lockstep.run.assignment import Assignment
 from lockstep.run.channel import Message, parcel
@@ -98,7 +99,7 @@ class Launched:
         """Wait at the end of the program, as for processes that are no daemons."""
         error = self._job.watch(self._deadline)
         if error is not None:
-            print(f"lockstep: {error}", file=sys.stderr)
+            say(str(error))
 
 
 @overload

@@ -6,14 +6,14 @@ fault handler answers (run/stack.py). Seldom, and only once a rank has returned.
 
 from __future__ import annotations
 
-import sys
 import time
 
+from lockstep.messages import say
 from lockstep.run import stack
 from lockstep.run.job import Job
 from lockstep.run.verdict import spoken
 
-__all__ = ["Lingering", "say"]
+__all__ = ["Lingering"]
 
 LINGER = 5.0  # seconds to the first question; each later one waits twice as long
 
@@ -55,8 +55,3 @@ class Lingering:
             self._said.update(left)
             say(f"{spoken(left)} returned, while {'; '.join(places)}")
         return True
-
-
-def say(sentence: str) -> None:
-    """Print one sentence for the person at the terminal."""
-    print(f"lockstep: {sentence}", file=sys.stderr, flush=True)

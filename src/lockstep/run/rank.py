@@ -33,6 +33,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from lockstep.errors import LockstepError
+from lockstep.messages import say
 from lockstep.run.channel import Channel, Message, adopt, parcel, unpack
 from lockstep.run.stack import answer, is_own
 
@@ -122,7 +123,7 @@ def execute(message: Message) -> int:
     try:
         os.execvpe(message["target"], [message["target"], *message["argv"]], message["environ"])
     except OSError as error:
-        print(f"lockstep: cannot run {message['target']!r}: {error.strerror}", file=sys.stderr)
+        say(f"cannot run {message['target']!r}: {error.strerror}")
         return 127
 
 
@@ -272,7 +273,7 @@ def _send_error(report: Channel, error: BaseException, *, shown: bool) -> int:
     with contextlib.suppress(OSError):
         report.send(told)
     if shown and told["plain"]:
-        print(f"lockstep: {error}", file=sys.stderr)
+        say(str(error))
     elif shown:
         sys.excepthook(type(error), error, error.__traceback__)
     if isinstance(error, KeyboardInterrupt):

@@ -32,6 +32,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from lockstep.errors import RendezvousError
 from lockstep.files import replace_file
+from lockstep.messages import say
 from lockstep.run import rollcall
 from lockstep.run.environment import Place
 from lockstep.run.meeting import bind, resolve
@@ -134,7 +135,7 @@ def _reach(place: Place, address: str, port: int, deadline: float) -> Store:
             )
         if waited >= rollcall.NOTE_AFTER and not noted:
             noted = True
-            rollcall.say(
+            say(
                 f"rank {place.rank}: nobody answers at {address}:{port} (MASTER_ADDR, "
                 f"MASTER_PORT) since {waited:.0f} s: {reason}; waiting "
                 f"{deadline - time.monotonic():.0f} s more"
@@ -183,7 +184,7 @@ def _through_file(place: Place, deadline: float) -> Store:
             )
         if waited >= rollcall.NOTE_AFTER and not noted:
             noted = True
-            rollcall.say(f"rank {place.rank} has waited {waited:.0f} s for rank 0, and goes on")
+            say(f"rank {place.rank} has waited {waited:.0f} s for rank 0, and goes on")
         time.sleep(RETRY)
     return _reach(place, LOOPBACK, port, deadline)
 

@@ -16,18 +16,18 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import time
 from datetime import timedelta
 
 from torch.distributed import DistError, DistStoreError, Store  # type: ignore[attr-defined]
 
 from lockstep.errors import PlaceError, RendezvousError
+from lockstep.messages import say
 from lockstep.run.environment import Place
 from lockstep.run.rank import tell
 from lockstep.run.verdict import spoken
 
-__all__ = ["call", "say"]
+__all__ = ["call"]
 
 HERE = "all here"
 LOOK = 0.5  # seconds between two looks at who is missing
@@ -147,8 +147,3 @@ def _process(identity: dict[str, object]) -> str:
 
 def _spoken(identity: dict[str, object]) -> str:
     return f"rank {identity['rank']} ({_process(identity)})"
-
-
-def say(sentence: str) -> None:
-    """Print one sentence for the person at the terminal."""
-    print(f"lockstep: {sentence}", file=sys.stderr, flush=True)

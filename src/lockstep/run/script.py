@@ -22,11 +22,12 @@ from typing import BinaryIO
 
 from lockstep.errors import FileError, RankError, UsageError
 from lockstep.files import make_folder
+from lockstep.messages import say
 from lockstep.run import preload
 from lockstep.run.assignment import Assignment
 from lockstep.run.channel import Message
 from lockstep.run.job import GRACE, Job
-from lockstep.run.lingering import Lingering, say
+from lockstep.run.lingering import Lingering
 from lockstep.run.output import Output
 from lockstep.run.plan import STDERR, STDOUT, Plan
 from lockstep.run.verdict import signal_name, spoken

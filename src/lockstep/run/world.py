@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.utils.deterministic
 
 from lockstep.errors import RendezvousError, UsageError
+from lockstep.messages import escape_control, say
 from lockstep.run import environment, rendezvous
 from lockstep.run.allocator import keep_freed_memory
 from lockstep.run.environment import Place
@@ -129,10 +130,9 @@ def default_backend(device: torch.device, place: Place) -> str:
     name = cpu_backend(place.local_world_size == place.world_size)
     reason = _native().reason_unavailable()
     if name == "gloo" and reason and place.rank == 0 and place.world_size > 1:
-        print(
-            "lockstep: ranks talk through gloo, many times more slowly than through the backend "
-            f"'lockstep', which can't be used here; {reason}",
-            file=sys.stderr,
+        say(
+            "ranks talk through gloo, many times more slowly than through the backend "
+            f"'lockstep', which can't be used here; {reason}"
         )
     return name
 
@@ -263,7 +263,7 @@ def _join(place: Place, backend: str, timeout: float, device: torch.device) -> N
             device_id=device if device.type == "cuda" else None,
         )
     except (dist.DistError, RuntimeError) as error:
-        said = str(error).partition("\n")[0]
+        said = escape_control(str(error).partition("\n")[0])
         seconds = round(time.monotonic() - began)
         raise RendezvousError(
             f"rank {place.rank}: all {place.world_size} ranks came, but {backend} could not "

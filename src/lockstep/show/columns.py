@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.messages import escape_control
 from lockstep.show.record import PARTS
 
 __all__ = ["Column", "Columns", "Line", "Steps", "columns", "join", "mapping", "number"]
@@ -72,7 +73,7 @@ def column_dicts(values: list[Any]) -> dict[str, Column]:
     """Turn a list of dicts of numbers into columns by key, in order of appearance."""
     dicts = values if all(type(value) is dict for value in values) else list(map(mapping, values))
     names = dict.fromkeys(chain.from_iterable(dicts))
-    return {str(name): column(dicts, name) for name in names}
+    return {escape_control(str(name)): column(dicts, name) for name in names}
 
 
 def rank_rows(values: list[Any]) -> Column:

@@ -13,8 +13,11 @@ import numpy as np
 
 import lockstep
 from lockstep.errors import FileError
+from lockstep.messages import escape_control
 from lockstep.show import words
 from lockstep.show.chart import overlaid
+from lockstep.show.markdown import table as markdown_table
+from lockstep.show.markdown import text
 from lockstep.show.pace import Verdict, compare_paces, pace
 from lockstep.show.page import panel, render
 from lockstep.show.reading import Run
@@ -158,7 +161,8 @@ def weights_sentences(first: Run, second: Run) -> list[str]:
     if found is None:
         return [f"Their weights in {name} are the same bytes, tensor by tensor."]
     others = f"; {found.count} of {found.total} tensors differ" if found.count > 1 else ""
-    return [f"In {name} the first tensor that differs is {found.tensor}: it {found.how}{others}."]
+    what = f"In {name} the first tensor that differs is {found.tensor}: it {found.how}{others}."
+    return [escape_control(what)]
 
 
 def settings(runs: list[Run]) -> dict[str, list[str]]:
@@ -217,14 +221,12 @@ def html(comparison: Comparison) -> str:
 def markdown(comparison: Comparison) -> str:
     """Return the comparison in Markdown."""
     names, rows = table(comparison)
-    lines = [f"## {' and '.join(comparison.names)}", ""]
-    lines += [f"- {sentence}" for one in comparison.against for sentence in one.sentences]
-    lines += ["", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
+    lines = [f"## {text(' and '.join(comparison.names))}", ""]
+    lines += [f"- {text(sentence)}" for one in comparison.against for sentence in one.sentences]
+    lines += ["", *markdown_table(names, rows)]
     if comparison.settings:
-        lines += ["", f"| differs | {' | '.join(comparison.names)} |"]
-        lines += ["|---" * (len(comparison.names) + 1) + "|"]
-        lines += [f"| {name} | {' | '.join(v)} |" for name, v in comparison.settings.items()]
+        settings = [[name, *values] for name, values in comparison.settings.items()]
+        lines += ["", *markdown_table(("differs", *comparison.names), settings)]
     return "\n".join(lines) + "\n"
 
 

@@ -18,12 +18,12 @@ import abc
 import importlib
 import importlib.util
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
+from lockstep.messages import say
 from lockstep.show.record import PARTS
 
 __all__ = ["Dashboard", "MLflow", "TensorBoard", "WandB", "scalars"]
@@ -88,7 +88,7 @@ class Dashboard(abc.ABC):
                 f"{type(self).__name__} is left out from here on, "
                 f"the training goes on ({type(error).__name__}: {error})"
             )
-            print(f"lockstep: {self.failure}", file=sys.stderr, flush=True)
+            say(self.failure)
 
     def close(self) -> None:
         """Close the dashboard's run, as interrupted if it had no end."""

@@ -14,7 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import lockstep
+from lockstep.messages import escape_control
 from lockstep.redaction import redact
+from lockstep.show import markdown
 from lockstep.show.checks import backends, machine, network, software
 from lockstep.show.finding import Finding, Question, bad
 from lockstep.show.machine import variables
@@ -57,11 +59,16 @@ def examine(
     for name, check in checks.items():
         begin(name)
         try:
-            for found in check(question):
-                yield replace(found, what=redact(found.what), advice=redact(found.advice))
+            yield from map(shown, check(question))
         except Exception as error:
-            what = redact(f"the check failed with {type(error).__name__}: {error}")
-            yield bad(name, what, "report this, with the block below")
+            what = f"the check failed with {type(error).__name__}: {error}"
+            yield shown(bad(name, what, "report this, with the block below"))
+
+
+def shown(found: Finding) -> Finding:
+    """Return a finding without secrets and control characters."""
+    what, advice = (escape_control(redact(text)) for text in (found.what, found.advice))
+    return replace(found, what=what, advice=advice)
 
 
 def block(findings: Iterable[Finding]) -> str:
@@ -71,4 +78,5 @@ def block(findings: Iterable[Finding]) -> str:
     found = variables(os.environ)
     lines += [f"      {name}={value}" for name, value in found.items()]
     home = str(Path.home())
-    return "\n".join(["```", *lines, "```"]).replace(home, "~" if len(home) > 1 else home)
+    text = "\n".join(lines)
+    return "\n".join(markdown.block(text.replace(home, "~" if len(home) > 1 else home)))

@@ -98,7 +98,7 @@ class Picture:
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'width="{self.width}" height="{self.height}" font-family="{FONT}" role="img">'
-            f"<title>{escape(self.title)}</title>"
+            f"<title>{escape(printable(self.title))}</title>"
             f'<rect width="100%" height="100%" fill="{self.ground}"/>'
         )
         return "\n".join([head, *map(element, self.shapes), "</svg>"]) + "\n"

@@ -3,8 +3,8 @@
 A reader forgives: a truncated last line, lines that are no JSON, kinds and
 fields that it does not know, missing fields, a newer version. What it passed
 over it says in `Run.remarks`. Secrets that an older version wrote are redacted
-here. The steps come as columns, for there may be a million of them (2.5 s, 240 MB
-of text).
+here, and control characters made visible. The steps come as columns, for there
+may be a million of them (2.5 s, 240 MB of text).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Literal
 import orjson
 
 from lockstep.errors import FileError, UsageError
+from lockstep.messages import escape_control
 from lockstep.redaction import redact
 from lockstep.show.columns import Columns, Line, Steps, columns, join, mapping
 from lockstep.show.record import FILE, VERSION
@@ -52,7 +53,7 @@ class Run:
     @property
     def name(self) -> str:
         """The run's name: its folder's."""
-        return str(self.header.get("name") or self.folder.name)
+        return str(self.header.get("name") or escape_control(self.folder.name))
 
     @property
     def layout(self) -> Line:
@@ -167,13 +168,13 @@ class Gathered:
     def take_other(self, kind: str, line: Line) -> None:
         """Take a line that is no step; an unknown kind is passed over."""
         if kind == "run" and not self.header:
-            self.header = redact(line)
+            self.header = cleaned(line)
         elif kind == "epoch":
-            self.epochs.append(line)
+            self.epochs.append(cleaned(line))
         elif kind == "warning":
-            self.warnings.append(redact(line))
+            self.warnings.append(cleaned(line))
         elif kind == "end":
-            self.end = redact(line)
+            self.end = cleaned(line)
         elif kind == "timeline":
             self.timelines.append(line)
 
@@ -213,6 +214,21 @@ class Gathered:
             yield "The record's last line is cut off, and was skipped."
         if self.bad:
             yield f"{self.bad} lines of the record could not be read, and were skipped."
+
+
+def cleaned(line: Line) -> Line:
+    """Return a line without secrets and without control characters."""
+    found: Line = escaped(redact(line))
+    return found
+
+
+def escaped(value: Any) -> Any:
+    """Return `value` with control characters made visible in all of its texts."""
+    if isinstance(value, str):
+        return escape_control(value)
+    if isinstance(value, dict):
+        return {escape_control(name): escaped(each) for name, each in value.items()}
+    return [escaped(each) for each in value] if isinstance(value, list) else value
 
 
 def is_json(line: bytes) -> bool:

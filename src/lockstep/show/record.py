@@ -19,7 +19,6 @@ import datetime
 import fcntl
 import json
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ import orjson
 
 from lockstep.errors import FileError, UsageError
 from lockstep.files import create_file, make_folder
+from lockstep.messages import say
 
 __all__ = ["FILE", "PARTS", "VERSION", "Recorder", "Writer", "fresh_name"]
 
@@ -117,7 +117,7 @@ class Recorder:
         )
         self.close()
         with contextlib.suppress(OSError, ValueError):
-            print(f"lockstep: {self.failure}", file=sys.stderr, flush=True)
+            say(self.failure)
 
 
 def create(path: Path) -> int:

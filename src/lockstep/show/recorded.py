@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.messages import escape_control
 from lockstep.show.columns import Line, mapping, number
 from lockstep.show.reading import Run
 from lockstep.show.record import PARTS
@@ -61,7 +62,7 @@ def of_line(line: Line) -> Timeline | None:
         return None
     origin = min(work.begin - work.waited for work in works)
     moved = tuple(work.moved(-origin) for work in works)
-    return Timeline(f"step {line.get('step')}", len(rows), moved, origin)
+    return Timeline(escape_control(f"step {line.get('step')}"), len(rows), moved, origin)
 
 
 def work_of(rank: int, start: float, piece: Any) -> Work | None:
@@ -74,7 +75,14 @@ def work_of(rank: int, start: float, piece: Any) -> Work | None:
         return None
     stage, microbatch, source = (index(value) for value in (stage, microbatch, source))
     return Work(
-        rank, str(kind), *times[:2], stage, microbatch, times[2], source, index(octets) or 0
+        rank,
+        escape_control(str(kind)),
+        *times[:2],
+        stage,
+        microbatch,
+        times[2],
+        source,
+        index(octets) or 0,
     )
 
 

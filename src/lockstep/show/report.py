@@ -14,6 +14,8 @@ import lockstep
 from lockstep.show import words
 from lockstep.show.breakdown import EPOCHS, RANKS, epoch_table, memory, rank_splits, shares
 from lockstep.show.chart import curves
+from lockstep.show.markdown import block, text
+from lockstep.show.markdown import table as markdown_table
 from lockstep.show.page import panel, render
 from lockstep.show.reading import Run
 from lockstep.show.record import FILE, PARTS
@@ -110,39 +112,37 @@ def tiles(run: Run, summary: Summary) -> list[Tile]:
 def markdown(run: Run) -> str:
     """Return the report of `run` in Markdown, for an issue."""
     summary = summarise(run)
-    lines = [f"## {summary.name} ({STATES[run.state]})", "", *headline(run, summary)]
-    lines += [f"\n> {sentence}" for sentence in (trouble(run, summary), *run.remarks) if sentence]
-    lines += ["", "| figure | value |", "|---|---|"]
-    lines += [f"| {tile.name} | {tile.value} |" for tile in tiles(run, summary)]
+    lines = [f"## {text(summary.name)} ({STATES[run.state]})", ""]
+    lines += map(text, headline(run, summary))
+    remarks = [trouble(run, summary), *run.remarks]
+    lines += [f"\n> {text(sentence)}" for sentence in remarks if sentence]
+    figures = [(tile.name, tile.value) for tile in tiles(run, summary)]
     if summary.digest:
-        lines.append(f"| digest of the weights | `{summary.digest}` |")
-    lines += ["", *(f"- {sentence}" for sentence in findings(run))]
-    lines += [f"- {sentence}" for sentence in moments(typical(run), None)]
+        figures.append(("digest of the weights", summary.digest))
+    lines += ["", *markdown_table(("figure", "value"), figures)]
+    sentences = [*findings(run), *moments(typical(run), None)]
+    lines += ["", *(f"- {text(sentence)}" for sentence in sentences)]
     lines += split_table(run)
     lines += waits_table(run)
     lines += epoch_lines(run)
     if run.warnings:
         lines += ["", "### Warnings", ""]
-        lines += [f"- {warning(line)}" for line in run.warnings[:WARNINGS]]
+        lines += [f"- {text(warning(line))}" for line in run.warnings[:WARNINGS]]
     if command(run):
-        lines += ["", "### Command", "", "```", command(run), "```"]
+        lines += ["", "### Command", "", *block(command(run))]
     for group in facts(run):
-        lines += ["", f"<details><summary>{group.name}</summary>", "", "| | |", "|---|---|"]
-        lines += [f"| {cell(name)} | {cell(value)} |" for name, value in group.facts.items()]
-        lines += ["", "</details>"]
+        lines += ["", f"<details><summary>{group.name}</summary>", ""]
+        lines += [*markdown_table(("", ""), list(group.facts.items())), "", "</details>"]
     return "\n".join(lines) + "\n"
 
 
 def split_table(run: Run) -> list[str]:
     """Return the split of the ranks' time as a Markdown table."""
-    splits = rank_splits(run)[:RANKS]
-    if not splits:
-        return []
-    lines = ["", f"| rank | time | {' | '.join(PARTS)} |", "|---|---|" + "---|" * len(PARTS)]
-    for one in splits:
-        parts = " | ".join(words.percent(share) for share in one.shares.values())
-        lines.append(f"| {one.rank} | {words.duration(one.seconds)} | {parts} |")
-    return lines
+    rows = [
+        [str(one.rank), words.duration(one.seconds), *map(words.percent, one.shares.values())]
+        for one in rank_splits(run)[:RANKS]
+    ]
+    return ["", *markdown_table(("rank", "time", *PARTS), rows)] if rows else []
 
 
 def waits_table(run: Run) -> list[str]:
@@ -150,9 +150,7 @@ def waits_table(run: Run) -> list[str]:
     found = waits(run)
     if found is None:
         return []
-    names, rows = table(found)
-    lines = ["", waited(found), "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    return lines + [f"| {' | '.join(row)} |" for row in rows]
+    return ["", text(waited(found)), "", *markdown_table(*table(found))]
 
 
 def epoch_lines(run: Run) -> list[str]:
@@ -160,12 +158,7 @@ def epoch_lines(run: Run) -> list[str]:
     table = epoch_table(run)
     if not table.rows:
         return []
-    rows = [f"| {' | '.join(row)} |" for row in table.rows]
+    rows = list(table.rows)
     if table.hidden:
-        rows.insert(EPOCHS // 2, f"| ... {table.hidden} more |")
-    return ["", f"| {' | '.join(table.names)} |", "|---" * len(table.names) + "|", *rows]
-
-
-def cell(value: str) -> str:
-    """Return text that stays within a Markdown table's cell."""
-    return value.replace("|", "\\|").replace("\n", " ")
+        rows.insert(EPOCHS // 2, [f"... {table.hidden} more"])
+    return ["", *markdown_table(table.names, rows)]

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.messages import escape_control
+
 __all__ = ["folded", "painted", "print_table", "width"]
 
 WIDE = 10_000  # columns where the output is no terminal
@@ -30,6 +32,7 @@ def folded(sentence: str, indent: str = "", first: str | None = None) -> list[st
     """Return a sentence as lines, folded between words; `first` is the first line's indent."""
     room = max(width(), len(indent) + 20)
     first = indent if first is None else first
+    sentence = escape_control(sentence)
     return textwrap.wrap(sentence, room, initial_indent=first, subsequent_indent=indent)
 
 
@@ -48,6 +51,7 @@ def print_table(
     Where the terminal is too narrow the columns in `spare` are left out, in that
     order; where that does not suffice each row becomes a block of lines.
     """
+    names, *rows = [list(map(one_line, line)) for line in (names, *rows)]
     kept = list(range(len(names)))
     for name in spare:
         if needed(names, rows, kept) > width() and name in names:
@@ -56,6 +60,11 @@ def print_table(
         print_blocks(names, rows)
     else:
         print_columns([names[at] for at in kept], [[row[at] for at in kept] for row in rows])
+
+
+def one_line(text: str) -> str:
+    """Return text that stays on its line."""
+    return escape_control(text.replace("\n", " "))
 
 
 def needed(names: Sequence[str], rows: Sequence[Sequence[str]], kept: Sequence[int]) -> int:
@@ -71,7 +80,7 @@ def print_columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         header_style="bold",
     )  # fmt: skip
     for name in names:
-        table.add_column(name, no_wrap=True)
+        table.add_column(Text(name), no_wrap=True)
     for row in rows:
         table.add_row(*(styled(cell) for cell in row))
     show(table)

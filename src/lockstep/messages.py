@@ -1,0 +1,30 @@
+r"""Messages for the person at the terminal, with control characters made visible.
+
+Names, paths and messages may come from another process, a record or a file's header. Printed
+as they are, they could move the cursor, change colours or hide what was printed before;
+here "\x1b[2J" is printed as those six characters.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+
+__all__ = ["escape_control", "say"]
+
+# C0 and C1 controls except newline and tab, line separators, marks that change the direction
+# of text, halves of surrogate pairs, and what XML forbids.
+CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+    r"\ud800-\udfff\ufeff\ufffe\uffff]"
+)
+
+
+def escape_control(text: str) -> str:
+    r"""Return `text` with control characters as escapes such as "\x1b"; newlines and tabs stay."""
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def say(sentence: str) -> None:
+    """Print one sentence on standard error."""
+    print(f"lockstep: {escape_control(sentence)}", file=sys.stderr, flush=True)

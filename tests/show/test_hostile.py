@@ -1,0 +1,122 @@
+"""A record written to do harm, in every form in which a run is shown."""
+
+import html.parser
+import json
+import re
+import xml.etree.ElementTree
+
+import pytest
+import torch
+from click.testing import CliRunner
+from markdown_it import MarkdownIt
+from safetensors.torch import save_file
+
+import records
+from lockstep.cli import cli
+
+HARM = (
+    "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'><svg onload=alert(3)>"
+    "|`[a](javascript:alert(4))`\n\n# heading\n```\n</details>"
+    "\r\x1b[2J\x1b]0;x\x07\x9b31m\u202e\x00"
+)
+FORMS = {
+    "html": ["report", "night", "--format", "html", "-o", "-"],
+    "md": ["report", "night", "--format", "md", "-o", "-"],
+    "svg": ["report", "night", "--format", "svg", "-o", "-"],
+    "png": ["report", "night", "--format", "png", "-o", "-"],
+    "trace": ["report", "night", "--trace", "-"],
+    "compare text": ["compare", "night", "plain"],
+    "compare json": ["compare", "night", "plain", "--json"],
+    "compare md": ["compare", "night", "plain", "--format", "md", "-o", "-"],
+    "compare html": ["compare", "night", "plain", "--format", "html", "-o", "-"],
+    "runs": ["runs"],
+    "runs json": ["runs", "--json"],
+}
+
+
+def hostile():
+    """Return the lines of a run whose every text, and every name that it may choose, does harm."""
+    header = {
+        "name": HARM, "command": [HARM, HARM], "recipe": HARM, "started": HARM,
+        "layout": {"world_size": 2, "replicas": HARM, "backend": HARM, "device": HARM, HARM: HARM},
+        "options": {HARM: HARM, "list": [HARM, [HARM]], "nested": {HARM: {HARM: HARM}}},
+        "environment": {"hostname": HARM, "variables": {HARM: HARM}, "gpus": [HARM], HARM: HARM},
+        "model": {"class": HARM, "parameters": 1}, "epochs": 2,
+    }  # fmt: skip
+    metrics = {HARM: 0.5, "accuracy": 0.5}
+    for line in records.whole(**header):
+        yield line | ({"metrics": metrics} if line["kind"] in ("step", "epoch") else {})
+        if line["kind"] == "epoch":
+            yield line | {"evaluation": {"loss": 0.5, "metrics": metrics}}
+    yield {"kind": "warning", "t": 1, "rank": HARM, "message": HARM}
+    timeline = records.timeline(0)
+    timeline["step"] = timeline["ranks"][0]["works"][0][0] = HARM
+    yield timeline
+    yield records.END | {"state": "failed", "message": HARM, "digest": HARM, "metrics": metrics}
+
+
+@pytest.fixture(params=FORMS)
+def shown(request, tmp_path, monkeypatch):
+    """Return (the form, what is shown in it)."""
+    monkeypatch.chdir(tmp_path)
+    records.write(tmp_path / "runs" / "night", hostile())
+    records.write(tmp_path / "runs" / "plain", records.whole())
+    records.write(tmp_path / "runs" / f"a\x1b[2J{chr(0xDCFF)}b", records.whole(name=None))
+    for run, value in (("night", 1.0), ("plain", 2.0)):
+        file = tmp_path / "runs" / run / "weights.safetensors"
+        save_file({HARM: torch.full((2,), value)}, file)
+    done = CliRunner().invoke(cli, FORMS[request.param], catch_exceptions=False)
+    assert done.exit_code == 0
+    return request.param, done
+
+
+def test_no_control_character_reaches_the_reader(shown):
+    form, done = shown
+    if form == "png":
+        assert done.stdout_bytes.startswith(b"\x89PNG")
+        return
+    assert re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", done.output) == []
+
+
+class Tags(html.parser.HTMLParser):
+    """Collects the tags of a page, and attributes that run something."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.running = set(), []
+
+    def handle_starttag(self, tag, attrs):
+        self.names.add(tag)
+        self.running += [name for name, value in attrs if name.startswith("on")]
+        self.running += [
+            value
+            for name, value in attrs
+            if name in ("href", "src", "style") and "alert" in (value or "")
+        ]
+
+
+def test_no_text_becomes_a_tag_or_a_link(shown):
+    form, done = shown
+    page = done.output if form != "png" else ""
+    if form.endswith("md"):
+        page = MarkdownIt("commonmark", {"html": True}).enable("table").render(page)
+        assert page.count("<h1>") == page.count("<a ") == 0
+        assert page.count("<details>") == page.count("</details>")
+    if form.endswith(("html", "md", "svg")):
+        tags = Tags()
+        tags.feed(page)
+        assert not tags.names & {"img", "iframe", "a", "object"}
+        assert tags.running == []
+        assert "<script>alert" not in page
+        assert "svg" not in tags.names or not form.endswith("md")
+
+
+def test_every_form_is_still_well_formed(shown):
+    form, done = shown
+    if form == "svg":
+        xml.etree.ElementTree.fromstring(done.output)
+    if form.endswith("json") or form == "trace":
+        json.loads(done.output)
+    if form in ("runs", "compare text"):
+        assert "alert" in done.output
+        assert "heading\n" not in done.output
