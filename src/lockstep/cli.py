@@ -18,7 +18,7 @@ COMMANDS = {
     "run": "run a script or module on N ranks",
     "worker": "serve a driver on another host with workers",
     "train": "train a recipe on real data",
-    "bench": "measure collectives, training steps and start-up beside their peers",
+    "bench": "measure collectives, messages and start-up beside their peers",
     "schedule": "draw a pipeline's schedule, with its bubble",
     "report": "render a run's record as a page, Markdown or a picture",
     "compare": "compare runs: speed, digests, environment",
@@ -56,8 +56,13 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; exit with 0 (good), 1 (the work failed) or 2 (used wrongly)."""
+    run(cli)
+
+
+def run(command: click.Command) -> None:
+    """Run a command; print an error of Lockstep as its sentence alone, and exit."""
     try:
-        cli.main(standalone_mode=True)
+        command.main(standalone_mode=True)
     except LockstepError as error:
         for note in getattr(error, "__notes__", ()):  # a rank's traceback
             click.echo(escape_control(note), err=True)

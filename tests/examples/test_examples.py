@@ -14,7 +14,7 @@ import lockstep as ls
 from lockstep import examples
 from lockstep.run import preload
 
-OTHERS = {"picture", "rpc_pipeline", "training"}  # what they share; with tests of their own
+OTHERS = {"picture", "training"}  # what they share; with tests of their own
 NAMES = {module.name for module in pkgutil.iter_modules(examples.__path__)} - OTHERS
 PAGE = Path(__file__).parents[2] / "docs" / "message-passing.md"
 

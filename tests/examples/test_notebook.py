@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import examples
-
 nbformat = pytest.importorskip("nbformat", reason="needs the extra [test]")
 nbclient = pytest.importorskip("nbclient", reason="needs the extra [test]")
-NOTEBOOK = Path(examples.__path__[0]) / "driver.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "driver.ipynb"
 
 
 def text_of(cell) -> str:

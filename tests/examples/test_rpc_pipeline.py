@@ -11,7 +11,7 @@ from torch.distributed import autograd, rpc
 from torch.nn import functional as F
 
 import lockstep as ls
-from lockstep.examples.rpc_pipeline import MASTER, WORKERS, Master, joined
+from examples.rpc_pipeline import MASTER, WORKERS, Master, joined
 from lockstep.recipes.resnet import ResNet
 
 TIMEOUT = 60.0
@@ -103,7 +103,7 @@ def test_remote_calls_meet_through_the_environment_of_a_launch():
 
 
 def test_the_program_prints_a_time_for_each_number_of_splits():
-    command = [sys.executable, "-m", "lockstep.examples.rpc_pipeline"]
+    command = [sys.executable, "-m", "examples.rpc_pipeline"]
     small_work = ["--splits", "2", "--batches", "1", "--batch-size", "4", "--size", "40"]
     done = subprocess.run(
         command + small_work, capture_output=True, text=True, timeout=100, check=False

@@ -25,17 +25,9 @@ COLLECTIVE = "lockstep.commands.bench_collective"
 BENCHMARKS: dict[str, tuple[str, str]] = {
     name: (COLLECTIVE, collective.sentence) for name, collective in COLLECTIVES.items()
 }
-BENCHMARKS["step"] = (
-    "lockstep.commands.bench_step",
-    "a whole training step, beside DistributedDataParallel and FSDP2",
-)
 BENCHMARKS["startup"] = (
     "lockstep.commands.bench_startup",
     "ranks that join a group and leave it, beside torchrun",
-)
-BENCHMARKS["pipeline"] = (
-    "lockstep.commands.bench_pipeline",
-    "a model in two stages, beside torch's pipelining and remote calls",
 )
 
 

@@ -1,0 +1,28 @@
+"""Progress of a benchmark: what it measures at the moment, and how long it will take."""
+
+from __future__ import annotations
+
+import time
+
+from lockstep.commands.bench_collective import status
+
+__all__ = ["Clock", "about"]
+
+
+def about(seconds: float) -> str:
+    """Return an estimate in words."""
+    return "about a minute" if seconds < 90 else f"about {round(seconds / 60)} minutes"
+
+
+class Clock:
+    """Shows what goes on, and how long it has taken of the estimate."""
+
+    def __init__(self, expected: float) -> None:
+        self._begun, self._expected = time.monotonic(), expected
+        self.subject = ""
+
+    def __call__(self, what: str) -> None:
+        """Show it on a terminal."""
+        passed = time.monotonic() - self._begun
+        clock = f"{passed // 60:.0f}:{passed % 60:02.0f}"
+        status(f"[{clock} of {about(self._expected)}] {self.subject}{what} ...")

@@ -1,0 +1,145 @@
+"""The race: contenders live through the run, prove their losses, and take turns.
+
+start     the ranks of every contender; from here on they sleep when it is not their turn
+splits    1, 2, 4, 8 micro-batches, one after another:
+  train     two steps, whose losses must be those of one process, and the digests each other's
+  rounds    alone  copies  rpc  torch-gloo ...    a block of steps each, slowest rank
+            copies  rpc  torch-gloo ...  alone    another one begins
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field
+
+from benchmarks.pipeline.case import Case
+from benchmarks.pipeline.rank import main
+from benchmarks.pipeline.ways import ALONE, COPIES, STAGES, WAYS, Way
+from benchmarks.runner import Runner
+from lockstep.bench.peers import Meeting, TorchPeer
+from lockstep.bench.rounds import rotation
+from lockstep.bench.times import Timed
+
+__all__ = ["CHECKED", "Contender", "Outcome", "contenders", "ideal", "race"]
+
+CHECKED = 2  # steps whose losses are compared: the second knows the first one's gradients
+NEAR = 2e-3  # how far losses may be from the right ones: those add in another order
+BLOCK = 0.3  # seconds that a block should last
+LONG = 1.0  # seconds that a step may take and still be one of several in a block
+LONGEST = 200  # steps of a block at most
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Outcome(Timed):
+    """What a contender did in one case: seconds a step, ascending; `cannot` says why nothing."""
+
+    name: str
+    case: Case
+    times: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    digest: str = ""
+    wrong: str = ""
+    cannot: str = ""
+
+
+@dataclass
+class Contender(Runner):
+    """Ranks that train in one way; of the copies also only the first of them."""
+
+    way: Way
+    peer: TorchPeer
+    alone: bool = False
+    calls: int = 1
+    outcome: Outcome = field(init=False)  # of the case that is measured
+
+    @property
+    def name(self) -> str:
+        """What the tables call it."""
+        return ALONE if self.alone else self.way.name
+
+
+@contextmanager
+def contenders(names: Sequence[str], patience: float, say: Say) -> Iterator[list[Contender]]:
+    """Start the ranks of each contender, the copies first, and end them all."""
+    with ExitStack() as opened:
+        racing = []
+        for name in dict.fromkeys([COPIES, *names]):
+            way = WAYS[name]
+            say(f"starting {way.ranks} ranks of {name}")
+            meeting = opened.enter_context(closing(Meeting(way.ranks, patience)))
+            peer = TorchPeer(name, meeting, main)
+            opened.callback(peer.end)
+            if name == COPIES:
+                racing.append(Contender(way, peer, alone=True))
+            racing.append(Contender(way, peer))
+        yield racing
+
+
+def race(racing: Sequence[Contender], case: Case, repeats: int, say: Say) -> list[Outcome]:
+    """Measure one case on all of `racing`, `repeats` blocks each.
+
+    A rank that ends raises, and ends the measurement.
+    """
+    for one in racing:
+        one.outcome = Outcome(one.name, case)
+    for one in racing:
+        if not one.alone:
+            say(f"{one.name} trains its first steps")
+            begin(one)
+    for number, one in enumerate(rotated(racing, repeats)):
+        if not one.outcome.cannot:
+            say(f"{one.name}, block {number + 1} of {len(racing) * repeats}")
+            one.outcome.times += one.block(one.calls)
+            one.outcome.times.sort()
+    for one in racing:
+        if not one.alone:
+            one.ask({"drop": True})
+    outcomes = [one.outcome for one in racing]
+    judge(outcomes)
+    return outcomes
+
+
+def rotated(racing: Sequence[Contender], repeats: int) -> Iterator[Contender]:
+    """Give everybody's turns; each round begins with another contender."""
+    turns = rotation(len(racing))
+    for _ in range(len(racing) * repeats):
+        yield racing[next(turns)]
+
+
+def begin(one: Contender) -> None:
+    """Let a contender train its first steps, and find out how many make a block."""
+    case = one.outcome.case
+    answers = one.ask({"train": asdict(case), "checked": CHECKED})
+    for each in answers:
+        one.outcome.losses = one.outcome.losses or each.get("losses", [])
+        one.outcome.digest = one.outcome.digest or each.get("digest", "")
+    one.calls = 1
+    if case.net.seconds < LONG and not one.outcome.cannot:
+        one.block(one.calls)  # it settles
+        times = one.block(one.calls)
+        if times:
+            one.calls = max(1, min(LONGEST, round(BLOCK / max(times[0], 1e-6))))
+
+
+def judge(outcomes: list[Outcome]) -> None:
+    """Say of each outcome whether its losses are those of one process, its digest the others'."""
+    right = next(one.losses for one in outcomes if one.name == COPIES)
+    digest = next((one.digest for one in outcomes if one.digest), "")
+    for one in outcomes:
+        if one.name == ALONE or one.cannot:
+            continue
+        if len(one.losses) != len(right) or not all(
+            math.isclose(*pair, rel_tol=NEAR) for pair in zip(one.losses, right, strict=True)
+        ):
+            one.wrong = f"losses {one.losses} where one process has {right}"
+        elif one.digest and one.digest != digest:
+            one.wrong = f"digest {one.digest[:8]} where its peers have {digest[:8]}"
+
+
+def ideal(single: float, splits: int) -> float:
+    """Return the time of a batch in an ideal pipeline: p ranks do (m + p - 1) / (p m) of it."""
+    return single * (splits + STAGES - 1) / (STAGES * splits)

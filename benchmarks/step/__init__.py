@@ -1,0 +1,1 @@
+"""What `python -m benchmarks.step` measures: a whole training step, beside the peers."""

@@ -1,0 +1,269 @@
+"""`python -m benchmarks.step`: a whole training step, beside PyTorch's own ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from benchmarks.clock import Clock, about
+from lockstep.bench.sizes import spoken
+from lockstep.cli import run
+from lockstep.commands.bench_collective import (
+    described,
+    numbers,
+    save_text,
+    spoken_command,
+    status,
+)
+from lockstep.errors import UsageError, WorkError
+
+if TYPE_CHECKING:
+    from benchmarks.step.exactness import Exactness
+    from benchmarks.step.race import Outcome
+    from benchmarks.step.ways import Case
+    from benchmarks.step.widths import Digests
+
+__all__ = ["command"]
+
+MODELS, OPTIMIZERS = "1m,25m,transformer", "sgd,adamw"
+EVERYBODY = "all"
+COPIES = "copies"
+
+
+@click.command()
+@click.option("-n", "--nprocs", default="2", show_default=True, help="Ranks: 2 or 2,4.")
+@click.option(
+    "--models", default=MODELS, show_default=True,
+    help="Of tiny, 1m, 25m, 100m, transformer, resnet50.",
+)  # fmt: skip
+@click.option("--optimizers", default=OPTIMIZERS, show_default=True)
+@click.option(
+    "--vs", default=EVERYBODY, show_default=True, metavar="NAMES",
+    help="Contenders beside the copies: ddp-gloo,trainer.",
+)  # fmt: skip
+@click.option("--batch", default=32, show_default=True, help="Samples of a rank.")
+@click.option("--microbatches", default=1, show_default=True, help="Of a rank; divides its batch.")
+@click.option("--seconds", default=1.0, show_default=True, help="For each contender, at least.")
+@click.option("--widths", default="1,2,3,4", show_default=True, help="Ranks to compare digests on.")
+@click.option("--timeout", default=120.0, show_default=True, help="Longest wait, seconds.")
+@click.option("--json", "file", type=click.Path(path_type=Path), help="Write results.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw a .svg or a .png.")
+def command(**flags: Any) -> None:
+    """Measure training steps: Lockstep's, DistributedDataParallel's, FSDP2's, and none at all.
+
+    Each contender has ranks of its own, one thread each; they take turns, a block
+    of steps each, on the same batches with as many micro-batches. The honest
+    baseline are copies that run at the same time and exchange nothing: they share
+    the memory bus. Parameters are compared with one process of plain PyTorch, and
+    the trainer's digest on 1, 2, 3 and 4 ranks. 100m and resnet50 take minutes.
+    """
+    check(flags)
+    counts, widths = numbers(flags["nprocs"]), numbers(flags["widths"])
+    cases = wanted(flags)
+    names = contenders(flags["vs"])
+    check_memory(cases, names, max(counts))
+    machine, typed = described(), spoken_command()
+    expected = estimate(cases, names, counts, widths, flags["seconds"])
+    click.echo(f"# {machine}\n# {typed}\n# {told(cases, names, counts)}: {about(expected)}")
+    say = Clock(expected)
+    outcomes: list[Outcome] = []
+    for ranks in counts:
+        for each in races(cases, names, ranks, flags, say):
+            outcomes += each
+        click.echo("\n" + caption(ranks))
+    costs = list(exactness(cases, counts, flags, say))
+    found = same_digests(cases, names, widths, flags, say)
+    status("")
+    write(outcomes, costs, found, flags, {"machine": machine, "command": typed})
+    judge(outcomes, found)
+
+
+def check(flags: dict[str, Any]) -> None:
+    """Raise UsageError for flags that cannot be meant."""
+    if flags["seconds"] <= 0 or flags["timeout"] <= 0:
+        raise UsageError("--seconds and --timeout are positive numbers of seconds")
+    batch, count = flags["batch"], flags["microbatches"]
+    if count < 1 or batch < 1 or batch % count:
+        raise UsageError(
+            f"--batch {batch} --microbatches {count}: a rank's samples are cut into micro-batches "
+            "of one size, so take a number that divides them"
+        )
+    if flags["plot"]:
+        from lockstep.bench.plot import check_format
+
+        check_format(flags["plot"])
+    for file in (flags["file"], flags["plot"]):
+        if file and not file.absolute().parent.is_dir():
+            raise UsageError(f"{file} cannot be written: there is no folder {file.parent}")
+
+
+def wanted(flags: dict[str, Any]) -> list[Case]:
+    """Return every model with every optimizer."""
+    from benchmarks.step.networks import NETWORKS, OPTIMIZERS, chosen
+    from benchmarks.step.ways import Case
+
+    models = chosen("--models", flags["models"], NETWORKS)
+    optimizers = chosen("--optimizers", flags["optimizers"], OPTIMIZERS)
+    batch, count = flags["batch"], flags["microbatches"]
+    return [Case(model, each, batch, count) for model in models for each in optimizers]
+
+
+def contenders(text: str) -> list[str]:
+    """Return the contenders asked for, the copies first; UsageError for one that cannot be."""
+    from benchmarks.contenders import lacking, require
+    from benchmarks.step.networks import chosen
+    from benchmarks.step.ways import WAYS
+
+    without = lacking(WAYS)
+    if text == EVERYBODY:
+        if without:
+            click.echo(
+                f"The backend 'lockstep' is not built here: without {', '.join(without)}, and "
+                "the trainer is on gloo.", err=True
+            )  # fmt: skip
+        return [name for name in WAYS if name not in without]
+    names = chosen("--vs", text, WAYS)
+    for name in names:
+        require(name, without)
+    return list(dict.fromkeys([COPIES, *names]))
+
+
+def check_memory(cases: list[Case], names: list[str], ranks: int) -> None:
+    """Raise UsageError where the largest case would not fit into memory."""
+    import psutil
+
+    case = max(cases, key=lambda each: need(each, names, ranks))
+    needed, free = need(case, names, ranks), psutil.virtual_memory().available
+    if needed > free:
+        raise UsageError(
+            f"{case.network} with {case.optimizer} on {ranks} ranks of {len(names)} contenders "
+            f"needs about {spoken(needed)} of memory, {spoken(free)} are free: choose fewer with "
+            "--vs ddp-gloo,trainer, or a smaller model"
+        )
+
+
+def need(case: Case, names: list[str], ranks: int) -> int:
+    """Return about how many bytes the contenders of a case hold together."""
+    from benchmarks.step.networks import count
+    from benchmarks.step.ways import WAYS
+
+    state = 2 if case.optimizer == "adamw" else 0
+    times = sum(WAYS[name].memory + state for name in names)
+    return round(4 * count(case.net) * times * ranks)
+
+
+def estimate(
+    cases: list[Case], names: list[str], counts: list[int], widths: list[int], seconds: float
+) -> float:
+    """Return about how long all of it takes, in seconds."""
+    from lockstep.bench.lineup import cores
+
+    whole = 10.0
+    for case in cases:
+        for ranks in counts:
+            crowd = max(1.0, ranks / cores())
+            step = 1.6 * case.net.step * crowd * case.samples / 32
+            each = 1.0 * crowd + 9 * step + 1.4 * max(seconds, 10 * step)
+            whole += each * (len(names) + 1)
+        whole += sum(1.0 + 8 * case.net.step for _ in widths)
+    return whole
+
+
+def told(cases: list[Case], names: list[str], counts: list[int]) -> str:
+    """Return what will be measured."""
+    ranks = ",".join(map(str, counts))
+    return f"{len(cases)} cases, {len(names) + 1} contenders, {ranks} ranks"
+
+
+def races(
+    cases: list[Case], names: list[str], ranks: int, flags: dict[str, Any], say: Clock
+) -> Iterator[list[Outcome]]:
+    """Measure and print one case after another."""
+    from benchmarks.step import table
+    from benchmarks.step.race import race
+
+    for case in cases:
+        say.subject = f"{case.network}, {case.optimizer}, {ranks} ranks: "
+        outcomes = race(case, names, ranks, flags["seconds"], flags["timeout"], say)
+        status("")
+        click.echo("\n".join(["", table.heading(outcomes), *table.rows(outcomes)]))
+        yield outcomes
+
+
+def caption(ranks: int) -> str:
+    """Return what stands under the tables."""
+    from benchmarks.step import table
+
+    return table.caption(ranks)
+
+
+def exactness(
+    cases: list[Case], counts: list[int], flags: dict[str, Any], say: Clock
+) -> Iterator[Exactness]:
+    """Measure and print what the tree costs, once a model."""
+    from benchmarks.step import table
+    from benchmarks.step.exactness import exactness as measure
+
+    click.echo("\n# what exactness costs")
+    for case in {case.network: case for case in cases}.values():
+        for ranks in counts:
+            say.subject = f"{case.network}, {ranks} ranks: "
+            say("the gradients, along the tree and in any order")
+            cost = measure(case, ranks, flags["seconds"], flags["timeout"])
+            status("")
+            click.echo(table.exactness_line(cost))
+            yield cost
+
+
+def same_digests(
+    cases: list[Case], names: list[str], widths: list[int], flags: dict[str, Any], say: Clock
+) -> list[Digests]:
+    """Compare and print the digests of the ways that promise them."""
+    from benchmarks.step import table
+    from benchmarks.step import widths as promise
+    from benchmarks.step.ways import WAYS
+
+    if not any(WAYS[name].promised for name in names):
+        return []
+    say.subject = ""
+    say(f"digests on {','.join(map(str, widths))} ranks")
+    found = promise.digests(cases, names, widths, flags["timeout"])
+    status("")
+    title = f"{promise.SAMPLES} samples in {promise.MICROBATCHES} micro-batches"
+    click.echo("\n".join([f"\n# digests, {title}", *table.widths_lines(found)]))
+    return found
+
+
+def write(
+    outcomes: list[Outcome], costs: list[Exactness], found: list[Digests],
+    flags: dict[str, Any], said: dict[str, str],
+) -> None:  # fmt: skip
+    """Write the files that were asked for."""
+    from benchmarks.step.table import records
+
+    if flags["file"]:
+        text = json.dumps(records(outcomes, costs, found, said), indent=1)
+        save_text(flags["file"], text + "\n")
+    if flags["plot"] and any(outcome.times for outcome in outcomes):
+        from benchmarks.step.plot import draw
+        from lockstep.bench.plot import save
+
+        save(draw(outcomes, said["machine"], said["command"]), flags["plot"])
+
+
+def judge(outcomes: list[Outcome], found: list[Digests]) -> None:
+    """Raise WorkError where parameters were wrong, or where nobody could do anything."""
+    from benchmarks.step.table import wrong
+
+    if bad := wrong(outcomes, found):
+        raise WorkError(f"wrong parameters from {'; '.join(bad)}: see digest and error")
+    if not any(outcome.times for outcome in outcomes):
+        raise WorkError(f"nothing could be measured: {outcomes[0].cannot}")
+
+
+if __name__ == "__main__":
+    run(command)

@@ -1,0 +1,67 @@
+"""The promise: what `lockstep.Trainer` makes of one global batch on any number of ranks.
+
+27 samples in 8 micro-batches, whoever computes them      two steps
+1 rank   [0 1 2 3 4 5 6 7]
+3 ranks  [0 1 2] [3 4 5] [6 7]                            the same digest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import lockstep
+from benchmarks.step.answers import CHECKED, plain_digest, training_digest
+from benchmarks.step.ways import WAYS, Case, Fixed
+
+__all__ = ["Digests", "digests"]
+
+SAMPLES, MICROBATCHES = 27, 8  # neither divides by 2, 3 and 4 alike
+
+
+@dataclass
+class Digests:
+    """The digests of one way in one case: plain PyTorch's, and those of each number of ranks."""
+
+    case: Case
+    way: str
+    plain: str
+    by_ranks: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether there is one digest."""
+        return {self.plain} >= set(self.by_ranks.values())
+
+
+def digests(
+    cases: Sequence[Case], ways: Sequence[str], widths: Sequence[int], patience: float
+) -> list[Digests]:
+    """Train every case in every way that promises bits, on each number of ranks in `widths`."""
+    fixed = [Fixed(case.network, case.optimizer, SAMPLES, MICROBATCHES) for case in cases]
+    promised = [name for name in ways if WAYS[name].promised]
+    plain = lockstep.launch(plain_digest, (fixed,), timeout=patience)[0]
+    found = [
+        Digests(case, name, digest)
+        for case, digest in zip(fixed, plain, strict=True)
+        for name in promised
+    ]
+    for ranks in widths:
+        told = lockstep.launch(train, (fixed, promised), ranks, timeout=patience)[0]
+        for each, digest in zip(found, told, strict=True):
+            each.by_ranks[ranks] = digest
+    return found
+
+
+def train(cases: Sequence[Case], ways: Sequence[str]) -> list[str]:
+    """Train in each way, one after another, and return the digests."""
+    ranks = lockstep.init(device="cpu").world_size
+    found = []
+    for case in cases:
+        for name in ways:
+            training = WAYS[name].make(case)
+            for turn in range(CHECKED):
+                training.step(case.batch(ranks, turn))
+            found.append(training_digest(training))
+    lockstep.shutdown()
+    return found

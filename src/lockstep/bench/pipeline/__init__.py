@@ -1,1 +1,0 @@
-"""What `lockstep bench pipeline` measures: a model in two stages, beside the peers."""

@@ -1,1 +1,0 @@
-"""What `lockstep bench step` measures: a whole training step, beside the peers."""

@@ -1,0 +1,74 @@
+"""The right answers: those of the reference, and a distance from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import reference
+from benchmarks.step.answers import (
+    CHECKED,
+    Alone,
+    Expected,
+    file_digest,
+    training_digest,
+    write,
+)
+from benchmarks.step.ways import Case, Fixed, loss
+from lockstep.step.digest import digest
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_answers_are_those_of_the_reference(optimizer):
+    case = Fixed("tiny", optimizer, 27, 5)
+    training, model = Alone(case, 3), case.net.model()
+    batches = [case.batch(3, turn) for turn in range(CHECKED)]
+    for batch in batches:
+        training.step(batch)
+    reference.train(model, loss, case.optimize, batches, microbatches=5)
+    assert training_digest(training) == digest(model.state_dict())
+
+
+def expected(case, folder):
+    """Return what is expected of a case, computed here."""
+    training = Alone(case, 2)
+    write(training, str(folder / "begun"))
+    training.step(case.batch(2, 0))
+    write(training, str(folder / "ended"))
+    ended = folder / "ended"
+    return Expected(case.net, folder / "begun", ended, file_digest(case.net, ended))
+
+
+def test_parameters_are_compared_with_the_way_they_went(tmp_path):
+    right = expected(Case("tiny", "sgd", 8), tmp_path)
+    begun, ended = (np.fromfile(tmp_path / name, np.float32) for name in ("begun", "ended"))
+    off = tmp_path / "off"
+    for share in (0.0, 0.5, 1.0):
+        (ended + np.float32(share) * (begun - ended)).tofile(off)
+        answer = right.compare(str(off))
+        assert answer.error == pytest.approx(share, abs=1e-3)
+        assert answer.same is (share == 0)
+
+
+def test_one_bit_is_seen(tmp_path):
+    right = expected(Case("tiny", "sgd", 8), tmp_path)
+    other = np.fromfile(tmp_path / "ended", np.float32)
+    other[-1] = np.nextafter(other[-1], np.float32(9))
+    other.tofile(tmp_path / "other")
+    answer = right.compare(str(tmp_path / "other"))
+    assert not answer.same
+    assert answer.error < 1e-3
+
+
+def test_a_file_has_the_digest_of_its_model(tmp_path):
+    case = Case("tiny", "sgd", 8)
+    write(Alone(case, 1), str(tmp_path / "file"))
+    assert file_digest(case.net, tmp_path / "file") == digest(case.net.model().state_dict())
+
+
+def test_a_global_batch_grows_with_the_ranks_unless_it_is_fixed():
+    case, fixed = Case("tiny", "sgd", 8, 2), Fixed("tiny", "sgd", 27, 8)
+    assert [(len(case.batch(n, 0)[0]), case.leaves(n)) for n in (1, 3)] == [(8, 2), (24, 6)]
+    assert [(len(fixed.batch(n, 0)[0]), fixed.leaves(n)) for n in (1, 3)] == [(27, 8)] * 2
+    assert not torch.equal(case.batch(1, 0)[0], case.batch(1, 1)[0])
