@@ -552,6 +552,19 @@ def test_settings_that_cannot_work_get_one_sentence(wrong, sentence):
         ls.shutdown()
 
 
+def test_a_fused_sgd_of_16_bit_parameters_is_refused():
+    """It updates the last elements of a tensor only, and its momentum is never the same."""
+    ls.init()
+    try:
+        fused = partial(SGD, fused=True)
+        for dtype in (torch.bfloat16, torch.float16):
+            with pytest.raises(UsageError, match="use SGD without fused=True"):
+                ls.Trainer(nn.Linear(6, 3).to(dtype), nn.CrossEntropyLoss(), fused)
+        ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), fused)
+    finally:
+        ls.shutdown()
+
+
 # --- DataParallel ---------------------------------------------------------------------------
 
 

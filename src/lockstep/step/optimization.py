@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -61,6 +61,7 @@ class Optimization:
                 "LBFGS computes the loss several times a step, which a trainer cannot repeat; "
                 "choose an optimizer that steps once"
             )
+        _check_fused(self.optimizer)
         self.scheduler = scheduler(self.optimizer) if scheduler else None
         self.average = (
             AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay))
@@ -144,6 +145,23 @@ class Optimization:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.average and state["average"]:
             self.average.load_state_dict(state["average"])
+
+
+def _check_fused(optimizer: Optimizer) -> None:
+    """Raise UsageError for a fused SGD of 16-bit parameters on the CPU.
+
+    Up to torch 2.13 it updates the last few elements of a tensor only, and its momentum is
+    whatever was in memory (pytorch/pytorch#191763).
+    """
+    for group in optimizer.param_groups if type(optimizer) is SGD else ():
+        for parameter in group["params"]:
+            half = parameter.dtype in (torch.bfloat16, torch.float16)
+            if group["fused"] and half and parameter.device.type != "cuda":
+                raise UsageError(
+                    "torch's SGD with fused=True does not update 16-bit parameters correctly on "
+                    "the CPU (pytorch/pytorch#191763), and no two runs give the same bits: use "
+                    "SGD without fused=True"
+                )
 
 
 def _grouped(

@@ -45,14 +45,6 @@ NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 def require_elementwise(optimizer: Optimizer, declared: bool) -> None:
     """Raise UsageError for an optimizer that may not be stepped piece by piece."""
-    for group in optimizer.param_groups:
-        half = any(each.dtype in (torch.bfloat16, torch.float16) for each in group["params"])
-        if type(optimizer) is optim.SGD and group["fused"] and half:
-            raise UsageError(
-                "SGD with fused=True rounds the last elements of a 16-bit tensor in another way "
-                "than the others, so its bits depend on where a tensor is cut: leave fused away, "
-                "or train with shared=False"
-            )
     if type(optimizer) in ELEMENTWISE or declared:
         return
     name = type(optimizer).__name__
