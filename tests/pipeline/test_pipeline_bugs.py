@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.errors import LayoutError, LockstepError
+from lockstep.errors import LayoutError, LockstepError, RankError
 
 BATCH = (torch.ones(8, 4), torch.zeros(8, dtype=torch.long))
 
@@ -227,3 +227,37 @@ def test_lazily_conjugated_tensors_cross_as_they_are(ranks):
     """They ended the run with an error of torch's."""
     expected, found = in_every_schedule(ranks, lambda: chain(layer, Conjugate, Product, layer), 4)
     assert found == same(expected)
+
+
+class Repeating(nn.Module):
+    """Calls one of its blocks a second time; in its list that has a name for each call."""
+
+    def __init__(self, names):
+        super().__init__()
+        torch.manual_seed(1)
+        again, last = layer(), layer()
+        self.layers = nn.ModuleList([again, nn.Tanh(), again, last][: 4 if names == 2 else 2])
+        self.last = last
+
+    def blocks(self):
+        return [self.layers[0], self.layers[1], self.layers[0], self.last]
+
+    def forward(self, x):
+        for block in self.blocks():
+            x = block(x)
+        return x
+
+
+def repeating(stages, names):
+    made = trainer(Repeating(names), stages, [2, 2])
+    return [made.step(BATCH), made.step(BATCH), made.digest()]
+
+
+def test_a_block_that_a_method_names_twice(ranks):
+    """Stages forgot the second call, and the model was refused as no chain of its blocks."""
+    for names in (1, 2):
+        (alone,) = ranks(repeating, 1, 1, names)
+        if names == 2:
+            assert ranks(repeating, 2, 2, names) == [alone, alone]
+    with pytest.raises(RankError, match=r"block layers.0 is called 2 times, and stages need a"):
+        ranks(repeating, 2, 2, 1)

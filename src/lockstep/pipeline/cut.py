@@ -42,18 +42,22 @@ def block_names(model: nn.Module, blocks: Blocks) -> list[str]:
             return []
         blocks = list(method())
     given = [blocks] if isinstance(blocks, (str, nn.Module)) else list(blocks)
-    names = {id(module): name for name, module in reversed(list(model.named_modules()))}
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
     return [each for item in given for each in _opened(_name(item, model, names), model)]
 
 
-def _name(item: str | nn.Module, model: nn.Module, names: dict[int, str]) -> str:
+def _name(item: str | nn.Module, model: nn.Module, names: dict[int, list[str]]) -> str:
+    """Return a block's name: of a module that is given several times, the next of its names."""
     kind = type(model).__name__
     if isinstance(item, nn.Module):
         if id(item) not in names:
             raise LayoutError(
                 f"blocks: a {type(item).__name__} that is given is no part of the model {kind}"
             )
-        return names[id(item)]
+        found = names[id(item)]
+        return found.pop(0) if len(found) > 1 else found[0]
     try:
         model.get_submodule(item)
     except AttributeError:

@@ -101,6 +101,12 @@ class Staging:
     def _check(self) -> None:
         if self.setting.stages == 1:
             return
+        repeated = [name for name in self.names if self.names.count(name) > 1]
+        if repeated:
+            raise LayoutError(
+                f"block {repeated[0]} is called {self.names.count(repeated[0])} times, and stages "
+                "need a name for each call: register the module under another name too"
+            )
         if len(self.names) < self.stages:
             raise LayoutError(
                 f"{len(self.names)} blocks cannot be cut into {self.stages} stages: each has at "
