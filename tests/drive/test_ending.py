@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import psutil
@@ -18,6 +19,8 @@ import torch.distributed as dist
 import lockstep as ls
 import processes
 from lockstep.drive.connection import dial
+from lockstep.drive.frame import Frame, Wire
+from lockstep.drive.identity import Credentials, Identity, Role
 from lockstep.errors import RankError, UsageError
 from processes import alive
 
@@ -167,15 +170,55 @@ def test_strangers_are_refused_and_the_driver_goes_on(capsys):
         place = ("127.0.0.1", driver._crew.port)
         with socket.create_connection(place) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\x80\x04" * 100)
-            stranger.shutdown(socket.SHUT_WR)
             assert what_is_told(stranger) == b""
-        with pytest.raises(UsageError, match=r"refused this worker: .* give both the same key"):
-            dial(*place, b"w" * 32, 60)
+        other = Credentials(b"w" * 32, Identity(Role.HOST))
+        with pytest.raises(UsageError, match="it holds another key: give both the same key"):
+            dial(*place, other, Identity(Role.DRIVER), 60)
         with socket.create_connection(place):  # one that says nothing keeps nobody waiting
             assert driver.run(ls.rank) == [0]
     said = capsys.readouterr().err
-    assert "a connection from 127.0.0.1 was refused: what it said is no greeting" in said
-    assert "was refused: it holds another key" in said
+    assert "from 127.0.0.1 was refused: it is not a process of this version of Lockstep" in said
+    assert "it holds another key" in said
+
+
+def test_a_second_worker_of_the_same_name_is_refused(capsys):
+    with ls.Driver(nprocs=1, timeout=60) as driver:
+        crew = driver._crew
+        own = replace(crew._credentials, own=Identity(Role.WORKER, 0, 0))
+        wire = dial("127.0.0.1", crew.port, own, Identity(Role.DRIVER), 60)
+        with wire.end:
+            wire.send(Frame({"kind": "hello", "port": 1, "pid": 1}))
+            while (received := frame_of(wire)) is not None:
+                assert received.kind == "beat"
+        assert driver.run(ls.rank) == [0]
+    said = capsys.readouterr().err
+    assert "from 127.0.0.1 was refused: worker 0 of host 0 is here already" in said
+
+
+def frame_of(wire: Wire) -> Frame | None:
+    """Return the next frame, None at the end."""
+    try:
+        return wire.receive()
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def redirect() -> None:
+    """Let this worker find rank 2 where rank 1 should be, as someone on the path could."""
+    (server,) = [thing for thing in gc.get_objects() if type(thing).__name__ == "Server"]
+    server._peers[1] = (*server._peers[2][:2], *server._peers[1][2:])
+
+
+def test_a_worker_does_not_answer_for_another_one():
+    with ls.Driver(nprocs=3, timeout=60) as driver:
+        shelves = [driver.on(rank).create(list) for rank in (1, 2)]
+        driver.on(0).run(redirect)
+        with pytest.raises(
+            RankError, match=r"rank 1 cannot be called: worker 1 of host 0 .* it is"
+        ):
+            driver.on(0).run(lambda shelf: shelf.append(5), shelves[0])
+        driver.on(0).run(lambda shelf: shelf.append(5), shelves[1])
+        assert [shelf.get() for shelf in shelves] == [[], [5]]
 
 
 def test_it_listens_on_the_loopback_interface_alone():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.drive.key import VARIABLE, make_key
+from lockstep.drive.refusals import INTERVAL
 from lockstep.errors import RankError, RendezvousError
 
 WORKER = [sys.executable, "-c", "from lockstep.cli import main; main()", "worker"]
@@ -91,8 +94,50 @@ def test_another_key_is_refused_and_said_on_both_sides(connect, place, capsys):
         worker = connect(env={**os.environ, VARIABLE: "ab" * 32})
         assert worker.wait(PATIENCE) == 2
         assert driver.run(ls.rank) == [0]
-    assert "refused this worker" in worker.stderr.read()
+    assert "refused the connection: it holds another key" in worker.stderr.read()
     assert "was refused: it holds another key" in capsys.readouterr().err
+
+
+def test_strangers_keep_no_worker_out_and_fill_no_terminal(connect, place, monkeypatch, capsys):
+    """Silent connections, replaced as soon as they are closed, and others that say something."""
+    monkeypatch.setenv(VARIABLE, "ab" * 32)
+    address, _, port = place.rpartition(":")
+    besieged, over = threading.Event(), threading.Event()
+    workers = []
+
+    def besiege() -> None:
+        held: list[socket.socket] = []
+        while not over.is_set():
+            for end in select.select(held, [], [], 0.01)[0]:
+                held.remove(end)
+                end.close()
+            with contextlib.suppress(OSError):
+                while len(held) < 48:
+                    held.append(socket.create_connection((address, int(port))))
+                besieged.set()
+                with socket.create_connection((address, int(port))) as loud:
+                    loud.sendall(b"\x1b[2J\r\n" * 20)
+        for end in held:
+            end.close()
+
+    def join() -> None:
+        besieged.wait(PATIENCE)
+        workers.append(connect("--timeout", "30"))
+
+    threads = [threading.Thread(target=target) for target in (besiege, join)]
+    for thread in threads:
+        thread.start()
+    try:
+        with ls.Driver(nprocs=1, remote=1, listen=place, timeout=PATIENCE) as driver:
+            assert driver.run(all_reduced) == [("0", 0, 3.0), ("1", 0, 3.0)]
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert workers[0].wait(PATIENCE) == 0
+    said = capsys.readouterr().err
+    assert 1 <= said.count("refused") <= 2 + PATIENCE / INTERVAL
+    assert "\x1b" not in said
 
 
 def test_workers_that_do_not_come_are_counted(place):
@@ -108,7 +153,9 @@ def test_without_a_driver_or_a_key_it_says_so(connect, place):
     assert "a worker needs its driver's key" in keyless.stderr.read()
     assert alone.wait(PATIENCE) == 1
     said = alone.stderr.read()
-    assert said.startswith(f"lockstep: no driver answered at {place} within 0.5 s")
+    assert said.startswith(
+        f"lockstep: the driver at {place} could not be reached within 0.5 s: connection refused"
+    )
     assert said.count("\n") == 1
 
 

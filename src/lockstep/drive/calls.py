@@ -40,7 +40,7 @@ class Calls:
         self._routes = routes
         self._tokens = Tokens(rank)
         self._numbers = itertools.count()
-        self._pending: dict[int, Future] = {}
+        self._pending: dict[tuple[int, int], Future] = {}  # by the rank that must answer
         self.resolve: Callable[[Address], Any] = self.reference
 
     def start(
@@ -61,12 +61,12 @@ class Calls:
         lends: list[tuple[int, int]] = []
         pieces = self._packed(to, what, (function, tuple(args), dict(options or {})), lends)
         number, future = next(self._numbers), Future(to, what, self.wait)
-        self._pending[number] = future
+        self._pending[to, number] = future
         header = {"kind": "call", "number": number, "keep": keep, "lends": lends}
         try:
             self._routes.post(to, Frame(header, pieces))
         except BaseException:
-            del self._pending[number]
+            del self._pending[to, number]
             raise
         return future
 
@@ -78,9 +78,9 @@ class Calls:
         """Return the value of what another process packed."""
         return unpack(pieces, self.resolve)
 
-    def settle(self, frame: Frame) -> None:
-        """Take in an answer."""
-        future = self._pending.pop(frame.header["number"], None)
+    def settle(self, rank: int, frame: Frame) -> None:
+        """Take in an answer of `rank`; one to a call that was made to another rank is ignored."""
+        future = self._pending.pop((rank, frame.header["number"]), None)
         if future is None:
             return
         try:
@@ -96,9 +96,9 @@ class Calls:
 
     def lose(self, outcome: Outcome) -> None:
         """Let everything fail that waits for a worker that ended."""
-        for number, future in list(self._pending.items()):
-            if future.rank == outcome.rank and number in self._pending:
-                del self._pending[number]
+        for call, future in list(self._pending.items()):
+            if future.rank == outcome.rank and call in self._pending:
+                del self._pending[call]
                 future.fail(outcome)
 
     def reference(self, address: Address) -> Remote:

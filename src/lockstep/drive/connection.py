@@ -1,129 +1,116 @@
-"""Connections: a listener that lets in who holds the key, and a call to one."""
+"""Connections: a call to a process that listens, as one end of a proven connection."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
-from collections.abc import Callable
 
-from lockstep.drive import handshake
-from lockstep.drive.frame import Wire
-from lockstep.drive.handshake import Refused
+from lockstep.drive.frame import Wire, exactly
+from lockstep.drive.handshake import Agreement, Refused, Status, Steps, call
+from lockstep.drive.identity import Credentials, Identity
+from lockstep.drive.key import VARIABLE
 from lockstep.errors import RendezvousError, UsageError
-from lockstep.run.meeting import bind, resolve
+from lockstep.run.meeting import resolve
 
-__all__ = ["Listener", "dial"]
+__all__ = ["HANDSHAKE", "dial", "proven"]
 
-STRANGERS = 32  # connections at a time that have not proven themselves yet
-RETRY = 0.2
-
-
-class Listener:
-    """Listens at `address`:`port` and gives each proven connection to `accept`.
-
-    `refused` is told of each other one. Both are called on a thread of the
-    connection's own, so that one that says nothing keeps nobody waiting.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        key: bytes,
-        silence: float,
-        accept: Callable[[Wire], None],
-        refused: Callable[[str, str], None] = lambda caller, reason: None,
-    ) -> None:
-        try:
-            self._socket = bind(address, port)
-        except UsageError as error:
-            raise UsageError(
-                f"a driver cannot listen at {address}:{port} here: the name is no host's, or the "
-                "port is taken or forbidden; choose another, or port 0 for a free one"
-            ) from error
-        self.port = int(self._socket.getsockname()[1])
-        self._key, self._silence = key, silence
-        self._accept, self._refused = accept, refused
-        self._strangers: dict[socket.socket, threading.Thread] = {}
-        self._lock = threading.Lock()
-        self._open = True
-        self._thread = threading.Thread(target=self._listen, name="lockstep listener", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Let nobody in any more."""
-        self._open = False
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join()
-        self._socket.close()
-        with self._lock:
-            strangers = list(self._strangers.items())
-        for end, thread in strangers:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            thread.join()
-
-    def _listen(self) -> None:
-        while self._open:
-            try:
-                end, caller = self._socket.accept()
-            except OSError:  # closed, or a caller that was gone again, or no descriptor left
-                if self._open:
-                    time.sleep(RETRY)
-                continue
-            with self._lock:
-                full = len(self._strangers) >= STRANGERS
-            if full:
-                end.close()
-                continue
-            thread = threading.Thread(
-                target=self._prove, args=(end, str(caller[0])), name="lockstep door", daemon=True
-            )
-            with self._lock:
-                self._strangers[end] = thread
-            thread.start()
-
-    def _prove(self, end: socket.socket, caller: str) -> None:
-        try:
-            wire = handshake.answer(end, self._key, self._silence)
-        except Refused as error:
-            end.close()
-            self._refused(caller, str(error))
-        else:
-            self._accept(wire)
-        finally:
-            with self._lock:
-                del self._strangers[end]
+HANDSHAKE = 5.0  # seconds that a handshake may take; a caller tries again
+RETRY = 0.2  # seconds between two attempts
 
 
-def dial(address: str, port: int, key: bytes, silence: float, patience: float = 10.0) -> Wire:
-    """Connect to a driver or worker, trying again for `patience` seconds.
+class _Failed(Exception):
+    """An attempt that may succeed when it is made again; the message says why it failed."""
 
-    Raises RendezvousError where nobody answers, UsageError where it holds another key.
+
+def dial(
+    address: str,
+    port: int,
+    credentials: Credentials,
+    called: Identity,
+    silence: float,
+    patience: float = 10.0,
+) -> Wire:
+    """Connect to `called`, trying again for `patience` seconds.
+
+    Args:
+        address: Name or address of its host.
+        port: Where it listens.
+        credentials: Those of this process.
+        called: The process that must answer; any other one is refused.
+        silence: Seconds that the connection may be silent later on.
+        patience: Seconds until the last attempt.
+
+    Raises:
+        RendezvousError: It did not answer, was busy or hung up, or another process of
+            Lockstep's answered.
+        UsageError: The address is unknown, or what listens there has another key or is
+            not a process of this version of Lockstep.
     """
     deadline = time.monotonic() + patience
+    place = f"{called} at {address}:{port}"
     try:
         resolve(address)
     except UsageError as error:
         raise UsageError(f"{address!r} names no host that can be found from here") from error
     while True:
         try:
-            end = socket.create_connection((address, port), timeout=handshake.PATIENCE)
-            break
-        except OSError as error:
+            timeout = min(HANDSHAKE, max(RETRY, deadline - time.monotonic()))
+            end, agreement = _attempt(address, port, credentials, called, timeout)
+            return proven(end, agreement, silence)
+        except Refused as error:
+            if error.status is Status.MISDIRECTED:
+                raise RendezvousError(f"{place} refused the connection: {error}") from error
+            remedy = f": give both the same key, with a key file or {VARIABLE}"
+            raise UsageError(
+                f"{place} refused the connection: {error}"
+                f"{remedy if error.status is Status.OTHER_KEY else ''}"
+            ) from error
+        except _Failed as error:
             if time.monotonic() > deadline:
-                said = (error.strerror or str(error)).lower()
                 raise RendezvousError(
-                    f"no driver answered at {address}:{port} within {patience:g} s: {said}"
+                    f"{place} could not be reached within {patience:g} s: {error}"
                 ) from error
             time.sleep(RETRY)
+
+
+def proven(end: socket.socket, agreement: Agreement, silence: float) -> Wire:
+    """Return the wire of a connection on which the handshake is complete."""
+    end.settimeout(silence)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Wire(end, agreement.sending, agreement.receiving)
+
+
+def _attempt(
+    address: str, port: int, credentials: Credentials, called: Identity, timeout: float
+) -> tuple[socket.socket, Agreement]:
     try:
-        return handshake.call(end, key, silence)
-    except Refused as error:
-        end.close()
-        raise UsageError(
-            f"the driver at {address}:{port} refused this worker: {error}; give both the same key"
-        ) from error
+        end = socket.create_connection((address, port), timeout)
+    except OSError as error:
+        raise _Failed((error.strerror or str(error)).lower()) from error
+    with contextlib.ExitStack() as failing:
+        failing.enter_context(end)
+        try:
+            agreement = _shake(end, call(credentials, called), time.monotonic() + timeout)
+        except TimeoutError as error:
+            raise _Failed("it accepts connections but does not answer") from error
+        except (OSError, EOFError) as error:
+            raise _Failed(
+                "it closes connections before the handshake is complete; it is ending, or is not "
+                "a process of this version of Lockstep"
+            ) from error
+        except Refused as error:
+            if error.status is Status.BUSY:
+                raise _Failed(f"{error}; see on its host who connects to that port") from error
+            raise
+        failing.pop_all()
+    return end, agreement
+
+
+def _shake(end: socket.socket, steps: Steps, deadline: float) -> Agreement:
+    step = next(steps)
+    while step.agreement is None:
+        end.settimeout(max(0.001, deadline - time.monotonic()))
+        end.sendall(step.send)
+        step = steps.send(bytes(exactly(end, step.size)))
+    return step.agreement

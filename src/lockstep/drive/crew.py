@@ -19,14 +19,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lockstep.drive.calls import DRIVER, Calls, ended
-from lockstep.drive.connection import Listener
-from lockstep.drive.frame import Frame, Wire
+from lockstep.drive.frame import Forged, Frame, Wire
 from lockstep.drive.future import SETTLE, Future, gather
 from lockstep.drive.host import start_worker
+from lockstep.drive.identity import SESSION, Credentials, Identity, Role
 from lockstep.drive.link import Link
+from lockstep.drive.listener import Listener
 from lockstep.drive.member import Member, places
 from lockstep.drive.objects import Address
 from lockstep.drive.rescue import ENOUGH, Rescue
@@ -60,19 +63,24 @@ class Crew:
         self.calls = Calls(DRIVER, self, self.screen.wait)
         self.members: list[Member] = []  # in rank order, once all are there
         self._nprocs, self._remote, self._address = nprocs, remote, address
-        self._key, self._silence, self._world = key, silence, world
+        own = Identity(Role.DRIVER)
+        self._credentials = Credentials(key, own, secrets.token_bytes(SESSION))
+        self._silence, self._world = silence, world
+        self._expected = {Identity(Role.WORKER, 0, index) for index in range(nprocs)}
         self._arrived: dict[Link, Member] = {}
-        self._hosts: dict[Link, str] = {}
+        self._hosts: dict[Link, int] = {}
         self._links: list[Link] = []
-        self._answers: deque[Frame] = deque()
+        self._answers: deque[tuple[int, Frame]] = deque()
         self._rescues: list[Rescue] = []
         self._broken = ""  # why the workers' world has ended
         self._owner = os.getpid()
         self._closing = False
         self._lock = threading.Lock()
-        self._listener = Listener(address, port, key, silence, self._accept, self._refuse)
-        self.port = self._listener.port
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._listener = Listener(
+            address, port, self._credentials, silence, self._accept, self._refuse
+        )
+        self.port = self._listener.port
         self._job = Job(preload.template(trains=True).open_job(), range(nprocs))
         self._job.listen(self._wake[0], self._woken)
         self._store = self._job.serve_store(address, 0)
@@ -85,7 +93,8 @@ class Crew:
     # --- beginning ------------------------------------------------------------------------
 
     def _start(self, rank: int) -> None:
-        arguments = (self._address, self.port, self._key, "", rank, self._silence)
+        credentials = replace(self._credentials, own=Identity(Role.WORKER, 0, rank))
+        arguments = (self._address, self.port, credentials, self._silence)
         consoles = (Console(self.screen, "stdout"), Console(self.screen, "stderr"))
         output = Output(rank, None, consoles)  # type: ignore[arg-type]
         start_worker(self._job, rank, arguments, output)
@@ -98,7 +107,7 @@ class Crew:
         self._await(lambda: len(self._arrived) == self.size, deadline, "came")
         with self._lock:
             self.members = places(self._arrived.values())
-        peers = [member.place for member in self.members]
+        peers = [(*member.place, member.host, member.index) for member in self.members]
         run = secrets.token_hex(4)
         for member in self.members:
             variables = member.variables(self.members, self._address, self._store, run)
@@ -177,44 +186,57 @@ class Crew:
 
     # --- what comes, on the links' threads --------------------------------------------
 
-    def _accept(self, wire: Wire) -> None:
-        link = Link(wire, self._take, self._cut)
+    def _accept(self, wire: Wire, caller: Identity) -> None:
+        remote = caller.role is Role.HOST
+        take = self._take_from_host if remote else partial(self._take_from_worker, caller)
+        link = Link(wire, take, self._cut)
         with self._lock:
             self._links.append(link)
         link.begin()
 
-    def _refuse(self, caller: str, reason: str) -> None:
-        self.screen.put("stderr", f"lockstep: a connection from {caller} was refused: {reason}\n")
+    def _refuse(self, line: str) -> None:
+        self.screen.put("stderr", f"lockstep: {line}\n")
         self._notify()
 
-    def _take(self, link: Link, frame: Frame) -> None:
+    def _take_from_worker(self, caller: Identity, link: Link, frame: Frame) -> None:
         header = frame.header
+        if frame.kind == "hello":
+            self._enter(caller, link, header)
+            return
+        member = self._arrived[link]
         match frame.kind:
             case "value" | "kept" | "error":
-                self._answers.append(frame)
+                self._answers.append((member.rank, frame))
                 self._notify()
             case "drop":
                 self.members[header["owner"]].link.post(frame)
-            case "hello":
-                self._enter(link, header)
             case "joined":
-                self._arrived[link].joined = "report" not in header
-                self._arrived[link].report = header.get("report")
+                member.joined = "report" not in header
+                member.report = header.get("report")
                 self.screen.wake()
-            case "host":
-                self._welcome(link, header["workers"])
             case "seen":
-                member = self._arrived[link]
                 member.waits = member.waits + 1 if header["waits"] else 0
-            case "output":
-                self._show(link, header)
-            case "ended":
-                self._end_remote(link, header)
 
-    def _enter(self, link: Link, header: dict[str, Any]) -> None:
-        place = (link.peer, header["port"])
+    def _take_from_host(self, link: Link, frame: Frame) -> None:
+        match frame.kind:
+            case "host":
+                self._welcome(link, frame.header["workers"])
+            case "output":
+                self._show(link, frame.header)
+            case "ended":
+                self._end_remote(link, frame.header)
+
+    def _enter(self, caller: Identity, link: Link, header: dict[str, Any]) -> None:
+        """Let a worker in, once and over one link."""
         with self._lock:
-            self._arrived[link] = Member(link, header["host"], header["index"], place)
+            expected = caller in self._expected
+            if expected:
+                self._expected.remove(caller)
+                place = (link.peer, header["port"])
+                self._arrived[link] = Member(link, caller.host, caller.index, place)
+        if not expected:
+            self._refuse(f"a connection from {link.peer} was refused: {caller} is here already")
+            raise Forged("a name that is not expected")
         self.screen.wake()
 
     def _welcome(self, link: Link, workers: int) -> None:
@@ -222,9 +244,12 @@ class Crew:
         with self._lock:
             welcome = workers <= self._remote
             self._remote -= workers if welcome else 0
-            self._hosts[link] = f"host-{len(self._hosts) + 1}"
+            self._hosts[link] = number = len(self._hosts) + 1
+            if welcome:
+                self._expected |= {Identity(Role.WORKER, number, i) for i in range(workers)}
         if welcome:
-            link.post(Frame({"kind": "welcome", "host": self._hosts[link]}))
+            session = self._credentials.session.hex()
+            link.post(Frame({"kind": "welcome", "host": number, "session": session}))
         else:
             reason = f"the driver waits for {self._remote} more, not for {workers}"
             link.post(Frame({"kind": "refused", "reason": reason}))
@@ -265,7 +290,7 @@ class Crew:
             self._job.pump(TICK)
             self._read_all()
             while self._answers:
-                self.calls.settle(self._answers.popleft())
+                self.calls.settle(*self._answers.popleft())
             self._bury()
             for rescue in list(self._rescues):
                 if self._rescued(rescue):

@@ -2,7 +2,7 @@
 
 driver                               this process                    workers
   <── host {workers} ──────────────────│
-  ── welcome {host} ──────────────────>│ starts them ──────────────────> │
+  ── welcome {host, session} ─────────>│ starts them ──────────────────> │
   <══ hello, calls, answers: each worker has a link of its own ═════════>│
   <── output {index, stream, text} ────│ <── what they print ────────────│
   <── ended {index, how, status} ──────│ <── how one ended ──────────────│
@@ -22,6 +22,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from lockstep.drive.connection import dial
 from lockstep.drive.frame import Frame
+from lockstep.drive.identity import UNKNOWN, Credentials, Identity, Role
 from lockstep.drive.key import VARIABLE
 from lockstep.drive.link import Link
 from lockstep.errors import RendezvousError, UsageError
@@ -46,9 +47,11 @@ class Host:
         self._address, self._port, self._key, self._timeout = address, port, key, timeout
         self._nprocs = nprocs
         self._heard = threading.Condition()
-        self._name = self._refusal = self._lost = ""
+        self._number, self._session = 0, UNKNOWN  # until the driver gives them
+        self._refusal = self._lost = ""
         self._ended = False
-        wire = dial(address, port, key, timeout, timeout)
+        own = Credentials(key, Identity(Role.HOST))
+        wire = dial(address, port, own, Identity(Role.DRIVER), timeout, timeout)
         self._link = Link(wire, self._take, self._lose).begin()
 
     def serve(self) -> None:
@@ -56,8 +59,8 @@ class Host:
         try:
             self._link.post(Frame({"kind": "host", "workers": self._nprocs}))
             with self._heard:
-                self._heard.wait_for(lambda: self._name or self._over, self._timeout)
-            if self._name:
+                self._heard.wait_for(lambda: self._number or self._over, self._timeout)
+            if self._number:
                 self._say(f"serving the driver at {self._place}; workers: {self._nprocs}")
                 self._work()
         finally:
@@ -77,7 +80,9 @@ class Host:
                     Forward(self._link, index, "stderr"),
                 )
                 output = Output(index, None, consoles, prefixed=False)  # type: ignore[arg-type]
-                arguments = (self._address, self._port, self._key, self._name, index, self._timeout)
+                own = Identity(Role.WORKER, self._number, index)
+                credentials = Credentials(self._key, own, self._session)
+                arguments = (self._address, self._port, credentials, self._timeout)
                 start_worker(job, index, arguments, output)
             told: set[int] = set()
             while not self._over and job.running:
@@ -102,7 +107,8 @@ class Host:
         with self._heard:
             match frame.kind:
                 case "welcome":
-                    self._name = frame.header["host"]
+                    self._session = bytes.fromhex(frame.header["session"])
+                    self._number = frame.header["host"]
                 case "refused":
                     self._refusal = frame.header["reason"]
                 case "end":
@@ -141,7 +147,7 @@ class Forward(io.RawIOBase):
 
 
 def start_worker(
-    job: Job, rank: int, arguments: tuple[str, int, bytes, str, int, float], output: Output
+    job: Job, rank: int, arguments: tuple[str, int, Credentials, float], output: Output
 ) -> None:
     """Start a worker with the arguments of `attend`; its key is in no variable of its own."""
     order = task({})

@@ -89,6 +89,7 @@ class Link:
 
     def _receive(self) -> None:
         reason = self._take_all()
+        self._hang_up()
         if not self._closed:
             self._lost(self, reason)
 

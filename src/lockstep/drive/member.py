@@ -15,7 +15,7 @@ __all__ = ["Member", "places"]
 
 @dataclass(eq=False)
 class Member:
-    """Worker `index` of `host` ("" is the driver's own), reached by others at `place`.
+    """Worker `index` of host number `host` (0: the driver's own), reached by others at `place`.
 
     `report` is the error with which it could not join. `cut` says why its link
     ended and `ended` how its process did, `how` what is told of it in the end.
@@ -23,7 +23,7 @@ class Member:
     """
 
     link: Link
-    host: str
+    host: int
     index: int
     place: tuple[str, int]
     rank: int = -1
@@ -56,11 +56,7 @@ class Member:
 
 def places(members: Iterable[Member]) -> list[Member]:
     """Number the workers: this host's first, then host by host as they came."""
-    ordered = sorted(members, key=lambda member: (member.host != "", _number(member), member.index))
+    ordered = sorted(members, key=lambda member: (member.host, member.index))
     for rank, member in enumerate(ordered):
         member.rank = rank
     return ordered
-
-
-def _number(member: Member) -> int:
-    return int(member.host.rpartition("-")[2] or 0)

@@ -1,7 +1,7 @@
 """A worker: a rank that does what the driver, and other workers, call for.
 
     driver                              worker
-      <── hello {host, index, port} ──────│  where other workers reach it
+      <── hello {port, pid} ──────────────│  where other workers reach it
       ── join {rank, variables, peers} ──>│  lockstep.init()
       <── joined ─────────────────────────│
       ── call {number, keep, lends} ─────>│  function(*args) on its main thread
@@ -13,8 +13,9 @@
       ── leave ──────────────────────────>│  lockstep.shutdown(): nobody waits for it any more
       ── end ────────────────────────────>│
 
-Workers call each other over links of their own, made at the first call, proven
-with the driver's key: what they send each other does not pass the driver.
+Workers call each other over direct links, made at the first call: what they send
+each other does not pass the driver. Both ends prove which worker they are, so that
+a call for one worker is never answered by another one.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.drive.calls import DRIVER, Calls, ended
-from lockstep.drive.connection import Listener, dial
-from lockstep.drive.frame import Frame
+from lockstep.drive.connection import dial
+from lockstep.drive.frame import Frame, Wire
 from lockstep.drive.future import SETTLE
+from lockstep.drive.identity import Credentials, Identity, Role
 from lockstep.drive.inbox import Inbox
 from lockstep.drive.link import Link
+from lockstep.drive.listener import Listener
 from lockstep.drive.objects import Address, Objects, Tokens
 from lockstep.drive.rescue import in_collective
-from lockstep.errors import RankError
+from lockstep.errors import LockstepError, RankError
 from lockstep.run.rank import described
 from lockstep.run.world import init, shutdown
 
@@ -46,14 +49,14 @@ __all__ = ["attend"]
 OURS = os.path.dirname(os.path.abspath(__file__))
 
 
-def attend(address: str, port: int, key: bytes, host: str, index: int, silence: float) -> None:
-    """Serve the driver at `address`:`port` as worker `index` of `host`, until it ends.
+def attend(address: str, port: int, credentials: Credentials, silence: float) -> None:
+    """Serve the driver at `address`:`port` until it ends.
 
     Raises RendezvousError where nobody answers there, UsageError for another key.
     """
-    worker = Server(address, port, key, silence)
+    worker = Server(address, port, credentials, silence)
     try:
-        worker.serve(host, index)
+        worker.serve()
     finally:
         worker.close()
 
@@ -61,31 +64,31 @@ def attend(address: str, port: int, key: bytes, host: str, index: int, silence: 
 class Server:
     """What a worker holds: its objects, its links, its calls to others."""
 
-    def __init__(self, address: str, port: int, key: bytes, silence: float) -> None:
-        self._key, self._silence = key, silence
+    def __init__(self, address: str, port: int, credentials: Credentials, silence: float) -> None:
+        self._credentials, self._silence = credentials, silence
         self.rank = DRIVER
         self.inbox, self.objects = Inbox(), Objects()
-        self._peers: dict[int, tuple[str, int]] = {}
+        self._peers: list[tuple[str, int, Identity]] = []  # in rank order
+        self._ranks: dict[Identity, int] = {}
         self._dialed: dict[int, Link] = {}
         self._gone: dict[int, str] = {}
-        self._holders: dict[Link, int] = {}  # whose calls come over which link
+        self._accepted: list[Link] = []
         self._dialing = threading.Lock()
-        wire = dial(address, port, key, silence)
+        wire = dial(address, port, credentials, Identity(Role.DRIVER), silence, silence)
         own = wire.end.getsockname()[0]  # the interface by which the driver is reached
-        self._listener = Listener(own, 0, key, silence, self._accept)
-        self._driver = Link(wire, self._take, self._lose_driver)
-        self._holders[self._driver] = DRIVER
+        self._listener = Listener(own, 0, credentials, silence, self._accept)
+        self._driver = Link(wire, self._take_from_driver, self._lose_driver)
 
-    def serve(self, host: str, index: int) -> None:
+    def serve(self) -> None:
         """Say hello and work until the driver ends it, or is lost."""
-        hello = {"host": host, "index": index, "port": self._listener.port, "pid": os.getpid()}
+        hello = {"port": self._listener.port, "pid": os.getpid()}
         self._driver.begin().post(Frame({"kind": "hello", **hello}))
         self.inbox.work()
 
     def close(self) -> None:
         """Send the last answers and hang up."""
         self._listener.close()
-        for link in [self._driver, *self._holders, *self._dialed.values()]:
+        for link in [self._driver, *self._accepted, *self._dialed.values()]:
             link.close()
 
     # --- as the routes of its own calls ---------------------------------------------------
@@ -104,36 +107,24 @@ class Server:
             if rank in self._gone:
                 raise RankError(f"rank {rank} {self._gone[rank]}, so it cannot be called")
             if rank not in self._dialed:
-                wire = dial(*self._peers[rank], self._key, self._silence)
-                link = Link(wire, self._take, partial(self._lose_peer, rank))
-                link.begin().post(Frame({"kind": "peer", "rank": self.rank}))
-                self._dialed[rank] = link
+                address, port, called = self._peers[rank]
+                try:
+                    wire = dial(address, port, self._credentials, called, self._silence)
+                except LockstepError as error:
+                    raise RankError(f"rank {rank} cannot be called: {error}") from error
+                take, lose = partial(self._take, rank), partial(self._lose_peer, rank)
+                self._dialed[rank] = Link(wire, take, lose).begin()
             return self._dialed[rank]
 
     # --- what comes, on the receiving threads -------------------------------------------
 
-    def _accept(self, wire: Any) -> None:
-        link = Link(wire, self._take, lambda link, reason: None)
-        self._holders[link] = DRIVER  # until it says who it is
-        link.begin()
+    def _accept(self, wire: Wire, caller: Identity) -> None:
+        take = partial(self._take_from_worker, caller)
+        self._accepted.append(Link(wire, take, lambda link, reason: None).begin())
 
-    def _take(self, link: Link, frame: Frame) -> None:
+    def _take_from_driver(self, link: Link, frame: Frame) -> None:
         header = frame.header
         match frame.kind:
-            case "call":
-                for number, token in header["lends"]:
-                    self.objects.lend(number, token, self._holders[link])
-                job = partial(self._answer, link, frame)
-                self.inbox.put(job, of_driver=link is self._driver)
-            case "value" | "kept" | "error":
-                self.calls.settle(frame)
-                self.inbox.wake()
-            case "lend":
-                self.objects.lend(header["object"], header["token"], header["holder"])
-            case "drop":
-                self._let_go([self.objects.drop(header["object"], header["token"])])
-            case "peer":
-                self._holders[link] = header["rank"]
             case "gone":
                 self._lose(header["rank"], header["how"])
             case "look":
@@ -144,6 +135,27 @@ class Server:
                 self.inbox.put(partial(self._join, header), of_driver=True)
             case "end":
                 self.inbox.end()
+            case _:
+                self._take(DRIVER, link, frame)
+
+    def _take_from_worker(self, caller: Identity, link: Link, frame: Frame) -> None:
+        self._take(self._ranks[caller], link, frame)
+
+    def _take(self, rank: int, link: Link, frame: Frame) -> None:
+        header = frame.header
+        match frame.kind:
+            case "call":
+                for number, token in header["lends"]:
+                    self.objects.lend(number, token, rank)
+                job = partial(self._answer, rank, link, frame)
+                self.inbox.put(job, of_driver=rank == DRIVER)
+            case "value" | "kept" | "error":
+                self.calls.settle(rank, frame)
+                self.inbox.wake()
+            case "lend":
+                self.objects.lend(header["object"], header["token"], header["holder"])
+            case "drop":
+                self._let_go([self.objects.drop(header["object"], header["token"])])
 
     def _let_go(self, things: list[Any]) -> None:
         """Let the main thread run the destructors of what nobody holds any more."""
@@ -169,7 +181,11 @@ class Server:
 
     def _join(self, header: dict[str, Any]) -> None:
         self.rank = header["rank"]
-        self._peers = {rank: (place[0], place[1]) for rank, place in enumerate(header["peers"])}
+        self._peers = [
+            (address, port, Identity(Role.WORKER, host, index))
+            for address, port, host, index in header["peers"]
+        ]
+        self._ranks = {identity: rank for rank, (_, _, identity) in enumerate(self._peers)}
         self.calls = Calls(self.rank, self, self.inbox.wait)
         self.calls.resolve = self._resolve
         self._tokens = Tokens(self.rank)
@@ -189,8 +205,8 @@ class Server:
         self.objects.drop(address.number, address.token)
         return value
 
-    def _answer(self, link: Link, frame: Frame) -> None:
-        number, holder = frame.header["number"], self._holders[link]
+    def _answer(self, holder: int, link: Link, frame: Frame) -> None:
+        number = frame.header["number"]
         try:
             function, args, options = self.calls.unpack(frame.pieces)
             value = function(*args, **options)
