@@ -19,6 +19,7 @@ LAYERS = [
     {"plan"},
     {"step"},
     {"pipeline", "averaging"},
+    {"check"},
     {"train"},
     {"drive"},
     {"recipes", "examples", "bench"},

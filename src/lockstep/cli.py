@@ -16,6 +16,7 @@ from lockstep.messages import escape_control, say
 
 COMMANDS = {
     "run": "run a script or module on N ranks",
+    "check": "compare the bits of a script in several layouts",
     "worker": "serve a driver on another host with workers",
     "train": "train a recipe on real data",
     "bench": "measure collectives, messages and start-up beside their peers",

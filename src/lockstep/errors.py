@@ -75,11 +75,12 @@ class RankError(WorkError):
     """A rank raised, exited with a status, or was killed by a signal.
 
     `rank` is the one that failed first, `status` its exit status (negative for a
-    signal); None where that is not known.
+    signal), `exception` the name of the class that it raised; None where that is not known.
     """
 
     rank: int | None = None
     status: int | None = None
+    exception: str | None = None
 
 
 class RendezvousError(WorkError):

@@ -230,6 +230,10 @@ class Passage(Turn):
 
     # --- what it says -------------------------------------------------------------------------
 
+    def position(self) -> tuple[int, int] | None:
+        """Return the micro-batch and the stage of the action in work."""
+        return (self._doing[1], self._doing[0].number) if self._doing else None
+
     @property
     def place(self) -> str:
         """Where the step is: rank, stage, step and micro-batch, for messages."""

@@ -19,6 +19,7 @@ from lockstep.pipeline.state import State
 from lockstep.pipeline.streaming import Stream
 from lockstep.step.attempt import Attempt
 from lockstep.step.evaluation import Evaluation
+from lockstep.step.fingerprinter import Fingerprinter
 from lockstep.step.forward import Metric
 from lockstep.step.optimization import Optimization
 from lockstep.step.presence import release
@@ -57,6 +58,7 @@ class Stages:
         self._pipeline: Pipeline | None = None
         self.update: Update | None = None
         self.watch: Watch | None = None
+        self.fingerprinter: Fingerprinter | None = None
         if (given := staging.given()) is not None:
             self._cut(*given)
 
@@ -71,7 +73,9 @@ class Stages:
         """Train on one batch, through the stages."""
         batch = self.setting.cut(batch)
         pipeline = self._linked(batch)
-        with Passage(attempt, self.setting, pipeline, self._metrics, finish, self.watch) as passage:
+        passage = Passage(attempt, self.setting, pipeline, self._metrics, finish, self.watch)
+        passage.fingerprinter = self.fingerprinter
+        with passage:
             passage.train(batch)
 
     def evaluate(self, batches: Iterable[Batch], *, average: bool) -> Evaluation:

@@ -37,7 +37,7 @@ from lockstep.messages import say
 from lockstep.run.channel import Channel, Message, adopt, parcel, unpack
 from lockstep.run.stack import answer, is_own
 
-__all__ = ["Task", "described", "finish", "main", "tell"]
+__all__ = ["Task", "described", "finish", "main", "run_code", "tell"]
 
 F_SETSIG = 10  # fcntl's number on Linux: which signal an asynchronous descriptor sends
 LONGEST_REPORT = 1 << 16  # characters of a message or traceback that are sent on
@@ -210,7 +210,7 @@ def work_and_report(message: Message, report: Channel, work: int) -> int:
             _send_value(report, fn(*args))
         else:
             os.close(work)
-            _run_code(message)
+            run_code(message["task"], message["target"])
     except SystemExit as error:
         return _status(error.code)
     except BaseException as error:
@@ -218,13 +218,14 @@ def work_and_report(message: Message, report: Channel, work: int) -> int:
     return 0
 
 
-def _run_code(message: Message) -> None:
-    if message["task"] == "module":
-        runpy.run_module(message["target"], run_name="__main__", alter_sys=True)
-    elif os.path.isdir(message["target"]):
-        runpy.run_path(message["target"], run_name="__main__")
+def run_code(kind: str, target: str) -> None:
+    """Run a "module" or a "script" (a file or a folder) as the interpreter does."""
+    if kind == "module":
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    elif os.path.isdir(target):
+        runpy.run_path(target, run_name="__main__")
     else:
-        _run_script(message["target"])
+        _run_script(target)
 
 
 def _run_script(path: str) -> None:

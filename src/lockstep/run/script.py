@@ -32,7 +32,7 @@ from lockstep.run.output import Output
 from lockstep.run.plan import STDERR, STDOUT, Plan
 from lockstep.run.verdict import signal_name, spoken
 
-__all__ = ["Interrupted", "run_plan"]
+__all__ = ["Interrupted", "check_target", "run_plan"]
 
 RUNS = "runs"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -54,7 +54,7 @@ def run_plan(plan: Plan) -> None:
     shown; UsageError where there is nothing to run; FileError where its logs
     cannot be written; Interrupted after a signal.
     """
-    _check_target(plan)
+    check_target(plan)
     folder = _log_folder(plan)
     with _interruptible() as requests:
         job = _start(plan, folder)
@@ -73,7 +73,7 @@ def run_plan(plan: Plan) -> None:
         raise _with_last_lines(job, error)
 
 
-def _check_target(plan: Plan) -> None:
+def check_target(plan: Plan) -> None:
     """Say once, before anything starts, what every rank would say."""
     check = {"script": _check_script, "module": _check_module, "program": _check_program}
     check[plan.kind](plan)

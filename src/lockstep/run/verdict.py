@@ -113,6 +113,7 @@ def rank_error(outcomes: Iterable[Outcome]) -> RankError | None:
         return deserted(outcomes)
     error = RankError(_left_early(outcomes, failure) or _sentence(failure))
     error.rank, error.status = failure.rank, failure.status
+    error.exception = None if failure.error is None else failure.error["type"]
     if failure.error is not None and not failure.error["plain"]:
         error.add_note(f"rank {failure.rank}:\n{failure.error['traceback'].rstrip()}")
     return error

@@ -99,6 +99,10 @@ class History:
         for writer in self.writers:
             writer.write(kind, **fields)
 
+    def call_after_steps(self, callback: Callable[[StepResult], None]) -> None:
+        """Add a callback that is called after all others."""
+        self._on_step.append(callback)
+
     def step(self, result: StepResult, memory: Sequence[int]) -> None:
         """Take one step, and each rank's peak memory in bytes."""
         self.flush()

@@ -149,6 +149,10 @@ class Step(Turn):
             return nullcontext()
         return self.gradients.arrival.watch(loss, leaf)
 
+    def position(self) -> tuple[int, int] | None:
+        """Return the micro-batch in work, of the only stage."""
+        return (self._current.microbatch.index, 0) if self._current else None
+
     @property
     def place(self) -> str:
         """Where the step is: rank, step and micro-batch, for messages."""

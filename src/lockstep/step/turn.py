@@ -25,6 +25,7 @@ from lockstep.errors import LossError, UsageError
 from lockstep.step.attempt import Attempt
 from lockstep.step.buffers import Buffers
 from lockstep.step.compilation import static_shapes
+from lockstep.step.fingerprinter import Fingerprinter
 from lockstep.step.forward import check_scalar
 from lockstep.step.gradients import Gradients
 from lockstep.step.ledger import Entry, Page, peak_memory
@@ -53,6 +54,9 @@ class Result:
 
 class Turn:
     """One optimizer step in the making; `finish` is what the trainer does at its end."""
+
+    fingerprinter: Fingerprinter | None = None
+    """Records what the step computes, under `lockstep check`."""
 
     def __init__(
         self,
@@ -92,6 +96,9 @@ class Turn:
         self.side_effects.begin(self.number)
         self._stack.enter_context(static_shapes())
         self._seed(self._stack)
+        if self.fingerprinter is not None:
+            recording = self.fingerprinter.recording(self.number, self.position)
+            self._stack.enter_context(recording)
         return self
 
     def __exit__(
@@ -131,6 +138,10 @@ class Turn:
         """Enter what seeds the generators during the step."""
         raise NotImplementedError
 
+    def position(self) -> tuple[int, int] | None:
+        """Return the micro-batch and the stage that are being computed; None between them."""
+        return None
+
     def _leave(self, error: BaseException | None) -> bool:
         """Return whether a micro-batch was begun and not finished."""
         return False
@@ -152,6 +163,10 @@ class Turn:
         effects.finish()
         place = f"rank {self.setting.rank}, step {self.number}"
         self._warnings += [f"{place}: {sentence}" for sentence in effects.warnings]
+        side_effect, weights = effects.failure, effects.summary
+        if self.fingerprinter is not None:  # lockstep check goes on, to compare the layouts
+            self.fingerprinter.record_refusal(side_effect)
+            side_effect = weights = ""
         return Page(
             entries=[result.entry() for result in self.results],
             buffers=[buffers.findings(alone) for _, buffers in self.parts()],
@@ -161,8 +176,8 @@ class Turn:
             gradients=[gradients.present() for gradients, _ in self.parts()],
             warnings=self._warnings,
             failure=self._failure(),
-            side_effect=effects.failure,
-            weights=effects.summary,
+            side_effect=side_effect,
+            weights=weights,
             idle=self._idle,
             batch=self.batch.identity.packed(),
         )
@@ -188,6 +203,8 @@ class Turn:
     def _cut(self, batch: Any) -> Batch:
         """Return this rank's part of a batch, which may be a whole one."""
         self.batch = self.setting.cut(batch)
+        if self.fingerprinter is not None:
+            self.fingerprinter.record_data(self.batch)
         return self.batch
 
     def _check(self, loss: torch.Tensor, place: str) -> None:

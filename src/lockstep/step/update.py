@@ -70,6 +70,8 @@ class Update:
         for number, (gradients, _) in enumerate(step.parts()):
             gradients.reduce(holders, [each.gradients[number] for each in peers])
         step.share_tied()
+        if step.fingerprinter is not None:
+            step.fingerprinter.record_reduction(page.entries)
         norm = self._clipped(step)
         if not math.isfinite(norm):
             raise GradientError(f"step {step.number}: the norm of the gradient is {norm}")

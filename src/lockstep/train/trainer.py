@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.check import session as check
 from lockstep.comm.clock import clock_offset
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.loader import Batches
@@ -144,6 +145,10 @@ class Trainer:
         about: Mapping[str, Any] | None = None,
     ) -> None:
         self.world = world()
+        session = check.current()
+        if session is not None:
+            stages, schedule, balance, chunks, shared = session.options(model, blocks)
+            record = ()
         self.setting = Setting.of(
             self.world, microbatches, loss, weight, precision, also, stages, recompute
         )
@@ -188,6 +193,12 @@ class Trainer:
             self._model.watch = Watch(clock_offset(self.setting.group))
         if writers:
             self.history.write("run", **header(self.world, self.setting, self.module, about or {}))
+        if session is not None:
+            how_called = (self.setting, self.model, self.module, self._optimization)
+            self._model.fingerprinter = session.fingerprinter(self.world, *how_called)
+            self.history.call_after_steps(
+                partial(session.committed, self._model.fingerprinter, self.digest)
+            )
 
     # --- what a loop calls -------------------------------------------------------------
 
@@ -357,8 +368,10 @@ class Trainer:
         """Write the weights as safetensors, from rank 0; the file is whole or not there.
 
         Call it on every rank: all return when the file is written, and all raise
-        FileError when it cannot be.
+        FileError when it cannot be. Under `lockstep check` nothing is written.
         """
+        if check.current() is not None:
+            return
         save_together(Path(path), self._state.model(average=average), self.setting.group)
 
     def __enter__(self) -> Trainer:

@@ -11,6 +11,7 @@ from lockstep.data.microbatch import Batch
 from lockstep.step.attempt import Attempt
 from lockstep.step.buffers import Buffers
 from lockstep.step.evaluation import Evaluation, evaluate
+from lockstep.step.fingerprinter import Fingerprinter
 from lockstep.step.forward import Metric, forward
 from lockstep.step.gradients import Gradients
 from lockstep.step.optimization import Optimization
@@ -61,12 +62,15 @@ class Undivided:
             self._gradients = Gradients(parameters, setting.group, modules=modules)
         held = [each for _, each in parameters]
         self.update: Update | None = Update(setting, held, held, optimization, clip_norm)
+        self.fingerprinter: Fingerprinter | None = None
 
     def step(self, attempt: Attempt, finish: Callable[[Turn], None]) -> Step:
         """Return a step for a loop of the user's own."""
         buffers = Buffers(self.setting.modules_with(self._module))
         how = (self._units, buffers, self._gradients, self._recomputation)
-        return Step(attempt, self.setting, *how, self._side_effects, finish)
+        step = Step(attempt, self.setting, *how, self._side_effects, finish)
+        step.fingerprinter = self.fingerprinter
+        return step
 
     def train(self, attempt: Attempt, batch: Any, finish: Callable[[Turn], None]) -> None:
         """Train on one batch."""

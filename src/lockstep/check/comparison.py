@@ -1,0 +1,181 @@
+"""The comparison: a script in all layouts, one after another, each beside the first one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.check.difference import Difference, first_difference
+from lockstep.check.layouts import Layout, layouts
+from lockstep.check.runner import Run, run_layout
+from lockstep.errors import UsageError
+from lockstep.run.plan import Plan
+from lockstep.run.script import check_target
+
+__all__ = ["Comparison", "Verdict", "compare_layouts"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One layout beside the reference.
+
+    Attributes:
+        run: How the script ran in it.
+        word: "reference", "equal", "different", "failed" or "not applicable".
+        difference: The first difference from the reference, as far as the run came.
+    """
+
+    run: Run
+    word: str
+    difference: Difference | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the entry of this layout for `--json`."""
+        layout = self.run.layout
+        return {
+            "ranks": layout.ranks,
+            "replicas": layout.replicas,
+            "stages": layout.stages,
+            "schedule": layout.schedule,
+            "shared": layout.shared,
+            "backend": self.run.backend or layout.backend,
+            "digest": self.run.digest,
+            "losses": [float.fromhex(each) for each in self.run.losses],
+            "loss_hex": self.run.losses,
+            "equal": self.word in ("reference", "equal"),
+            "verdict": self.word,
+            "seconds": round(self.run.seconds, 3),
+            "failure": self.run.failure or None,
+            "first_difference": self.difference and asdict(self.difference),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All layouts of a script.
+
+    Attributes:
+        verdicts: Of each layout, in the order of the runs; the first is the reference.
+        unstable: How two runs of the reference differ; None where they agree, or where no
+            layout differs.
+    """
+
+    verdicts: Sequence[Verdict]
+    unstable: Difference | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether every applicable layout gave the same bits as the reference."""
+        return all(each.word not in ("different", "failed") for each in self.verdicts)
+
+    @property
+    def first(self) -> Verdict | None:
+        """The first layout that differs."""
+        return next((each for each in self.verdicts if each.difference is not None), None)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the object for `--json`; layouts that do not apply are listed apart."""
+        first = self.first
+        refused = [each for each in self.verdicts if each.word == "not applicable"]
+        return {
+            "equal": self.equal,
+            "layouts": [each.plain() for each in self.verdicts if each not in refused],
+            "first_difference": first
+            and first.difference
+            and {**asdict(first.difference), "layout": first.run.name},
+            "not_applicable": [
+                {**asdict(each.run.layout), "reason": each.run.failure} for each in refused
+            ],
+            "reproducible": None if first is None else self.unstable is None,
+        }
+
+
+def compare_layouts(
+    script: str,
+    arguments: Sequence[str],
+    steps: int,
+    ranks: Sequence[int],
+    timeout: float,
+    report: Callable[[Verdict], None] = lambda verdict: None,
+) -> Comparison:
+    """Run a script in all layouts and compare each with the first one.
+
+    Args:
+        script: The file, or a folder with a `__main__.py`.
+        arguments: The script's own arguments.
+        steps: Steps per trainer after which a run ends.
+        ranks: The numbers of ranks for whole models; the first is the reference.
+        timeout: Seconds per layout.
+        report: Called with each verdict as soon as it is known.
+
+    Returns:
+        The verdicts. Where the reference fails there are no others.
+
+    Raises:
+        UsageError: There is no such script, or it trains nothing with `ls.Trainer`.
+    """
+    check_target(Plan(script, tuple(arguments)))
+    verdicts: list[Verdict] = []
+
+    def add(verdict: Verdict) -> None:
+        verdicts.append(verdict)
+        report(verdict)
+
+    with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
+        runs = 0
+
+        def run(layout: Layout) -> Run:
+            nonlocal runs
+            runs += 1
+            place = Path(folder) / str(runs)
+            place.mkdir()
+            return run_layout(script, arguments, layout, steps, timeout, place)
+
+        reference = run(Layout(ranks[0]))
+        if not reference.is_complete:
+            add(Verdict(reference, "failed"))
+            return Comparison(verdicts)
+        _require_training(script, reference)
+        add(_verdict(reference, reference))
+        # Where the script or the environment chooses a backend, it stays with that one.
+        own = reference.backend
+        backends = ("lockstep", "gloo") if own == "lockstep" else (own,)
+        is_whole = False  # the model cannot be cut
+        for layout in layouts(backends, ranks)[1:]:
+            if layout.stages > 1 and is_whole:
+                continue
+            verdict = _verdict(run(layout), reference)
+            is_whole |= verdict.word == "not applicable" and layout.schedule == "1f1b"
+            add(verdict)
+        unstable = None
+        if any(each.difference for each in verdicts):
+            again = run(reference.layout)
+            unstable = first_difference(reference.ranks, again.ranks, again.is_complete)
+    return Comparison(verdicts, unstable)
+
+
+def _require_training(script: str, reference: Run) -> None:
+    """Raise UsageError for a script in which there is nothing to compare."""
+    first = reference.ranks[0]
+    if not first.trainers:
+        raise UsageError(
+            f"{script} constructs no ls.Trainer, so there is nothing to check: lockstep check "
+            "compares the steps of ls.Trainer in the processes that it starts itself (a script "
+            "that starts its ranks with ls.launch or ls.Driver starts others)"
+        )
+    if not first.steps:
+        raise UsageError(f"{script} constructs an ls.Trainer but ends without a step of it")
+
+
+def _verdict(run: Run, reference: Run) -> Verdict:
+    if run.is_refused:
+        return Verdict(run, "not applicable")
+    found = first_difference(reference.ranks, run.ranks, run.is_complete)
+    if not run.is_complete or (run.failure and found is None):
+        return Verdict(run, "failed", found)
+    if found is not None:
+        return Verdict(run, "different", found)
+    return Verdict(run, "reference" if run is reference else "equal")

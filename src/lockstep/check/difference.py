@@ -1,0 +1,250 @@
+"""The first difference between two layouts, found on their fingerprints. Pure.
+
+    initial state     parameters and buffers before the first step
+    each step         data of any micro-batch
+                      module calls of the lowest micro-batch that differs, in forward order
+                      its loss
+                      gradients, in backward order
+                      parameters, buffers, optimizer state
+                      loss of the batch, digest
+
+All ranks of both layouts take part: a rank that left the others of its own layout is a
+difference too. Only what both layouts computed is compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from lockstep.step.fingerprint import Call, Checksums, StepFingerprint, TrainerFingerprint
+
+__all__ = ["Difference", "RankFingerprint", "first_difference"]
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class RankFingerprint:
+    """What one rank computed in a run of a script."""
+
+    trainers: list[TrainerFingerprint] = field(default_factory=list)
+    steps: list[StepFingerprint] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two layouts differ first.
+
+    Attributes:
+        module: The dotted name of the module, or "data", "loss", "optimizer", "script".
+        parameter: The dotted name of the parameter or buffer; None where it is none.
+        what: "initial" state, "data", "input" or "output" of the module, its "forward"
+            (what it passes to a module inside it), "loss", "gradient", "update" of a
+            parameter, "buffer", "state" of the optimizer, "digest", or "steps" that only one
+            layout took.
+        microbatch: The lowest micro-batch that differs; None where it is about none.
+        rank: The first rank of the second layout that differs; None where it is about no
+            rank, or where the ranks of the first layout differ already.
+        step: The number of the step; 0 for the initial state.
+        trainer: The trainer's number.
+    """
+
+    module: str
+    parameter: str | None
+    what: str
+    microbatch: int | None = None
+    rank: int | None = None
+    step: int = 0
+    trainer: int = 0
+
+
+def first_difference(
+    reference: Sequence[RankFingerprint],
+    other: Sequence[RankFingerprint],
+    is_complete: bool = True,
+) -> Difference | None:
+    """Return the first difference between two layouts.
+
+    Args:
+        reference: The ranks of the first layout.
+        other: The ranks of the second layout.
+        is_complete: Whether all ranks of both came to the end. Otherwise trainers and steps
+            that some ranks lack are no difference.
+
+    Returns:
+        The difference, or None where all that can be compared is equal.
+    """
+    ranks, size = [*reference, *other], len(reference)
+    if is_complete and len({len(each.trainers) for each in ranks}) > 1:
+        return Difference("script", None, "steps")
+    trainers = reference[0].trainers
+    for number, trainer in enumerate(trainers):
+        found = _initial([_initial_state(each, number) for each in ranks], trainer)
+        if found is not None:
+            return _placed(found, size, 0, number)
+    for position in range(_length(ranks) if is_complete else _length(reference)):
+        taken = [step for each in ranks for step in each.steps[position : position + 1]]
+        number, step = taken[0].trainer, taken[0].step
+        if len({(each.trainer, each.step) for each in taken}) > 1 or (
+            is_complete and len(taken) < len(ranks)
+        ):
+            return _placed(Difference("script", None, "steps"), size, step, number)
+        nothing = StepFingerprint(number, step)
+        steps = [[*each.steps[position : position + 1], nothing][0] for each in ranks]
+        found = (
+            _data(steps)
+            or _forward(steps[:size], steps[size:])
+            or _gradients(steps, trainers[number])
+            or _state(steps, trainers[number])
+            or _outcome(steps, trainers[number])
+        )
+        if found is not None:
+            return _placed(found, size, step, number)
+    return None
+
+
+def _length(ranks: Sequence[RankFingerprint]) -> int:
+    """Return the number of steps of the rank that took most."""
+    return max(len(each.steps) for each in ranks)
+
+
+def _initial_state(rank: RankFingerprint, trainer: int) -> dict[str, int]:
+    """Return the initial state of a trainer; nothing where the rank did not construct it."""
+    return rank.trainers[trainer].initial if trainer < len(rank.trainers) else {}
+
+
+def _placed(found: Difference, size: int, step: int, trainer: int) -> Difference:
+    """Return a difference with its place, and with the rank counted in the second layout."""
+    rank = None if found.rank is None or found.rank < size else found.rank - size
+    return replace(found, rank=rank, step=step, trainer=trainer)
+
+
+def _initial(states: Sequence[Mapping[str, int]], trainer: TrainerFingerprint) -> Difference | None:
+    found = _mismatch(states)
+    if found is None:
+        return None
+    name, rank = found
+    return Difference(_owner(name, trainer), name, "initial", rank=rank)
+
+
+def _data(steps: Sequence[StepFingerprint]) -> Difference | None:
+    found = _mismatch([each.data for each in steps], sorted)
+    if found is None:
+        return None
+    return Difference("data", None, "data", *found)
+
+
+def _forward(
+    reference: Sequence[StepFingerprint], other: Sequence[StepFingerprint]
+) -> Difference | None:
+    """Compare the module calls and the loss of one micro-batch after another."""
+    here, there = _calls(reference), _calls(other)
+    losses: dict[int, set[str]] = {}
+    for step in (*reference, *other):
+        for microbatch, loss in step.losses.items():
+            losses.setdefault(microbatch, set()).add(loss)
+    for microbatch in sorted({*here, *losses}):
+        found = _call_difference(here.get(microbatch, []), there.get(microbatch, []))
+        if found is not None:
+            module, what = found
+            return Difference(module, None, what, microbatch)
+        if len(losses.get(microbatch, ())) > 1:
+            return Difference("loss", None, "loss", microbatch)
+    return None
+
+
+def _calls(steps: Iterable[StepFingerprint]) -> dict[int, list[Call]]:
+    """Return the calls of each micro-batch, through all stages in order."""
+    parts = sorted((place, calls) for each in steps for place, calls in each.calls.items())
+    found: dict[int, list[Call]] = {}
+    for (microbatch, _), calls in parts:
+        found.setdefault(microbatch, []).extend(calls)
+    return found
+
+
+def _call_difference(reference: Iterable[Call], other: Iterable[Call]) -> tuple[str, str] | None:
+    """Return the module whose code made the first difference, and what of it differs.
+
+    Where the inputs of a call differ, and nothing before it, the code of the module around
+    it made the difference; unless that module was not called as a whole in `other`.
+    """
+    theirs = dict(_numbered(other))
+    around: list[str] = []
+    for key, values in _numbered(reference):
+        kind, module, _ = key
+        differs = theirs.get(key, values) != values
+        if kind == "enter":
+            if differs:
+                called = [each for each in around if ("enter", each, 0) in theirs]
+                return (called[-1], "forward") if called else (module, "input")
+            around.append(module)
+            continue
+        while around and around.pop() != module:
+            pass  # a module that raised was not left
+        if differs:
+            return module, "output"
+    return None
+
+
+def _numbered(calls: Iterable[Call]) -> Iterator[tuple[tuple[str, str, int], Checksums]]:
+    """Yield the calls with their number among those of the same module."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for kind, module, values in calls:
+        yield (kind, module, counts[kind, module]), values
+        counts[kind, module] += 1
+
+
+def _gradients(steps: Sequence[StepFingerprint], trainer: TrainerFingerprint) -> Difference | None:
+    backward = {name: number for number, name in enumerate(reversed(trainer.parameters))}
+    found = _mismatch(
+        [each.gradients for each in steps], lambda names: sorted(names, key=backward.__getitem__)
+    )
+    if found is None:
+        return None
+    name, rank = found
+    return Difference(_owner(name, trainer), name, "gradient", rank=rank)
+
+
+def _state(steps: Sequence[StepFingerprint], trainer: TrainerFingerprint) -> Difference | None:
+    found = _mismatch([each.state for each in steps])
+    if found is not None:
+        name, rank = found
+        if name in trainer.parameters:
+            return Difference("optimizer", name, "update", rank=rank)
+        return Difference(_owner(name, trainer), name, "buffer", rank=rank)
+    found = _mismatch([each.optimizer for each in steps])
+    if found is None:
+        return None
+    name, rank = found
+    return Difference("optimizer", name.rpartition("/")[0], "state", rank=rank)
+
+
+def _outcome(steps: Sequence[StepFingerprint], trainer: TrainerFingerprint) -> Difference | None:
+    outcomes = [{"loss": each.loss, "digest": each.digest} for each in steps]
+    found = _mismatch([{what: value for what, value in each.items() if value} for each in outcomes])
+    if found is None:
+        return None
+    what, rank = found
+    module = {"loss": "loss", "digest": trainer.model}[what]
+    return Difference(module, None, what, rank=rank)
+
+
+def _mismatch(
+    columns: Sequence[Mapping[Key, Any]],
+    order: Callable[[Iterable[Key]], Sequence[Key]] = list,
+) -> tuple[Key, int] | None:
+    """Return the first name that has several values, and the first column with another one."""
+    for name in order(dict.fromkeys(name for column in columns for name in column)):
+        values = [(rank, column[name]) for rank, column in enumerate(columns) if name in column]
+        for rank, value in values:
+            if value != values[0][1]:
+                return name, rank
+    return None
+
+
+def _owner(name: str, trainer: TrainerFingerprint) -> str:
+    """Return the name of the module that a parameter or buffer belongs to."""
+    return name.rpartition(".")[0] or trainer.model

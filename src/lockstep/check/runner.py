@@ -1,0 +1,205 @@
+"""Running a script in one layout: ranks are launched, their fingerprints come back.
+
+command ── launch ──> rank: session opened, output into a log, the script runs
+        <─ a RankFingerprint per rank, or the sentence of the first failure
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lockstep.check.difference import RankFingerprint
+from lockstep.check.layouts import Layout
+from lockstep.errors import RankError
+from lockstep.run import preload
+from lockstep.run.launch import launch
+from lockstep.run.rank import run_code
+from lockstep.step.fingerprint import StepFingerprint, TrainerFingerprint
+
+__all__ = ["Run", "run_layout"]
+
+TAIL = 12
+"""Lines of the failed rank's output that are shown."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a script ran in one layout.
+
+    Attributes:
+        layout: What was asked for.
+        steps: The number of steps per trainer that was asked for.
+        seconds: From the start of the ranks to their end.
+        ranks: The fingerprint of each rank, as far as it came.
+        failure: Why the run failed, or would have failed outside of the check, as one sentence;
+            "" where it would have succeeded.
+        is_complete: Whether every rank came to the end.
+        is_refused: Whether the failure says that the model has no such layout.
+        details: The traceback and the last lines of output of the failed rank.
+    """
+
+    layout: Layout
+    steps: int
+    seconds: float
+    ranks: tuple[RankFingerprint, ...]
+    failure: str = ""
+    is_complete: bool = True
+    is_refused: bool = False
+    details: str = ""
+
+    @property
+    def backend(self) -> str:
+        """The backend that the trainers used; the layout's where there was no trainer."""
+        used = [trainer.backend for rank in self.ranks for trainer in rank.trainers]
+        return used[0] if used else self.layout.backend
+
+    @property
+    def name(self) -> str:
+        """The layout in words, with the backend that the trainers used."""
+        return str(replace(self.layout, backend=self.backend))
+
+    @property
+    def losses(self) -> list[str]:
+        """The losses of each trainer's steps on rank 0, in `float.hex` form."""
+        return [step.loss for steps in self._by_trainer() for step in steps]
+
+    @property
+    def digest(self) -> str | None:
+        """The digest on rank 0 after the last step; of several trainers, the SHA-256 of all."""
+        digests = [steps[-1].digest for steps in self._by_trainer() if steps]
+        if len(digests) < 2:
+            return digests[0] if digests else None
+        return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+    def _by_trainer(self) -> list[list[StepFingerprint]]:
+        """Return the steps that were asked for, of each trainer on rank 0."""
+        if not self.is_complete:
+            return []
+        first = self.ranks[0]
+        return [
+            [step for step in first.steps if step.trainer == number][: self.steps]
+            for number in range(len(first.trainers))
+        ]
+
+
+def run_layout(
+    script: str,
+    arguments: Sequence[str],
+    layout: Layout,
+    steps: int,
+    timeout: float,
+    folder: Path,
+) -> Run:
+    """Run a script in a layout until its trainers have taken `steps` steps.
+
+    Args:
+        script: The file, or a folder with a `__main__.py`.
+        arguments: The script's own arguments.
+        layout: Where the training takes place.
+        steps: Steps per trainer.
+        timeout: Seconds after which the ranks are ended.
+        folder: Where the output of the ranks goes; exists and is empty.
+    """
+    preload.template(trains=True)
+    begun = time.monotonic()
+    order = (script, tuple(arguments), layout, steps, str(folder))
+    error: RankError | None = None
+    try:
+        launch(_run_rank, order, layout.ranks, timeout=timeout, pass_rank=True)
+    except RankError as failure:
+        error = failure
+    seconds = time.monotonic() - begun
+    ranks = tuple(_fingerprint(_record_of(folder, rank)) for rank in range(layout.ranks))
+    if error is None:
+        refusals = [step.refusal for rank in ranks for step in rank.steps if step.refusal]
+        return Run(layout, steps, seconds, ranks, refusals[0] if refusals else "")
+    is_refused = _is_refusal(layout, error)
+    # Every rank refuses; which of them was the first says nothing.
+    said = re.sub(r"^rank \d+ failed: ", "", str(error)) if is_refused else str(error)
+    return Run(layout, steps, seconds, ranks, said, False, is_refused, _details(error, folder))
+
+
+def _run_rank(
+    rank: int, script: str, arguments: Sequence[str], layout: Layout, steps: int, folder: str
+) -> None:
+    """Run the script in this process as `python SCRIPT` would, and record what it computes."""
+    from lockstep.check.session import CheckComplete, Session, opened
+
+    _redirect(_log_of(Path(folder), rank))
+    os.environ["LOCKSTEP_RUN"] = folder
+    if layout.backend:
+        os.environ["LOCKSTEP_BACKEND"] = layout.backend
+    sys.argv[:] = [script, *arguments]
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    with _record_of(Path(folder), rank).open("xb", buffering=0) as file:
+        session = Session(layout, steps, lambda fingerprint: pickle.dump(fingerprint, file))
+        try:
+            with opened(session):
+                run_code("script", script)
+        except CheckComplete:
+            pass
+        except BaseException as error:
+            session.record_unfinished()
+            if not isinstance(error, SystemExit) or error.code not in (None, 0):
+                raise
+
+
+def _log_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def _record_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.pickle"
+
+
+def _fingerprint(record: Path) -> RankFingerprint:
+    """Return what a rank recorded, up to where it was ended."""
+    found = RankFingerprint()
+    ends = FileNotFoundError, EOFError, pickle.UnpicklingError
+    with contextlib.suppress(*ends), record.open("rb") as file:
+        while True:
+            each = pickle.load(file)
+            if isinstance(each, TrainerFingerprint):
+                found.trainers.append(each)
+            else:
+                found.steps.append(each)
+    return found
+
+
+def _redirect(log: Path) -> None:
+    """Let everything that this process prints go into a file, and its input be empty."""
+    for number, place, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
+    ):
+        descriptor = os.open(place, flags, 0o600)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.dup2(1, 2)
+
+
+def _is_refusal(layout: Layout, error: RankError) -> bool:
+    """Whether an error says that the model, or this machine, does not allow the layout."""
+    if error.exception == "LayoutError":
+        return True
+    words = {"stage": layout.stages > 1, "shared": layout.shared, "GPU": layout.ranks > 1}
+    return error.exception == "UsageError" and any(
+        applies and word in str(error) for word, applies in words.items()
+    )
+
+
+def _details(error: RankError, folder: Path) -> str:
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = _log_of(folder, error.rank or 0).read_text(errors="replace").splitlines()[-TAIL:]
+    printed = [f"the last lines of rank {error.rank}:", *(f"    {line}" for line in lines)]
+    return "\n".join([*(printed if lines else ()), *getattr(error, "__notes__", ())])

@@ -1,0 +1,132 @@
+"""The session: how `lockstep check` reaches the trainers of an unchanged script.
+
+    rank starts     a session is opened in the process, then the script runs
+    Trainer()       asks for it: layout from the session, fingerprints, no record, no files
+    S steps         CheckComplete unwinds the script, which ends the rank successfully
+
+Without a session a trainer does nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lockstep.check.layouts import Layout
+from lockstep.data.microbatch import spans
+from lockstep.pipeline.cut import Blocks, block_names
+from lockstep.run.world import World
+from lockstep.step.fingerprint import StepFingerprint, TrainerFingerprint
+from lockstep.step.fingerprinter import Fingerprinter
+from lockstep.step.history import StepResult
+from lockstep.step.optimization import Optimization
+from lockstep.step.setting import Setting
+
+__all__ = ["CheckComplete", "LayoutOptions", "Session", "current", "opened"]
+
+WAIT_FACTOR = 10
+"""How many times its steps a trainer may take while another one has too few."""
+
+
+class CheckComplete(BaseException):
+    """Every trainer has taken its steps; no `except Exception` of a script stops this."""
+
+
+class LayoutOptions(NamedTuple):
+    """The options of a Trainer that a layout decides."""
+
+    stages: int
+    schedule: str | None
+    balance: Sequence[int] | None
+    chunks: int | None
+    shared: bool
+
+
+class Session:
+    """The check of one layout on this rank.
+
+    Args:
+        layout: What the trainers are given, instead of what the script says.
+        steps: The number of steps per trainer.
+        record: Called with each trainer's fingerprint and that of each committed step.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        steps: int,
+        record: Callable[[TrainerFingerprint | StepFingerprint], None],
+    ) -> None:
+        self.layout, self.steps = layout, steps
+        self._record = record
+        self._fingerprinters: list[Fingerprinter] = []
+        self._counts: list[int] = []  # of each trainer's committed steps
+
+    def options(self, model: nn.Module | Sequence[Any], blocks: Blocks) -> LayoutOptions:
+        """Return the options of the layout for a trainer of `model`.
+
+        The blocks are cut evenly where their number is known, so that nothing is measured.
+        """
+        layout = self.layout
+        if layout.stages == 1:
+            return LayoutOptions(1, None, None, None, layout.shared)
+        stages = layout.stages * (layout.chunks or 1)
+        count = 0
+        if isinstance(model, nn.Module):
+            count = 0 if hasattr(model, "_orig_mod") else len(block_names(model, blocks))
+        elif blocks is None:
+            count = len(model)
+        balance = [len(span) for span in spans(count, stages)] if count >= stages else None
+        return LayoutOptions(layout.stages, layout.schedule, balance, layout.chunks, False)
+
+    def fingerprinter(
+        self,
+        world: World,
+        setting: Setting,
+        called: nn.Module,
+        module: nn.Module,
+        optimization: Optimization,
+    ) -> Fingerprinter:
+        """Return the fingerprinter of a trainer that has just been constructed."""
+        made = Fingerprinter(len(self._counts), setting, called, module, optimization)
+        self._fingerprinters.append(made)
+        self._counts.append(0)
+        self._record(made.trainer(world.backend))
+        return made
+
+    def committed(
+        self, fingerprinter: Fingerprinter, digest: Callable[[], str], result: StepResult
+    ) -> None:
+        """Record a trainer's step; raise CheckComplete when no trainer needs another one."""
+        self._record(fingerprinter.commit(result.loss, digest()))
+        self._counts[fingerprinter.number] += 1
+        if min(self._counts) >= self.steps or max(self._counts) >= WAIT_FACTOR * self.steps:
+            raise CheckComplete
+
+    def record_unfinished(self) -> None:
+        """Record what is there of the steps that were begun and not committed."""
+        for each in self._fingerprinters:
+            if each.is_unfinished:
+                self._record(each.current)
+
+
+_current: Session | None = None
+
+
+def current() -> Session | None:
+    """Return the session of this process; None outside of `lockstep check`."""
+    return _current
+
+
+@contextmanager
+def opened(session: Session) -> Iterator[Session]:
+    """Let the trainers of this process belong to `session` while the body runs."""
+    global _current
+    _current = session
+    try:
+        yield session
+    finally:
+        _current = None

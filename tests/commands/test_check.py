@@ -1,0 +1,531 @@
+"""`lockstep check`: whole scripts, what it finds in them, and every way it can end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from lockstep.check import comparison
+from lockstep.check.layouts import Layout, layouts
+from lockstep.cli import cli
+from lockstep.errors import UsageError
+
+PLAIN = [Layout(1, "lockstep"), Layout(2, "lockstep"), Layout(3, "gloo")]
+STAGES = [
+    Layout(1, "lockstep"),
+    Layout(2, "lockstep", stages=2, schedule="1f1b"),
+    Layout(2, "lockstep", stages=2, schedule="interleaved"),
+]
+
+HEAD = """
+import sys
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset, default_collate
+
+import lockstep as ls
+
+ls.init(timeout=60)
+torch.manual_seed(1)
+sgd = partial(torch.optim.SGD, lr=0.1)
+"""
+
+TRAIN = """
+trainer = ls.Trainer(model, nn.CrossEntropyLoss(), sgd)
+while True:
+    trainer.step((torch.randn(16, 6), torch.randint(0, 4, (16,))))
+"""
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """Check a script in an empty folder; return the command's result, and its JSON if it is."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(source, *arguments, layouts=PLAIN, as_json=True):
+        chosen = layouts if callable(layouts) else lambda backends, ranks: layouts
+        monkeypatch.setattr(comparison, "layouts", chosen)
+        Path("train.py").write_text(HEAD + source)
+        words = ["check", "train.py", "--steps", "2", *(["--json"] if as_json else []), *arguments]
+        result = CliRunner().invoke(cli, words, catch_exceptions=False)
+        return result, json.loads(result.stdout.splitlines()[-1]) if as_json else None
+
+    return run
+
+
+def test_an_honest_script_that_would_go_on_for_ever(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        HEAD
+        + """
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 4))
+trainer = ls.Trainer(model, nn.CrossEntropyLoss(), partial(torch.optim.Adam, lr=0.1),
+                     clip_norm=1.0, average=0.9, record="runs/mine")
+while True:
+    trainer.step((torch.randn(16, 6), torch.randint(0, 4, (16,))))
+    print("a step", trainer.digest())
+"""
+    )
+    result = CliRunner().invoke(cli, ["check", "train.py", "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    *_, last = result.stdout.splitlines()
+    found = json.loads(last)
+    assert found["equal"] is True
+    assert found["first_difference"] is None
+    assert found["reproducible"] is None
+    assert found["not_applicable"] == []
+    asked = [
+        tuple(each[name] for name in ("replicas", "stages", "shared", "backend"))
+        for each in found["layouts"]
+    ]
+    assert asked == [
+        (1, 1, False, "lockstep"),
+        (2, 1, False, "lockstep"),
+        (3, 1, False, "lockstep"),
+        (2, 1, False, "gloo"),
+        (3, 1, False, "gloo"),
+        (1, 2, False, "lockstep"),
+        (1, 2, False, "lockstep"),
+        (2, 2, False, "lockstep"),
+        (2, 1, True, "lockstep"),
+    ]
+    assert [each["schedule"] for each in found["layouts"][5:8]] == [
+        "1f1b",
+        "interleaved",
+        "zero-bubble",
+    ]
+    for each in found["layouts"]:
+        assert each["equal"] is True
+        assert each["digest"] == found["layouts"][0]["digest"]
+        assert len(each["digest"]) == 64
+        assert len(each["losses"]) == 5
+        assert [float.fromhex(loss) for loss in each["loss_hex"]] == each["losses"]
+        assert each["losses"] == found["layouts"][0]["losses"]
+    assert "4 ranks, lockstep, 2 stages (zero-bubble): equal" in result.stderr
+    assert "train.py computes the same bits in all 9 layouts, for 5 steps." in result.stderr
+    assert "a step" not in result.output
+    assert [each.name for each in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_the_digest_is_the_trainers_own(check):
+    _, found = check(
+        "model = nn.Sequential(nn.Linear(6, 4))"
+        + TRAIN.replace("while True", "for _ in range(2)")
+        + "open('digest', 'w').write(trainer.digest())",
+        "--steps=9",
+        layouts=PLAIN[:1],
+    )
+    assert found["layouts"][0]["digest"] == Path("digest").read_text()
+    assert len(found["layouts"][0]["losses"]) == 2
+
+
+OWN_GENERATOR = """
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        return self.inner(x * (torch.rand(x.shape, generator=self.generator) > 0.3))
+
+model = nn.Sequential(nn.Linear(6, 6), Masked())
+"""
+
+HIDDEN_GENERATOR = OWN_GENERATOR.replace("self.generator", "self.hidden['generator']").replace(
+    "self.inner = ", "self.hidden = {'fixed': object()}\n        self.inner = "
+)
+
+HIDDEN_COUNT = """
+seen = {"calls": 0}
+
+class Warm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 4)
+
+    def forward(self, x):
+        seen["calls"] += 1
+        return self.inner(x) * (1 + 0.01 * seen["calls"])
+
+model = nn.Sequential(nn.Linear(6, 6), Warm())
+"""
+
+
+@pytest.mark.parametrize("source", [HIDDEN_GENERATOR, HIDDEN_COUNT])
+def test_state_in_python_names_its_module(check, source):
+    result, found = check(source + TRAIN)
+    assert result.exit_code == 1
+    assert found["equal"] is False
+    assert found["reproducible"] is True
+    first = found["first_difference"]
+    assert (first["step"], first["module"], first["parameter"]) == (0, "1", None)
+    assert first["microbatch"] == 4  # the first one of the second rank
+    assert [each["equal"] for each in found["layouts"]] == [True, False, False]
+    assert len({each["digest"] for each in found["layouts"]}) == 3
+    assert "step 0, micro-batch 4: module `1` computes something else" in result.stderr
+    assert "state that it keeps in Python" in result.stderr
+
+
+def test_what_training_refuses_is_compared_all_the_same(check):
+    """A trainer stops where a module draws from its own generator; a check says where to."""
+    result, found = check(OWN_GENERATOR + TRAIN, layouts=PLAIN[:2])
+    assert result.exit_code == 1
+    assert [each["verdict"] for each in found["layouts"]] == ["failed", "different"]
+    assert [each["equal"] for each in found["layouts"]] == [False, False]
+    assert "the generator 1.generator was drawn from" in found["layouts"][0]["failure"]
+    assert result.stderr.count("the generator 1.generator was drawn from") == 1
+    assert len(found["layouts"][0]["digest"]) == 64
+    first = found["first_difference"]
+    assert (first["step"], first["module"], first["parameter"]) == (0, "1", None)
+
+
+def test_a_refusal_without_a_difference_is_a_failure(check):
+    """The generator is drawn from, and what was drawn changes nothing."""
+    result, found = check(
+        OWN_GENERATOR.replace("> 0.3", ">= 0") + TRAIN,
+        layouts=PLAIN[:2],
+    )
+    assert result.exit_code == 1
+    assert [each["verdict"] for each in found["layouts"]] == ["failed", "failed"]
+    assert found["first_difference"] is None
+
+
+def test_of_a_layout_that_fails_the_difference_is_named_too(check):
+    result, found = check(
+        """
+model = nn.Linear(6, 4)
+trainer = ls.Trainer(model, nn.CrossEntropyLoss(), sgd)
+for number in range(3):
+    batch = torch.randn(16, 6), torch.randint(0, 4, (16,))
+    if ls.rank() == 1:
+        batch[0][8:] += number
+    trainer.step(batch)
+    if ls.rank() == 1 and number:
+        raise ValueError("too late")
+""",
+        "--steps=3",
+        layouts=PLAIN[:2],
+    )
+    assert result.exit_code == 1
+    failed = found["layouts"][1]
+    assert (failed["verdict"], failed["digest"], failed["losses"]) == ("failed", None, [])
+    first = found["first_difference"]
+    assert (first["step"], first["module"], first["microbatch"]) == (1, "data", 4)
+
+
+def test_a_collate_function_with_its_own_generator_is_data(check):
+    result, found = check(
+        """
+generator = torch.Generator().manual_seed(0)
+
+def collate(samples):
+    inputs, targets = default_collate(samples)
+    return inputs + torch.randn(inputs.shape, generator=generator), targets
+
+trainer = ls.Trainer(nn.Linear(6, 4), nn.CrossEntropyLoss(), sgd)
+data = TensorDataset(torch.randn(64, 6), torch.randint(0, 4, (64,)))
+for epoch in range(100):
+    for batch in trainer.batches(data, 16, epoch=epoch, collate_fn=collate):
+        trainer.step(batch)
+"""
+    )
+    assert result.exit_code == 1
+    first = found["first_difference"]
+    assert (first["step"], first["module"], first["parameter"]) == (0, "data", None)
+    assert (first["microbatch"], first["rank"]) == (4, 1)
+    assert "the data differ" in result.stderr
+
+
+def test_an_attribute_between_blocks(check):
+    """Interleaved, a later block on the same rank reads what another micro-batch left."""
+    result, found = check(
+        """
+class Box:
+    pass
+
+class Put(nn.Module):
+    def __init__(self, box):
+        super().__init__()
+        self.inner, self.box = nn.Linear(6, 6), box
+
+    def forward(self, x):
+        self.box.mask = (x[:, :1] > 0).float()
+        return self.inner(x)
+
+class Use(nn.Module):
+    def __init__(self, box):
+        super().__init__()
+        self.inner, self.box = nn.Linear(6, 6), box
+
+    def forward(self, x):
+        return self.inner(x) * self.box.mask
+
+box = Box()
+model = nn.Sequential(Put(box), nn.Tanh(), Use(box), nn.Linear(6, 4))
+"""
+        + TRAIN,
+        layouts=STAGES,
+    )
+    assert result.exit_code == 1
+    _, plain, interleaved = found["layouts"]
+    assert (plain["verdict"], plain["digest"], plain["losses"]) == ("failed", None, [])
+    assert "'Box' object has no attribute 'mask' (train.py:" in plain["failure"]
+    assert (interleaved["verdict"], interleaved["schedule"]) == ("different", "interleaved")
+    first = found["first_difference"]
+    assert (first["step"], first["module"], first["what"]) == (0, "2", "output")
+    assert first["layout"] == "2 ranks, lockstep, 2 stages (interleaved)"
+
+
+def test_an_optimizer_that_differs_by_rank_names_the_parameter(check):
+    result, found = check(
+        """
+class Drifting(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        if ls.rank() == 1:
+            with torch.no_grad():
+                self.param_groups[0]["params"][2].mul_(1.5)
+
+model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
+sgd = partial(Drifting, lr=0.1)
+"""
+        + TRAIN
+    )
+    assert result.exit_code == 1
+    first = found["first_difference"]
+    assert (first["step"], first["module"], first["parameter"]) == (0, "optimizer", "1.weight")
+    assert first["rank"] == 1
+    assert "step 0, rank 1: parameter `1.weight` differs after the update" in result.stderr
+
+
+def test_a_model_without_a_seed_is_not_reproducible(check):
+    result, found = check(
+        "torch.seed()\nmodel = nn.Sequential(nn.Linear(6, 4))" + TRAIN, layouts=PLAIN[:2]
+    )
+    assert result.exit_code == 1
+    first = found["first_difference"]
+    assert (first["step"], first["module"], first["parameter"]) == (0, "0", "0.weight")
+    assert first["what"] == "initial"
+    assert found["reproducible"] is False
+    assert "So the script itself is not reproducible. Call torch.manual_seed" in result.stderr
+
+
+def test_a_layout_that_the_model_refuses_is_not_applicable(check):
+    result, found = check("model = nn.Linear(6, 4)" + TRAIN, layouts=STAGES)
+    assert result.exit_code == 0
+    assert found["equal"] is True
+    assert len(found["layouts"]) == 1
+    (refused,) = found["not_applicable"]  # the other layouts with stages are not tried
+    assert refused["stages"] == 2
+    assert refused["reason"].startswith("Linear does not say how to cut it into 2 stages")
+    assert "1f1b): not applicable" in result.stderr
+
+
+def test_more_replicas_than_microbatches_are_not_applicable(check):
+    result, found = check("model = nn.Linear(6, 4)" + TRAIN.replace("sgd)", "sgd, microbatches=2)"))
+    assert result.exit_code == 0
+    assert [each["ranks"] for each in found["not_applicable"]] == [3]
+
+
+def test_several_trainers_in_a_loop_of_the_scripts_own(check):
+    result, found = check(
+        """
+maker = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
+judge = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 1))
+adam = partial(torch.optim.Adam, lr=1e-3)
+of_judge = ls.Trainer(judge, None, adam, also=[maker])
+of_maker = ls.Trainer(maker, None, adam, also=[judge])
+bce = nn.functional.binary_cross_entropy_with_logits
+while True:
+    batch = torch.randn(16, 6)
+    with of_judge.step() as step:
+        for real in step.microbatches(batch):
+            with torch.no_grad():
+                fake = maker(torch.randn(len(real), 4))
+            yes, no = judge(real), judge(fake)
+            step.backward(bce(yes, torch.ones_like(yes)) + bce(no, torch.zeros_like(no)))
+    with of_maker.step() as step:
+        for real in step.microbatches(batch):
+            said = judge(maker(torch.randn(len(real), 4)))
+            step.backward(bce(said, torch.ones_like(said)))
+""",
+        layouts=[*PLAIN, STAGES[1], Layout(2, "lockstep", shared=True)],
+    )
+    assert result.exit_code == 0
+    assert [len(each["losses"]) for each in found["layouts"]] == [4, 4, 4, 4]
+    assert len({each["digest"] for each in found["layouts"]}) == 1
+    assert [each["stages"] for each in found["not_applicable"]] == [2]
+
+
+def test_one_trainer_of_several_is_named(check):
+    result, found = check(
+        """
+generator = torch.Generator().manual_seed(3)
+
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + torch.rand(x.shape, generator=generator))
+
+first = ls.Trainer(nn.Linear(6, 4), nn.CrossEntropyLoss(), sgd)
+second = ls.Trainer(Noisy(6, 4), nn.CrossEntropyLoss(), sgd)
+while True:
+    batch = torch.randn(16, 6), torch.randint(0, 4, (16,))
+    first.step(batch), second.step(batch)
+""",
+        layouts=PLAIN[:2],
+    )
+    assert result.exit_code == 1
+    first = found["first_difference"]
+    assert (first["step"], first["module"], first["trainer"]) == (0, "Noisy", 1)
+    assert "trainer 1, step 0, micro-batch 4: module `Noisy`" in result.stderr
+
+
+def test_the_script_gets_its_own_arguments_and_looks_like_the_program(check):
+    source = """
+import os
+assert sys.argv == ["train.py", "--width", "4", "-q", "more", "--steps"], sys.argv
+assert __name__ == "__main__"
+assert sys.path[0] == os.getcwd()
+assert sys.stdin.read() == ""
+assert os.path.isdir(os.environ["LOCKSTEP_RUN"])
+model = nn.Linear(6, int(sys.argv[2]))
+"""
+    result, _ = check(
+        source + TRAIN, "--width", "4", "-q", "more", "--", "--steps", layouts=PLAIN[:2]
+    )
+    assert result.exit_code == 0, result.output
+
+
+def test_a_script_that_ends_earlier_and_exits_by_itself(check):
+    result, found = check(
+        "model = nn.Linear(6, 4)" + TRAIN.replace("while True", "for _ in range(1)") + "sys.exit()",
+        layouts=PLAIN[:2],
+    )
+    assert result.exit_code == 0
+    assert [len(each["losses"]) for each in found["layouts"]] == [1, 1]
+    assert "train.py ended by itself after 1 of 2 steps." in result.stderr
+
+
+def test_a_number_of_steps_that_depends_on_the_ranks(check):
+    result, found = check(
+        "model = nn.Linear(6, 4)"
+        + TRAIN.replace("while True", "for _ in range(2 // ls.world_size())"),
+        layouts=PLAIN[:2],
+    )
+    assert result.exit_code == 1
+    first = found["first_difference"]
+    assert (first["step"], first["module"], first["what"]) == (1, "script", "steps")
+
+
+def test_a_script_that_catches_everything_does_not_go_on(check):
+    result, _ = check(
+        """
+trainer = ls.Trainer(nn.Linear(6, 4), nn.CrossEntropyLoss(), sgd)
+with trainer:
+    while True:
+        try:
+            trainer.step((torch.randn(16, 6), torch.randint(0, 4, (16,))))
+        except Exception:
+            pass
+""",
+        layouts=PLAIN[:2],
+    )
+    assert result.exit_code == 0
+
+
+def test_a_script_that_fails_is_run_once(check):
+    result, found = check("print('before it')\nraise KeyError('lr')")
+    assert result.exit_code == 1
+    assert found["equal"] is False
+    assert found["first_difference"] is None
+    (only,) = found["layouts"]
+    assert only["equal"] is False
+    assert only["failure"].startswith("rank 0 raised KeyError: 'lr' (train.py:")
+    assert "    before it" in result.stderr
+    assert "Traceback (most recent call last)" in result.stderr
+
+
+def test_a_layout_that_fails_is_a_failure(check):
+    result, found = check(
+        "if ls.rank() == 1:\n    sys.exit('no second rank, please')\nmodel = nn.Linear(6, 4)"
+        + TRAIN,
+        layouts=PLAIN[:2],
+    )
+    assert result.exit_code == 1
+    assert found["first_difference"] is None
+    assert [each["verdict"] for each in found["layouts"]] == ["reference", "failed"]
+    assert found["layouts"][1]["failure"] == "rank 1 exited with status 1"
+    assert "no second rank, please" in result.stderr
+
+
+def test_a_layout_has_a_deadline(check):
+    result, found = check(
+        "import threading\nmodel = nn.Linear(6, 4)\nthreading.Event().wait()", "--timeout", "3"
+    )
+    assert result.exit_code == 1
+    assert "rank 0 had not returned after 3 s" in found["layouts"][0]["failure"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("print('nothing')", "train.py constructs no ls.Trainer, so there is nothing to check"),
+        (
+            "ls.Trainer(nn.Linear(6, 4), nn.CrossEntropyLoss(), sgd)",
+            "train.py constructs an ls.Trainer but ends without a step of it",
+        ),
+    ],
+)
+def test_a_script_that_trains_nothing(check, source, said):
+    with pytest.raises(UsageError, match=said):
+        check(source)
+
+
+def test_a_script_that_chooses_its_backend_keeps_it(check):
+    _, found = check(
+        "ls.shutdown()\nls.init(backend='gloo')\nmodel = nn.Linear(6, 4)" + TRAIN,
+        "--ranks=2",
+        layouts=layouts,
+    )
+    ran = [(each["ranks"], each["backend"], each["shared"]) for each in found["layouts"]]
+    assert ran == [(2, "gloo", False)]
+    assert [each["shared"] for each in found["not_applicable"]] == [False, True]
+
+
+def test_text_is_a_table_and_sentences(check):
+    result, _ = check(HIDDEN_COUNT + TRAIN, as_json=False, layouts=PLAIN[:2])
+    lines = result.stdout.splitlines()
+    assert lines[1].split() == ["layout", "digest", "last", "loss", "seconds", "verdict"]
+    assert lines[3].startswith("1 rank, lockstep ")
+    assert lines[3].endswith("reference")
+    assert lines[4].startswith("2 ranks, lockstep ")
+    assert lines[4].endswith("different")
+    assert "2 ranks, lockstep: step 0, micro-batch 4: module `1` computes" in result.stdout
+    assert result.stderr.startswith("1 rank, lockstep: reference, ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere.py"], "there is no script 'nowhere.py'"),
+        (["broken.py"], "broken.py, line 1 is no Python"),
+    ],
+)
+def test_a_script_that_cannot_run_is_a_usage_error(tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("def")
+    with pytest.raises(UsageError, match=said):
+        CliRunner().invoke(cli, ["check", *words], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("words", [["--ranks", "0"], ["--ranks", "a"], ["--steps", "0"]])
+def test_wrong_options(words):
+    result = CliRunner().invoke(cli, ["check", "train.py", *words])
+    assert result.exit_code == 2
