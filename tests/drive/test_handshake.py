@@ -181,6 +181,7 @@ def test_the_keys_depend_on_both_identities_and_on_the_session(monkeypatch):
     assert len(keys) == 16
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=len(GREETING), max_size=300))
 def test_garbage_is_refused_by_its_first_bytes(said):
     assume(not said.startswith(GREETING))
@@ -189,6 +190,7 @@ def test_garbage_is_refused_by_its_first_bytes(said):
     assert str(listener.outcome) == "it is not a process of this version of Lockstep"
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=116 - len(GREETING), max_size=300))
 def test_garbage_after_a_greeting_is_refused(said):
     listener = End(answer(Credentials(KEY, DRIVER, SESSION)))
@@ -196,6 +198,7 @@ def test_garbage_after_a_greeting_is_refused(said):
     assert isinstance(listener.outcome, Refused)
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=300))
 def test_a_listener_that_proves_nothing_is_refused(said):
     caller = End(call(Credentials(KEY, FIRST, SESSION), DRIVER))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -151,6 +152,22 @@ def test_an_address_that_holds_one_place_keeps_it(door, strangers):
 def test_who_loses_its_place_is_told(door, strangers):
     first, *_ = strangers(door, PLACES + 1)
     assert first.recv(2) == bytes([Status.BUSY])
+
+
+def test_without_a_descriptor_left_a_stranger_gives_way(door, strangers, monkeypatch):
+    (silent,) = strangers(door, 1)
+    joined(door)
+    accept, failures = socket.socket.accept, [errno.EMFILE, errno.EMFILE]
+
+    def fail_twice(self):
+        if failures:
+            raise OSError(failures.pop(), "Too many open files")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_twice)
+    joined(door)
+    assert failures == []
+    assert told(silent) == bytes([Status.BUSY])
 
 
 def test_strangers_are_reported_in_few_lines_of_our_own_words(door, strangers):

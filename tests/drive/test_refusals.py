@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.drive.refusals import INTERVAL, Refusals
@@ -26,6 +26,7 @@ def test_the_first_is_reported_at_once_and_the_others_together():
     )
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), max_size=300))
 def test_every_refusal_is_counted_and_lines_are_rare(gaps):
     refusals, now, lines = Refusals(), 0.0, []

@@ -56,8 +56,7 @@ def dial(
     while True:
         try:
             timeout = min(HANDSHAKE, max(RETRY, deadline - time.monotonic()))
-            end, agreement = _attempt(address, port, credentials, called, timeout)
-            return proven(end, agreement, silence)
+            return _attempt(address, port, call(credentials, called), timeout, silence)
         except Refused as error:
             if error.status is Status.MISDIRECTED:
                 raise RendezvousError(f"{place} refused the connection: {error}") from error
@@ -81,9 +80,7 @@ def proven(end: socket.socket, agreement: Agreement, silence: float) -> Wire:
     return Wire(end, agreement.sending, agreement.receiving)
 
 
-def _attempt(
-    address: str, port: int, credentials: Credentials, called: Identity, timeout: float
-) -> tuple[socket.socket, Agreement]:
+def _attempt(address: str, port: int, steps: Steps, timeout: float, silence: float) -> Wire:
     try:
         end = socket.create_connection((address, port), timeout)
     except OSError as error:
@@ -91,7 +88,8 @@ def _attempt(
     with contextlib.ExitStack() as failing:
         failing.enter_context(end)
         try:
-            agreement = _shake(end, call(credentials, called), time.monotonic() + timeout)
+            agreement = _shake(end, steps, time.monotonic() + timeout)
+            wire = proven(end, agreement, silence)
         except TimeoutError as error:
             raise _Failed("it accepts connections but does not answer") from error
         except (OSError, EOFError) as error:
@@ -104,7 +102,7 @@ def _attempt(
                 raise _Failed(f"{error}; see on its host who connects to that port") from error
             raise
         failing.pop_all()
-    return end, agreement
+    return wire
 
 
 def _shake(end: socket.socket, steps: Steps, deadline: float) -> Agreement:
