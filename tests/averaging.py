@@ -1,4 +1,4 @@
-"""A model for DataParallel's tests, and the arithmetic that it promises in plain torch."""
+"""A model for tests of DistributedDataParallel, and its arithmetic in plain torch."""
 
 import torch
 from torch import nn

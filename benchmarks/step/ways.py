@@ -2,7 +2,7 @@
 
     copies           every rank by itself, nothing is exchanged: what computing alone costs
     ddp-*, fsdp-*    torch's own, on Gloo and on the backend "lockstep"
-    data-parallel    `lockstep.DataParallel` in the same loop
+    data-parallel    `lockstep.DistributedDataParallel` in the same loop
     trainer          `lockstep.Trainer`
     shared           the same with one copy of the parameters for all ranks of the host
     stock-*          in a process as torch leaves it: Lockstep's ranks keep freed memory,
@@ -183,8 +183,8 @@ def distributed(case: Case, shares: bool = False) -> Training:
 
 
 def averaged(case: Case) -> Training:
-    """Wrap the model in `lockstep.DataParallel`."""
-    return Loop(case, lockstep.DataParallel(case.net.model()))
+    """Wrap the model in `lockstep.DistributedDataParallel`."""
+    return Loop(case, lockstep.DistributedDataParallel(case.net.model()))
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ _ALL = (
     ),
     Way("fsdp-gloo", "FSDP2 (fully_shard) on gloo", "gloo", Sharded, 2.5),
     Way("fsdp-lockstep", "FSDP2 (fully_shard) on lockstep", "lockstep", Sharded, 2.5),
-    Way("data-parallel", "lockstep.DataParallel", "", averaged, 4.0),
+    Way("data-parallel", "lockstep.DistributedDataParallel", "", averaged, 4.0),
     Way("trainer", "lockstep.Trainer", "", Trained, 4.0, promised=True),
     Way(
         "shared", "lockstep.Trainer(shared=True)", "lockstep", partial(Trained, shared=True),

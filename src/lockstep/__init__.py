@@ -10,9 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.averaging.data_parallel import DataParallel as DataParallel
     from lockstep.comm.memory import empty as empty
     from lockstep.data.partition import partition as partition
+    from lockstep.data_parallel.distributed import (
+        DistributedDataParallel as DistributedDataParallel,
+    )
     from lockstep.drive.driver import Driver as Driver
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.run.launch import launch as launch
@@ -50,7 +52,7 @@ PUBLIC = {
     "accuracy": "step.forward",
     "target_weight": "step.weight",
     "digest": "step.digest",
-    "DataParallel": "averaging.data_parallel",
+    "DistributedDataParallel": "data_parallel.distributed",
     "Driver": "drive.driver",
     "build": "train.awakening",
     "TensorBoard": "show.dashboards",

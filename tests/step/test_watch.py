@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.plan.replay import replay
-from lockstep.plan.schedules import Action, one_f_one_b
+from lockstep.pipeline.replay import replay
+from lockstep.pipeline.schedules import Action, one_f_one_b
 from lockstep.show.reading import read
 from lockstep.show.recorded import timelines
 from lockstep.show.trace import transfers

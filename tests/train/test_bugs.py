@@ -369,7 +369,7 @@ def test_a_parameter_with_gaps_in_memory(ranks):
         trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, clip_norm=0.1)
         inputs, targets = rows(24, 5)
         trainer.step((inputs, targets))
-        averaged = ls.DataParallel(copy.deepcopy(model))
+        averaged = ls.DistributedDataParallel(copy.deepcopy(model))
         averaged(inputs).square().mean().backward()
         alone = copy.deepcopy(model)
         alone(inputs).square().mean().backward()
@@ -565,7 +565,7 @@ def test_a_fused_sgd_of_16_bit_parameters_is_refused():
         ls.shutdown()
 
 
-# --- DataParallel ---------------------------------------------------------------------------
+# --- DistributedDataParallel ------------------------------------------------------------
 
 
 class Skipping(nn.Module):
@@ -594,7 +594,7 @@ def test_two_wrapped_models_in_one_backward(ranks):
         ]
 
     def ours():
-        return gradients(ls.DataParallel)
+        return gradients(ls.DistributedDataParallel)
 
     def theirs():
         wrap = partial(nn.parallel.DistributedDataParallel, find_unused_parameters=True)
@@ -611,7 +611,7 @@ def test_accumulating_without_no_sync_where_a_parameter_is_unused(ranks):
     """An earlier mean that one rank did not touch again counted as absent there."""
 
     def gradients():
-        model = ls.DataParallel(Skipping())
+        model = ls.DistributedDataParallel(Skipping())
         for skip in (False, dist.get_rank() == 1):
             model(torch.ones(1, 4), skip).sum().backward()
         bias = model.module.second.bias.grad
@@ -630,7 +630,7 @@ def test_two_forwards_with_batch_norm_before_one_backward(ranks):
 
     def gradients():
         torch.manual_seed(0)
-        model = ls.DataParallel(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+        model = ls.DistributedDataParallel(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
         inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
         (model(inputs).square().mean() + model(inputs * 2).abs().mean()).backward()
         return model.module[0].weight.grad.tolist()

@@ -43,7 +43,9 @@ def wrapped(wrapper):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("wrapper", [ls.DataParallel, DistributedDataParallel, nn.DataParallel])
+@pytest.mark.parametrize(
+    "wrapper", [ls.DistributedDataParallel, DistributedDataParallel, nn.DataParallel]
+)
 def test_a_wrapper_is_refused_wherever_it_is(wrapper):
     for path, arguments in wrapped(wrapper):
         with pytest.raises(UsageError) as raised:
@@ -54,8 +56,8 @@ def test_a_wrapper_is_refused_wherever_it_is(wrapper):
 
 @pytest.mark.usefixtures("alone")
 def test_a_wrapper_inside_a_compiled_model_is_refused():
-    model = ls.DataParallel(nn.Linear(4, 4))
-    with pytest.raises(UsageError, match=r"^model is wrapped in DataParallel, "):
+    model = ls.DistributedDataParallel(nn.Linear(4, 4))
+    with pytest.raises(UsageError, match=r"^model is wrapped in DistributedDataParallel, "):
         ls.Trainer(torch.compile(model, backend="eager"), nn.MSELoss(), SGD)
 
 

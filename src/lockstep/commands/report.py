@@ -67,7 +67,7 @@ def rendered(run: Run, kind: str) -> bytes:
 
 def simulated(run: Run) -> Timeline | None:
     """Return the timeline that the report draws, simulated; None where it has no stages."""
-    from lockstep.plan.replay import replay
+    from lockstep.pipeline.replay import replay
     from lockstep.show.recorded import typical
 
     found = typical(run)

@@ -11,9 +11,9 @@ import click
 
 from lockstep.commands.report import save
 from lockstep.errors import FileError, LayoutError, UsageError
-from lockstep.plan.choice import Plan, plan
-from lockstep.plan.schedules import NAMES
-from lockstep.plan.simulation import Costs
+from lockstep.pipeline.choice import Plan, plan
+from lockstep.pipeline.schedules import NAMES
+from lockstep.pipeline.simulation import Costs
 from lockstep.show import words
 from lockstep.show.lanes import legend, print_lanes, scale_of
 from lockstep.show.roll import roll
@@ -152,7 +152,7 @@ def read_costs(file: Path) -> Costs:
 
 def recorded_costs(run: Run) -> Costs:
     """Return what the stages of a run took in its typical step."""
-    from lockstep.plan.replay import measured
+    from lockstep.pipeline.replay import measured
     from lockstep.show.recorded import typical
 
     step = typical(run)

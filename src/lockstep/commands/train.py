@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from lockstep.errors import FileError, LayoutError, UsageError
-from lockstep.plan.schedules import NAMES
+from lockstep.pipeline.schedules import NAMES
 
 __all__ = ["command"]
 

@@ -1,8 +1,8 @@
-"""Averaging gradients by hand, in ten lines, beside `lockstep.DataParallel`.
+"""Averaging gradients by hand, in ten lines, beside `lockstep.DistributedDataParallel`.
 
 Every rank computes the gradient of its own samples. Divided by the number of
 ranks and summed they are the gradient of all samples, as one process would have
-it. `DataParallel` does the same, in buckets, while backward still runs.
+it. `DistributedDataParallel` does the same, in buckets, while backward still runs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def main(backend: str | None = None) -> str:
     by_hand = torch.nn.Linear(2, 1, bias=False)
     own = gradient(by_hand, world.rank).clone()
     average_gradients(by_hand)
-    wrapped = gradient(ls.DataParallel(torch.nn.Linear(2, 1, bias=False)), world.rank)
+    wrapped = gradient(ls.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False)), world.rank)
     return picture(
         "averaging gradients",
         own=own,
         by_hand=next(by_hand.parameters()).grad,
-        DataParallel=wrapped,
+        DistributedDataParallel=wrapped,
     )
 
 

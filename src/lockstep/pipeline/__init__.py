@@ -1,1 +1,1 @@
-"""A model in stages: the cut, what crosses a boundary, the ranks that run it."""
+"""Pipelines: schedules and their simulation, the partition into stages, and what runs them."""

@@ -23,8 +23,8 @@ from torch import nn
 from lockstep.data.microbatch import mapped
 from lockstep.errors import LayoutError
 from lockstep.pipeline.boundary import assembled, flattened
+from lockstep.pipeline.simulation import Costs
 from lockstep.pipeline.splitting import Split, splittable
-from lockstep.plan.simulation import Costs
 from lockstep.randomness import isolated
 from lockstep.step.buffers import Buffers
 from lockstep.step.entry import Entry

@@ -18,8 +18,8 @@ from lockstep.errors import LostError, StoppedError
 from lockstep.pipeline.boundary import assembled, flattened
 from lockstep.pipeline.link import Receiver
 from lockstep.pipeline.pipeline import Pipeline
+from lockstep.pipeline.schedules import Action
 from lockstep.pipeline.stage import Stage
-from lockstep.plan.schedules import Action
 from lockstep.randomness import isolated
 from lockstep.step.attempt import Attempt
 from lockstep.step.buffers import Buffers

@@ -3,7 +3,7 @@
     rank 0   stage 0   F0 F1 .. B0 F2 B1 ...       F forward, B backward of a micro-batch
     rank 1   stage 1      F0 B0 F1 B1 ...
 
-It only does what the schedule says (`lockstep.plan.schedules`). What an action needs
+It only does what the schedule says (`lockstep.pipeline.schedules`). What an action needs
 from another rank it waits for, the next page already asked for; what others need it
 sends without waiting. The links and their order follow from the schedule, so no two
 messages can be taken for each other. A stage that fails says so to its neighbours;
@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.pipeline.link import Receiver, Sender
+from lockstep.pipeline.schedules import Action, schedule
 from lockstep.pipeline.stage import Stage
 from lockstep.pipeline.tying import Tie
-from lockstep.plan.schedules import Action, schedule
 from lockstep.step.setting import Setting
 from lockstep.step.side_effects import SideEffects
 

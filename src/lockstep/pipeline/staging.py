@@ -22,11 +22,11 @@ from torch import nn
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import LayoutError
+from lockstep.pipeline.balance import ranges
+from lockstep.pipeline.choice import choose, plan
 from lockstep.pipeline.costs import check_composition, measured_costs
 from lockstep.pipeline.cut import Cut
-from lockstep.plan.balance import ranges
-from lockstep.plan.choice import choose, plan
-from lockstep.plan.schedules import NAMES
+from lockstep.pipeline.schedules import NAMES
 from lockstep.step.forward import parts
 from lockstep.step.recomputation import check_blocks
 from lockstep.step.setting import Setting

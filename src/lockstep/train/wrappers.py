@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from lockstep.averaging.data_parallel import DataParallel
+from lockstep.data_parallel.distributed import DistributedDataParallel
 from lockstep.errors import UsageError
 
 __all__ = ["refuse_wrappers"]
@@ -41,7 +41,7 @@ def refuse_wrappers(modules: Mapping[str, nn.Module]) -> None:
 
 def _wrappers() -> tuple[type, ...]:
     """Return the classes that hold the wrapped model as `module`."""
-    known = (DataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
+    known = (DistributedDataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
     return (*known, *_of_fsdp("FullyShardedDataParallel"))
 
 

@@ -1,4 +1,4 @@
-"""What people use beside DistributedDataParallel, beside DataParallel: features and refusals.
+"""What people use with torch's DistributedDataParallel, with ours: features and refusals.
 
 All programs run in one launch of three ranks; a test looks at one of them.
 """
@@ -85,8 +85,8 @@ def averaged(
     rank: int,
     **options: Any,
 ) -> list[bool]:
-    """Compare three backwards through DataParallel with the arithmetic."""
-    model, found = ls.DataParallel(make(), **options), []
+    """Compare three backwards through DistributedDataParallel with the arithmetic."""
+    model, found = ls.DistributedDataParallel(make(), **options), []
     for _ in range(3):
         model.zero_grad()
         backward(model, rank)
@@ -127,10 +127,10 @@ def checkpointed_reentrantly(rank: int) -> list[bool]:
 
 @program
 def checkpointed_reentrantly_in_one_round(rank: int) -> list[bool]:
-    model = ls.DataParallel(Segments(True))
+    model = ls.DistributedDataParallel(Segments(True))
     rounds = []
-    finish = model._averager._finish
-    model._averager._finish = lambda: (rounds.append(1), finish())
+    finish = model._reducer._finish
+    model._reducer._finish = lambda: (rounds.append(1), finish())
     for _ in range(2):
         squares(model, rank)
     return [len(rounds) == 2]
@@ -184,22 +184,25 @@ def a_penalty_of_the_gradient(rank: int) -> list[bool]:
 
 @program
 def a_graph_of_the_backward_is_refused(rank: int) -> list[bool]:
-    model = ls.DataParallel(net())
+    model = ls.DistributedDataParallel(net())
     loss = model(inputs_of(rank), True).square().mean()
     with warnings.catch_warnings():  # torch warns of a cycle in memory
         warnings.simplefilter("ignore")
         try:
             loss.backward(create_graph=True)
         except GradientError as error:
-            return ["backward(create_graph=True) cannot go through DataParallel" in str(error)]
+            return [
+                "backward(create_graph=True) cannot go through DistributedDataParallel"
+                in str(error)
+            ]
     return [False]
 
 
 @program
 def compiled_around(rank: int) -> list[bool]:
-    """torch.compile(DataParallel(...)), as others write it."""
+    """torch.compile(DistributedDataParallel(...)), as others write it."""
     module = net()
-    model = torch.compile(ls.DataParallel(module), backend="eager")
+    model = torch.compile(ls.DistributedDataParallel(module), backend="eager")
     for _ in range(2):
         module.zero_grad()
         model(inputs_of(rank), uses_some(rank)).square().mean().backward()
@@ -209,7 +212,7 @@ def compiled_around(rank: int) -> list[bool]:
 @program
 def some_ranks_only(rank: int) -> list[bool]:
     some, alone = dist.new_group([0, 2]), [dist.new_group([each]) for each in range(RANKS)]
-    model = ls.DataParallel(net(), group=alone[1] if rank == 1 else some)
+    model = ls.DistributedDataParallel(net(), group=alone[1] if rank == 1 else some)
     squares(model, rank)
     columns = []
     for each in [1] if rank == 1 else [0, 2]:
@@ -220,7 +223,7 @@ def some_ranks_only(rank: int) -> list[bool]:
     return same([p.grad for p in model.parameters()], means)
 
 
-def steps_of(model: ls.DataParallel, rank: int) -> list[list[torch.Tensor | None]]:
+def steps_of(model: ls.DistributedDataParallel, rank: int) -> list[list[torch.Tensor | None]]:
     """Do what a user may do with gradients between backwards."""
     found = []
 
@@ -247,7 +250,7 @@ def steps_of(model: ls.DataParallel, rank: int) -> list[list[torch.Tensor | None
 def views_of_buckets(rank: int) -> list[bool]:
     """The same gradients as without, and they lie in the bucket."""
     plain, viewed = (
-        ls.DataParallel(net(), gradient_as_bucket_view=view, bucket_bytes=3000)
+        ls.DistributedDataParallel(net(), gradient_as_bucket_view=view, bucket_bytes=3000)
         for view in (False, True)
     )
     # One after the other, and each alone: two on one group wait for each other.
@@ -266,7 +269,7 @@ def views_of_buckets(rank: int) -> list[bool]:
 @program
 def scaled_losses(rank: int) -> list[Any]:
     """One rank's gradient overflows in the second step: all of them skip it."""
-    model = ls.DataParallel(net())
+    model = ls.DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     found = []
@@ -288,7 +291,7 @@ def beside_a_sharded_optimizer(rank: int) -> list[Any]:
 
     digests = []
     for kind in ("whole", "sharded"):
-        model = ls.DataParallel(net())
+        model = ls.DistributedDataParallel(net())
         if kind == "whole":
             optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
         else:
@@ -324,7 +327,7 @@ class Sparse(nn.Module):
 @program
 def sparse_gradients(rank: int) -> list[bool]:
     means = expected(Sparse, squares)
-    model, found = ls.DataParallel(Sparse()), []
+    model, found = ls.DistributedDataParallel(Sparse()), []
     for _ in range(2):
         model.zero_grad()
         squares(model, rank)

@@ -1,4 +1,4 @@
-"""The averager: mean gradients over ranks, bucket by bucket, while backward runs.
+"""The reducer: mean gradients over ranks, bucket by bucket, while backward runs.
 
     backward   (1) a parameter's gradient is complete: its hook marks it ready
                (2) a bucket whose members are ready is launched; buckets go in one
@@ -32,16 +32,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.averaging.hooked import Hook, HookedSum
 from lockstep.comm.bucket import Bucket, plan
 from lockstep.comm.exact import ExactSum, in_format_of, in_layout_of
 from lockstep.comm.sparse import sparse_means
 from lockstep.comm.transfer import all_gather_bytes
+from lockstep.data_parallel.comm_hook import Hook, HookedSum
 from lockstep.errors import GradientError
 
-__all__ = ["Averager"]
+__all__ = ["Reducer"]
 
-_averagers: weakref.WeakSet[Averager] = weakref.WeakSet()
+_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
 _numbers = itertools.count()
 
 
@@ -49,7 +49,7 @@ class _Backward:
     """A backward that runs."""
 
 
-class Averager:
+class Reducer:
     """Averages gradients during backward; see the steps at the top of the file.
 
     Parameters:
@@ -109,7 +109,7 @@ class Averager:
 
     @property
     def together(self) -> bool:
-        """Whether several averagers live on this group."""
+        """Whether several reducers live on this group."""
         return self._together
 
     def use(self, hook: Hook, state: object) -> None:
@@ -185,8 +185,8 @@ class Averager:
         gradient, name = self._parameters[index].grad, self._names[index]
         if gradient is not None and gradient.requires_grad:
             raise GradientError(
-                f"backward(create_graph=True) cannot go through DataParallel: the mean in the "
-                f"gradient of {name} would have the graph of this rank's part alone; use "
+                "backward(create_graph=True) cannot go through DistributedDataParallel: the mean "
+                f"in the gradient of {name} would have the graph of this rank's part alone; use "
                 "torch.autograd.grad(..., create_graph=True), and backward for what is made of it"
             )
         if index in self._ready and self._bucket_of.get(index, self._launched) < self._launched:
@@ -240,10 +240,12 @@ class Averager:
 
     def _join(self) -> None:
         """Find out, with the other ranks, whether there are several on this group."""
-        _averagers.add(self)
-        here = [each for each in _averagers if each._group is self._group]
+        _reducers.add(self)
+        here = [each for each in _reducers if each._group is self._group]
         message = str(len(here)).encode()
-        counts = all_gather_bytes(message, "wrapping a module in DataParallel", self._group)
+        counts = all_gather_bytes(
+            message, "wrapping a module in DistributedDataParallel", self._group
+        )
         for each in here:
             each._together = max(map(int, counts)) > 1
 
@@ -257,7 +259,7 @@ class Averager:
             return
         if not self._together:
             return self._finish()
-        here = {each._number: each for each in _averagers if each._group is self._group}
+        here = {each._number: each for each in _reducers if each._group is self._group}
         message = json.dumps([number for number, each in here.items() if each._active]).encode()
         turns = all_gather_bytes(message, "averaging gradients at the end of backward", self._group)
         for number in sorted({number for turn in turns for number in json.loads(turn)}):
@@ -309,11 +311,11 @@ class Averager:
             parameter.grad = mean if self.scale == 1.0 else mean * self.scale
 
 
-def _hook(averager: weakref.ref[Averager], index: int) -> Callable[[torch.Tensor], None]:
-    """Return a parameter's hook; it does nothing once its DataParallel is gone."""
+def _hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor], None]:
+    """Return a parameter's hook; it does nothing once its DistributedDataParallel is gone."""
 
     def mark(parameter: torch.Tensor) -> None:
-        owner = averager()
+        owner = reducer()
         if owner is not None:
             owner.mark(index)
 

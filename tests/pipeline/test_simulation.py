@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import LayoutError
-from lockstep.plan.schedules import NAMES, Action, gpipe, one_f_one_b, schedule
-from lockstep.plan.simulation import Costs, grouped, simulate
+from lockstep.pipeline.schedules import NAMES, Action, gpipe, one_f_one_b, schedule
+from lockstep.pipeline.simulation import Costs, grouped, simulate
 
 COST = st.integers(0, 9).map(float)
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import LayoutError
-from lockstep.plan.schedules import Action, Product, Schedule, in_order, made, needed, stages_of
+from lockstep.pipeline.schedules import Action, Product, Schedule, in_order, made, needed, stages_of
 
 __all__ = ["Costs", "Simulation", "Span", "grouped", "simulate"]
 

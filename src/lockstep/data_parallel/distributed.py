@@ -1,9 +1,9 @@
-"""DataParallel: averaged gradients for a loop that exists already.
+"""DistributedDataParallel: mean gradients over ranks, for a training loop that exists already.
 
 It sees whole batches, not micro-batches, so the digest depends on the number of
-ranks, as it does with DistributedDataParallel. What it promises is equal bits on
-all ranks and from run to run, whatever the bucket size: every element is added
-along the tree over the ranks (`lockstep.averaging.averager`).
+ranks, as it does with torch's. It guarantees equal bits on all ranks and from run to
+run, for every bucket size: each element is added along the tree over the ranks
+(`lockstep.data_parallel.reducer`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from lockstep.averaging.averager import Averager
-from lockstep.averaging.hooked import Hook
-from lockstep.averaging.joining import Shadow, last_joiner, meet
 from lockstep.comm.transfer import broadcast_tensors
+from lockstep.data_parallel.comm_hook import Hook
+from lockstep.data_parallel.join import DDPJoinHook, last_joiner, meet
+from lockstep.data_parallel.reducer import Reducer
 from lockstep.errors import UsageError
 from lockstep.run.world import world
 from lockstep.step.agreement import agree, require_same
 from lockstep.step.gradients import BUCKET_BYTES
 from lockstep.step.units import in_backward
 
-__all__ = ["DataParallel"]
+__all__ = ["DistributedDataParallel"]
 
 
-class DataParallel(nn.Module, Joinable):
+class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module so that backward leaves the mean gradient of all ranks in `.grad`.
 
-    Use it as DistributedDataParallel: each rank computes its own part of the
+    Use it as torch's: each rank computes its own part of the
     batch, of equal size, with a loss that is a mean. The state dict has the
     module's own names, without a prefix, also for a compiled module. Parameters
     that get no gradient on some ranks count as zero there; those that get none
@@ -76,7 +76,7 @@ class DataParallel(nn.Module, Joinable):
         agree(origin, {}, group, device)
         named = list(origin.named_parameters())
         self._frozen = [(name, each) for name, each in named if not each.requires_grad]
-        self._averager = Averager(
+        self._reducer = Reducer(
             named, _sparse_weights(origin), bucket_bytes, group, gradient_as_bucket_view
         )
         self._hook: Hook | None = None
@@ -89,20 +89,21 @@ class DataParallel(nn.Module, Joinable):
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UsageError(
-                    f"parameter {name} was frozen when DataParallel was made and is not now; "
-                    "its gradient would not be averaged: make DataParallel after unfreezing"
+                    f"parameter {name} was frozen when its model was wrapped in "
+                    "DistributedDataParallel, and is not now; its gradient would not be averaged: "
+                    "wrap the model after unfreezing"
                 )
         begins = torch.is_grad_enabled() and not in_backward()
         if begins:
             self._begin()
         outputs = self.module(*args, **kwargs)
         if begins:
-            self._averager.watch(_tensors(outputs))
+            self._reducer.watch(_tensors(outputs))
         return outputs
 
     def _begin(self) -> None:
         """Do what comes before a forward that a backward will follow."""
-        averages = self._averager.enabled
+        averages = self._reducer.enabled
         buffers = self.training and averages and self._broadcast_buffers
         source = 0
         if self._join_config.enable:
@@ -111,7 +112,7 @@ class DataParallel(nn.Module, Joinable):
                 work.wait()
             source = self._meet(averages, buffers)
         if averages:
-            self._averager.reset()
+            self._reducer.reset()
         if buffers:
             broadcast_tensors(list(self._origin.buffers()), self._group, source)
 
@@ -124,11 +125,11 @@ class DataParallel(nn.Module, Joinable):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep gradients local in the context; the first backward outside averages their sum."""
-        before, self._averager.enabled = self._averager.enabled, False
+        before, self._reducer.enabled = self._reducer.enabled, False
         try:
             yield
         finally:
-            self._averager.enabled = before
+            self._reducer.enabled = before
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let `hook(state, bucket)` average the dense gradients; call it on every rank.
@@ -141,13 +142,15 @@ class DataParallel(nn.Module, Joinable):
         Raises UsageError the second time, DisagreementError where ranks name other hooks.
         """
         if self._hook is not None:
-            raise UsageError("this DataParallel has a communication hook; there can be one only")
+            raise UsageError(
+                "this DistributedDataParallel has a communication hook; there can be one only"
+            )
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         require_same({"communication hook": name}, self._group)
         self._hook = hook
-        self._averager.use(hook, state)
+        self._reducer.use(hook, state)
 
-    # --- uneven inputs: `lockstep.averaging.joining` ---------------------------------------------
+    # --- uneven inputs: `lockstep.data_parallel.join` ---------------------------------------------
 
     def join(
         self,
@@ -171,13 +174,14 @@ class DataParallel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what `Join` calls on a rank without data; UsageError beside other wrappers."""
-        if self._averager.together:
+        if self._reducer.together:
             raise UsageError(
-                "Join goes with one DataParallel on a group, and when this one was made there was "
+                "Join goes with one DistributedDataParallel on a group, and when this one was made "
+                "there was "
                 "another: make it with a group of its own, group=torch.distributed.new_group()"
             )
         self._original_divisor = bool(kwargs.get("divide_by_initial_world_size", True))
-        return Shadow(self._iterate, self._leave)
+        return DDPJoinHook(self._iterate, self._leave)
 
     @property
     def join_device(self) -> torch.device:
@@ -193,11 +197,11 @@ class DataParallel(nn.Module, Joinable):
         """Begin an iteration together; return the rank whose buffers are taken."""
         now = meet(self._group, averages, buffers, active)
         if not self._original_divisor:
-            self._averager.scale = dist.get_world_size(self._group) / now.active
+            self._reducer.scale = dist.get_world_size(self._group) / now.active
         if not active and now.buffers:
             broadcast_tensors(list(self._origin.buffers()), self._group, now.source)
         if not active and now.averages:
-            self._averager.shadow()
+            self._reducer.shadow()
         return now.source
 
     def _iterate(self) -> None:
@@ -207,7 +211,7 @@ class DataParallel(nn.Module, Joinable):
         source = last_joiner(is_last, self._group)
         tensors = [*self._origin.parameters(), *self._origin.buffers()]
         broadcast_tensors(tensors, self._group, source)
-        self._averager.scale = 1.0
+        self._reducer.scale = 1.0
         # torch leaves it on, and each forward to come would ask who has data.
         self._join_config = type(self._join_config).construct_disabled_join_config()
 
@@ -234,7 +238,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Name the entries of a state dict as the wrapped module does."""
-    assert isinstance(module, DataParallel)
+    assert isinstance(module, DistributedDataParallel)
     inner = prefix + module._prefix
     for name in list(state):
         value = state.pop(name)  # every entry, so that the order stays
@@ -243,7 +247,7 @@ def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metad
 
 def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Accept the entries of a state dict by the wrapped module's names."""
-    assert isinstance(module, DataParallel)
+    assert isinstance(module, DistributedDataParallel)
     inner = prefix + module._prefix
     for name in list(state):
         value = state.pop(name)

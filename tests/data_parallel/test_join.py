@@ -49,20 +49,20 @@ def uneven() -> list[list[list[torch.Tensor]]]:
     found = []
     for initial in (True, False):
         pair = []
-        for wrap in (DistributedDataParallel, ls.DataParallel):
+        for wrap in (DistributedDataParallel, ls.DistributedDataParallel):
             model = wrap(Counting())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             joined = model.join(divide_by_initial_world_size=initial)
             pair.append(loop(model, joined, optimizer, batches))
             del joined, model
         found.append(pair)
-    model = ls.DataParallel(Counting())
+    model = ls.DistributedDataParallel(Counting())
     sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with_sharded = loop(model, Join([model, sharded]), sharded, batches)
     model(inputs_of(0)).sum().backward()  # even again, and without further questions
     assert not model._join_config.enable
     del sharded, model
-    model = ls.DataParallel(Counting(sparse=True))
+    model = ls.DistributedDataParallel(Counting(sparse=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sparse = loop(model, model.join(), optimizer, batches)
     found.append([found[0][1], with_sharded])
@@ -82,7 +82,7 @@ def test_join_trains_as_with_distributed_data_parallel(ranks):
 
 
 def early_termination() -> str:
-    model = ls.DataParallel(Counting())
+    model = ls.DistributedDataParallel(Counting())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     joined = model.join(throw_on_early_termination=True)
     try:
@@ -101,7 +101,7 @@ def test_early_termination_is_raised_on_every_rank(ranks):
 @pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 def test_without_join_a_rank_that_stops_early_is_named(ranks):
     def stop_early():
-        model = ls.DataParallel(Counting())
+        model = ls.DistributedDataParallel(Counting())
         for step in range(2 + dist.get_rank()):
             model(inputs_of(dist.get_rank(), step)).square().mean().backward()
         dist.barrier()
@@ -112,16 +112,16 @@ def test_without_join_a_rank_that_stops_early_is_named(ranks):
 
 def test_join_is_refused_where_several_models_wait_for_each_other(ranks):
     def join():
-        models = [ls.DataParallel(Counting()) for _ in range(2)]
+        models = [ls.DistributedDataParallel(Counting()) for _ in range(2)]
         models[0].join()
 
-    with pytest.raises(RankError, match="Join goes with one DataParallel on a group"):
+    with pytest.raises(RankError, match="Join goes with one DistributedDataParallel on a group"):
         ranks(join, 2)
 
 
 def test_ranks_that_average_and_ranks_that_do_not_are_told_apart(ranks):
     def loop_of_both():
-        model = ls.DataParallel(Counting())
+        model = ls.DistributedDataParallel(Counting())
         with model.join():
             if dist.get_rank():
                 with model.no_sync():

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lockstep.errors import LayoutError
-from lockstep.plan.balance import partition
-from lockstep.plan.schedules import Schedule, schedule
-from lockstep.plan.simulation import Costs, Simulation, grouped, simulate
+from lockstep.pipeline.balance import partition
+from lockstep.pipeline.schedules import Schedule, schedule
+from lockstep.pipeline.simulation import Costs, Simulation, grouped, simulate
 
 __all__ = ["Plan", "choose", "plan", "plans"]
 

@@ -1,4 +1,4 @@
-"""DataParallel in ordinary loops, against the arithmetic that it promises."""
+"""DistributedDataParallel in ordinary loops, against the arithmetic that it promises."""
 
 import gc
 import weakref
@@ -21,7 +21,7 @@ def test_gradients_are_the_mean_along_the_tree(ranks, n):
     def gradients():
         rank, found = dist.get_rank(), []
         for bucket_bytes in (64, 3000, 1 << 20):
-            model = ls.DataParallel(net(seed=rank), bucket_bytes=bucket_bytes)
+            model = ls.DistributedDataParallel(net(seed=rank), bucket_bytes=bucket_bytes)
             for _ in range(2):  # the same buffers again
                 model.zero_grad()
                 model(inputs_of(rank), uses_some(rank)).square().mean().backward()
@@ -35,7 +35,7 @@ def test_gradients_are_the_mean_along_the_tree(ranks, n):
 def test_no_sync_accumulates_and_the_next_backward_averages_the_sum(ranks):
     def gradients():
         rank = dist.get_rank()
-        model = ls.DataParallel(net())
+        model = ls.DistributedDataParallel(net())
         with model.no_sync():
             model(inputs_of(rank, 0), uses_some(rank)).square().mean().backward()
         local = same([p.grad for p in model.parameters()], local_gradients(rank, (0,)))
@@ -51,16 +51,16 @@ def test_no_sync_accumulates_and_the_next_backward_averages_the_sum(ranks):
 def test_buckets_are_launched_while_backward_goes_on(ranks):
     def order():
         events = []
-        model = ls.DataParallel(net(), bucket_bytes=64)
+        model = ls.DistributedDataParallel(net(), bucket_bytes=64)
         # The first backward shows that nothing forbids it.
         model(inputs_of(dist.get_rank()), True).square().mean().backward()
-        launch = model._averager._launch
+        launch = model._reducer._launch
 
         def noted():
             events.append("launch")
             launch()
 
-        model._averager._launch = noted
+        model._reducer._launch = noted
         first = model.module.first.weight
         first.register_hook(lambda gradient: events.append("first layer"))
         model(inputs_of(dist.get_rank()), True).square().mean().backward()
@@ -74,7 +74,7 @@ def test_it_agrees_with_distributed_data_parallel(ranks):
     def differences():
         rank = dist.get_rank()
         ours, theirs = (
-            ls.DataParallel(net()),
+            ls.DistributedDataParallel(net()),
             DistributedDataParallel(net(), find_unused_parameters=True),
         )
         for model in (ours, theirs):
@@ -94,7 +94,7 @@ def test_everybody_begins_with_rank_zeros_parameters_and_buffers(ranks):
         rank = dist.get_rank()
         module = net(seed=rank)
         module.mean += rank
-        model = ls.DataParallel(module)
+        model = ls.DistributedDataParallel(module)
         at_start = ls.digest(model.state_dict())
         module.mean += rank
         model(inputs_of(rank), True)
@@ -120,7 +120,9 @@ def alone():
 def test_the_state_dict_has_the_modules_own_names(ranks, compiled):
     def names():
         module = net()
-        wrapped = ls.DataParallel(torch.compile(module, backend="eager") if compiled else module)
+        wrapped = ls.DistributedDataParallel(
+            torch.compile(module, backend="eager") if compiled else module
+        )
         assert list(wrapped.state_dict()) == list(module.state_dict())
         other = net(seed=9)
         assert wrapped.load_state_dict(other.state_dict()).missing_keys == []
@@ -140,14 +142,14 @@ def test_a_state_dict_with_a_missing_name_is_still_refused():
     state = net().state_dict()
     state.pop("last.bias")
     with pytest.raises(RuntimeError, match=r"Missing key.*last\.bias"):
-        ls.DataParallel(net()).load_state_dict(state)
+        ls.DistributedDataParallel(net()).load_state_dict(state)
 
 
 def test_gradients_around_a_compiled_module_are_averaged(ranks):
     def gradients():
         rank = dist.get_rank()
         module = net()
-        model = ls.DataParallel(torch.compile(module, backend="aot_eager"))
+        model = ls.DistributedDataParallel(torch.compile(module, backend="aot_eager"))
         model(inputs_of(rank), True).square().mean().backward()
         return [None if p.grad is None else p.grad.tolist() for p in module.parameters()]
 
@@ -166,7 +168,7 @@ def test_gradients_may_be_kept_by_the_user(ranks):
 
     def keep():
         rank = dist.get_rank()
-        model = ls.DataParallel(net())
+        model = ls.DistributedDataParallel(net())
         kept = []
         for step in range(2):
             model.zero_grad(set_to_none=True)
@@ -181,7 +183,7 @@ def test_gradients_may_be_kept_by_the_user(ranks):
 def test_a_backward_that_raised_does_not_spoil_the_next(ranks, forward_between):
     def spoil():
         rank = dist.get_rank()
-        model = ls.DataParallel(net(), bucket_bytes=64, gradient_as_bucket_view=True)
+        model = ls.DistributedDataParallel(net(), bucket_bytes=64, gradient_as_bucket_view=True)
         model(inputs_of(rank), uses_some(rank)).square().mean().backward()
         outputs, others = (model(inputs_of(rank), uses_some(rank)) for _ in range(2))
 
@@ -194,7 +196,7 @@ def test_a_backward_that_raised_does_not_spoil_the_next(ranks, forward_between):
             outputs.square().mean().backward()
         except KeyError:
             handle.remove()
-        launched = model._averager._launched
+        launched = model._reducer._launched
         dist.barrier()
         model.zero_grad()
         if forward_between:
@@ -210,8 +212,8 @@ def test_a_backward_that_raised_does_not_spoil_the_next(ranks, forward_between):
 @pytest.mark.usefixtures("alone")
 def test_nothing_keeps_a_dropped_wrapper_alive():
     module = net()
-    wrapper = ls.DataParallel(module)
-    dropped = weakref.ref(wrapper._averager)
+    wrapper = ls.DistributedDataParallel(module)
+    dropped = weakref.ref(wrapper._reducer)
     del wrapper
     gc.collect()
     assert dropped() is None
@@ -220,12 +222,12 @@ def test_nothing_keeps_a_dropped_wrapper_alive():
 
 def test_different_models_are_told_apart(ranks):
     with pytest.raises(RankError, match="rank 1 has another model than rank 0"):
-        ranks(lambda: ls.DataParallel(nn.Linear(2, 2 + dist.get_rank())), 2)
+        ranks(lambda: ls.DistributedDataParallel(nn.Linear(2, 2 + dist.get_rank())), 2)
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_parameter_that_is_unfrozen_later_is_refused_by_name():
-    model = ls.DataParallel(net())
+    model = ls.DistributedDataParallel(net())
     model.module.frozen.weight.requires_grad_(True)
     with pytest.raises(UsageError, match=r"parameter frozen\.weight was frozen"):
         model(inputs_of(0), True)
@@ -244,7 +246,7 @@ class Rows(nn.Module):
 
 def test_a_sparse_gradient_that_nobody_declared_is_refused_by_name(ranks):
     def backward():
-        model = ls.DataParallel(Rows())
+        model = ls.DistributedDataParallel(Rows())
         model(torch.tensor([1, 2])).sum().backward()
 
     with pytest.raises(RankError, match="parameter weight has a sparse gradient, and only those"):
@@ -253,4 +255,4 @@ def test_a_sparse_gradient_that_nobody_declared_is_refused_by_name(ranks):
 
 def test_without_init_it_says_so():
     with pytest.raises(UsageError, match=r"call lockstep.init\(\) first"):
-        ls.DataParallel(net())
+        ls.DistributedDataParallel(net())

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import LayoutError
-from lockstep.plan import schedules
-from lockstep.plan.schedules import (
+from lockstep.pipeline import schedules
+from lockstep.pipeline.schedules import (
     NAMES,
     Action,
     gpipe,
@@ -20,7 +20,7 @@ from lockstep.plan.schedules import (
     validate,
     zero_bubble,
 )
-from lockstep.plan.simulation import simulate
+from lockstep.pipeline.simulation import simulate
 
 RANKS = st.integers(1, 9)
 MICROBATCHES = st.integers(1, 30)

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import LayoutError
-from lockstep.plan.choice import choose, plan, plans
-from lockstep.plan.simulation import Costs
+from lockstep.pipeline.choice import choose, plan, plans
+from lockstep.pipeline.simulation import Costs
 
 
 def even(blocks, **others):

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.join import JoinHook
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.errors import DisagreementError
 
-__all__ = ["Iteration", "Shadow", "last_joiner", "meet"]
+__all__ = ["DDPJoinHook", "Iteration", "last_joiner", "meet"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def meet(
     return Iteration(working[0], len(working), *first)
 
 
-class Shadow(JoinHook):
+class DDPJoinHook(JoinHook):
     """What torch calls where a rank has no data left."""
 
     def __init__(self, iterate: Callable[[], None], end: Callable[[bool], None]) -> None:

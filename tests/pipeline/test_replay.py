@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import records
-from lockstep.plan.replay import measured, replay
-from lockstep.plan.schedules import NAMES, schedule
-from lockstep.plan.simulation import Costs, simulate
+from lockstep.pipeline.replay import measured, replay
+from lockstep.pipeline.schedules import NAMES, schedule
+from lockstep.pipeline.simulation import Costs, simulate
 from lockstep.show.recorded import of_line
 from lockstep.show.timeline import Timeline, Work
 

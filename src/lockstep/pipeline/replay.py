@@ -16,8 +16,8 @@ from statistics import median
 from typing import get_args
 
 from lockstep.errors import LayoutError
-from lockstep.plan.schedules import Action, Kind, Schedule
-from lockstep.plan.simulation import Costs, simulate
+from lockstep.pipeline.schedules import Action, Kind, Schedule
+from lockstep.pipeline.simulation import Costs, simulate
 from lockstep.show.timeline import Timeline, Work
 
 __all__ = ["measured", "replay"]

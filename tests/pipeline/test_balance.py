@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import LayoutError
-from lockstep.plan.balance import partition, ranges
+from lockstep.pipeline.balance import partition, ranges
 
 COSTS = st.lists(st.integers(0, 20), min_size=1, max_size=9)
 

@@ -1,4 +1,4 @@
-"""Communication hooks: torch's own and one of a user's, on DataParallel."""
+"""Communication hooks: torch's own and one of a user's, on DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ NAMES = ("allreduce", "fp16", "bf16", "powerSGD", "fp16 around it", "post-local 
 def train(name: str, view: bool) -> list[Any]:
     # PowerSGD and top-k look at a bucket as a whole, so their bits depend on its size.
     size = 1 << 20 if view and name not in ("powerSGD", "top-k") else 3000
-    model = ls.DataParallel(net(), bucket_bytes=size, gradient_as_bucket_view=view)
+    model = ls.DistributedDataParallel(net(), bucket_bytes=size, gradient_as_bucket_view=view)
     state, hook = hooks()[name]
     model.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -131,7 +131,7 @@ def test_top_k_sends_the_largest_entries():
 
 def test_a_second_hook_is_refused():
     ls.init()
-    model = ls.DataParallel(net())
+    model = ls.DistributedDataParallel(net())
     model.register_comm_hook(None, TopK())
     with pytest.raises(UsageError, match="there can be one only"):
         model.register_comm_hook(None, TopK())
@@ -144,7 +144,7 @@ def test_ranks_with_different_hooks_are_told_apart(ranks):
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         hook = getattr(default_hooks, names[dist.get_rank()])
-        ls.DataParallel(net()).register_comm_hook(None, hook)
+        ls.DistributedDataParallel(net()).register_comm_hook(None, hook)
 
     with pytest.raises(RankError, match="rank 1 has another communication hook than rank 0"):
         ranks(register, 2)

@@ -1,1 +1,0 @@
-"""Averaged gradients for a loop that exists already."""

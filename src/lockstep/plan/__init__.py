@@ -1,1 +1,0 @@
-"""Plans of pipelines: schedules, their simulation, where a model is cut. Pure."""
