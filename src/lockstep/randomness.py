@@ -21,7 +21,16 @@ from typing import Any, cast
 import numpy
 import torch
 
-__all__ = ["isolated", "key", "remembered", "seed_all", "seed_torch", "state_of_others"]
+__all__ = [
+    "isolated",
+    "key",
+    "remembered",
+    "seed_all",
+    "seed_torch",
+    "set_state_of_torch",
+    "state_of_others",
+    "state_of_torch",
+]
 
 
 def key(*parts: int) -> int:
@@ -35,9 +44,8 @@ def seed_torch(seed: int, device: torch.device | None = None) -> None:
 
     The CPU's Mersenne Twister takes the low 32 bits of `seed`.
     """
-    torch.default_generator.manual_seed(seed)
-    if device is not None and device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    for generator in _generators(device):
+        generator.manual_seed(seed)
 
 
 def seed_all(seed: int) -> None:
@@ -45,6 +53,27 @@ def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFF_FFFF)
+
+
+def state_of_torch(device: torch.device | None = None) -> bytes:
+    """Return the states of torch's generators, on the CPU and on `device` where it is a GPU."""
+    return b"".join(each.get_state().numpy().tobytes() for each in _generators(device))
+
+
+def set_state_of_torch(state: bytes, device: torch.device | None = None) -> None:
+    """Put torch's generators into the states that `state_of_torch` returned."""
+    rest = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    for generator in _generators(device):
+        size = generator.get_state().numel()
+        generator.set_state(rest[:size].clone())
+        rest = rest[size:]
+
+
+def _generators(device: torch.device | None) -> list[torch.Generator]:
+    found = [torch.default_generator]
+    if device is not None and device.type == "cuda":
+        found.append(torch.cuda.default_generators[device.index or 0])
+    return found
 
 
 def state_of_others() -> tuple[object, ...]:
@@ -61,9 +90,7 @@ def remembered(
     Those of torch, on the CPU and on `device` where it is a GPU; with `everything` also
     `random` and numpy.
     """
-    generators = [torch.default_generator]
-    if device is not None and device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
+    generators = _generators(device)
     states = [generator.get_state() for generator in generators]
     python_state = random.getstate() if everything else None
     numpy_state = numpy.random.get_state() if everything else None

@@ -1,10 +1,13 @@
 """A museum: faults that a reading of the pipeline found, a test each."""
 
+import random
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.errors import LayoutError, LockstepError, RankError
@@ -139,8 +142,8 @@ def layouts(blocks):
     ]
 
 
-def trained(make, loss=None, batches=(), layout=None, **options):
-    """Return the digests after training on `batches`, with momentum."""
+def trained(make, loss=None, layout=None, batches=None, **options):
+    """Return the digests after two steps with momentum, and the loss of an evaluation."""
     made = ls.Trainer(
         make(),
         nn.CrossEntropyLoss() if loss is None else loss,
@@ -148,25 +151,38 @@ def trained(make, loss=None, batches=(), layout=None, **options):
         **options,
         **(layout or {}),
     )
+    batches = random_batches() if batches is None else batches
     for batch in batches:
         made.step(batch)
-    return made.digest(), made.optimizer_digest()
+    evaluation = made.evaluate(TensorDataset(*batches[0]), 10)
+    return made.digest(), made.optimizer_digest(), evaluation.loss
 
 
-def in_every_schedule(ranks, make, blocks, loss=None, batches=None, **options):
-    """Return the digests of one process, then those of 2 stages by schedule."""
-    batches = random_batches() if batches is None else batches
+def in_every_schedule(ranks, blocks, **cases):
+    """Train each case in one process and in 2 stages; return the results by name and schedule.
+
+    A case is what `trained` takes, as a mapping.
+    """
 
     def one():
-        return trained(make, loss, batches, **options)
+        return {name: trained(**case) for name, case in cases.items()}
 
     def two():
-        return [trained(make, loss, batches, layout, **options) for layout in layouts(blocks)]
+        return {
+            name: {each["schedule"]: outcome(layout=each, **case) for each in layouts(blocks)}
+            for name, case in cases.items()
+        }
 
-    (expected,) = ranks(one, 1)
-    first, second = ranks(two, 2)
-    assert first == second
-    return expected, dict(zip(SCHEDULES, first, strict=True))
+    def outcome(**case):
+        try:
+            return trained(**case)
+        except LockstepError as error:
+            return str(error)
+
+    (alone,) = ranks(one, 1)
+    expected = {name: dict.fromkeys(SCHEDULES, each) for name, each in alone.items()}
+    found, _ = ranks(two, 2)
+    return expected, found
 
 
 def random_batches(samples=18, steps=2):
@@ -180,11 +196,6 @@ def random_batches(samples=18, steps=2):
     ]
 
 
-def same(expected):
-    """Return what `in_every_schedule` gives where no schedule changes a bit."""
-    return dict.fromkeys(SCHEDULES, expected)
-
-
 def test_a_micro_batch_of_weight_zero_takes_no_gradient(ranks):
     """With stages its leaf took the gradient of the next one, so that the tree added otherwise."""
     batches = random_batches(16, 4)
@@ -193,12 +204,14 @@ def test_a_micro_batch_of_weight_zero_takes_no_gradient(ranks):
         targets[2:4] = 3  # micro-batch 1 is ignored as a whole
     expected, found = in_every_schedule(
         ranks,
-        lambda: chain(layer, nn.Tanh, layer, layer),
         4,
-        nn.CrossEntropyLoss(ignore_index=3),
-        batches,
+        ignored={
+            "make": lambda: chain(layer, nn.Tanh, layer, layer),
+            "loss": nn.CrossEntropyLoss(ignore_index=3),
+            "batches": batches,
+        },
     )
-    assert found == same(expected)
+    assert found == expected
 
 
 class Conjugate(nn.Module):
@@ -225,8 +238,10 @@ class Product(nn.Module):
 
 def test_lazily_conjugated_tensors_cross_as_they_are(ranks):
     """They ended the run with an error of torch's."""
-    expected, found = in_every_schedule(ranks, lambda: chain(layer, Conjugate, Product, layer), 4)
-    assert found == same(expected)
+    expected, found = in_every_schedule(
+        ranks, 4, lazy={"make": lambda: chain(layer, Conjugate, Product, layer)}
+    )
+    assert found == expected
 
 
 class Repeating(nn.Module):
@@ -261,3 +276,191 @@ def test_a_block_that_a_method_names_twice(ranks):
             assert ranks(repeating, 2, 2, names) == [alone, alone]
     with pytest.raises(RankError, match=r"block layers.0 is called 2 times, and stages need a"):
         ranks(repeating, 2, 2, 1)
+
+
+class Noise(torch.autograd.Function):
+    """Adds noise to the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + 0.1 * torch.randn_like(gradient)
+
+
+class Noised(nn.Module):
+    def forward(self, x):
+        return Noise.apply(x)
+
+
+class NoisyLoss(nn.Module):
+    def forward(self, outputs, targets):
+        return F.cross_entropy(outputs + 0.1 * torch.randn_like(outputs), targets)
+
+
+def noisy_layer():
+    made = layer()
+    for parameter in made.parameters():
+        parameter.register_hook(lambda gradient: gradient + 0.1 * torch.randn_like(gradient))
+    return made
+
+
+def dropped_layer():
+    return nn.Sequential(noisy_layer(), nn.Dropout(0.3), nn.Tanh())
+
+
+def test_random_numbers_of_backward_are_those_of_one_process(ranks):
+    """They came from whatever state the schedule had left the generator in."""
+    expected, found = in_every_schedule(
+        ranks,
+        4,
+        hooks={"make": lambda: chain(noisy_layer, nn.Tanh, noisy_layer, noisy_layer)},
+        functions={"make": lambda: chain(layer, Noised, layer, Noised), "loss": NoisyLoss()},
+        recomputed={
+            "make": lambda: chain(dropped_layer, dropped_layer, Noised, dropped_layer),
+            "recompute": True,
+        },
+        some={"make": lambda: chain(layer, noisy_layer, nn.Dropout, layer)},
+    )
+    assert found == expected
+
+
+class Shared(nn.Module):
+    """One of several blocks that use the same weight."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return torch.tanh(F.linear(x, self.weight))
+
+
+def tied_with(register):
+    """Return a model whose first, third and last block share a weight with a hook."""
+    torch.manual_seed(1)
+    weight = nn.Parameter(torch.randn(4, 4))
+    register(weight)
+    return nn.Sequential(Shared(weight), layer(), Shared(weight), layer(), Shared(weight))
+
+
+def doubled(gradient):
+    return 2 * gradient + 0.1 * torch.randn_like(gradient)
+
+
+def doubled_in_place(parameter):
+    parameter.grad.mul_(2)
+
+
+def test_hooks_of_a_parameter_that_stages_share_see_the_whole_gradient_once(ranks):
+    """Every stage called them with its own part, and the owner once more with the sum."""
+    expected, found = in_every_schedule(
+        ranks,
+        5,
+        tensor={"make": lambda: tied_with(lambda weight: weight.register_hook(doubled))},
+        accumulated={
+            "make": lambda: tied_with(
+                lambda weight: weight.register_post_accumulate_grad_hook(doubled_in_place)
+            )
+        },
+    )
+    assert found == expected
+
+
+class Hooked(nn.Module):
+    """Two layers, with a hook on what is between them."""
+
+    def __init__(self, hook):
+        super().__init__()
+        self.first, self.last = layer(), layer()
+        self.hook = hook
+
+    def forward(self, x):
+        h = self.first(x)
+        if h.requires_grad:
+            h.register_hook(self.hook)
+        return self.last(h)
+
+
+def test_the_gradient_that_a_hook_of_an_activation_returns_counts_once(ranks):
+    """Under zero-bubble it was doubled twice for the weights of the layer before."""
+    expected, found = in_every_schedule(
+        ranks,
+        4,
+        fixed={"make": lambda: chain(layer, layer, partial(Hooked, torch.sin), layer)},
+        random={"make": lambda: chain(layer, layer, partial(Hooked, doubled), layer)},
+    )
+    refused = found["random"].pop("zero-bubble")
+    assert "a hook of a tensor in the blocks 2, 3 draws random numbers in backward" in refused
+    del expected["random"]["zero-bubble"]
+    assert found == expected
+
+
+class Again(nn.Module):
+    """Calls another block."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return self.block(x)
+
+
+def test_the_loss_draws_the_same_however_often_the_first_block_was_called(ranks):
+    """The last stage did not know of the calls inside other blocks."""
+
+    def make():
+        torch.manual_seed(1)
+        block = nn.Sequential(layer(), nn.Dropout(0.3))
+        return nn.Sequential(block, Again(block), layer(), layer())
+
+    def one():
+        return trained(make, NoisyLoss())
+
+    def two():
+        return trained(make, NoisyLoss(), {"stages": 2, "balance": [2, 2]})
+
+    (expected,) = ranks(one, 1)
+    assert ranks(two, 2) == [expected] * 2
+
+
+class Scaled(nn.Module):
+    """Draws from Python's generator in forward, in backward, or not at all."""
+
+    def __init__(self, forward, backward):
+        super().__init__()
+        self.linear, self.forward_, self.backward_ = layer(), forward, backward
+
+    def forward(self, x):
+        y = self.linear(x) * (random.random() if self.forward_ else 1)
+        if self.backward_ and y.requires_grad:
+            y.register_hook(lambda gradient: gradient * random.random())
+        return y
+
+
+class ScaledLoss(nn.Module):
+    def forward(self, outputs, targets):
+        return F.cross_entropy(outputs * random.random(), targets)
+
+
+def test_pythons_random_numbers_are_right_or_refused_by_name(ranks):
+    """The loss of a last stage, and backward, drew other numbers than in one process."""
+    plain, drawing, late = (
+        partial(Scaled, *each) for each in ((False, False), (True, False), (False, True))
+    )
+    expected, found = in_every_schedule(
+        ranks,
+        4,
+        loss={"make": lambda: chain(plain, plain, plain, plain), "loss": ScaledLoss()},
+        first={"make": lambda: chain(drawing, plain, plain, plain)},
+        both={"make": lambda: chain(drawing, plain, plain, plain), "loss": ScaledLoss()},
+        backward={"make": lambda: chain(plain, plain, late, plain)},
+    )
+    for said in found.pop("both").values():
+        assert "the loss draws from Python's or numpy's random numbers, and so do blocks" in said
+    for said in found.pop("backward").values():
+        assert "backward (a hook or an autograd function) draws from Python's" in said
+    assert found == {name: expected[name] for name in ("loss", "first")}

@@ -1,12 +1,12 @@
 """The link: one direction of one boundary, from the rank of a stage to that of its neighbour.
 
-    page      | length of description | state | bytes inside | micro-batch | attempt | 24 bytes
+    page      | length of description | state | bytes inside | micro-batch | attempt | draws |
               | description (JSON), where it changed | small tensors, as they lay in 64 bytes |
     beyond    a description or tensors that find no room in the page: a message each
 
 Both ends know the order of the messages from the schedule, and the page says which
 micro-batch it is of. What the tensors look like is said when it changes, so nearly
-every page holds 24 bytes and the numbers themselves, which stay where they came to, or is
+every page holds 32 bytes and the numbers themselves, which stay where they came to, or is
 followed by tensors that travel from where they lie to where they shall lie, without
 a copy between.
 
@@ -27,12 +27,15 @@ import torch
 
 from lockstep.errors import LostError, StoppedError, WorkError
 from lockstep.pipeline.boundary import Form, Pattern, described, form_of, landed, octets, read, room
+from lockstep.pipeline.draws import NO_DRAWS, Draws
 
 __all__ = ["Receiver", "Sender"]
 
 PAGE = 1024
-HEADER = struct.Struct("<IIIIQ")
+HEADER = struct.Struct("<IIIIQII")
 FINE, FAILED = 0, 1
+OTHERS, STATE = 1, 2
+"""Flags of draws: from Python's or numpy's generators; the state of torch's is the last tensor."""
 
 
 def _rounded(size: int) -> int:
@@ -79,10 +82,19 @@ class Sender:
     waiting: deque[tuple[list[Any], list[torch.Tensor]]] = field(default_factory=deque)
 
     def send(
-        self, pattern: Pattern, tensors: Sequence[torch.Tensor], attempt: int, leaf: int
+        self,
+        pattern: Pattern,
+        tensors: Sequence[torch.Tensor],
+        attempt: int,
+        leaf: int,
+        draws: Draws = NO_DRAWS,
     ) -> None:
         """Start sending a value that was flattened; what it needs is kept until it is sent."""
         self.reap()
+        flags = OTHERS * draws.others
+        if draws.state is not None:
+            flags |= STATE
+            tensors = [*tensors, torch.frombuffer(bytearray(draws.state), dtype=torch.uint8)]
         forms = [form_of(tensor) for tensor in tensors]
         text = b""
         if self.known is None or self.known.forms != forms or self.known.pattern != pattern:
@@ -95,7 +107,8 @@ class Sender:
             places = _inside(forms, begin) if fits else None
         page = torch.empty(PAGE, dtype=torch.uint8)
         written = memoryview(page.numpy())  # type: ignore[arg-type]
-        HEADER.pack_into(written, 0, len(text), FINE, begin if places else 0, leaf, attempt)
+        begin = begin if places else 0
+        HEADER.pack_into(written, 0, len(text), FINE, begin, leaf, attempt, draws.call, flags)
         if text and fits:
             written[HEADER.size : HEADER.size + len(text)] = text
         vectors = [octets(*pair) for pair in zip(tensors, forms, strict=True)]
@@ -114,7 +127,7 @@ class Sender:
         """Tell the other end that nothing more comes, and why."""
         text = sentence.encode()[: PAGE - HEADER.size]
         page = bytearray(PAGE)
-        HEADER.pack_into(page, 0, len(text), FAILED, 0, 0, attempt)
+        HEADER.pack_into(page, 0, len(text), FAILED, 0, 0, attempt, 0, 0)
         page[HEADER.size : HEADER.size + len(text)] = text
         cover = torch.frombuffer(page, dtype=torch.uint8)
         self.waiting.append(([self.group.send([cover], self.peer, self.tag)], [cover]))
@@ -142,6 +155,8 @@ class Receiver:
     device: torch.device
     known: Known | None = None
     received: int = 0
+    draws: Draws = NO_DRAWS
+    """What came with the value that came last."""
     _posted: tuple[Any, torch.Tensor] | None = None
 
     def post(self) -> None:
@@ -170,7 +185,7 @@ class Receiver:
         self._wait(work)
         self._posted = None
         page = memoryview(cover.numpy())  # type: ignore[arg-type]
-        length, state, begin, leaf_sent, attempt_sent = HEADER.unpack_from(page)
+        length, state, begin, leaf_sent, attempt_sent, call, flags = HEADER.unpack_from(page)
         if state == FAILED:
             raise StoppedError(bytes(page[HEADER.size : HEADER.size + length]).decode())
         if (attempt_sent, leaf_sent) != (attempt, leaf):
@@ -189,6 +204,8 @@ class Receiver:
             tensors = self._behind(self.known.forms)
         if more:
             self.post()
+        generators = tensors.pop().cpu().numpy().tobytes() if flags & STATE else None
+        self.draws = Draws(call, bool(flags & OTHERS), generators)
         return self.known.pattern, tensors
 
     def _wait(self, work: Any) -> None:

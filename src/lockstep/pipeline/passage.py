@@ -16,10 +16,12 @@ import torch
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import LostError, StoppedError
 from lockstep.pipeline.boundary import assembled, flattened
+from lockstep.pipeline.draws import NO_DRAWS, Draws
 from lockstep.pipeline.link import Receiver
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.schedules import Action
 from lockstep.pipeline.stage import Stage
+from lockstep.pipeline.tying import without_hooks
 from lockstep.randomness import isolated
 from lockstep.step.attempt import Attempt
 from lockstep.step.buffers import Buffers
@@ -157,6 +159,7 @@ class Passage(Turn):
         leaf, ends = microbatch.index, self.pipeline.ends[stage.number]
         place = self.place
         entry: Entry | None = None
+        draws = NO_DRAWS
         if ends.inputs is None:
             data = self.setting.moved(microbatch.data)
             data = parts(data, place)[0] if self.setting.loss is not None else data
@@ -165,11 +168,14 @@ class Passage(Turn):
             pattern, tensors = self._received(ends.inputs, leaf, more)
             entry = Entry(tensors, [form.differentiable for form in ends.inputs.forms])
             data = assembled(pattern, entry.tensors)
+            draws = ends.inputs.draws
         loss = self._loss(microbatch, place) if ends.outputs is None else None
         with self.setting.autocast():
-            pattern, tensors = stage.forward(self.number, leaf, entry, data, place, loss)
+            pattern, tensors, draws = stage.forward(
+                self.number, leaf, entry, data, place, loss, draws
+            )
         if ends.outputs is not None:
-            ends.outputs.send(pattern, tensors, self.attempt.number, leaf)
+            ends.outputs.send(pattern, tensors, self.attempt.number, leaf, draws)
 
     def _loss(self, microbatch: Microbatch, place: str) -> Callable[[Any], torch.Tensor]:
         """Return what makes the scaled loss of the model's outputs, and notes it."""
@@ -191,25 +197,30 @@ class Passage(Turn):
         return scaled
 
     def _backward(self, stage: Stage, leaf: int, kind: str) -> None:
+        place = self.place
         if kind == "weight":
-            stage.backward_weights(leaf)
+            stage.backward_weights(leaf, place)
             return
         ends = self.pipeline.ends[stage.number]
         gradients: Sequence[torch.Tensor | None] | None = None
+        draws: Draws | None = None
         if ends.gradients is not None:
             gradients = ()
             if stage.outputs(leaf):
                 gradients = assembled(*self._received(ends.gradients, leaf))
+                draws = ends.gradients.draws
         tied = self.pipeline.ties_down(stage.number)
         also = [pair for tie in tied for pair in tie.taken(self.attempt.number, leaf)]
-        if kind == "input":
-            whole = self.pipeline.tied_parameters(stage.number)
-            made = stage.backward_inputs(leaf, gradients, whole, also)
-        else:
-            made = stage.backward(leaf, gradients, also)
+        ties_up = self.pipeline.ties_up(stage.number)
+        with without_hooks([parameter for tie in ties_up for parameter in tie.parameters]):
+            if kind == "input":
+                whole = self.pipeline.tied_parameters(stage.number)
+                made, draws = stage.backward_inputs(leaf, gradients, whole, also, draws, place)
+            else:
+                made, draws = stage.backward(leaf, gradients, also, draws, place)
         if ends.to_inputs is not None and made:
-            ends.to_inputs.send(*flattened(tuple(made)), self.attempt.number, leaf)
-        for tie in self.pipeline.ties_up(stage.number):
+            ends.to_inputs.send(*flattened(tuple(made)), self.attempt.number, leaf, draws)
+        for tie in ties_up:
             tie.hand_on(stage.taken(leaf, tie.parameters), self.attempt.number, leaf)
 
     def _finish_leaf(self, stage: Stage, microbatch: Microbatch) -> None:

@@ -71,6 +71,7 @@ class Placement:
                     self.setting.peers,
                 ),
                 self.setting.recomputation(self.named(model, number)),
+                self.setting.device,
             )
             for number in self.stages
         ]
@@ -95,5 +96,4 @@ class Placement:
             seed,
             self.setting.device,
             counts,
-            max(counts[0] - 1, 0),
         )

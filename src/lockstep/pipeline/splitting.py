@@ -21,13 +21,16 @@ which autograd reaches them.
 
 A graph that computes something again in backward (activation checkpointing), or that
 holds somebody's own autograd functions, is not split: a junction runs twice, and may
-do there what it should do once.
+do there what it should do once. Hooks of a weight are called where they would be: its
+branch belongs to the first part. Hooks of a tensor at a junction cannot be seen; they are
+called twice, and what they return the second time is dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,6 +75,7 @@ class Split:
                 len(branch.junctions) == 1
                 and _separate(branch.junctions[0])
                 and early.isdisjoint(map(id, branch.leaves))
+                and not any(map(_has_hooks, branch.leaves))
             ):
                 self._late.append(branch)
             else:
@@ -95,24 +99,40 @@ class Split:
         """Do (2), and let go of the graph."""
         while self._late:
             branch = self._late.pop()
-            gradients = self._kept.pop(branch.junctions[0], ())
+            (junction,) = branch.junctions
+            gradients = self._kept.pop(junction, ())
             edges = [
-                (GradientEdge(branch.junctions[0], number), gradient)
+                (GradientEdge(junction, number), gradient)
                 for number, gradient in enumerate(gradients)
                 if gradient is not None
             ]
             if edges and branch.leaves:
-                torch.autograd.backward(
-                    [edge for edge, _ in edges],
-                    [gradient for _, gradient in edges],
-                    inputs=branch.leaves,
-                )
+                # Hooks of the junction's output have been called with these: not once more.
+                handle = junction.register_prehook(partial(_replaced, gradients))
+                try:
+                    torch.autograd.backward(
+                        [edge for edge, _ in edges],
+                        [gradient for _, gradient in edges],
+                        inputs=branch.leaves,
+                    )
+                finally:
+                    handle.remove()
 
     def _keeper(self, node: Node) -> Any:
         def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
             self._kept[node] = gradients
 
         return keep
+
+
+def _replaced(gradients: Any, incoming: Any) -> Any:
+    return gradients
+
+
+def _has_hooks(leaf: torch.Tensor) -> bool:
+    """Tell whether backward calls somebody's function when a gradient arrives at a leaf."""
+    after = leaf._post_accumulate_grad_hooks
+    return bool(leaf._backward_hooks) or bool(after)
 
 
 def splittable(roots: Sequence[torch.Tensor]) -> bool:

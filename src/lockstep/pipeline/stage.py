@@ -3,6 +3,7 @@
     forward of m    fresh buffers, generators keyed by (seed, step, m), the blocks in turn;
                     what the micro-batch needs until its backward is put into its flight
     backward of m   its buffers and its keys again (a recomputation writes and draws too),
+                    torch's generators as the backward of the later stages left them,
                     the gradients of the outputs in, those of the inputs out
     after it        gradients become leaf m of the tree, buffers are kept aside
 
@@ -12,8 +13,9 @@ Several micro-batches may be in flight. The backward is whole, or in its two par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,19 +23,17 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.pipeline.boundary import Pattern, flattened
+from lockstep.pipeline.draws import Draws
+from lockstep.pipeline.inspection import Inspection
 from lockstep.pipeline.splitting import Split, splittable
-from lockstep.randomness import state_of_others
+from lockstep.randomness import set_state_of_torch, state_of_torch
 from lockstep.step.buffers import Buffers, Paused
 from lockstep.step.entry import Entry
-from lockstep.step.forward import called
 from lockstep.step.gradients import Gradients
 from lockstep.step.recomputation import Recomputation
 from lockstep.step.units import Calls, Units
 
 __all__ = ["Stage"]
-
-GUARDED = 16
-"""How many forwards are watched for random numbers that are not torch's."""
 
 Loss = Callable[[Any], torch.Tensor]
 """Gives the scaled loss of the micro-batch from the model's outputs."""
@@ -50,6 +50,7 @@ class Flight:
     outputs: list[torch.Tensor]
     buffers: Paused
     calls: Calls | None
+    draws: Draws
     split: Split | None = None
     early: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
 
@@ -63,6 +64,7 @@ class Stage:
         units: the keys of their random numbers.
         gradients: the tree of the parameters whose gradients are added here.
         recomputation: of its blocks, in backward.
+        device: where it computes.
     """
 
     def __init__(
@@ -72,17 +74,19 @@ class Stage:
         units: Units,
         gradients: Gradients,
         recomputation: Recomputation,
+        device: torch.device,
     ) -> None:
         self.number = number
         self.named = dict(named)
         self.units = units
         self.gradients = gradients
         self.recomputation = recomputation
+        self.inspection = Inspection(is_first=number == 0)
+        self._device = device
         self.parameters = list(
             dict.fromkeys(each for block in named.values() for each in block.parameters())
         )
         self._flights: dict[int, Flight] = {}
-        self._unguarded = GUARDED
 
     def begin(self, buffers: Buffers) -> None:
         """Begin a step. No gradient is left: also not of a parameter that another stage owns."""
@@ -100,57 +104,95 @@ class Stage:
         return len(self._flights[leaf].outputs)
 
     def forward(
-        self, step: int, leaf: int, entry: Entry | None, data: Any, place: str, loss: Loss | None
-    ) -> tuple[Pattern, list[torch.Tensor]]:
-        """Compute a micro-batch; return the outputs, flattened, or nothing after a loss.
+        self,
+        step: int,
+        leaf: int,
+        entry: Entry | None,
+        data: Any,
+        place: str,
+        loss: Loss | None,
+        draws: Draws,
+    ) -> tuple[Pattern, list[torch.Tensor], Draws]:
+        """Compute a micro-batch.
 
-        `data` is what the first block is given: of the first stage as `called` takes
-        it, of the others one value.
+        Args:
+            step: Its step.
+            leaf: Its number.
+            entry: Where its graph begins here; None in the first stage.
+            data: What the first block is given: of the first stage as `called` takes it, of
+                the others one value.
+            place: Where the step is, for messages.
+            loss: Of the last stage.
+            draws: Of the stages before.
+
+        Returns:
+            The outputs, flattened, or nothing after a loss; and the draws so far.
         """
         self.buffers.enter()
-        self.units.begin(step, leaf)
-        value = self._composed(data, place, first=entry is None)
+        self.units.begin(step, leaf, draws.call)
+        blocks = list(self.named.values())
+        value, others = self.inspection.composed(blocks, data, place, draws.others)
+        draws = Draws(self.units.last_call, others)
         if loss is not None:
             self.units.end()
-            value = loss(value)
+            before = state_of_torch(self._device)
+            value = self.inspection.loss(loss, value, place, others)
+            draws = self._drawn_since(before, draws)
         pattern, tensors = flattened(value)
         outputs = [tensor for tensor in tensors if tensor.requires_grad]
-        self._flights[leaf] = Flight(entry, outputs, self.buffers.pause(), self.units.pause())
+        held = self.buffers.pause(), self.units.pause()
+        self._flights[leaf] = Flight(entry, outputs, *held, draws)
         if entry is not None:
             entry.leave()
-        return pattern, tensors
+        return pattern, tensors, draws
 
     def backward(
-        self, leaf: int, gradients: Sequence[torch.Tensor | None] | None, also: Roots = ()
-    ) -> list[torch.Tensor | None]:
-        """Run the whole backward; return the gradients of the inputs that have one.
+        self,
+        leaf: int,
+        gradients: Sequence[torch.Tensor | None] | None,
+        also: Roots,
+        draws: Draws | None,
+        place: str,
+    ) -> tuple[list[torch.Tensor | None], Draws]:
+        """Run the whole backward of a micro-batch.
 
-        `gradients` are those of the outputs that require one; None after a loss.
-        `also` are gradients of parameters that later stages share.
+        Args:
+            leaf: Its number.
+            gradients: Those of the outputs that require one; None after a loss.
+            also: Gradients of parameters that later stages share.
+            draws: Of the later stages' backward; None after a loss, or where no gradient came.
+            place: Where the step is, for messages.
+
+        Returns:
+            The gradients of the inputs that have one, and the draws so far.
         """
-        flight = self._resumed(leaf)
+        flight = self._resumed(leaf, draws)
         roots, given = _roots(flight, gradients, also)
         if roots:
-            torch.autograd.backward(roots, given)
+            with self._drawing(flight, place):
+                torch.autograd.backward(roots, given)
         self._done(leaf)
-        return [] if flight.entry is None else flight.entry.gradients
+        return [] if flight.entry is None else flight.entry.gradients, flight.draws
 
     def backward_inputs(
         self,
         leaf: int,
         gradients: Sequence[torch.Tensor | None] | None,
         whole: Sequence[torch.Tensor],
-        also: Roots = (),
-    ) -> list[torch.Tensor | None]:
+        also: Roots,
+        draws: Draws | None,
+        place: str,
+    ) -> tuple[list[torch.Tensor | None], Draws]:
         """Run the first part of the backward, as `backward`; `whole` as `Split` takes it."""
-        flight = self._resumed(leaf)
+        flight = self._resumed(leaf, draws)
         roots, given = _roots(flight, gradients, also)
         entry = flight.entry
-        if entry is not None and entry.anchor is not None and roots and splittable(roots):
-            flight.split = Split(roots, entry.anchor, whole)
-            flight.split.first(given)
-        elif roots:
-            torch.autograd.backward(roots, given)
+        with self._drawing(flight, place):
+            if entry is not None and entry.anchor is not None and roots and splittable(roots):
+                flight.split = Split(roots, entry.anchor, whole)
+                flight.split.first(given)
+            elif roots:
+                torch.autograd.backward(roots, given)
         # The next micro-batch's first part comes before this one's second.
         for parameter in self.parameters:
             if parameter.grad is not None:
@@ -158,13 +200,21 @@ class Stage:
                 parameter.grad = None
         flight.buffers, flight.calls = self.buffers.pause(), self.units.pause()
         flight.outputs = []
-        return [] if entry is None else entry.gradients
+        return [] if entry is None else entry.gradients, flight.draws
 
-    def backward_weights(self, leaf: int) -> None:
+    def backward_weights(self, leaf: int, place: str) -> None:
         """Run the second part of the backward."""
         flight = self._resumed(leaf)
         if flight.split is not None:
+            before = state_of_torch(self._device)
             flight.split.second()
+            if state_of_torch(self._device) != before:
+                raise UsageError(
+                    f"{place}: a hook of a tensor in the blocks {', '.join(self.named)} draws "
+                    'random numbers in backward, and schedule="zero-bubble" may call it twice: '
+                    "draw them in a hook of a parameter or in an autograd function, or take "
+                    "another schedule"
+                )
         for parameter, gradient in flight.early.items():
             parameter.grad = gradient
         self._done(leaf)
@@ -184,27 +234,30 @@ class Stage:
         self.buffers.leave(leaf, share)
         self.gradients.take(leaf)
 
-    def _composed(self, data: Any, place: str, first: bool) -> Any:
-        """Call the blocks; the first times, see that none draws what only stage 0 may."""
-        blocks = list(self.named.values())
-        if first or not self._unguarded:
-            return composed(blocks, data, place, first)
-        self._unguarded -= 1
-        before = state_of_others()
-        value = composed(blocks, data, place, first)
-        if state_of_others() != before:
-            raise UsageError(
-                f"{place}: a block draws from Python's or numpy's random numbers, which are seeded "
-                "once a micro-batch and not in every stage; draw them from torch (torch.rand)"
-            )
-        return value
+    @contextmanager
+    def _drawing(self, flight: Flight, place: str) -> Iterator[None]:
+        """Let the body run a backward that draws as it would in one process."""
+        if flight.draws.state is None:
+            self.units.end(flight.draws.call)
+        else:
+            set_state_of_torch(flight.draws.state, self._device)
+        before = state_of_torch(self._device)
+        with self.inspection.backward(place):
+            yield
+        flight.draws = self._drawn_since(before, flight.draws)
+
+    def _drawn_since(self, before: bytes, draws: Draws) -> Draws:
+        """Return `draws` with what has been drawn from torch's generators since a state."""
+        state = state_of_torch(self._device)
+        return draws if state == before else replace(draws, state=state)
 
     def _done(self, leaf: int) -> None:
         del self._flights[leaf]
         self.units.pause()
 
-    def _resumed(self, leaf: int) -> Flight:
+    def _resumed(self, leaf: int, draws: Draws | None = None) -> Flight:
         flight = self._flights[leaf]
+        flight.draws = draws or flight.draws
         self.buffers.resume(flight.buffers)
         self.units.resume(flight.calls)
         return flight
@@ -222,11 +275,3 @@ def _roots(
             roots.append(output)
             given.append(gradient)
     return roots, given
-
-
-def composed(blocks: Sequence[nn.Module], data: Any, place: str, first: bool) -> Any:
-    """Return what the blocks, one after another, make of `data`."""
-    value = called(blocks[0], data if first else (data,), place)
-    for block in blocks[1:]:
-        value = called(block, (value,), place)
-    return value

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,9 +16,9 @@ from torch import nn
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.errors import LostError, StoppedError
 from lockstep.pipeline.boundary import assembled, flattened
+from lockstep.pipeline.draws import NO_DRAWS, Draws
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.placement import Placement
-from lockstep.pipeline.stage import composed
 from lockstep.randomness import isolated
 from lockstep.step.buffers import Buffers
 from lockstep.step.evaluation import Evaluation, Row, combined, evaluating, row
@@ -97,24 +98,28 @@ class Stream:
         rank = setting.rank
         place = f"rank {rank}, stage {stage}, evaluation batch {number}, micro-batch {leaf}"
         self._place = place
+        draws = NO_DRAWS
         if ends.inputs is None:
             data = setting.moved(microbatch.data)
             data = parts(data, place)[0] if setting.loss is not None else data
         else:
             data = assembled(*ends.inputs.receive(EVALUATION + number, leaf, more))
-        units = self._units[stage]
-        units.begin(-1 - number, leaf)
+            draws = ends.inputs.draws
+        units, inspection = self._units[stage], self._pipeline.stages[stage].inspection
+        units.begin(-1 - number, leaf, draws.call)
         with self._buffers[stage].untouched(), setting.autocast():
             blocks = list(self._blocks[stage].values())
-            value = composed(blocks, data, place, first=ends.inputs is None)
+            value, others = inspection.composed(blocks, data, place, draws.others)
+            draws = Draws(units.last_call, others)
             if ends.outputs is None:
                 units.end()
-                loss, metrics = self._measured(value, microbatch, place)
+                measured = partial(self._measured, microbatch=microbatch, place=place)
+                loss, metrics = inspection.loss(measured, value, place, others)
         units.pause()
         if ends.outputs is None:
             self._rows.append(row(setting, microbatch, loss, metrics, place))
         else:
-            ends.outputs.send(*flattened(value), EVALUATION + number, leaf)
+            ends.outputs.send(*flattened(value), EVALUATION + number, leaf, draws)
 
     def _measured(
         self, outputs: Any, microbatch: Microbatch, place: str

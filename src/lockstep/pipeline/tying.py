@@ -7,12 +7,14 @@
 
 In one process autograd reaches the uses of w from the last to the first, and adds each
 to the sum so far. So a stage does not add what comes from later stages afterwards: it
-is a root of its backward, the first thing that arrives at w.
+is a root of its backward, the first thing that arrives at w. The hooks of w are called
+with the whole sum, so by its owner alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -23,7 +25,7 @@ from lockstep.comm.exact import in_format_of
 from lockstep.pipeline.boundary import assembled, flattened
 from lockstep.pipeline.link import Receiver, Sender
 
-__all__ = ["Tie", "ties_of"]
+__all__ = ["Tie", "ties_of", "without_hooks"]
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -75,6 +77,27 @@ class Tie:
         pattern, tensors = self.up_receiver.receive(attempt, 0)
         for parameter, gradient in zip(self.parameters, assembled(pattern, tensors), strict=True):
             parameter.grad = None if gradient is None else in_format_of(gradient, parameter)
+
+
+@contextmanager
+def without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let no hook of the parameters be called by what the body runs backward."""
+    hidden = [
+        (hooks, dict(hooks))
+        for parameter in parameters
+        for hooks in (
+            parameter._backward_hooks,
+            parameter._post_accumulate_grad_hooks,
+        )
+        if hooks
+    ]
+    for hooks, _ in hidden:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, called in hidden:
+            hooks.update(called)
 
 
 def ties_of(

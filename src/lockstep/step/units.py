@@ -58,7 +58,6 @@ class Units:
         modules: all units of the model, in order; None for one that is not here.
         model: what is called last before the loss; None where only a stage is here.
         before: how often each unit was called in the stages before this one.
-        last: the number of the last call of the first unit in the stages before.
     """
 
     def __init__(
@@ -68,12 +67,10 @@ class Units:
         seed: int,
         device: torch.device,
         before: Sequence[int] | None = None,
-        last: int = 0,
     ) -> None:
         self.modules = list(modules)
         self._model, self._seed, self._device = model, seed, device
         self._before_here = list(before or [0] * len(self.modules))
-        self._last_before = last
         self._now: Calls | None = None
 
     @contextmanager
@@ -96,16 +93,27 @@ class Units:
             finally:
                 self._now = None
 
-    def begin(self, step: int, microbatch: int) -> None:
-        """Say which micro-batch is computed from now on."""
-        self._now = Calls((step, microbatch), [[] for _ in self.modules], self._last_before)
+    @property
+    def last_call(self) -> int:
+        """Number of the last call of the first unit in the micro-batch that is computed."""
+        return 0 if self._now is None else self._now.last
+
+    def begin(self, step: int, microbatch: int, last_call: int = 0) -> None:
+        """Say which micro-batch is computed from now on.
+
+        Args:
+            step: Its step.
+            microbatch: Its number.
+            last_call: Number of the last call of the first unit in the stages before.
+        """
+        self._now = Calls((step, microbatch), [[] for _ in self.modules], last_call)
         seed_all(key(self._seed, step, microbatch, BEFORE))
         self._seed_unit(BEFORE)
 
-    def end(self) -> None:
-        """Say that the loss comes now."""
+    def end(self, last_call: int | None = None) -> None:
+        """Say that the loss comes now, after that call of the first unit."""
         if self._now is not None:
-            self._seed_unit(len(self.modules), self._now.last)
+            self._seed_unit(len(self.modules), self._now.last if last_call is None else last_call)
 
     def pause(self) -> Calls | None:
         """Return what the micro-batch has called so far; another one may begin."""

@@ -1,0 +1,104 @@
+"""Inspection: whether a stage's blocks depend only on what they are given.
+
+In one process all blocks of a model see the same Python: generators that each block draws
+from in turn. Stages see their own. What stages cannot hand on is refused where a check finds
+it, in the first calls and in some later ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.randomness import state_of_others
+from lockstep.step.forward import called
+
+__all__ = ["Inspection"]
+
+T = TypeVar("T")
+
+FIRST, EVERY = 16, 64
+"""Which forwards and backwards are inspected: the first ones, then one of so many."""
+
+
+class Inspection:
+    """Calls the blocks of one stage; sometimes it checks what else they use.
+
+    Args:
+        is_first: Whether the stage is the first: its blocks may draw from Python's and
+            numpy's generators, which are seeded once per micro-batch.
+    """
+
+    def __init__(self, is_first: bool) -> None:
+        self._is_first = is_first
+        self._forwards, self._backwards = 0, 0
+        self._draws_others = False
+
+    def composed(
+        self, blocks: Sequence[nn.Module], data: Any, place: str, others: bool
+    ) -> tuple[Any, bool]:
+        """Call the blocks, one after another.
+
+        Args:
+            blocks: The blocks.
+            data: What the first of them is given: of the first stage as `called` takes it, of
+                the others one value.
+            place: Where the step is, for messages.
+            others: Whether earlier stages have drawn from Python's or numpy's generators.
+
+        Returns:
+            What the last block returned, and `others` after it.
+        """
+        self._forwards += 1
+        if not _is_inspected(self._forwards):
+            return self._called(blocks, data, place), others or self._draws_others
+        before = state_of_others()
+        value = self._called(blocks, data, place)
+        if state_of_others() != before:
+            if not self._is_first:
+                raise UsageError(
+                    f"{place}: a block draws from Python's or numpy's random numbers, which are "
+                    "seeded once a micro-batch and not in every stage; draw them from torch "
+                    "(torch.rand)"
+                )
+            self._draws_others = True
+        return value, others or self._draws_others
+
+    def loss(self, loss: Callable[[Any], T], outputs: Any, place: str, others: bool) -> T:
+        """Return the loss; it may draw from Python's generators if no block has done so."""
+        before = state_of_others() if others else None
+        value = loss(outputs)
+        if others and state_of_others() != before:
+            raise UsageError(
+                f"{place}: the loss draws from Python's or numpy's random numbers, and so do "
+                "blocks of the first stage, whose draws the last stage does not see; draw them "
+                "from torch (torch.rand)"
+            )
+        return value
+
+    @contextmanager
+    def backward(self, place: str) -> Iterator[None]:
+        """Run a backward in the body."""
+        self._backwards += 1
+        before = state_of_others() if _is_inspected(self._backwards) else None
+        yield
+        if before is not None and state_of_others() != before:
+            raise UsageError(
+                f"{place}: backward (a hook or an autograd function) draws from Python's or "
+                "numpy's random numbers, which stages do not hand on to each other; draw them "
+                "from torch (torch.rand)"
+            )
+
+    def _called(self, blocks: Sequence[nn.Module], data: Any, place: str) -> Any:
+        value = called(blocks[0], data if self._is_first else (data,), place)
+        for block in blocks[1:]:
+            value = called(block, (value,), place)
+        return value
+
+
+def _is_inspected(number: int) -> bool:
+    return number <= FIRST or number % EVERY == 0
