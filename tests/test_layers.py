@@ -20,7 +20,7 @@ LAYERS = [
     {"pipeline", "data_parallel"},
     {"check"},
     {"train"},
-    {"drive"},
+    {"remote"},
     {"recipes", "examples", "bench"},
     {"commands"},
     {"cli"},

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from lockstep.data_parallel.distributed import (
         DistributedDataParallel as DistributedDataParallel,
     )
-    from lockstep.drive.driver import Driver as Driver
     from lockstep.errors import LockstepError as LockstepError
+    from lockstep.remote.driver import Driver as Driver
     from lockstep.run.launch import launch as launch
     from lockstep.run.world import World as World
     from lockstep.run.world import init as init
@@ -53,7 +53,7 @@ PUBLIC = {
     "target_weight": "step.weight",
     "digest": "step.digest",
     "DistributedDataParallel": "data_parallel.distributed",
-    "Driver": "drive.driver",
+    "Driver": "remote.driver",
     "build": "train.awakening",
     "TensorBoard": "show.dashboards",
     "WandB": "show.dashboards",

@@ -36,10 +36,10 @@ def command(connect: str, nprocs: int, key_file: Path | None, timeout: float) ->
 
     Exit status: 0 the driver ended, 1 it was lost or did not come, 2 used wrongly.
     """
-    from lockstep.drive.host import Host
-    from lockstep.drive.key import find_key
+    from lockstep.remote.key import find_key
+    from lockstep.remote.node_agent import NodeAgent
 
     if nprocs < 1 or timeout <= 0:
         raise UsageError(f"--nprocs {nprocs} --timeout {timeout:g}: both are positive numbers")
     address, port = endpoint(connect, "--connect")
-    Host(address, port, find_key(key_file), nprocs, timeout).serve()
+    NodeAgent(address, port, find_key(key_file), nprocs, timeout).serve()

@@ -1,0 +1,160 @@
+"""The handshake: both ends prove that they hold the key, and agree on who they are.
+
+    caller                                                                   listener
+      ── greeting, caller, called, session, nonce C, introduction ─────────────>
+      <─ status, nonce L ───────────────────────────────────────────────────────
+      ── proof of the caller ──────────────────────────────────────────────────>
+      <─ status, proof of the listener ─────────────────────────────────────────
+      ══ frames (frame.py), one key for each direction ══════════════════════════
+
+    introduction  HMAC(key, "introduction", greeting ... nonce C)
+    secret        HMAC(key, "connection", all of the first message, nonce L)
+    proofs, keys  HMAC(secret, label), with a label for each of the four
+
+HMAC is HMAC-SHA-256. The secret covers all that was said: both identities, the driver's
+session and both nonces. So two ends that agree on it agree on who is at the other end,
+and a connection that is redirected to another worker or to a later driver, reflected,
+or put together from recorded ones fails. The address of the listener is not covered:
+an SSH tunnel changes it.
+
+The introduction comes first, so that a listener can tell the callers that hold the key
+from strangers by their first message (`listener.py`). It could be a recorded one, so it
+proves nothing else: frames are accepted only after the proof, which covers nonce L.
+
+Every message has a fixed length, so a stranger gets no memory. It learns that Lockstep
+listens here and why it is refused. The status is not proven: it says why the other
+end hung up, and changes only what is told to the user and whether to try again.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Generator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from lockstep.remote.identity import SESSION, UNKNOWN, Credentials, Identity, Role
+
+__all__ = ["Agreement", "Refused", "Status", "Step", "Steps", "answer", "call"]
+
+GREETING = b"lockstep driver 2\n"
+NONCE = PROOF = 32  # bytes
+IDENTITY = Identity.LAYOUT.size
+
+
+class Status(IntEnum):
+    """The listener's answer."""
+
+    ACCEPTED = 0
+    BUSY = 1  # the place is needed for another connection
+    OTHER_KEY = 2
+    MISDIRECTED = 3  # this is not the process that was called
+
+
+class Refused(Exception):
+    """The other end may not, or did not, take part; the message says why, of "it".
+
+    Args:
+        reason: A sentence without what the other end sent, which could be anything.
+        status: What a listener says before it hangs up, or has said; None for nothing.
+    """
+
+    def __init__(self, reason: str, status: Status | None = None) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What both ends have proven: who is at the other end, and the keys of each direction."""
+
+    other: Identity
+    sending: bytes
+    receiving: bytes
+
+
+@dataclass(frozen=True)
+class Step:
+    """Bytes to send, then the number of bytes to wait for; or the agreement, in the last step."""
+
+    send: bytes
+    size: int
+    agreement: Agreement | None = None
+
+
+Steps = Generator[Step, bytes, None]
+"""One end of a handshake: yields steps, and is sent the bytes that each step waits for."""
+
+
+def call(credentials: Credentials, called: Identity) -> Steps:
+    """Prove this end, which connected to `called`.
+
+    Raises:
+        Refused: The listener refused this end, or is not `called`, or has not the key.
+    """
+    named = credentials.own.pack() + called.pack() + credentials.session
+    opening = GREETING + named + secrets.token_bytes(NONCE)
+    opening += _derive(credentials.key, "introduction", opening)
+    _require_accepted((yield Step(opening, 1)))
+    nonce = yield Step(b"", NONCE)
+    secret = _derive(credentials.key, "connection", opening + nonce)
+    _require_accepted((yield Step(_derive(secret, "proof of the caller"), 1)))
+    proof = yield Step(b"", PROOF)
+    if not hmac.compare_digest(proof, _derive(secret, "proof of the listener")):
+        raise Refused("it does not prove that it holds the key")
+    sending, receiving = _derive(secret, "from the caller"), _derive(secret, "from the listener")
+    yield Step(b"", 0, Agreement(called, sending, receiving))
+
+
+def answer(credentials: Credentials) -> Steps:
+    """Prove this end, which was connected to, after the caller has proven itself.
+
+    Raises:
+        Refused: The caller is not of this driver, or called somebody else.
+    """
+    greeting = yield Step(b"", len(GREETING))
+    if greeting != GREETING:
+        raise Refused("it is not a process of this version of Lockstep")
+    named = yield Step(b"", 2 * IDENTITY + SESSION + NONCE)
+    introduction = yield Step(b"", PROOF)
+    opening = greeting + named
+    if not hmac.compare_digest(introduction, _derive(credentials.key, "introduction", opening)):
+        raise Refused("it holds another key", Status.OTHER_KEY)
+    caller = _unpacked(named[:IDENTITY])
+    called, session = named[IDENTITY : 2 * IDENTITY], named[2 * IDENTITY : -NONCE]
+    # A host hears of the session from the driver, once both have proven themselves.
+    known = session == credentials.session or (session == UNKNOWN and caller.role is Role.HOST)
+    if called != credentials.own.pack() or not known:
+        raise Refused("it was looking for another driver or worker", Status.MISDIRECTED)
+    nonce = secrets.token_bytes(NONCE)
+    secret = _derive(credentials.key, "connection", opening + introduction + nonce)
+    proof = yield Step(bytes([Status.ACCEPTED]) + nonce, PROOF)
+    if not hmac.compare_digest(proof, _derive(secret, "proof of the caller")):
+        raise Refused("it repeated what another connection had said")
+    proof = _derive(secret, "proof of the listener")
+    sending, receiving = _derive(secret, "from the listener"), _derive(secret, "from the caller")
+    yield Step(bytes([Status.ACCEPTED]) + proof, 0, Agreement(caller, sending, receiving))
+
+
+def _unpacked(named: bytes) -> Identity:
+    try:
+        return Identity.unpack(named)
+    except ValueError as error:
+        raise Refused("it is not a process of this version of Lockstep") from error
+
+
+def _require_accepted(said: bytes) -> None:
+    if said[0] not in list(Status):
+        raise Refused("it is not a process of this version of Lockstep")
+    status = Status(said[0])
+    if status is Status.BUSY:
+        raise Refused("it is busy with connections that have not proven the key", status)
+    if status is Status.OTHER_KEY:
+        raise Refused("it holds another key", status)
+    if status is Status.MISDIRECTED:
+        raise Refused("it is another driver or worker than the one that was called", status)
+
+
+def _derive(key: bytes, label: str, content: bytes = b"") -> bytes:
+    return hmac.digest(key, label.encode() + b"\n" + content, "sha256")

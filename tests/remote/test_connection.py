@@ -1,0 +1,141 @@
+"""A call to a process that listens, and what is said when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from lockstep.errors import RendezvousError, UsageError
+from lockstep.remote import connection
+from lockstep.remote.connection import dial
+from lockstep.remote.handshake import Status, answer
+from lockstep.remote.identity import Credentials, Identity, Role
+from lockstep.remote.listener import Listener
+
+KEY, SESSION = b"k" * 32, b"s" * 16
+DRIVER, FIRST, SECOND = (
+    Identity(Role.DRIVER),
+    Identity(Role.WORKER, 0, 1),
+    Identity(Role.WORKER, 2, 0),
+)
+OWN = Credentials(KEY, FIRST, SESSION)
+
+
+@pytest.fixture
+def serve():
+    """Listen with a function that is given every connection, on a thread."""
+    with contextlib.ExitStack() as opened:
+
+        def start(function) -> int:
+            server = socket.create_server(("127.0.0.1", 0))
+
+            def work() -> None:
+                with contextlib.suppress(OSError):
+                    while True:
+                        end, _ = server.accept()
+                        end.settimeout(10)
+                        with end, contextlib.suppress(OSError):
+                            function(end)
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            opened.callback(thread.join)
+            opened.callback(server.close)
+            opened.callback(server.shutdown, socket.SHUT_RDWR)
+            return int(server.getsockname()[1])
+
+        yield start
+
+
+def dialed(port: int, called: Identity = DRIVER, patience: float = 0.3) -> socket.socket:
+    return dial("127.0.0.1", port, OWN, called, 5.0, patience).end
+
+
+def test_nobody_answers():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    sentence = rf"^the driver at 127\.0\.0\.1:{port} could not be reached within 0.3 s: connection"
+    with pytest.raises(RendezvousError, match=sentence):
+        dialed(port)
+
+
+def test_a_listener_that_hangs_up_is_not_said_to_have_another_key(serve):
+    with pytest.raises(RendezvousError, match="it closes connections before the handshake"):
+        dialed(serve(lambda end: end.recv(1)))
+
+
+def test_a_listener_that_says_nothing(serve, monkeypatch):
+    monkeypatch.setattr(connection, "HANDSHAKE", 0.2)
+    over = threading.Event()
+    try:
+        with pytest.raises(RendezvousError, match="it accepts connections but does not answer"):
+            dialed(serve(lambda end: over.wait(10)))
+    finally:
+        over.set()
+
+
+def test_a_busy_listener(serve):
+    with pytest.raises(RendezvousError, match="it is busy with connections that have not proven"):
+        dialed(serve(lambda end: end.sendall(bytes([Status.BUSY]))))
+
+
+def test_another_key(serve):
+    with pytest.raises(UsageError, match="refused the connection: it holds another key: give both"):
+        dialed(serve(lambda end: end.sendall(bytes([Status.OTHER_KEY]))))
+
+
+def test_something_else_than_lockstep(serve):
+    with pytest.raises(UsageError, match="it is not a process of this version of Lockstep"):
+        dialed(serve(lambda end: end.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")))
+
+
+def test_a_listener_without_the_key(serve):
+    accepted = bytes([Status.ACCEPTED])
+
+    def pretend(end: socket.socket) -> None:
+        end.sendall(accepted + b"n" * 32)
+        end.sendall(accepted + b"p" * 32)
+        while end.recv(100):
+            pass
+
+    with pytest.raises(UsageError, match="it does not prove that it holds the key"):
+        dialed(serve(pretend))
+
+
+def test_another_worker_answers():
+    own = Credentials(KEY, Identity(Role.WORKER, 2, 1), SESSION)
+    listener = Listener("127.0.0.1", 0, own, 5.0, lambda wire, caller: None)
+    try:
+        with pytest.raises(RendezvousError, match=r"^worker 0 of host 2 at .* it is another"):
+            dialed(listener.port, SECOND)
+    finally:
+        listener.close()
+
+
+@pytest.mark.parametrize("said", [bytes([Status.BUSY]), b""])
+def test_a_caller_tries_again_until_it_is_let_in(serve, said):
+    calls = []
+
+    def later(end: socket.socket) -> None:
+        calls.append(end)
+        if len(calls) < 3:
+            end.recv(1)
+            end.sendall(said)
+            return
+        steps = answer(Credentials(KEY, DRIVER, SESSION))
+        step = next(steps)
+        while step.agreement is None:
+            end.sendall(step.send)
+            step = steps.send(end.recv(step.size, socket.MSG_WAITALL))
+        end.sendall(step.send)
+
+    with dialed(serve(later), patience=30.0):
+        assert len(calls) == 3
+
+
+def test_an_address_that_is_none():
+    with pytest.raises(UsageError, match="'no such host' names no host"):
+        dial("no such host", 1, OWN, DRIVER, 1.0, 1.0)

@@ -1,0 +1,267 @@
+"""How it ends: of itself, by a death, by a stranger at the door, or forgotten."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep as ls
+import processes
+from lockstep.errors import RankError, UsageError
+from lockstep.remote.connection import dial
+from lockstep.remote.frame import Frame, Wire
+from lockstep.remote.identity import Credentials, Identity, Role
+from processes import alive
+
+PATIENCE = 60.0
+until = partial(processes.until, seconds=PATIENCE)
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_dead_worker_is_named_in_every_pending_call():
+    with ls.Driver(nprocs=3, timeout=60) as driver:
+        victim = driver.on(1).run(os.getpid)
+        waiting = [driver.on(1).start(signal.pause) for _ in range(3)]
+        asked = driver.on(0).create(list)
+        os.kill(victim, signal.SIGKILL)
+        for future in waiting:
+            with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL") as caught:
+                future.result(PATIENCE)
+            assert (caught.value.rank, caught.value.status) == (1, -signal.SIGKILL)
+        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL, so it cannot be called"):
+            driver.on(1).run(print)
+        asked.append(1)  # the others still answer
+        assert asked.get() == [1]
+    assert not alive(victim)
+
+
+def test_the_cause_is_named_and_not_its_consequence():
+    def die_or_wait():
+        if ls.rank() == 1:
+            killed()
+        dist.all_reduce(torch.ones(1))
+
+    with (
+        ls.Driver(nprocs=3, timeout=60) as driver,
+        pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL"),
+    ):
+        driver.run(die_or_wait)
+
+
+class Doomed:
+    """Its owner dies of it."""
+
+    def touch(self) -> None:
+        killed()
+
+
+class Held:
+    """Something to hold."""
+
+
+def held() -> int:
+    return sum(type(thing).__name__ == "Held" for thing in gc.get_objects())
+
+
+def test_a_death_is_named_to_the_worker_that_waits_for_it_and_frees_what_the_dead_held():
+    with ls.Driver(nprocs=3, timeout=60) as driver:
+        thing = driver.on(0).create(Held)
+        shelf = driver.on(2).create(list)
+        driver.on(2).run(lambda shelf, ref: shelf.append(ref), shelf, thing)
+        del thing
+        assert driver.on(0).run(held) == 1
+        doomed = driver.on(2).create(Doomed)
+        with pytest.raises(RankError, match="rank 2 was killed by SIGKILL"):
+            driver.on(1).run(lambda ref: ref.touch(), doomed)
+        assert driver.on(0).run(held) == 0
+
+
+def test_leaving_ends_a_busy_worker_and_its_call():
+    with ls.Driver(nprocs=2, timeout=60) as driver:
+        pids = driver.run(os.getpid)
+        future = driver.on(1).start(signal.pause)
+        counter = driver.on(0).create(list)
+    assert not any(map(alive, pids))
+    with pytest.raises(RankError, match="rank 1 had not answered when the driver ended"):
+        future.result()
+    for late in (counter.get, lambda: driver.on(0)):
+        with pytest.raises(UsageError, match="the driver has ended"):
+            late()
+    driver.close()  # once more is harmless
+
+
+def test_a_forgotten_driver_takes_its_workers_along():
+    driver = ls.Driver(nprocs=2, timeout=60)
+    pids = driver.run(os.getpid)
+    assert all(map(alive, pids))
+    del driver
+    gc.collect()
+    until(lambda: not any(map(alive, pids)), "workers outlived their driver")
+
+
+SCRIPT = """
+import os, signal, sys, time
+import lockstep as ls
+class Mine:
+    def pid(self): return os.getpid()
+driver = ls.Driver(nprocs=2, timeout=60)
+print(*driver.run(os.getpid), driver.on(1).create(Mine).pid(), flush=True)
+driver.on(0).start(signal.pause)
+while sys.argv[1] == "wait": time.sleep(0.1)  # not pause(): it misses a signal just before it
+"""
+
+
+def test_the_end_of_the_driver_is_the_end_of_its_workers(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    drivers = {
+        end: subprocess.Popen(
+            [sys.executable, str(script), "exit" if end == "exit" else "wait"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )
+        for end in ("exit", "kill", "interrupt")
+    }  # fmt: skip
+    try:
+        pids = {
+            end: list(map(int, each.stdout.readline().split())) for end, each in drivers.items()
+        }
+        drivers["kill"].kill()
+        drivers["interrupt"].send_signal(signal.SIGINT)
+        said = {end: each.communicate(timeout=PATIENCE)[1] for end, each in drivers.items()}
+    finally:
+        for each in drivers.values():
+            each.kill()
+    for end, (first, second, asked) in pids.items():
+        assert asked == second
+        until(lambda both=(first, second): not any(map(alive, both)), f"left behind after {end}")
+    assert {end: each.returncode for end, each in drivers.items()} == {
+        "exit": 0,
+        "kill": -signal.SIGKILL,
+        "interrupt": -signal.SIGINT,
+    }
+    assert said["exit"] == said["kill"] == ""
+    assert said["interrupt"].endswith("KeyboardInterrupt\n")
+
+
+def what_is_told(end: socket.socket) -> bytes:
+    end.settimeout(PATIENCE)
+    try:
+        return end.recv(1 << 10)
+    except ConnectionResetError:
+        return b""
+
+
+def test_strangers_are_refused_and_the_driver_goes_on(capsys):
+    with ls.Driver(nprocs=1, timeout=60) as driver:
+        place = ("127.0.0.1", driver._pool.port)
+        with socket.create_connection(place) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\x80\x04" * 100)
+            assert what_is_told(stranger) == b""
+        other = Credentials(b"w" * 32, Identity(Role.HOST))
+        with pytest.raises(UsageError, match="it holds another key: give both the same key"):
+            dial(*place, other, Identity(Role.DRIVER), 60)
+        with socket.create_connection(place):  # one that says nothing keeps nobody waiting
+            assert driver.run(ls.rank) == [0]
+    said = capsys.readouterr().err
+    assert "from 127.0.0.1 was refused: it is not a process of this version of Lockstep" in said
+    assert "it holds another key" in said
+
+
+def test_a_second_worker_of_the_same_name_is_refused(capsys):
+    with ls.Driver(nprocs=1, timeout=60) as driver:
+        pool = driver._pool
+        own = replace(pool._credentials, own=Identity(Role.WORKER, 0, 0))
+        wire = dial("127.0.0.1", pool.port, own, Identity(Role.DRIVER), 60)
+        with wire.end:
+            wire.send(Frame({"kind": "hello", "port": 1, "pid": 1}))
+            while (received := frame_of(wire)) is not None:
+                assert received.kind == "heartbeat"
+        assert driver.run(ls.rank) == [0]
+    said = capsys.readouterr().err
+    assert "from 127.0.0.1 was refused: worker 0 of host 0 is here already" in said
+
+
+def frame_of(wire: Wire) -> Frame | None:
+    """Return the next frame, None at the end."""
+    try:
+        return wire.receive()
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def redirect() -> None:
+    """Let this worker find rank 2 where rank 1 should be, as someone on the path could."""
+    (server,) = [thing for thing in gc.get_objects() if type(thing).__name__ == "Server"]
+    server._peers[1] = (*server._peers[2][:2], *server._peers[1][2:])
+
+
+def test_a_worker_does_not_answer_for_another_one():
+    with ls.Driver(nprocs=3, timeout=60) as driver:
+        shelves = [driver.on(rank).create(list) for rank in (1, 2)]
+        driver.on(0).run(redirect)
+        with pytest.raises(
+            RankError, match=r"rank 1 cannot be called: worker 1 of host 0 .* it is"
+        ):
+            driver.on(0).run(lambda shelf: shelf.append(5), shelves[0])
+        driver.on(0).run(lambda shelf: shelf.append(5), shelves[1])
+        assert [shelf.get() for shelf in shelves] == [[], [5]]
+
+
+def test_it_listens_on_the_loopback_interface_alone():
+    with ls.Driver(nprocs=2, timeout=60) as driver:
+        pids = [os.getpid(), *driver.run(os.getpid)]
+        places = {
+            connection.laddr.ip
+            for pid in pids
+            for connection in psutil.Process(pid).net_connections()
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert places == {"127.0.0.1"}
+
+
+def test_the_key_is_on_no_command_line_and_in_no_environment(tmp_path):
+    path = tmp_path / "driver.key"
+    with ls.Driver(nprocs=1, key_file=path, timeout=60) as driver:
+        key = path.read_text().strip()
+        process = psutil.Process(driver.on(0).run(os.getpid))
+        assert len(key) == 64
+        for text in [*process.cmdline(), *process.environ().values()]:
+            assert key not in text
+
+
+def test_a_port_that_is_taken_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"a driver cannot listen at 127.0.0.1:{port} here"):
+            ls.Driver(listen=f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"nprocs": 0}, "it needs a worker at least"),
+        ({"nprocs": -1, "remote": 2}, "it needs a worker at least"),
+        ({"timeout": 0}, "a deadline is a number of seconds"),
+        ({"listen": "here:there"}, "listen here:there: give HOST:PORT"),
+        ({"listen": "no such host:0"}, "cannot listen at no such host:0 here"),
+        ({"threads": 0}, "threads=0"),
+        ({"backend": "pigeon"}, "torch has no backend 'pigeon'"),
+    ],
+)
+def test_nonsense_gets_one_sentence(arguments, sentence):
+    with pytest.raises(ls.LockstepError, match=sentence):
+        ls.Driver(**arguments)

@@ -1,0 +1,98 @@
+"""One worker raises alone: the others do not wait for it until their deadline."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+import processes
+from lockstep.errors import RankError
+from lockstep.remote.future import Future
+from lockstep.remote.hang_recovery import HangRecovery
+
+LONG = 600.0  # seconds for a collective; a test that waits for it is ended before
+until = partial(processes.until, seconds=60.0)
+SGD = partial(torch.optim.SGD, lr=0.05)
+
+
+def fail_or_wait() -> None:
+    if ls.rank() == 1:
+        raise KeyError("lr")
+    dist.all_reduce(torch.ones(1))
+
+
+def fail_or_look_for(path) -> None:
+    if ls.rank() == 1:
+        raise KeyError("lr")
+    while not path.exists():
+        pass
+
+
+def summed() -> float:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def test_who_waits_for_a_worker_that_raised_is_let_go(tmp_path):
+    with ls.Driver(nprocs=2, timeout=LONG) as driver:
+        with pytest.raises(
+            RankError, match=r"^rank 1 raised KeyError: 'lr' \(test_hang_recovery.py"
+        ):
+            driver.run(fail_or_look_for, tmp_path / "found")
+        (recovery,) = driver._pool._recoveries
+        until(lambda: recovery.looks > 3, "the driver does not look at busy workers")
+        (tmp_path / "found").touch()
+        assert driver.run(summed) == [2.0] * 2  # who computes is left alone
+        thing = driver.on(0).create(list)
+        with pytest.raises(
+            RankError, match=r"^rank 1 raised KeyError: 'lr' \(test_hang_recovery.py"
+        ):
+            driver.run(fail_or_wait)
+        thing.append(1)  # after the collective, whose deadline is far away
+        assert driver.run(os.getpid) == [driver.on(each).run(os.getpid) for each in range(2)]
+        with pytest.raises(RankError) as raised:
+            driver.run(summed)
+        (broken,) = (note for note in raised.value.__notes__ if "start another driver" in note)
+        assert "rank 1 raised KeyError: 'lr'" in broken
+        with pytest.raises(RankError, match=r"^the world of these workers has ended"):
+            driver.trainer([partial(nn.Linear, 2, 2)], nn.MSELoss(), SGD)
+
+
+def samples() -> TensorDataset:
+    return TensorDataset(torch.ones(32, 2), torch.ones(32, 2))
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_a_callback_that_raises_on_one_stage_ends_the_training(backend, tmp_path):
+    def told(result) -> None:
+        if ls.rank() == 1 and result.step == 1:
+            raise ValueError("disk full")
+
+    with ls.Driver(nprocs=2, timeout=LONG, backend=backend) as driver:
+        blocks = [partial(nn.Linear, 2, 2), partial(nn.Linear, 2, 2)]
+        options = {"stages": 2, "on_step": told, "record": str(tmp_path / "run")}
+        trainer = driver.trainer(blocks, nn.MSELoss(), SGD, **options)
+        with pytest.raises(RankError, match=r"^rank 1 raised ValueError: disk full"), trainer:
+            trainer.train(samples, 8, 2)
+        with pytest.raises(RankError, match=r"disk full .*; start another driver$"):
+            trainer.step((torch.ones(8, 2), torch.ones(8, 2)))
+    last = (tmp_path / "run" / "record.jsonl").read_text().splitlines()[-1]
+    assert '"failed"' in last
+    assert "disk full" in last
+
+
+def test_a_look_is_due_at_intervals_and_counts_those_that_have_not_answered():
+    futures = [Future(rank, "a call", lambda done, deadline: None) for rank in range(3)]
+    recovery = HangRecovery(futures, "rank 1 failed")
+    futures[2].succeed(None)
+    assert (recovery.raised(), recovery.busy()) == ([], [0, 1])
+    assert [recovery.due(), recovery.due()] == [True, False]
+    assert recovery.looks == 1

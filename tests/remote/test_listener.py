@@ -1,0 +1,214 @@
+"""The listener: strangers, however many, keep nobody out who holds the key."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+import processes
+from lockstep.remote import listener as listening
+from lockstep.remote import refusals
+from lockstep.remote.connection import dial
+from lockstep.remote.frame import Frame
+from lockstep.remote.handshake import Status, call
+from lockstep.remote.identity import Credentials, Identity, Role
+from lockstep.remote.listener import PLACES, Listener
+
+KEY, SESSION = b"k" * 32, b"s" * 16
+DRIVER, WORKER = Identity(Role.DRIVER), Identity(Role.WORKER, 0, 3)
+OWN = Credentials(KEY, WORKER, SESSION)
+PATIENCE = 30.0
+until = partial(processes.until, seconds=PATIENCE)
+
+
+@pytest.fixture
+def door(monkeypatch):
+    """A driver's listener, with what it accepted and the one line that it says."""
+    monkeypatch.setattr(refusals, "INTERVAL", 1e6)
+    monkeypatch.setattr(listening, "HANDSHAKE", PATIENCE)
+    with contextlib.ExitStack() as opened:
+        accepted, lines = [], []
+
+        def accept(wire, caller) -> None:
+            opened.enter_context(wire.end)
+            accepted.append((caller, wire))
+
+        own = Credentials(KEY, DRIVER, SESSION)
+        listener = Listener("127.0.0.1", 0, own, PATIENCE, accept, lines.append)
+        try:
+            yield SimpleNamespace(port=listener.port, accepted=accepted, lines=lines)
+        finally:
+            listener.close()
+
+
+@pytest.fixture
+def strangers():
+    with contextlib.ExitStack() as opened:
+
+        def connect(door, count: int, address: str = "127.0.0.1") -> list[socket.socket]:
+            place = ("127.0.0.1", door.port)
+            return [
+                opened.enter_context(
+                    socket.create_connection(place, PATIENCE, source_address=(address, 0))
+                )
+                for _ in range(count)
+            ]
+
+        yield connect
+
+
+def joined(door) -> None:
+    """Join with the key, and let a frame pass."""
+    before = len(door.accepted)
+    wire = dial("127.0.0.1", door.port, OWN, DRIVER, PATIENCE)
+    with wire.end:
+        wire.send(Frame({"kind": "a"}))
+        until(lambda: len(door.accepted) > before, "not let in")
+        caller, other = door.accepted[-1]
+        assert caller == WORKER
+        assert other.receive().kind == "a"
+
+
+def told(end: socket.socket) -> bytes | None:
+    """Return what an end was told before it was hung up on; None if it was not."""
+    end.setblocking(False)
+    try:
+        return end.recv(100, socket.MSG_PEEK)
+    except BlockingIOError:
+        return None
+    except ConnectionResetError:
+        return b""
+
+
+def test_who_holds_the_key_is_let_in(door):
+    joined(door)
+    assert door.lines == []
+
+
+def test_silent_connections_keep_nobody_out(door, strangers):
+    threads = threading.active_count()
+    silent = strangers(door, 3 * PLACES)
+    joined(door)
+    assert threading.active_count() == threads
+    until(lambda: len(open_ends(silent)) <= PLACES, "more places than there are")
+    assert open_ends(silent) == silent[-len(open_ends(silent)) :]  # the oldest left first
+
+
+def open_ends(ends: list[socket.socket]) -> list[socket.socket]:
+    return [end for end in ends if told(end) is None]
+
+
+def test_connections_renewed_all_the_time_keep_nobody_out(door):
+    over = threading.Event()
+
+    def renew() -> None:
+        held: list[socket.socket] = []
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                held.append(socket.create_connection(("127.0.0.1", door.port)))
+            if len(held) > PLACES + 48:
+                held.pop(0).close()
+        for end in held:
+            end.close()
+
+    attack = threading.Thread(target=renew)
+    attack.start()
+    try:
+        for _ in range(5):
+            joined(door)
+    finally:
+        over.set()
+        attack.join()
+    assert len(door.lines) <= 1
+
+
+def test_a_caller_that_has_introduced_itself_keeps_its_place(door, strangers):
+    (caller,) = strangers(door, 1)
+    steps = call(OWN, DRIVER)
+    caller.sendall(next(steps).send)
+    assert caller.recv(1) == bytes([Status.ACCEPTED])
+    silent = strangers(door, 2 * PLACES)
+    until(lambda: len(open_ends(silent)) < PLACES, "the strangers were all let in")
+    steps.send(bytes([Status.ACCEPTED]))
+    caller.sendall(steps.send(caller.recv(32, socket.MSG_WAITALL)).send)
+    assert caller.recv(33, socket.MSG_WAITALL)[:1] == bytes([Status.ACCEPTED])
+    until(lambda: door.accepted, "not let in")
+
+
+def test_an_address_that_holds_one_place_keeps_it(door, strangers):
+    (lonely,) = strangers(door, 1, "127.0.0.2")
+    many = strangers(door, 2 * PLACES)
+    until(lambda: len(open_ends(many)) < PLACES, "the strangers were all let in")
+    assert open_ends([lonely]) == [lonely]
+
+
+def test_who_loses_its_place_is_told(door, strangers):
+    first, *_ = strangers(door, PLACES + 1)
+    assert first.recv(2) == bytes([Status.BUSY])
+
+
+def test_without_a_descriptor_left_a_stranger_gives_way(door, strangers, monkeypatch):
+    (silent,) = strangers(door, 1)
+    joined(door)
+    accept, failures = socket.socket.accept, [errno.EMFILE, errno.EMFILE]
+
+    def fail_twice(self):
+        if failures:
+            raise OSError(failures.pop(), "Too many open files")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_twice)
+    joined(door)
+    assert failures == []
+    assert told(silent) == bytes([Status.BUSY])
+
+
+def test_strangers_are_reported_in_few_lines_of_our_own_words(door, strangers):
+    for _ in range(10):
+        for end in strangers(door, 50):
+            with contextlib.suppress(OSError):
+                end.sendall(b"\x1b]0;owned\x07\x1b[2J\r\n" * 40)
+            end.close()
+    joined(door)
+    until(lambda: door.lines, "nothing was said")
+    (line,) = door.lines
+    assert "refused" in line
+    assert "it is not a process of this version of Lockstep" in line
+    assert line.isprintable()
+
+
+def test_who_says_too_little_is_refused_in_time(door, strangers, monkeypatch):
+    monkeypatch.setattr(listening, "HANDSHAKE", 0.05)
+    (silent, slow) = strangers(door, 2)
+    slow.sendall(b"lockstep")
+    until(lambda: told(silent) == told(slow) == b"", "not hung up on")
+    until(lambda: door.lines, "nothing was said")
+    assert "it did not prove its key within 0.05 s" in door.lines[0]
+
+
+def test_a_stranger_that_goes_on_talking_is_hung_up_on(door, strangers):
+    (stranger,) = strangers(door, 1)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        while True:  # the test's own deadline ends it otherwise
+            stranger.sendall(os.urandom(1 << 16))
+    joined(door)
+
+
+def test_the_last_refusals_are_reported_at_the_end(strangers):
+    lines = []
+    own = Credentials(KEY, DRIVER, SESSION)
+    listener = Listener("127.0.0.1", 0, own, PATIENCE, lambda wire, caller: None, lines.append)
+    for end in strangers(listener, 3):
+        end.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        until(lambda end=end: told(end) == b"", "not hung up on")
+    waiting = strangers(listener, 1)
+    listener.close()
+    assert told(waiting[0]) == b""
+    assert [line.split(" ")[0] for line in lines] == ["a", "2"]

@@ -1,0 +1,190 @@
+"""Workers that connect: `lockstep worker --connect`, here on the same host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep as ls
+from lockstep.errors import RankError, RendezvousError
+from lockstep.remote.key import VARIABLE, make_key
+from lockstep.remote.refusals import INTERVAL
+
+WORKER = [sys.executable, "-c", "from lockstep.cli import main; main()", "worker"]
+PATIENCE = 60.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@pytest.fixture
+def place() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def connect(tmp_path, place):
+    """Start `lockstep worker` commands, and end what is left of them."""
+    started = []
+
+    def start(*arguments: str, **options) -> subprocess.Popen:
+        started.append(
+            subprocess.Popen(
+                [*WORKER, "--connect", place, *arguments],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, **options,
+            )
+        )  # fmt: skip
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.kill()
+        worker.communicate()
+
+
+def all_reduced() -> tuple[str, int, float]:
+    tensor = torch.tensor(float(ls.rank() + 1))
+    dist.all_reduce(tensor)
+    return os.environ["GROUP_RANK"], ls.local_rank(), tensor.item()
+
+
+def test_local_and_remote_workers_are_one_world(connect, place, tmp_path, capsys):
+    key = str(tmp_path / "driver.key")
+    make_key(key)
+    worker = connect("-n", "2", "--key-file", key)
+    with ls.Driver(nprocs=1, remote=2, listen=place, key_file=key, timeout=PATIENCE) as driver:
+        assert driver.run(all_reduced) == [("0", 0, 6.0), ("1", 0, 6.0), ("1", 1, 6.0)]
+        shelf = driver.on(2).create(list)
+        driver.on(1).run(lambda ref: ref.append(5), shelf)
+        assert driver.on(0).run(lambda ref: ref.get(), shelf) == [5]
+        pids = driver.run(os.getpid)
+        assert {psutil.Process(pid).pid for pid in pids[1:]} <= {
+            each.pid for each in psutil.Process(worker.pid).children(recursive=True)
+        }
+        future = driver.on(2).start(os.kill, pids[2], signal.SIGKILL)
+        with pytest.raises(RankError, match=r"^rank 2 was killed by SIGKILL") as caught:
+            future.result(PATIENCE)
+        assert caught.value.status == -signal.SIGKILL
+        driver.on(1).run(print, "from afar")
+        said = ""
+        while "[1] from afar\n" not in said:  # it comes by another connection than the answer
+            driver._pool.output.wait(lambda: False, time.monotonic() + 0.05)
+            said += capsys.readouterr().out
+    assert worker.wait(PATIENCE) == 0
+    assert worker.stderr.read() == f"lockstep: serving the driver at {place}; workers: 2\n"
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_another_key_is_refused_and_said_on_both_sides(connect, place, capsys):
+    with ls.Driver(nprocs=1, listen=place, timeout=PATIENCE) as driver:
+        worker = connect(env={**os.environ, VARIABLE: "ab" * 32})
+        assert worker.wait(PATIENCE) == 2
+        assert driver.run(ls.rank) == [0]
+    assert "refused the connection: it holds another key" in worker.stderr.read()
+    assert "was refused: it holds another key" in capsys.readouterr().err
+
+
+def test_strangers_keep_no_worker_out_and_fill_no_terminal(connect, place, monkeypatch, capsys):
+    """Silent connections, replaced as soon as they are closed, and others that say something."""
+    monkeypatch.setenv(VARIABLE, "ab" * 32)
+    address, _, port = place.rpartition(":")
+    besieged, over = threading.Event(), threading.Event()
+    workers = []
+
+    def besiege() -> None:
+        held: list[socket.socket] = []
+        while not over.is_set():
+            for end in select.select(held, [], [], 0.01)[0]:
+                held.remove(end)
+                end.close()
+            with contextlib.suppress(OSError):
+                while len(held) < 48:
+                    held.append(socket.create_connection((address, int(port))))
+                besieged.set()
+                with socket.create_connection((address, int(port))) as loud:
+                    loud.sendall(b"\x1b[2J\r\n" * 20)
+        for end in held:
+            end.close()
+
+    def join() -> None:
+        besieged.wait(PATIENCE)
+        workers.append(connect("--timeout", "30"))
+
+    threads = [threading.Thread(target=target) for target in (besiege, join)]
+    for thread in threads:
+        thread.start()
+    try:
+        with ls.Driver(nprocs=1, remote=1, listen=place, timeout=PATIENCE) as driver:
+            assert driver.run(all_reduced) == [("0", 0, 3.0), ("1", 0, 3.0)]
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert workers[0].wait(PATIENCE) == 0
+    said = capsys.readouterr().err
+    assert 1 <= said.count("refused") <= 2 + PATIENCE / INTERVAL
+    assert "\x1b" not in said
+
+
+def test_workers_that_do_not_come_are_counted(place):
+    with pytest.raises(RendezvousError, match="0 of 2 workers came in time: .*--connect " + place):
+        ls.Driver(nprocs=0, remote=2, listen=place, timeout=0.2)
+
+
+def test_without_a_driver_or_a_key_it_says_so(connect, place):
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    keyless = connect(env=environment)
+    alone = connect("--timeout", "0.5", env={**environment, VARIABLE: "ab" * 32})
+    assert keyless.wait(PATIENCE) == 2
+    assert "a worker needs its driver's key" in keyless.stderr.read()
+    assert alone.wait(PATIENCE) == 1
+    said = alone.stderr.read()
+    assert said.startswith(
+        f"lockstep: the driver at {place} could not be reached within 0.5 s: connection refused"
+    )
+    assert said.count("\n") == 1
+
+
+def test_a_lost_driver_ends_the_workers_it_had(connect, place):
+    script = f"""
+import os, lockstep as ls
+driver = ls.Driver(nprocs=0, remote=1, listen={place!r}, timeout=60)
+print(*driver.run(os.getpid), flush=True)
+os.kill(os.getpid(), 9)
+"""
+    environment = {**os.environ, VARIABLE: "cd" * 32}
+    worker = connect(env=environment)
+    driver = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert driver.returncode == -signal.SIGKILL
+    pid = int(driver.stdout.splitlines()[-1])
+    assert worker.wait(PATIENCE) == 1
+    assert f"the driver at {place} hung up, so its workers were ended" in worker.stderr.read()
+    assert not psutil.pid_exists(pid)
+
+
+def test_too_many_workers_are_refused(connect, place, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "ef" * 32)
+    many = connect("-n", "3")
+    few = threading.Thread(target=lambda: (many.wait(PATIENCE), connect("-n", "1")))
+    few.start()
+    with ls.Driver(nprocs=0, remote=1, listen=place, timeout=PATIENCE) as driver:
+        few.join()
+        assert many.returncode == 2
+        assert "the driver waits for 1 more, not for 3" in many.stderr.read()
+        assert driver.world_size == 1

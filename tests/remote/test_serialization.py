@@ -1,0 +1,109 @@
+"""Packing: values arrive as they were, and tensors are not copied into the pickle."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy
+import pytest
+import torch
+
+from lockstep.errors import UsageError
+from lockstep.remote.objects import Address
+from lockstep.remote.reference import Remote
+from lockstep.remote.serialization import pack, unpack
+
+
+def sent(value):
+    pieces = [memoryview(bytearray(piece)) for piece in pack(value, lambda address: address)]
+    return unpack(pieces, lambda address: address)
+
+
+LARGE = torch.arange(24, dtype=torch.float32).reshape(2, 3, 2, 2)
+TENSORS = {
+    "plain": LARGE,
+    "channels last": LARGE.to(memory_format=torch.channels_last),
+    "transposed": LARGE[0, 0].T,
+    "with gaps": LARGE[:, ::2],
+    "a slice": LARGE[1:],
+    "expanded": torch.ones(1).expand(4),
+    "empty": torch.empty(0, 3),
+    "a number": torch.tensor(3.5),
+    "bool": LARGE > 3,
+    "bfloat16": LARGE.bfloat16(),
+    "complex": LARGE.to(torch.complex64),
+    "conjugate": LARGE.to(torch.complex64).conj(),
+    "sparse": LARGE[0, 0].to_sparse(),
+    "meta": torch.empty(2, 3, device="meta"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_arrives_as_it_was(name):
+    tensor = TENSORS[name]
+    received = sent(tensor)
+    assert (received.dtype, received.shape) == (tensor.dtype, tensor.shape)
+    assert received.device == tensor.device
+    if name != "meta":
+        assert torch.equal(received.to_dense(), tensor.to_dense())
+    if tensor.layout is torch.strided and name not in ("with gaps", "expanded"):
+        assert received.stride() == tensor.stride()
+
+
+def test_a_tensor_lies_beside_the_pickle_in_its_own_memory():
+    tensor = torch.randn(1 << 16)
+    text, memory = pack({"weights": tensor}, lambda address: address)
+    assert len(text) < 1000
+    tensor[0] = 42.0
+    assert numpy.frombuffer(memory, numpy.float32)[0] == 42.0
+
+
+def test_a_received_tensor_may_be_written():
+    received = sent(torch.zeros(3))
+    received += 1
+    assert received.tolist() == [1.0] * 3
+
+
+def test_modules_keep_their_ties_and_flags():
+    first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    second.weight = first.weight
+    second.bias.requires_grad_(False)
+    received = sent(torch.nn.Sequential(first, second))
+    assert received[0].weight is received[1].weight
+    assert received[0].weight.requires_grad
+    assert not received[1].bias.requires_grad
+    assert torch.equal(received[1].bias, second.bias)
+
+
+class NoCalls:
+    """Takes note of dropped references."""
+
+    def __init__(self) -> None:
+        self.dropped = []
+
+    def drop(self, address: Address) -> None:
+        self.dropped.append(address)
+
+
+def test_a_reference_is_lent_and_stands_for_what_it_means_there():
+    calls = NoCalls()
+    remote = Remote(Address(1, 5, 7), calls)
+    lent = []
+
+    def lend(address: Address) -> Address:
+        lent.append(address)
+        return Address(1, 5, 8)
+
+    pieces = pack([remote, remote], lend)
+    assert lent == [Address(1, 5, 7)] * 2
+    assert unpack(pieces, lambda address: address.token) == [8, 8]
+    del remote
+    assert calls.dropped == [Address(1, 5, 7)]
+
+
+def test_a_reference_travels_in_no_other_way():
+    remote = Remote(Address(1, 5, 7, "Counter"), NoCalls())
+    with pytest.raises(UsageError, match="a reference to Counter travels as an argument"):
+        pickle.dumps(remote)
+    assert copy.copy(remote) is copy.deepcopy(remote) is remote

@@ -1,0 +1,224 @@
+"""TrainerProxy by the driver: the bits of a script without one."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.data.microbatch import cut
+from lockstep.errors import LayoutError, LossError, UsageError
+
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+BLOCKS = [
+    partial(nn.Linear, 12, 16),
+    partial(nn.BatchNorm1d, 16),
+    nn.ReLU,
+    partial(nn.Dropout, 0.2),
+    partial(nn.Linear, 16, 4),
+]
+
+
+def samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    return TensorDataset(
+        torch.randn(70, 12, generator=generator),
+        torch.randint(4, (70,), generator=generator),
+    )
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    data = samples()
+    return [data[start : start + 24] for start in range(0, 70, 24)]
+
+
+def without_driver() -> list[object]:
+    trainer = ls.Trainer(
+        ls.build(BLOCKS, seed=5), nn.CrossEntropyLoss(), SGD, seed=5,
+        metrics={"accuracy": ls.accuracy}, clip_norm=1.0,
+    )  # fmt: skip
+    losses = [trainer.step(batch) for batch in batches()]
+    for batch in trainer.batches(samples(), 24, seed=3, epoch=0):
+        trainer.step(batch)
+    evaluation = trainer.evaluate(samples(), 32)
+    return [losses, evaluation, trainer.digest(), trainer.optimizer_digest()]
+
+
+@pytest.fixture(scope="module")
+def driver():
+    with ls.Driver(nprocs=2, timeout=60) as driver:
+        yield driver
+
+
+def trainer_of(driver, **options):
+    return driver.trainer(
+        BLOCKS, nn.CrossEntropyLoss(), SGD, seed=5,
+        metrics={"accuracy": ls.accuracy}, clip_norm=1.0, **options,
+    )  # fmt: skip
+
+
+def trained(trainer) -> list[object]:
+    losses = [trainer.step(batch) for batch in batches()]
+    trainer.train(samples, 24, 1, seed=3)
+    evaluation = trainer.evaluate(samples, 32)
+    return [losses, evaluation, trainer.digest(), trainer.optimizer_digest()]
+
+
+@pytest.fixture(scope="module")
+def one_process() -> list[object]:
+    def rank():
+        ls.init(timeout=60)
+        return without_driver()
+
+    (wanted,) = ls.launch(rank, timeout=60)
+    return wanted
+
+
+def test_the_bits_are_those_of_one_process_without_a_driver(driver, one_process):
+    assert trained(trainer_of(driver)) == one_process
+
+
+def test_results_of_steps_and_epochs_are_told(driver, tmp_path):
+    trainer = trainer_of(driver)
+    trainer.step(batches()[0])
+    assert set(trainer.last.metrics) == {"accuracy"}
+    told = []
+    (epoch,) = trainer.train(samples, 24, 1, on_epoch=told.append)
+    assert told == [epoch]
+    assert epoch.samples == 70
+    trainer.save(tmp_path / "weights.safetensors")
+    assert ls.digest(load_file(tmp_path / "weights.safetensors")) == trainer.digest()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_two_stages_give_the_same_bits(driver, one_process, schedule, tmp_path):
+    trainer = trainer_of(driver, stages=2, schedule=schedule, balance=[2, 3])
+    assert trained(trainer) == one_process
+    trainer.save(tmp_path / "weights.safetensors")
+    assert ls.digest(load_file(tmp_path / "weights.safetensors")) == trainer.digest()
+
+
+def test_stages_are_cut_by_measurement(driver, one_process, capsys):
+    for options in ({}, {"recompute": True}):
+        assert trained(trainer_of(driver, stages=2, **options)) == one_process
+
+
+def test_a_loss_with_weights_of_its_own_through_stages(driver):
+    def digest(**layout) -> str:
+        loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        trainer = driver.trainer(BLOCKS, loss, SGD, seed=5, **layout)
+        for batch in batches():
+            trainer.step(batch)
+        return trainer.digest()
+
+    assert digest() == digest(stages=2, balance=[1, 4])
+
+
+def test_inputs_go_to_the_first_stage_and_targets_to_the_last(driver):
+    trainer = trainer_of(driver, stages=2, balance=[2, 3])
+    batch = cut(batches()[0], 8, 1, 0)
+    first, last = (trainer._needed(batch, position).microbatches for position in (0, 1))
+    assert all(each.data[0].shape[1] == 12 and each.data[1] is None for each in first)
+    assert all(each.data[0] is None and each.data[1].dim() == 1 for each in last)
+    assert [each.size for each in first] == [each.size for each in last] == [3] * 8
+
+
+def test_a_state_goes_on_elsewhere(driver):
+    first, second = trainer_of(driver), trainer_of(driver)
+    first.step(batches()[0])
+    second.load_state_dict(first.state_dict())
+    assert first.step(batches()[1]) == second.step(batches()[1])
+    assert first.digest() == second.digest()
+
+
+def test_epochs_go_on_where_they_ended(driver):
+    once, twice = trainer_of(driver), trainer_of(driver)
+    numbers = [result.epoch for result in once.train(samples, 24, 2)]
+    numbers += [result.epoch for _ in range(2) for result in twice.train(samples, 24, 1)]
+    assert numbers == [0, 1, 0, 1]
+    assert once.digest() == twice.digest()
+
+
+class Telling(nn.Linear):
+    """Says in which process it came to life, and insists on computing there."""
+
+    def __init__(self) -> None:
+        super().__init__(12, 4)
+        self.process = os.getpid()
+        print("built in", self.process)
+
+    def forward(self, inputs):
+        assert os.getpid() == self.process
+        return super().forward(inputs)
+
+
+def test_blocks_come_to_life_on_the_workers_alone(driver, capsys):
+    trainer = driver.trainer([Telling], nn.CrossEntropyLoss(), SGD)
+    trainer.step(batches()[0])
+    pids = driver.run(os.getpid)
+    said = sorted(capsys.readouterr().out.splitlines())
+    assert said == [f"[{rank}] built in {pid}" for rank, pid in enumerate(pids)]
+
+
+class Weighty(nn.Linear):
+    """Says where its weights were made."""
+
+    def __init__(self, number: int, *sizes: int) -> None:
+        super().__init__(*sizes)
+        print("block", number, "on", self.weight.device)
+
+
+def test_no_worker_gives_memory_to_another_stages_block(driver, capsys):
+    blocks = [partial(Weighty, 0, 12, 8), partial(Weighty, 1, 8, 6), partial(Weighty, 2, 6, 4)]
+    options = {"average": 0.5, "seed": 5}
+    trainer = driver.trainer(
+        blocks, nn.CrossEntropyLoss(), SGD, stages=2, balance=[2, 1], **options
+    )
+    said = sorted(capsys.readouterr().out.splitlines())
+    places = [("cpu", "cpu", "meta"), ("meta", "meta", "cpu")]
+    assert said == [
+        f"[{rank}] block {number} on {place}"
+        for rank, here in enumerate(places)
+        for number, place in enumerate(here)
+    ]
+    alone = driver.trainer(blocks, nn.CrossEntropyLoss(), SGD, **options)
+    assert trainer.digest() == alone.digest()
+    assert [trainer.step(batch) for batch in batches()] == [alone.step(b) for b in batches()]
+    state, other = trainer.state_dict(), alone.state_dict()
+    assert ls.digest(state["model"]) == ls.digest(other["model"])
+    assert ls.digest(state["average"]) == ls.digest(other["average"])
+    trainer.load_state_dict(other)
+    assert trainer.optimizer_digest() == alone.optimizer_digest()
+
+
+def test_errors_of_a_trainer_come_back_as_they_are(driver):
+    with pytest.raises(LayoutError, match="2 replicas share 1 micro-batches"):
+        trainer_of(driver, microbatches=1)
+    with pytest.raises(UsageError, match="give the dataset as a callable"):
+        trainer_of(driver).evaluate(samples(), 16)
+    trainer = trainer_of(driver)
+    before = trainer.digest()
+    inputs, targets = batches()[0]
+    with pytest.raises(LossError, match="nan"):
+        trainer.step((inputs * float("nan"), targets))
+    assert trainer.digest() == before
+
+
+def test_a_run_is_recorded_by_rank_0(driver, tmp_path):
+    with trainer_of(driver, record=str(tmp_path / "run")) as trainer:
+        trainer.step(batches()[0])
+    lines = (tmp_path / "run" / "record.jsonl").read_text().splitlines()
+    assert '"kind":"end"' in lines[-1].replace(" ", "")
+
+
+def test_two_replicas_of_two_stages_give_the_same_bits(one_process):
+    with ls.Driver(nprocs=4, timeout=60) as driver:
+        assert trained(trainer_of(driver, stages=2, balance=[1, 4])) == one_process
+        with pytest.raises(LayoutError, match="3"):
+            trainer_of(driver, stages=3)
