@@ -21,6 +21,8 @@ LONG = 600.0  # seconds for a collective; a test that waits for it is ended befo
 until = partial(processes.until, seconds=60.0)
 SGD = partial(torch.optim.SGD, lr=0.05)
 
+RAISED = r"^rank 1 raised KeyError: 'lr' \(test_hang_recovery\.py"
+
 
 def fail_or_wait() -> None:
     if ls.rank() == 1:
@@ -43,18 +45,14 @@ def summed() -> float:
 
 def test_who_waits_for_a_worker_that_raised_is_let_go(tmp_path):
     with ls.Driver(nprocs=2, timeout=LONG) as driver:
-        with pytest.raises(
-            RankError, match=r"^rank 1 raised KeyError: 'lr' \(test_hang_recovery.py"
-        ):
+        with pytest.raises(RankError, match=RAISED):
             driver.run(fail_or_look_for, tmp_path / "found")
         (recovery,) = driver._pool._recoveries
         until(lambda: recovery.looks > 3, "the driver does not look at busy workers")
         (tmp_path / "found").touch()
         assert driver.run(summed) == [2.0] * 2  # who computes is left alone
         thing = driver.on(0).create(list)
-        with pytest.raises(
-            RankError, match=r"^rank 1 raised KeyError: 'lr' \(test_hang_recovery.py"
-        ):
+        with pytest.raises(RankError, match=RAISED):
             driver.run(fail_or_wait)
         thing.append(1)  # after the collective, whose deadline is far away
         assert driver.run(os.getpid) == [driver.on(each).run(os.getpid) for each in range(2)]
