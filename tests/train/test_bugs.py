@@ -288,6 +288,32 @@ def test_schedules_go_on_from_every_place_where_a_state_is_saved(which):
         ls.shutdown()
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.ASGD])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_an_optimizers_scalars_keep_their_dtype_in_a_saved_state(optimizer, dtype):
+    """Loading made them numbers of the parameter's dtype, and training went on otherwise."""
+
+    def trainer_of():
+        torch.manual_seed(0)
+        return ls.Trainer(nn.Linear(6, 3).to(dtype), nn.CrossEntropyLoss(), optimizer)
+
+    inputs, targets = rows()
+    batch = inputs.to(dtype), targets
+    ls.init()
+    try:
+        whole, first, second = trainer_of(), trainer_of(), trainer_of()
+        for trainer in (whole, first):
+            trainer.step(batch)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        assert second.optimizer_digest() == first.optimizer_digest()
+        for trainer in (whole, second):
+            trainer.step(batch)
+        assert second.digest() == whole.digest()
+        assert second.optimizer_digest() == whole.optimizer_digest()
+    finally:
+        ls.shutdown()
+
+
 def test_a_callback_sees_the_schedule_after_it_moved():
     rates = []
     ls.init()

@@ -141,10 +141,27 @@ class Optimization:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; what either side lacks is left as it is."""
         self.keeper.load_state_dict(state["optimizer"])
+        if self.sharded is None:
+            _restore_scalars(self.optimizer, state["optimizer"])
         if self.scheduler and state["scheduler"]:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.average and state["average"]:
             self.average.load_state_dict(state["average"])
+
+
+def _restore_scalars(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give the scalars of a loaded state the dtype and value that they were saved with.
+
+    torch converts all but "step" to the parameter's dtype, so NAdam's product of momenta and
+    ASGD's averaging coefficients would be rounded for bfloat16 parameters.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() == 0:
+                here = optimizer.state[parameter][key].device
+                optimizer.state[parameter][key] = value.detach().clone().to(here)
 
 
 def _check_fused(optimizer: Optimizer) -> None:
