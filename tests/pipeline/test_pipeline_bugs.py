@@ -464,3 +464,177 @@ def test_pythons_random_numbers_are_right_or_refused_by_name(ranks):
     for said in found.pop("backward").values():
         assert "backward (a hook or an autograd function) draws from Python's" in said
     assert found == {name: expected[name] for name in ("loss", "first")}
+
+
+class Aliased(nn.Module):
+    """Returns its result and another tensor with the same memory."""
+
+    def __init__(self, alias):
+        super().__init__()
+        self.linear, self.alias = layer(), alias
+
+    def forward(self, x):
+        h = self.linear(x) * 1
+        return h, self.alias(h)
+
+
+class Both(nn.Module):
+    """Maps the first tensor of a tuple, and hands the second one on."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, given):
+        return self.function(given[0]), given[1]
+
+
+class Sum(nn.Module):
+    def forward(self, given):
+        return given[0] + given[1].reshape(len(given[0]), -1).sum(dim=1, keepdim=True)
+
+
+class Halves(nn.Module):
+    """Returns two views that lie beside each other."""
+
+    def forward(self, x):
+        h = x * 1
+        return h[:, :2], h[:, 2:]
+
+
+class Joined(nn.Module):
+    def forward(self, given):
+        return torch.cat(given, dim=1)
+
+
+class Add(nn.Module):
+    def forward(self, given):
+        return given[0] + given[1]
+
+
+class Remembering(nn.Module):
+    """Hands on a buffer beside its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.ones(1))
+
+    def forward(self, x):
+        return self.seen, x
+
+
+def passed(x):
+    return x
+
+
+def passed_on():
+    return nn.Identity()
+
+
+def raised(x):
+    return x.add_(1)
+
+
+def flat(h):
+    return h.view(-1)
+
+
+WRITTEN = "shares its memory with another one; a stage has copies, of which only one changes"
+
+
+def test_what_is_written_behind_a_boundary_is_seen_or_refused_by_name(ranks):
+    """Within one process a view of what a block writes into sees it; another stage did not."""
+
+    def case(alias, *functions):
+        chained = [partial(Both, each) for each in functions]
+        return {"make": lambda: chain(partial(Aliased, alias), *chained, Sum, layer)}
+
+    expected, found = in_every_schedule(
+        ranks,
+        5,
+        not_written=case(flat, torch.tanh, torch.tanh),
+        beside=case(lambda h: h[:, 2:].detach(), passed, torch.tanh),
+        apart={"make": lambda: chain(Halves, passed_on, partial(Both, raised), Joined, layer)},
+        within=case(flat, raised, torch.tanh),
+        behind=case(flat, passed, raised),
+        detached=case(torch.detach, passed, torch.relu_),
+    )
+    within = found.pop("within")
+    for name in ("behind", "detached"):
+        assert all(WRITTEN in said for said in found.pop(name).values())
+    # The first stage of two has the block that writes; of four it has not.
+    assert WRITTEN in within.pop("interleaved")
+    assert all(each == expected["within"][name] for name, each in within.items())
+    assert found == {name: expected[name] for name in ("not_written", "beside", "apart")}
+
+
+def test_an_evaluation_refuses_what_is_written_behind_a_boundary(ranks):
+    def rank():
+        model = chain(partial(Aliased, flat), partial(Both, torch.relu_), Sum, layer)
+        made = trainer(model, 2, [1, 3])
+        with pytest.raises(LockstepError) as raised:
+            made.evaluate(TensorDataset(*BATCH), 8)
+        return str(raised.value)
+
+    assert all(WRITTEN in said for said in ranks(rank, 2))
+
+
+def test_inputs_that_are_the_targets_too_are_not_written(ranks):
+    """The last stage has targets of its own, which the first one does not write."""
+
+    def rank(stages):
+        layout = {"stages": 2, "balance": [1, 1]} if stages else {}
+        optimizer = partial(torch.optim.SGD, lr=0.1)
+        made = ls.Trainer(chain(partial(nn.ReLU, True), layer), nn.MSELoss(), optimizer, **layout)
+        rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+        def twice(samples):
+            inputs = torch.stack(samples)
+            return inputs, inputs
+
+        try:
+            return [made.step(batch) for batch in made.batches(rows, 8, collate_fn=twice)]
+        except LockstepError as error:
+            return str(error)
+
+    (alone,) = ranks(rank, 1, False)
+    assert isinstance(alone[0], float)
+    for said in ranks(rank, 2, True):
+        assert "shares its memory with a buffer, or the targets" in said
+
+
+def test_a_buffer_that_another_stage_writes_is_refused_by_name(ranks):
+    """The stage that writes had a copy, and the buffer stayed as it was."""
+    make = {"make": lambda: chain(layer, Remembering, partial(Both, raised), Add)}
+    _, found = in_every_schedule(ranks, 4, buffer=make)
+    for said in found["buffer"].values():
+        assert "shares its memory with a buffer, or the targets" in said
+
+
+class Reusing(nn.Module):
+    """Returns a mask that it writes anew for each micro-batch, in the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask = None
+
+    def forward(self, x):
+        mask = (x.detach() > 0).float().mean(1, keepdim=True).expand(-1, 4000)
+        if self.mask is None or self.mask.shape != mask.shape:
+            self.mask = torch.empty(mask.shape)
+        self.mask.copy_(mask)
+        return x, self.mask
+
+
+class Masked(nn.Module):
+    def forward(self, given):
+        return given[0] * given[1][:, -1:]
+
+
+def test_memory_that_a_block_uses_again_is_refused_by_name(ranks):
+    """It was overwritten while it was being sent, or before the backward that needs it."""
+    _, found = in_every_schedule(
+        ranks, 4, reused={"make": lambda: chain(layer, Reusing, Masked, layer)}
+    )
+    for said in found["reused"].values():
+        assert "a block wrote into a tensor that it had returned for this micro-batch" in said

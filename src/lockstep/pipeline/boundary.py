@@ -1,7 +1,8 @@
 """The boundary: what crosses from one stage to the next, and lies there as it lay before.
 
     value       (h, {"mask": m}, None)           tuples, lists, dicts, numbers, texts, None
-    pattern     ("(", ((0,), ("{", ("mask",), ((1,),)), ("=", None)))     tensors by number
+    pattern     ("(", ((0,), ("{", ("mask",), ((1,),)), ("=", None)))     tensors by number,
+                with the pairs of them that share memory, if there are any
     tensors     h, m                              each once, however often it is named
     forms       dtype, shape, strides, place within 64 bytes, whether it needs a gradient,
                 whether its elements are to be conjugated or negated when they are read
@@ -25,7 +26,10 @@ import torch
 from lockstep.errors import LayoutError
 
 __all__ = [
+    "Aliases",
     "Form",
+    "Pattern",
+    "aliases_of",
     "assembled",
     "described",
     "flattened",
@@ -34,12 +38,16 @@ __all__ = [
     "octets",
     "read",
     "room",
+    "with_aliases",
 ]
 
 ALIGNMENT = 64
 
 Pattern = tuple[Any, ...]
 """How a nested value is made of its tensors: plain nested tuples, comparable."""
+
+Aliases = tuple[tuple[int, int], ...]
+"""Pairs of tensors of a value, by number, that share memory."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,8 @@ def assembled(pattern: Pattern, tensors: Sequence[Any]) -> Any:
     kind = pattern[0]
     if kind == "=":
         return pattern[1]
+    if kind == "&":
+        return assembled(pattern[2], tensors)
     if kind == "{":
         return {
             name: assembled(part, tensors)
@@ -136,6 +146,17 @@ def assembled(pattern: Pattern, tensors: Sequence[Any]) -> Any:
         parts = [assembled(part, tensors) for part in pattern[1]]
         return tuple(parts) if kind == "(" else parts
     return tensors[kind]
+
+
+def with_aliases(pattern: Pattern, aliases: Aliases) -> Pattern:
+    """Return a pattern that also says which of its tensors share memory."""
+    return ("&", aliases, pattern) if aliases else pattern
+
+
+def aliases_of(pattern: Pattern) -> Aliases:
+    """Return what a pattern says of tensors that share memory."""
+    aliases: Aliases = pattern[1] if pattern[0] == "&" else ()
+    return aliases
 
 
 def form_of(tensor: torch.Tensor) -> Form:

@@ -1,8 +1,8 @@
 """Inspection: whether a stage's blocks depend only on what they are given.
 
-In one process all blocks of a model see the same Python: generators that each block draws
-from in turn. Stages see their own. What stages cannot hand on is refused where a check finds
-it, in the first calls and in some later ones.
+In one process all blocks of a model see the same memory, and the same generators of Python
+and numpy; stages have their own. What stages cannot hand on is refused: writes into memory
+that blocks share in every call, other things in the first calls and in some later ones.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.pipeline.aliasing import Arrival, touching
+from lockstep.pipeline.boundary import Pattern, flattened, with_aliases
 from lockstep.randomness import state_of_others
 from lockstep.step.forward import called
 
@@ -37,6 +40,9 @@ class Inspection:
         self._is_first = is_first
         self._forwards, self._backwards = 0, 0
         self._draws_others = False
+        self._is_due = False  # whether the forward that is computed is inspected
+        self._buffers_sent: set[int] = set()
+        """Positions of outputs that have been seen to be, or to lie in, a buffer."""
 
     def composed(
         self, blocks: Sequence[nn.Module], data: Any, place: str, others: bool
@@ -54,7 +60,8 @@ class Inspection:
             What the last block returned, and `others` after it.
         """
         self._forwards += 1
-        if not _is_inspected(self._forwards):
+        self._is_due = _is_inspected(self._forwards)
+        if not self._is_due:
             return self._called(blocks, data, place), others or self._draws_others
         before = state_of_others()
         value = self._called(blocks, data, place)
@@ -67,6 +74,28 @@ class Inspection:
                 )
             self._draws_others = True
         return value, others or self._draws_others
+
+    def handed_on(
+        self, value: Any, blocks: Sequence[nn.Module], arrival: Arrival, place: str
+    ) -> tuple[Pattern, list[torch.Tensor]]:
+        """Check what the blocks wrote into, and flatten what they returned.
+
+        Args:
+            value: What the last block returned.
+            blocks: The blocks.
+            arrival: The tensors that the first of them was given.
+            place: Where the step is, for messages.
+
+        Returns:
+            The pattern of the value, which names tensors that share memory; and the tensors.
+        """
+        arrival.check(place)
+        pattern, tensors = flattened(value)
+        if self._is_due:
+            buffers = [each for block in blocks for each in block.buffers()]
+            self._buffers_sent |= {*touching(tensors, buffers)}
+        staying = [number for number in self._buffers_sent if number < len(tensors)]
+        return with_aliases(pattern, arrival.aliases_among(tensors, staying)), tensors
 
     def loss(self, loss: Callable[[Any], T], outputs: Any, place: str, others: bool) -> T:
         """Return the loss; it may draw from Python's generators if no block has done so."""

@@ -15,12 +15,13 @@ import torch
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import LostError, StoppedError
+from lockstep.pipeline.aliasing import Arrival
 from lockstep.pipeline.boundary import assembled, flattened
-from lockstep.pipeline.draws import NO_DRAWS, Draws
+from lockstep.pipeline.draws import Draws
 from lockstep.pipeline.link import Receiver
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.schedules import Action
-from lockstep.pipeline.stage import Stage
+from lockstep.pipeline.stage import Stage, StageInput, first_input
 from lockstep.pipeline.tying import without_hooks
 from lockstep.randomness import isolated
 from lockstep.step.attempt import Attempt
@@ -158,24 +159,19 @@ class Passage(Turn):
     def _forward(self, stage: Stage, microbatch: Microbatch, position: int) -> None:
         leaf, ends = microbatch.index, self.pipeline.ends[stage.number]
         place = self.place
-        entry: Entry | None = None
-        draws = NO_DRAWS
         if ends.inputs is None:
-            data = self.setting.moved(microbatch.data)
-            data = parts(data, place)[0] if self.setting.loss is not None else data
+            given = first_input(microbatch, self.setting, place)
         else:
             more = position + 1 < len(self._microbatches_here)
             pattern, tensors = self._received(ends.inputs, leaf, more)
             entry = Entry(tensors, [form.differentiable for form in ends.inputs.forms])
-            data = assembled(pattern, entry.tensors)
-            draws = ends.inputs.draws
+            arrival = Arrival.of(pattern, entry.tensors)
+            given = StageInput(assembled(pattern, entry.tensors), arrival, ends.inputs.draws, entry)
         loss = self._loss(microbatch, place) if ends.outputs is None else None
         with self.setting.autocast():
-            pattern, tensors, draws = stage.forward(
-                self.number, leaf, entry, data, place, loss, draws
-            )
+            made = stage.forward(self.number, leaf, given, place, loss)
         if ends.outputs is not None:
-            ends.outputs.send(pattern, tensors, self.attempt.number, leaf, draws)
+            ends.outputs.send(made.pattern, made.tensors, self.attempt.number, leaf, made.draws)
 
     def _loss(self, microbatch: Microbatch, place: str) -> Callable[[Any], torch.Tensor]:
         """Return what makes the scaled loss of the model's outputs, and notes it."""

@@ -21,19 +21,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.data.microbatch import Microbatch, mapped
 from lockstep.errors import UsageError
-from lockstep.pipeline.boundary import Pattern, flattened
-from lockstep.pipeline.draws import Draws
+from lockstep.pipeline.aliasing import Arrival, Departure
+from lockstep.pipeline.boundary import Pattern
+from lockstep.pipeline.draws import NO_DRAWS, Draws
 from lockstep.pipeline.inspection import Inspection
 from lockstep.pipeline.splitting import Split, splittable
 from lockstep.randomness import set_state_of_torch, state_of_torch
 from lockstep.step.buffers import Buffers, Paused
 from lockstep.step.entry import Entry
+from lockstep.step.forward import parts
 from lockstep.step.gradients import Gradients
 from lockstep.step.recomputation import Recomputation
+from lockstep.step.setting import Setting
 from lockstep.step.units import Calls, Units
 
-__all__ = ["Stage"]
+__all__ = ["Stage", "StageInput", "StageOutput", "first_input"]
 
 Loss = Callable[[Any], torch.Tensor]
 """Gives the scaled loss of the micro-batch from the model's outputs."""
@@ -43,11 +47,54 @@ Roots = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
+class StageInput:
+    """What a stage is given of one micro-batch.
+
+    Attributes:
+        data: What the first block is given: of the first stage as `called` takes it, of the
+            others one value.
+        arrival: The tensors in it.
+        draws: Of the stages before.
+        entry: Where the graph begins; None in the first stage, and in an evaluation.
+    """
+
+    data: Any
+    arrival: Arrival
+    draws: Draws = NO_DRAWS
+    entry: Entry | None = None
+
+
+def first_input(microbatch: Microbatch, setting: Setting, place: str) -> StageInput:
+    """Return what the first stage is given: a micro-batch without its targets."""
+    data = setting.moved(microbatch.data)
+    if setting.loss is None:
+        return StageInput(data, Arrival((), ()))
+    inputs, targets = parts(data, place)
+    return StageInput(inputs, Arrival.of_batch(_tensors_in(inputs), _tensors_in(targets)))
+
+
+def _tensors_in(data: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    mapped(found.append, data)
+    return found
+
+
+@dataclass
+class StageOutput:
+    """What a stage hands on of one micro-batch: a flattened value, and the draws so far."""
+
+    pattern: Pattern
+    tensors: list[torch.Tensor]
+    draws: Draws
+
+
+@dataclass
 class Flight:
     """What a micro-batch keeps between its forward and its backward on one stage."""
 
     entry: Entry | None
     outputs: list[torch.Tensor]
+    sent: Departure
     buffers: Paused
     calls: Calls | None
     draws: Draws
@@ -104,47 +151,37 @@ class Stage:
         return len(self._flights[leaf].outputs)
 
     def forward(
-        self,
-        step: int,
-        leaf: int,
-        entry: Entry | None,
-        data: Any,
-        place: str,
-        loss: Loss | None,
-        draws: Draws,
-    ) -> tuple[Pattern, list[torch.Tensor], Draws]:
+        self, step: int, leaf: int, given: StageInput, place: str, loss: Loss | None
+    ) -> StageOutput:
         """Compute a micro-batch.
 
         Args:
             step: Its step.
             leaf: Its number.
-            entry: Where its graph begins here; None in the first stage.
-            data: What the first block is given: of the first stage as `called` takes it, of
-                the others one value.
+            given: What the stage before sent, or the data of the micro-batch.
             place: Where the step is, for messages.
             loss: Of the last stage.
-            draws: Of the stages before.
 
         Returns:
-            The outputs, flattened, or nothing after a loss; and the draws so far.
+            What the next stage is given; a loss is kept for the backward.
         """
         self.buffers.enter()
-        self.units.begin(step, leaf, draws.call)
+        self.units.begin(step, leaf, given.draws.call)
         blocks = list(self.named.values())
-        value, others = self.inspection.composed(blocks, data, place, draws.others)
+        value, others = self.inspection.composed(blocks, given.data, place, given.draws.others)
         draws = Draws(self.units.last_call, others)
         if loss is not None:
             self.units.end()
             before = state_of_torch(self._device)
             value = self.inspection.loss(loss, value, place, others)
             draws = self._drawn_since(before, draws)
-        pattern, tensors = flattened(value)
+        pattern, tensors = self.inspection.handed_on(value, blocks, given.arrival, place)
         outputs = [tensor for tensor in tensors if tensor.requires_grad]
         held = self.buffers.pause(), self.units.pause()
-        self._flights[leaf] = Flight(entry, outputs, *held, draws)
-        if entry is not None:
-            entry.leave()
-        return pattern, tensors, draws
+        self._flights[leaf] = Flight(given.entry, outputs, Departure(tensors), *held, draws)
+        if given.entry is not None:
+            given.entry.leave()
+        return StageOutput(pattern, tensors, draws)
 
     def backward(
         self,
@@ -167,6 +204,7 @@ class Stage:
             The gradients of the inputs that have one, and the draws so far.
         """
         flight = self._resumed(leaf, draws)
+        flight.sent.check(place)
         roots, given = _roots(flight, gradients, also)
         if roots:
             with self._drawing(flight, place):
@@ -185,6 +223,7 @@ class Stage:
     ) -> tuple[list[torch.Tensor | None], Draws]:
         """Run the first part of the backward, as `backward`; `whole` as `Split` takes it."""
         flight = self._resumed(leaf, draws)
+        flight.sent.check(place)
         roots, given = _roots(flight, gradients, also)
         entry = flight.entry
         with self._drawing(flight, place):

@@ -15,10 +15,12 @@ from torch import nn
 
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.errors import LostError, StoppedError
-from lockstep.pipeline.boundary import assembled, flattened
-from lockstep.pipeline.draws import NO_DRAWS, Draws
+from lockstep.pipeline.aliasing import Arrival, Departure
+from lockstep.pipeline.boundary import assembled
+from lockstep.pipeline.draws import Draws
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.placement import Placement
+from lockstep.pipeline.stage import StageInput, first_input
 from lockstep.randomness import isolated
 from lockstep.step.buffers import Buffers
 from lockstep.step.evaluation import Evaluation, Row, combined, evaluating, row
@@ -47,6 +49,7 @@ class Stream:
         self._units = {s: placement.units(model, s, seed) for s in pipeline.stages}
         self._buffers = {s: Buffers(self._modules(s)) for s in pipeline.stages}
         self._rows: list[Row] = []
+        self._sent: list[tuple[str, Departure]] = []
         self._place = f"rank {self._setting.rank}, an evaluation"
 
     def run(self, batches: Iterable[Batch]) -> Evaluation:
@@ -89,6 +92,9 @@ class Stream:
             for position, microbatch in enumerate(batch.microbatches):
                 more = position + 1 < len(batch.microbatches)
                 self._forward(stage, number, microbatch, more)
+            while self._sent:
+                place, sent = self._sent.pop()
+                sent.check(place)
             outputs = self._pipeline.ends[stage].outputs
             if outputs is not None:
                 outputs.drain(left=len(batch.microbatches))  # never far ahead of the next stage
@@ -98,28 +104,31 @@ class Stream:
         rank = setting.rank
         place = f"rank {rank}, stage {stage}, evaluation batch {number}, micro-batch {leaf}"
         self._place = place
-        draws = NO_DRAWS
         if ends.inputs is None:
-            data = setting.moved(microbatch.data)
-            data = parts(data, place)[0] if setting.loss is not None else data
+            given = first_input(microbatch, setting, place)
         else:
-            data = assembled(*ends.inputs.receive(EVALUATION + number, leaf, more))
-            draws = ends.inputs.draws
+            pattern, tensors = ends.inputs.receive(EVALUATION + number, leaf, more)
+            arrival = Arrival.of(pattern, tensors)
+            given = StageInput(assembled(pattern, tensors), arrival, ends.inputs.draws)
         units, inspection = self._units[stage], self._pipeline.stages[stage].inspection
-        units.begin(-1 - number, leaf, draws.call)
+        units.begin(-1 - number, leaf, given.draws.call)
         with self._buffers[stage].untouched(), setting.autocast():
             blocks = list(self._blocks[stage].values())
-            value, others = inspection.composed(blocks, data, place, draws.others)
+            value, others = inspection.composed(blocks, given.data, place, given.draws.others)
             draws = Draws(units.last_call, others)
             if ends.outputs is None:
                 units.end()
                 measured = partial(self._measured, microbatch=microbatch, place=place)
                 loss, metrics = inspection.loss(measured, value, place, others)
+                given.arrival.check(place)
+            else:
+                pattern, tensors = inspection.handed_on(value, blocks, given.arrival, place)
         units.pause()
         if ends.outputs is None:
             self._rows.append(row(setting, microbatch, loss, metrics, place))
         else:
-            ends.outputs.send(*flattened(value), EVALUATION + number, leaf, draws)
+            ends.outputs.send(pattern, tensors, EVALUATION + number, leaf, draws)
+            self._sent.append((place, Departure(tensors)))
 
     def _measured(
         self, outputs: Any, microbatch: Microbatch, place: str
