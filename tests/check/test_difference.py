@@ -31,9 +31,11 @@ def whole_step(number: int, leaves: range) -> StepFingerprint:
     return StepFingerprint(
         0,
         number,
+        before=dict(STATE),
         data={leaf: (leaf,) for leaf in leaves},
         calls={(leaf, 0): list(CALLS) for leaf in leaves},
         losses=dict.fromkeys(leaves, (0.5).hex()),
+        parameters=dict.fromkeys(PARAMETERS, 6),
         gradients=dict.fromkeys(PARAMETERS, 8),
         state=dict(STATE),
         optimizer={f"{name}/momentum_buffer": 9 for name in PARAMETERS},
@@ -70,7 +72,8 @@ def stages() -> list[RankFingerprint]:
             step.calls = {(leaf, rank): list(calls) for leaf in range(MICROBATCHES)}
             step.losses = step.losses if rank else {}
             step.gradients = {name: 8 for name in names if name in PARAMETERS}
-            step.state = dict(initial)
+            step.parameters = {name: 6 for name in step.gradients}
+            step.state, step.before = dict(initial), dict(initial)
             step.optimizer = {f"{name}/momentum_buffer": 9 for name in step.gradients}
             steps.append(step)
         found.append(
@@ -138,6 +141,14 @@ def test_data_come_before_modules_and_the_lowest_microbatch_first():
     assert found == Difference("data", None, "data", microbatch=2, rank=1)
 
 
+def test_parameters_that_changed_between_steps_come_before_what_modules_make_of_them():
+    other = replicas(2)
+    other[1].steps[1].before["head.weight"] = 99
+    set_call(other[1].steps[1], 3, "leave", "head")
+    found = first_difference(replicas(1), other)
+    assert found == Difference("head", "head.weight", "between", rank=1, step=1)
+
+
 def test_a_module_of_a_later_microbatch_comes_after_the_loss_of_an_earlier_one():
     other = replicas(1)
     set_call(other[0].steps[0], 2, "leave", "body.0")
@@ -171,6 +182,8 @@ def test_gradients_that_no_rank_has_whole_are_not_compared():
 @pytest.mark.parametrize(
     ("entry", "name", "expected"),
     [
+        ("before", "body.mean", Difference("body", "body.mean", "between", rank=1)),
+        ("parameters", "body.0.bias", Difference("body.0", "body.0.bias", "written", rank=1)),
         ("state", "head.weight", Difference("optimizer", "head.weight", "update", rank=1)),
         ("state", "body.mean", Difference("body", "body.mean", "buffer", rank=1)),
         (
@@ -180,7 +193,7 @@ def test_gradients_that_no_rank_has_whole_are_not_compared():
         ),
     ],
 )
-def test_what_a_step_leaves_is_compared_on_every_rank(entry, name, expected):
+def test_tensors_are_compared_on_every_rank(entry, name, expected):
     other = replicas(2)
     getattr(other[1].steps[0], entry)[name] = 99
     assert first_difference(replicas(1), other) == expected
@@ -233,7 +246,8 @@ def test_a_step_that_was_not_finished_has_no_outcome():
     other = replicas(2, steps=2)
     for rank in other:
         last = rank.steps[1]
-        last.state, last.optimizer, last.gradients, last.loss, last.digest = {}, {}, {}, "", ""
+        last.state, last.optimizer, last.gradients, last.parameters = {}, {}, {}, {}
+        last.loss, last.digest = "", ""
     assert first_difference(replicas(1), other, is_complete=False) is None
     other[1].steps[1].data[2] = (99,)
     found = first_difference(replicas(1), other, is_complete=False)

@@ -220,6 +220,29 @@ for number in range(3):
     assert (first["step"], first["module"], first["microbatch"]) == (1, "data", 4)
 
 
+def test_a_step_that_fails_half_way_is_compared_as_far_as_it_came(check):
+    result, found = check(
+        """
+class Careful(nn.Linear):
+    def forward(self, x):
+        if x.max() > 1e6:
+            raise ValueError("too large")
+        return super().forward(x)
+
+trainer = ls.Trainer(Careful(6, 4), nn.CrossEntropyLoss(), sgd)
+while True:
+    batch = torch.randn(16, 6), torch.randint(0, 4, (16,))
+    batch[0][8:] += 1e9 * ls.rank()
+    trainer.step(batch)
+""",
+        layouts=PLAIN[:2],
+    )
+    assert result.exit_code == 1
+    assert found["layouts"][1]["failure"].startswith("rank 1 raised ValueError: too large")
+    first = found["first_difference"]
+    assert (first["step"], first["module"], first["microbatch"]) == (0, "data", 4)
+
+
 def test_a_collate_function_with_its_own_generator_is_data(check):
     result, found = check(
         """
@@ -305,6 +328,47 @@ sgd = partial(Drifting, lr=0.1)
     assert "step 0, rank 1: parameter `1.weight` differs after the update" in result.stderr
 
 
+def test_a_parameter_that_forward_writes_is_named(check):
+    result, found = check(
+        """
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(17, 6, max_norm=0.5), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(self.embed(x).mean(1))
+
+trainer = ls.Trainer(Bag(), nn.CrossEntropyLoss(), sgd)
+while True:
+    trainer.step((torch.randint(0, 17, (16, 3)), torch.randint(0, 4, (16,))))
+""",
+        layouts=PLAIN[:2],
+    )
+    assert result.exit_code == 1
+    first = found["first_difference"]
+    assert (first["step"], first["module"], first["parameter"]) == (0, "embed", "embed.weight")
+    assert first["what"] == "written"
+
+
+def test_a_parameter_that_the_script_writes_between_steps_is_named(check):
+    result, found = check(
+        """
+model = nn.Sequential(nn.Linear(6, 4))
+trainer = ls.Trainer(model, nn.CrossEntropyLoss(), sgd)
+while True:
+    trainer.step((torch.randn(16, 6), torch.randint(0, 4, (16,))))
+    with torch.no_grad():
+        model[0].bias.add_(ls.rank())
+""",
+        layouts=PLAIN[:2],
+    )
+    assert result.exit_code == 1
+    first = found["first_difference"]
+    assert (first["step"], first["module"], first["parameter"]) == (1, "0", "0.bias")
+    assert first["what"] == "between"
+
+
 def test_a_model_without_a_seed_is_not_reproducible(check):
     result, found = check(
         "torch.seed()\nmodel = nn.Sequential(nn.Linear(6, 4))" + TRAIN, layouts=PLAIN[:2]
@@ -332,6 +396,23 @@ def test_more_replicas_than_microbatches_are_not_applicable(check):
     result, found = check("model = nn.Linear(6, 4)" + TRAIN.replace("sgd)", "sgd, microbatches=2)"))
     assert result.exit_code == 0
     assert [each["ranks"] for each in found["not_applicable"]] == [3]
+
+
+def test_a_batch_that_depends_on_the_rank_is_data(check):
+    """Whether training refuses it or not."""
+    result, found = check(
+        """
+torch.manual_seed(ls.rank())
+trainer = ls.Trainer(nn.Linear(6, 4), nn.CrossEntropyLoss(), sgd)
+while True:
+    trainer.step((torch.randn(16, 6), torch.randint(0, 4, (16,))))
+""",
+        layouts=PLAIN[:2],
+    )
+    assert result.exit_code == 1
+    assert not found["layouts"][1]["equal"]
+    first = found["first_difference"]
+    assert (first["step"], first["module"], first["rank"]) == (0, "data", 1)
 
 
 def test_several_trainers_in_a_loop_of_the_scripts_own(check):
@@ -424,6 +505,44 @@ def test_a_number_of_steps_that_depends_on_the_ranks(check):
     assert (first["step"], first["module"], first["what"]) == (1, "script", "steps")
 
 
+LAUNCHES = """
+def train(lr):
+    ls.init(timeout=60)
+    torch.manual_seed(1)
+    trainer = ls.Trainer(nn.Sequential(nn.Linear(6, 4)), nn.CrossEntropyLoss(),
+                         partial(torch.optim.SGD, lr=lr))
+    while True:
+        trainer.step((torch.randn(16, 6), torch.randint(0, 4, (16,))))
+
+if __name__ == "__main__":
+    print(ls.launch(train, (0.1,), nprocs=7))
+"""
+
+
+def test_a_script_that_launches_its_own_ranks(check):
+    result, found = check(LAUNCHES)
+    assert result.exit_code == 0
+    assert [each["ranks"] for each in found["layouts"]] == [1, 2, 3]
+
+
+def test_a_launched_function_that_ends_returns_a_value_per_rank(check):
+    source = LAUNCHES.replace("while True", "for _ in range(1)").replace(
+        "    print(ls.launch(train, (0.1,), nprocs=7))",
+        "    values = ls.launch(lambda rank, lr: (train(lr), rank)[1], (0.1,), pass_rank=True)\n"
+        "    assert values == [ls.rank()] * ls.world_size(), values",
+    )
+    result, found = check(source, layouts=PLAIN[:2])
+    assert result.exit_code == 0, result.output
+    assert [len(each["losses"]) for each in found["layouts"]] == [1, 1]
+
+
+@pytest.mark.parametrize("call", ["ls.launch(print, join=False)", "ls.Driver(nprocs=2)"])
+def test_ranks_that_cannot_be_checked_are_refused_at_once(check, call):
+    result, found = check(call)
+    assert result.exit_code == 1
+    assert "lockstep check cannot run a script that" in found["layouts"][0]["failure"]
+
+
 def test_a_script_that_catches_everything_does_not_go_on(check):
     result, _ = check(
         """
@@ -441,14 +560,14 @@ with trainer:
 
 
 def test_a_script_that_fails_is_run_once(check):
-    result, found = check("print('before it')\nraise KeyError('lr')")
+    result, found = check("print('before\\x1b[2J it')\nraise KeyError('lr')")
     assert result.exit_code == 1
     assert found["equal"] is False
     assert found["first_difference"] is None
     (only,) = found["layouts"]
     assert only["equal"] is False
     assert only["failure"].startswith("rank 0 raised KeyError: 'lr' (train.py:")
-    assert "    before it" in result.stderr
+    assert "    before\\x1b[2J it" in result.stderr
     assert "Traceback (most recent call last)" in result.stderr
 
 

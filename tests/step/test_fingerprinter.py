@@ -97,7 +97,9 @@ def test_a_step_is_recorded_whole(ranks):
     ]
     assert calls[2][2] == calls[3][2]  # what `0` returned is what `1` got
     assert calls[3][2] != calls[4][2]  # `1` multiplies it
-    assert first.gradients.keys() == set(trainers[0].parameters)
+    assert first.before == trainers[0].initial
+    assert first.parameters.items() <= first.before.items()
+    assert first.gradients.keys() == first.parameters.keys() == set(trainers[0].parameters)
     assert first.state.keys() == trainers[0].initial.keys()
     assert "2.running_mean" in first.state
     assert first.optimizer.keys() == {f"{name}/momentum_buffer" for name in first.gradients}
@@ -120,7 +122,15 @@ def test_every_layout_records_the_same(ranks):
     ):
         for done in ranks(rank, 2, layout):
             for here, there in zip(whole, done, strict=True):
-                for part in ("data", "gradients", "state", "optimizer", "losses"):
+                for part in (
+                    "before",
+                    "data",
+                    "parameters",
+                    "gradients",
+                    "state",
+                    "optimizer",
+                    "losses",
+                ):
                     mine, theirs = getattr(here, part), getattr(there, part)
                     assert {name: mine[name] for name in theirs} == theirs, (layout, part)
                 for (leaf, _), calls in there.calls.items():

@@ -163,8 +163,7 @@ def _require_training(script: str, reference: Run) -> None:
     if not first.trainers:
         raise UsageError(
             f"{script} constructs no ls.Trainer, so there is nothing to check: lockstep check "
-            "compares the steps of ls.Trainer in the processes that it starts itself (a script "
-            "that starts its ranks with ls.launch or ls.Driver starts others)"
+            "compares the training steps of ls.Trainer, in the processes that it starts"
         )
     if not first.steps:
         raise UsageError(f"{script} constructs an ls.Trainer but ends without a step of it")

@@ -1,9 +1,11 @@
 """The first difference between two layouts, found on their fingerprints. Pure.
 
     initial state     parameters and buffers before the first step
-    each step         data of any micro-batch
+    each step         parameters and buffers before it
+                      data of any micro-batch
                       module calls of the lowest micro-batch that differs, in forward order
                       its loss
+                      parameters before the update
                       gradients, in backward order
                       parameters, buffers, optimizer state
                       loss of the batch, digest
@@ -41,10 +43,10 @@ class Difference:
     Attributes:
         module: The dotted name of the module, or "data", "loss", "optimizer", "script".
         parameter: The dotted name of the parameter or buffer; None where it is none.
-        what: "initial" state, "data", "input" or "output" of the module, its "forward"
-            (what it passes to a module inside it), "loss", "gradient", "update" of a
-            parameter, "buffer", "state" of the optimizer, "digest", or "steps" that only one
-            layout took.
+        what: "initial" state; state "between" steps; "data"; "input" or "output" of the
+            module; its "forward" (what it passes to a module inside it); "loss"; a parameter
+            "written" before the update; "gradient"; "update" of a parameter; "buffer"; "state"
+            of the optimizer; "digest"; "steps" that only one layout took.
         microbatch: The lowest micro-batch that differs; None where it is about none.
         rank: The first rank of the second layout that differs; None where it is about no
             rank, or where the ranks of the first layout differ already.
@@ -82,7 +84,7 @@ def first_difference(
         return Difference("script", None, "steps")
     trainers = reference[0].trainers
     for number, trainer in enumerate(trainers):
-        found = _initial([_initial_state(each, number) for each in ranks], trainer)
+        found = _tensor("initial", [_initial_state(each, number) for each in ranks], trainer)
         if found is not None:
             return _placed(found, size, 0, number)
     for position in range(_length(ranks) if is_complete else _length(reference)):
@@ -94,12 +96,15 @@ def first_difference(
             return _placed(Difference("script", None, "steps"), size, step, number)
         nothing = StepFingerprint(number, step)
         steps = [[*each.steps[position : position + 1], nothing][0] for each in ranks]
+        trainer = trainers[number]
         found = (
-            _data(steps)
+            _tensor("between", [each.before for each in steps], trainer)
+            or _data(steps)
             or _forward(steps[:size], steps[size:])
-            or _gradients(steps, trainers[number])
-            or _state(steps, trainers[number])
-            or _outcome(steps, trainers[number])
+            or _tensor("written", [each.parameters for each in steps], trainer)
+            or _gradients(steps, trainer)
+            or _state(steps, trainer)
+            or _outcome(steps, trainer)
         )
         if found is not None:
             return _placed(found, size, step, number)
@@ -122,12 +127,15 @@ def _placed(found: Difference, size: int, step: int, trainer: int) -> Difference
     return replace(found, rank=rank, step=step, trainer=trainer)
 
 
-def _initial(states: Sequence[Mapping[str, int]], trainer: TrainerFingerprint) -> Difference | None:
-    found = _mismatch(states)
+def _tensor(
+    what: str, columns: Sequence[Mapping[str, int]], trainer: TrainerFingerprint
+) -> Difference | None:
+    """Return the first parameter or buffer that differs."""
+    found = _mismatch(columns)
     if found is None:
         return None
     name, rank = found
-    return Difference(_owner(name, trainer), name, "initial", rank=rank)
+    return Difference(_owner(name, trainer), name, what, rank=rank)
 
 
 def _data(steps: Sequence[StepFingerprint]) -> Difference | None:

@@ -21,7 +21,7 @@ from lockstep.check.difference import RankFingerprint
 from lockstep.check.layouts import Layout
 from lockstep.errors import RankError
 from lockstep.run import preload
-from lockstep.run.launch import launch
+from lockstep.run.launch import calling_in_place, launch
 from lockstep.run.rank import run_code
 from lockstep.step.fingerprint import StepFingerprint, TrainerFingerprint
 
@@ -143,7 +143,7 @@ def _run_rank(
     with _record_of(Path(folder), rank).open("xb", buffering=0) as file:
         session = Session(layout, steps, lambda fingerprint: pickle.dump(fingerprint, file))
         try:
-            with opened(session):
+            with opened(session), calling_in_place():
                 run_code("script", script)
         except CheckComplete:
             pass

@@ -8,11 +8,13 @@ __all__ = ["advice", "sentence"]
 
 FOUND = {
     "initial": "`{parameter}` differs before the first step",
+    "between": "`{parameter}` was changed between two steps",
     "data": "the data differ",
     "input": "module `{module}` gets other inputs, though all modules before it agree",
     "output": "module `{module}` computes something else from the same inputs",
     "forward": "module `{module}` computes something else from the same inputs",
     "loss": "the loss differs, though the model computes the same",
+    "written": "parameter `{parameter}` was changed before the update",
     "gradient": "the gradient of `{parameter}` differs, though the forward pass is the same",
     "update": "parameter `{parameter}` differs after the update",
     "buffer": "buffer `{parameter}` differs after the step",
@@ -24,6 +26,8 @@ FOUND = {
 ADVICE = {
     "initial": "Call torch.manual_seed(...) before the model is built, and do not let the model "
     "or a loaded checkpoint depend on the layout.",
+    "between": "Look for code that writes into the model after a step, and make it depend on "
+    "the model and its optimizer alone.",
     "data": "The batch of a step must be the same in every layout. Look for random numbers "
     "without a seed or from a generator of their own (in the dataset, its transforms, the "
     "collate_fn or the sampler), for a DistributedSampler, and for code that depends on the rank.",
@@ -34,10 +38,12 @@ ADVICE = {
     "torch's default generator.",
     "loss": "Look for state that the loss function keeps in Python, and for random numbers from "
     "a generator of its own.",
+    "written": "Look for code that writes into parameters during forward or backward, such as "
+    "torch.nn.Embedding(max_norm=...); keep what forward writes in a buffer.",
     "gradient": "Look for backward hooks, for autograd functions of your own and for random "
     "numbers that are drawn in backward.",
-    "update": "Look for options of the optimizer or its schedule that differ between ranks, and "
-    "for code that writes into parameters.",
+    "update": "Look for options of the optimizer or its schedule that differ between ranks or "
+    "depend on their number.",
     "buffer": "Look for code that writes into the buffer outside of the model's forward pass.",
     "state": "Look for options of the optimizer that differ between ranks.",
     "digest": "Look for values that the model's state_dict() adds.",

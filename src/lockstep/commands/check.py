@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lockstep.messages import escape_control
+
 if TYPE_CHECKING:
     from lockstep.check.comparison import Comparison, Verdict
 
@@ -92,7 +94,7 @@ def _print(found: Comparison, script: str, steps: int) -> None:
         click.echo("\n".join(folded(sentence)))
     details = next((each.run.details for each in found.verdicts if each.word == "failed"), "")
     if details:
-        click.echo(f"\n{details}", err=True)
+        click.echo(f"\n{escape_control(details)}", err=True)
 
 
 def _row(verdict: Verdict) -> list[str]:

@@ -24,6 +24,7 @@ from lockstep.remote.future import Future
 from lockstep.remote.key import make_key
 from lockstep.remote.trainer_proxy import TrainerProxy
 from lockstep.remote.worker_pool import WorkerPool
+from lockstep.run.launch import calls_in_place
 from lockstep.run.plan import LOOPBACK, endpoint
 from lockstep.train.awakening import Blocks
 
@@ -78,6 +79,11 @@ class Driver:
             )
         if timeout <= 0:
             raise UsageError(f"Driver(timeout={timeout}): a deadline is a number of seconds")
+        if calls_in_place():
+            raise UsageError(
+                "lockstep check cannot run a script that uses ls.Driver: call ls.init() and "
+                "ls.Trainer in the script itself"
+            )
         address, port = endpoint(listen, "listen")
         world = {"backend": backend, "timeout": timeout, "threads": threads}
         world["device"] = None if device is None else str(device)

@@ -8,22 +8,44 @@ import pickle
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 from lockstep.errors import RankError, UsageError
 from lockstep.messages import say
-from lockstep.run import preload
+from lockstep.run import environment, preload
 from lockstep.run.assignment import Assignment
 from lockstep.run.channel import Message, parcel
 from lockstep.run.job import Job
 from lockstep.run.lingering import Lingering
 from lockstep.run.verdict import spoken
 
-__all__ = ["Launched", "launch", "task"]
+__all__ = ["Launched", "calling_in_place", "calls_in_place", "launch", "task"]
 
 START_METHODS = ("forkserver", "spawn", "fork")
 LOOPBACK = "127.0.0.1"
+
+_calls_in_place = False
+
+
+@contextmanager
+def calling_in_place() -> Iterator[None]:
+    """Let `launch` call its function in this process while the body runs.
+
+    For a script that starts its own ranks, in a process that is one of its ranks already.
+    """
+    global _calls_in_place
+    _calls_in_place = True
+    try:
+        yield
+    finally:
+        _calls_in_place = False
+
+
+def calls_in_place() -> bool:
+    """Whether `launch` calls its function in this process."""
+    return _calls_in_place
 
 
 class Launched:
@@ -159,6 +181,8 @@ def launch(
     UsageError for a number of processes below 1, or a function that cannot travel.
     """
     _check(nprocs, start_method, timeout)
+    if _calls_in_place:
+        return _call_in_place(fn, args, join, pass_rank)
     launched = Launched(_start(fn, args, nprocs, start_method, pass_rank), timeout, daemon)
     return launched.join() if join else launched
 
@@ -172,6 +196,17 @@ def _check(nprocs: int, start_method: str, timeout: float | None) -> None:
         )
     if timeout is not None and timeout <= 0:
         raise UsageError(f"launch(timeout={timeout}): a deadline is a positive number of seconds")
+
+
+def _call_in_place(
+    fn: Callable[..., Any], args: Sequence[Any], join: bool, pass_rank: bool
+) -> list[Any]:
+    """Call the function as this process's rank; its value stands for that of every rank."""
+    if not join:
+        raise UsageError("lockstep check cannot run a script that calls launch(join=False)")
+    place = environment.place(os.environ)
+    value = fn(place.rank, *args) if pass_rank else fn(*args)
+    return [value] * place.world_size
 
 
 def _start(

@@ -25,9 +25,11 @@ class StepFingerprint:
     Attributes:
         trainer: The trainer's number in the order of construction, from 0.
         step: The step's number, as the trainer counts.
+        before: Each parameter and buffer before the step.
         data: The data of each micro-batch on this rank.
         calls: The module calls of each (micro-batch, stage), in the order of execution.
         losses: The loss of each micro-batch, in `float.hex` form.
+        parameters: Each parameter after the last backward, before the update.
         gradients: The reduced gradient of each parameter before clipping; 0 for none.
         state: Each parameter and buffer after the step.
         optimizer: Each entry of the optimizer's state after the step, as "weight/exp_avg".
@@ -38,9 +40,11 @@ class StepFingerprint:
 
     trainer: int
     step: int
+    before: dict[str, int] = field(default_factory=dict)
     data: dict[int, Checksums] = field(default_factory=dict)
     calls: dict[tuple[int, int], list[Call]] = field(default_factory=dict)
     losses: dict[int, str] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
     gradients: dict[str, int] = field(default_factory=dict)
     state: dict[str, int] = field(default_factory=dict)
     optimizer: dict[str, int] = field(default_factory=dict)

@@ -82,7 +82,8 @@ class Fingerprinter:
     @contextmanager
     def recording(self, step: int, position: Position) -> Iterator[None]:
         """Record the module calls of a step while the body runs."""
-        self.current, self._position = StepFingerprint(self.number, step), position
+        self.current = StepFingerprint(self.number, step, self._state())
+        self._position = position
         self.is_unfinished = True
         handles = [
             handle for name, module in self._hooked.items() for handle in self._hooks(name, module)
@@ -105,15 +106,18 @@ class Fingerprinter:
         self.current.refusal = sentence
 
     def record_reduction(self, entries: Iterable[Entry]) -> None:
-        """Record the losses of this rank's micro-batches, and the sums in `.grad`."""
-        self.current.losses = {each.leaf: each.loss.hex() for each in entries}
-        if self._optimization.sharded is not None:
-            return  # no rank has a whole gradient
-        self.current.gradients = {
-            _plain(name): 0 if parameter.grad is None else checksum(parameter.grad)
+        """Record this rank's losses, the parameters, and the sums in `.grad`."""
+        held = {
+            _plain(name): parameter
             for name, parameter in self._model.named_parameters()
             if not parameter.is_meta
         }
+        self.current.losses = {each.leaf: each.loss.hex() for each in entries}
+        self.current.parameters = {name: checksum(each) for name, each in held.items()}
+        if self._optimization.sharded is None:  # otherwise no rank has a whole gradient
+            self.current.gradients = {
+                name: 0 if each.grad is None else checksum(each.grad) for name, each in held.items()
+            }
 
     def commit(self, loss: float, digest: str) -> StepFingerprint:
         """Record the state after the step, and return the step's fingerprint."""
