@@ -14,7 +14,7 @@ from lockstep.check.layouts import Layout
 from lockstep.check.session import CheckComplete, Session, opened
 from lockstep.checksum import checksum
 from lockstep.step.fingerprint import StepFingerprint
-from lockstep.step.fingerprinter import checksums
+from lockstep.step.fingerprinter import checksums, hookable_modules
 
 
 class Scaled(nn.Module):
@@ -247,6 +247,20 @@ def test_a_compiled_model_is_recorded_under_its_own_names(ranks):
     assert names == ["Sequential"]
     assert outer.trainers[0].parameters == inner.trainers[0].parameters
     assert inner.steps[0].gradients == outer.steps[0].gradients
+
+
+def test_what_is_inside_a_compiled_module_gets_no_hook():
+    """A hook there would become a part of the graph."""
+    network = model()
+    network.append(Scaled())
+    network[1] = torch.compile(network[1], backend="eager")
+    network[3].compile(backend="eager")
+    assert [name for name, _ in hookable_modules("Net", network, is_root=True)] == [
+        "Net",
+        "0",
+        "1",
+        "2",
+    ]
 
 
 def test_checksums_of_nested_values():

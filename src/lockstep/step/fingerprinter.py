@@ -31,7 +31,7 @@ from lockstep.step.presence import tensors_of
 from lockstep.step.setting import Setting
 from lockstep.step.units import in_backward
 
-__all__ = ["Fingerprinter", "checksums"]
+__all__ = ["Fingerprinter", "checksums", "hookable_modules"]
 
 Position = Callable[[], tuple[int, int] | None]
 """Returns the (micro-batch, stage) whose forward or backward is running; None between them."""
@@ -62,9 +62,9 @@ class Fingerprinter:
         self.number = number
         self._model, self._optimization = module, optimization
         others = {type(each).__name__: each for each in setting.also}
-        self._hooked = dict(_hookable(type(module).__name__, called, is_root=True))
+        self._hooked = dict(hookable_modules(type(module).__name__, called, is_root=True))
         for name, each in others.items():
-            self._hooked |= dict(_hookable(name, each))
+            self._hooked |= dict(hookable_modules(name, each))
         # With stages only the last one merges the buffers of the loss.
         has_loss = setting.position == setting.stages - 1
         self._buffers_of = others | (setting.loss_module() if has_loss else {})
@@ -199,7 +199,7 @@ def _is_wrapped(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def _hookable(
+def hookable_modules(
     name: str, module: nn.Module, is_root: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield a module and those inside it, each once, by their names in the original model.
