@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -474,7 +476,6 @@ import os
 assert sys.argv == ["train.py", "--width", "4", "-q", "more", "--steps"], sys.argv
 assert __name__ == "__main__"
 assert sys.path[0] == os.getcwd()
-assert sys.stdin.read() == ""
 assert os.path.isdir(os.environ["LOCKSTEP_RUN"])
 model = nn.Linear(6, int(sys.argv[2]))
 """
@@ -482,6 +483,24 @@ model = nn.Linear(6, int(sys.argv[2]))
         source + TRAIN, "--width", "4", "-q", "more", "--", "--steps", layouts=PLAIN[:2]
     )
     assert result.exit_code == 0, result.output
+
+
+def test_the_command_itself_and_a_script_that_would_read_its_input(tmp_path):
+    """The input belongs to whoever runs the command; each run of the script finds it empty."""
+    (tmp_path / "train.py").write_text(
+        HEAD + "assert sys.stdin.read() == ''\nmodel = nn.Linear(6, 4)" + TRAIN
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "lockstep", "check", "train.py", "--steps=1", "--ranks=1", "--json"],
+        cwd=tmp_path,
+        input="a line\n",
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["equal"] is True
 
 
 def test_a_script_that_ends_earlier_and_exits_by_itself(check):
