@@ -65,6 +65,17 @@ def flat(batches: list[list[Batch]]) -> list[Any]:
     return result
 
 
+class Ranks:
+    """Stands for ranks that come one after another: each hears those before it."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, list[bytes]] = {}
+
+    def __call__(self, message: bytes, doing: str) -> list[bytes]:
+        self.said.setdefault(doing, []).append(message)
+        return self.said[doing]
+
+
 def at_width(replicas: int, dataset: Any, batch_size: int | None, **options: Any) -> list[Any]:
     return flat(
         [
@@ -329,15 +340,10 @@ def test_layouts_that_do_not_fit_are_refused(layout: dict[str, int], words: str)
 
 
 def test_ranks_exchange_what_they_are_about_to_do() -> None:
-    sent: list[bytes] = []
-
-    def agree(data: bytes) -> list[bytes]:
-        sent.append(data)
-        return sent
-
+    agree = Ranks()
     for _ in range(2):
         list(Batches(Numbers(10), 4, seed=1, agree=agree))
-    assert len(sent) == 2
+    assert len(agree.said["beginning"]) == len(agree.said["comparing samples of"]) == 2
     with pytest.raises(DisagreementError, match="rank 2 has a dataset of 9 samples, rank 0 one of"):
         list(Batches(Numbers(9), 4, seed=1, agree=agree))
 
@@ -345,12 +351,7 @@ def test_ranks_exchange_what_they_are_about_to_do() -> None:
 def test_a_sampler_that_draws_from_elsewhere_is_noticed() -> None:
     generator = torch.Generator()
     sampler = WeightedRandomSampler([1.0] * 10, 10, generator=generator)
-    sent: list[bytes] = []
-
-    def agree(data: bytes) -> list[bytes]:
-        sent.append(data)
-        return sent
-
+    agree = Ranks()
     list(Batches(Numbers(10), 4, sampler=sampler, agree=agree))
     with pytest.raises(DisagreementError, match="rank 1 goes through the samples in another order"):
         list(Batches(Numbers(10), 4, sampler=sampler, agree=agree))
@@ -361,12 +362,7 @@ def test_a_rank_without_an_order_tells_the_others_before_it_fails() -> None:
         def __iter__(self) -> Iterator[int]:
             raise OSError("weights missing")
 
-    sent: list[bytes] = []
-
-    def agree(data: bytes) -> list[bytes]:
-        sent.append(data)
-        return sent
-
+    agree = Ranks()
     list(Batches(Numbers(10), 4, agree=agree))
     with pytest.raises(OSError, match="weights missing"):
         list(Batches(Numbers(10), 4, sampler=Failing(), agree=agree))

@@ -4,8 +4,15 @@ from collections.abc import Iterator
 import numpy
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
+from lockstep.data.loader import Batches
 from lockstep.data.sampling import check_sampler, grouped, sampled
 from lockstep.errors import DatasetError
 
@@ -82,3 +89,30 @@ def test_a_sampler_of_one_ranks_part_is_refused() -> None:
         with pytest.raises(DatasetError, match="DistributedSampler gives each rank a part"):
             check_sampler(sampler)
     check_sampler(DistributedSampler(range(8), num_replicas=1, rank=0))
+
+
+def test_a_sampler_of_one_ranks_part_is_refused_below_others() -> None:
+    inner = BatchSampler(DistributedSampler(range(8), num_replicas=2, rank=0), 2, drop_last=False)
+    with pytest.raises(DatasetError, match="DistributedSampler gives each rank a part"):
+        check_sampler(BatchSampler(inner, 1, drop_last=False))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (
+            DataLoader(list(range(8)), 2),
+            "^DataLoader is not a dataset: give its dataset.* options$",
+        ),
+        (
+            DataLoader(
+                list(range(8)), 2, sampler=DistributedSampler(range(8), num_replicas=2, rank=0)
+            ),
+            "leave out its DistributedSampler, since every batch is cut over the ranks",
+        ),
+    ],
+)
+def test_a_data_loader_is_no_dataset(loader: DataLoader[int], words: str) -> None:
+    """It was read as an iterable dataset, each of whose samples is a batch."""
+    with pytest.raises(DatasetError, match=words):
+        Batches(loader, 4)

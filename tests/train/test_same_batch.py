@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lockstep as ls
 from lockstep.errors import DisagreementError
@@ -194,3 +194,80 @@ def test_training_goes_on_from_a_state_after_ranks_have_parted(ranks):
         return losses(trainer, batches)[1:], trainer.digest()
 
     assert ranks(train, 2) == ranks(undisturbed, 1) * 2
+
+
+# --- whole batches that are given by the user's own loop ----------------------------------------
+
+
+def shuffled(dataset):
+    """A loader that shuffles by a generator that nobody seeds alike on all ranks."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return DataLoader(dataset, 16, shuffle=True, generator=generator)
+
+
+def distributed(dataset):
+    return DataLoader(dataset, 16, sampler=DistributedSampler(dataset))
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 2, "balance": [1, 1]}])
+@pytest.mark.parametrize("loader", [shuffled, distributed])
+def test_ranks_that_are_given_different_batches_say_so_before_the_weights_change(
+    ranks, loader, options
+):
+    """Half of each rank's samples were never used."""
+
+    def train():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, **options)
+        before = trainer.digest()
+        said = losses(trainer, loader(TensorDataset(*rows(0, 64))))
+        return said, trainer.digest() == before
+
+    for said, unchanged in ranks(train, 2):
+        assert len(said) == 1
+        assert "in step 0, rank 1 was given another batch than rank 0 (checksums" in said[0]
+        assert "DistributedSampler" in said[0]
+        assert "use trainer.batches(dataset, batch_size) instead" in said[0]
+        assert unchanged
+
+
+def test_different_batches_are_noticed_while_buckets_travel_early(ranks):
+    """From the second step on the backend lockstep adds gradients while backward runs."""
+
+    def train():
+        torch.manual_seed(0)
+        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
+        batches = [rows(number) for number in range(3)]
+        batches[2][1][3] = (batches[2][1][3] + dist.get_rank()) % 3  # one target
+        return losses(trainer, batches), trainer.steps
+
+    for said, steps in ranks(train, 2, backend="lockstep"):
+        assert steps == 2
+        assert "in step 2, rank 1 was given another batch" in said[2]
+
+
+def test_the_same_whole_batches_pass_wherever_they_lie_in_memory(ranks):
+    def train():
+        torch.manual_seed(0)
+        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
+        batches = [rows(number) for number in range(3)]
+        if dist.get_rank():
+            batches = [(torch.cat([x[:3], x])[3:], y) for x, y in batches]
+        return losses(trainer, batches), trainer.digest()
+
+    assert ranks(train, 2) == ranks(train, 1) * 2
+
+
+def test_batches_with_other_strides_are_other_batches(ranks):
+    """Kernels choose their path by strides: the bits were those of neither layout."""
+
+    def train():
+        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
+        inputs, targets = rows(0)
+        if dist.get_rank():
+            inputs = inputs.t().contiguous().t()
+        return losses(trainer, [(inputs, targets)])
+
+    for said in ranks(train, 2):
+        assert "in step 0, rank 1 was given another batch than rank 0" in said[0]

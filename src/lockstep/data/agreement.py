@@ -1,20 +1,23 @@
 """The agreement: do all ranks go through the same samples in the same order?
 
 Each rank describes its epoch in 80 bytes; the ranks exchange them, once an epoch,
-and every rank that reads another's compares for itself. Without it, ranks whose
-datasets or samplers differ would train on a batch that nobody asked for, or wait
-for each other at the end of the shorter epoch.
+and every rank that reads another's compares for itself. When the first batch is loaded
+they exchange the fingerprints of a few samples (`lockstep.data.probe`) likewise. Without
+this, ranks whose datasets or samplers differ would train on a batch that nobody asked
+for, or wait for each other at the end of the shorter epoch.
 """
 
 from __future__ import annotations
 
+import json
 import struct
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from lockstep.errors import DisagreementError
 
-__all__ = ["Description", "check"]
+__all__ = ["Description", "check", "check_samples", "packed_samples"]
 
 FORMAT = struct.Struct("<8q16s")  # little-endian: hosts may differ
 UNKNOWN = -1
@@ -68,6 +71,34 @@ def check(exchanged: list[bytes]) -> None:
     for rank, data in enumerate(exchanged):
         if data != common:
             raise DisagreementError(f"rank {rank} {_difference(data, common, other)}")
+
+
+def check_samples(exchanged: Sequence[bytes]) -> None:
+    """Compare what `packed_samples` returned on each rank, in rank order.
+
+    A rank that could not load its first batch has nothing to compare; some ranks may have
+    described more samples than others.
+
+    Raises:
+        DisagreementError: Some rank has another sample than most, or than the lowest rank.
+    """
+    everyone = {rank: json.loads(data) for rank, data in enumerate(exchanged)}
+    described = {rank: samples for rank, samples in everyone.items() if samples}
+    for samples in zip(*described.values(), strict=False):
+        common, _ = Counter(samples).most_common(1)[0]
+        other = next(rank for rank, each in zip(described, samples, strict=True) if each == common)
+        for rank, each in zip(described, samples, strict=True):
+            if each != common:
+                raise DisagreementError(
+                    f"rank {rank} has another sample {each.partition(':')[0]} than rank {other}, "
+                    "although both loaded it with the same random seed: give every rank the same "
+                    "dataset, from the same files, split in the same way"
+                )
+
+
+def packed_samples(described: Sequence[str]) -> bytes:
+    """Return the bytes that are exchanged of a few samples."""
+    return json.dumps(described).encode()
 
 
 def _difference(data: bytes, common: bytes, other: int) -> str:

@@ -18,20 +18,28 @@ from typing import Any, cast
 import torch
 from torch.utils.data import IterableDataset
 
-from lockstep.data.agreement import UNKNOWN, Description, check
+from lockstep.data.agreement import (
+    UNKNOWN,
+    Description,
+    check,
+    check_samples,
+    packed_samples,
+)
+from lockstep.data.draws import Draws, restore_sampler, state_of_sampler
 from lockstep.data.identity import Identity
 from lockstep.data.microbatch import Batch, Microbatch, leaves
 from lockstep.data.order import Epoch, order
-from lockstep.data.samples import Collate, Failure, Item, Samples, Share, Tensors
-from lockstep.data.sampling import check_sampler, grouped, sampled
+from lockstep.data.samples import Collate, Failure, Item, Loaded, Samples, Share, Tensors
+from lockstep.data.sampling import check_dataset, check_sampler, grouped, sampled
 from lockstep.data.stream import Stream
 from lockstep.data.workers import Items, in_process, in_workers, seeded_in_process
-from lockstep.errors import DatasetError, LayoutError, SampleError
+from lockstep.errors import DatasetError, LayoutError
 from lockstep.randomness import key
 
-__all__ = ["Batches"]
+__all__ = ["Agree", "Batches"]
 
-Agree = Callable[[bytes], list[bytes]]
+Agree = Callable[[bytes, str], list[bytes]]
+"""Exchanges a message with all ranks, given what it is about; returns theirs in rank order."""
 
 
 class Batches:
@@ -52,11 +60,13 @@ class Batches:
     collate_fn      makes one micro-batch of a list of samples (torch's default otherwise)
     pin_memory      copy to pinned memory, where there is a GPU
     timeout         seconds that the workers may take for one batch
-    agree           exchanges a few bytes with all ranks: their bytes, in rank order
+    agree           exchanges a few bytes with all ranks, so that they can compare their data
+    draws           remembers the states of samplers from epoch to epoch
 
     Raises DatasetError or LayoutError for what cannot work; while iterating
-    SampleError where the dataset raises or a worker dies, and DisagreementError
-    where ranks differ in their data or settings.
+    SampleError where the dataset raises or a worker dies, DatasetError where a sample
+    that is loaded twice differs from itself, and DisagreementError where ranks differ in
+    their data or settings.
     """
 
     def __init__(
@@ -78,7 +88,9 @@ class Batches:
         pin_memory: bool = False,
         timeout: float = 600.0,
         agree: Agree | None = None,
+        draws: Draws | None = None,
     ) -> None:
+        check_dataset(dataset)
         self.dataset, self.batch_size = dataset, batch_size
         self.seed, self.epoch, self.shuffle = seed, epoch, shuffle
         self.sampler, self.batch_sampler = sampler, batch_sampler
@@ -88,6 +100,10 @@ class Batches:
         self.position = 0
         self._start = 0
         self._order = ""
+        self._comparing = 0.0  # seconds for which the ranks compared the batch to come
+        self._draws = draws or Draws()
+        self._drawn_from: dict[str, Any] | None = None  # the sampler's state before it drew
+        self._saved: dict[str, Any] | None = None
         self._share = _share(microbatches, replicas, replica)
         self._who = f"rank {rank}" if rank is not None else f"replica {replica}"
         self._name = type(dataset).__name__
@@ -106,28 +122,38 @@ class Batches:
         start, self._start = self._start, 0
         self.position = start
         begun = perf_counter()
-        with closing(self._items(start)) as items:
+        with closing(self._compared(self._items(start))) as items:
             for item in items:
-                batch = self._batch(item, perf_counter() - begun)
+                batch = self._batch(item, perf_counter() - begun - self._comparing)
                 self.position += 1
                 yield batch
                 begun = perf_counter()
         if self.position == 0:
             raise DatasetError(f"the dataset {self._name} gave no sample")
 
-    def state_dict(self) -> dict[str, int | bool | None]:
-        """Return plain numbers that say where in which epoch this is, for any layout.
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON values that say where in which epoch this is, for any layout.
 
         `position` counts the batches that were handed out; those that workers
-        prepared ahead are prepared again.
+        prepared ahead are prepared again. `order` is a digest of the epoch's order,
+        `sampler` the state of the sampler's own generators before it drew the order.
         """
-        return {"position": self.position, **self._identity()}
+        given = self._given()
+        drawn_from = self._drawn_from
+        if drawn_from is None:
+            drawn_from = {} if given is None else state_of_sampler(given)
+        return {
+            "position": self.position,
+            **self._identity(),
+            "order": self._order,
+            "sampler": drawn_from,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration go on after the batches that were handed out.
 
-        Raises DatasetError where the state is of another dataset, batch size, seed,
-        epoch or order.
+        Raises DatasetError where the state is of another dataset, batch size, seed
+        or epoch; the next iteration raises it where the order is another one.
         """
         for name, here in self._identity().items():
             if state[name] != here:
@@ -136,6 +162,8 @@ class Batches:
                     f"but these batches have {here}"
                 )
         self.position = self._start = int(state["position"])
+        self._saved = dict(state)
+        self._order, self._drawn_from = state.get("order", ""), state.get("sampler", {})
 
     def _identity(self) -> dict[str, int | bool | None]:
         return {
@@ -153,7 +181,7 @@ class Batches:
             self.batch_size is None and self.sampler is None
         ):
             raise DatasetError("a batch_sampler gives whole batches: leave batch_size and sampler")
-        given = self.sampler if self.batch_sampler is None else self.batch_sampler
+        given = self._given()
         if self._iterable and given is not None:
             raise DatasetError(f"{self._name} is iterable: its order is its own, give no sampler")
         if not self._iterable and given is None and _length(self.dataset) == 0:
@@ -167,6 +195,10 @@ class Batches:
                 "or start the ranks with daemon=False"
             )
 
+    def _given(self) -> Any:
+        """Return the sampler or batch sampler that was given, or None."""
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
+
     def _items(self, start: int) -> Items:
         """Give (size, micro-batches) of each batch from `start` on."""
         if self._iterable:
@@ -174,12 +206,34 @@ class Batches:
             return self._prepared(self._stream(start), None)
         epoch = self._planned(start)
         numbers = range(start, len(epoch))
-        tensors = Tensors.of(self.dataset, epoch, self._share) if self.collate_fn is None else None
+        tensors = None
+        if self.collate_fn is None:
+            tensors = Tensors.of(self.dataset, epoch, self._share, start)
         if tensors is not None:
             return in_process((tensors[number] for number in numbers), self.pin_memory)
         keys = (self.seed, self.epoch)
-        samples = Samples(self.dataset, epoch, self._share, keys, self.collate_fn)
+        samples = Samples(self.dataset, epoch, self._share, keys, self.collate_fn, start)
         return self._prepared(samples, numbers)
+
+    def _compared(self, items: Items) -> Items:
+        """Let all ranks compare a few samples before the first item is handed out."""
+        with closing(items):
+            try:
+                item = next(items, None)
+            except Exception:
+                self._exchange_samples(())  # the others must not wait for this rank
+                raise
+            begun = perf_counter()
+            check_samples(self._exchange_samples(item.probed if isinstance(item, Loaded) else ()))
+            self._comparing = perf_counter() - begun
+            if item is not None:
+                yield item
+                self._comparing = 0.0
+                yield from items
+
+    def _exchange_samples(self, probed: Sequence[str]) -> list[bytes]:
+        message = packed_samples(probed)
+        return [message] if self.agree is None else self.agree(message, "comparing samples of")
 
     def _stream(self, start: int) -> Stream:
         keys = (self.seed, self.epoch)
@@ -198,14 +252,46 @@ class Batches:
     def _planned(self, start: int) -> Epoch:
         """Make the epoch's order, and be sure that all ranks made the same."""
         try:
-            epoch = self._ordered()
+            epoch = self._ordered() if self._given() is None else self._drawn()
             self._order = epoch.digest().hex()
+            self._require_saved_order(start)
         except BaseException:
             if self.agree is not None:
-                self.agree(Description().packed())  # the others must not wait for this rank
+                # the others must not wait for this rank
+                self.agree(Description().packed(), "beginning")
             raise
         self._agreed(start, epoch)
         return epoch
+
+    def _drawn(self) -> Epoch:
+        """Let the sampler draw the order, from the state that it was saved in."""
+        sampler = self._given()
+        if self._saved is not None:
+            restore_sampler(sampler, self._saved.get("sampler", {}))
+        else:
+            self._draws.resume(sampler, self.epoch)
+        self._drawn_from = state_of_sampler(sampler)
+        epoch = self._ordered()
+        self._draws.record(self.epoch, self._drawn_from, state_of_sampler(sampler))
+        return epoch
+
+    def _require_saved_order(self, start: int) -> None:
+        """Raise DatasetError unless the order is the one that the position was saved in."""
+        saved, self._saved = self._saved, None
+        if saved is None or saved.get("order", "") in ("", self._order):
+            return
+        sampler = self._given()
+        cause = (
+            "the dataset or torch's version has changed"
+            if sampler is None
+            else f"the sampler {type(sampler).__name__} has changed, or keeps state that could not "
+            "be restored: let it draw from torch's, Python's or numpy's global generators, which "
+            "are seeded for each epoch, or give it state_dict() and load_state_dict()"
+        )
+        raise DatasetError(
+            f"the order of epoch {self.epoch} is not the one in which batch {start} was to come "
+            f"next when the position was saved; {cause}"
+        )
 
     def _ordered(self) -> Epoch:
         if self.batch_sampler is not None:
@@ -230,12 +316,12 @@ class Batches:
             batches=UNKNOWN if epoch is None else len(epoch),
             order=bytes.fromhex(self._order) if epoch is not None else bytes(16),
         )
-        check(self.agree(description.packed()))
+        check(self.agree(description.packed(), "beginning"))
 
     def _batch(self, item: Item, seconds: float) -> Batch:
         if isinstance(item, Failure):
-            raise SampleError(f"{item.sentence} ({self._who}, batch {self.position})")
-        size, parts = item
+            raise item.error(f"{item.sentence} ({self._who}, batch {self.position})")
+        size, parts, _ = item
         pieces = self._share.pieces(size)
         return Batch(
             size=size,

@@ -17,12 +17,24 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import numpy
 import torch
 
 from lockstep.data.identity import Identity
 from lockstep.errors import DatasetError
 
-__all__ = ["Batch", "Microbatch", "aligned", "cut", "leaves", "mapped", "owned", "pieces", "spans"]
+__all__ = [
+    "Batch",
+    "Microbatch",
+    "aligned",
+    "copied",
+    "cut",
+    "leaves",
+    "mapped",
+    "owned",
+    "pieces",
+    "spans",
+]
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
@@ -114,20 +126,42 @@ def cut(batch: Any, microbatches: int, replicas: int, replica: int, epoch: int =
         size=size,
         leaves=leaves(size, microbatches),
         microbatches=tuple(
-            Microbatch(index, len(span), mapped(torch.clone, _sliced(batch, span)))
+            Microbatch(index, len(span), copied(_sliced(batch, span)))
             for index, span in pieces(size, microbatches, replicas, replica)
         ),
         epoch=epoch,
     )
 
 
-def mapped(visit: Callable[[torch.Tensor], Any], data: Any) -> Any:
-    """Apply `visit` to every tensor in nested tuples, lists and mappings; keep the rest."""
-    if isinstance(data, torch.Tensor):
+def mapped(
+    visit: Callable[[Any], Any], data: Any, kinds: tuple[type, ...] = (torch.Tensor,)
+) -> Any:
+    """Apply `visit` to every tensor in nested tuples, lists and mappings; keep the rest.
+
+    With `kinds`, to every object of these kinds instead.
+    """
+    if isinstance(data, kinds):
         return visit(data)
     if isinstance(data, (tuple, list, Mapping)) and not _is_column(data):
-        return _rebuilt(data, lambda part: mapped(visit, part))
+        return _rebuilt(data, lambda part: mapped(visit, part, kinds))
     return data
+
+
+def copied(data: Any) -> Any:
+    """Return `data` with every tensor and array in memory of its own.
+
+    What a model writes into its input then reaches neither the dataset nor another
+    micro-batch. A tensor that is there twice is one tensor in the copy, too.
+    """
+    copies: dict[int, Any] = {}
+
+    def copy(value: Any) -> Any:
+        if id(value) not in copies:
+            is_tensor = isinstance(value, torch.Tensor)
+            copies[id(value)] = value.clone() if is_tensor else value.copy()
+        return copies[id(value)]
+
+    return mapped(copy, data, (torch.Tensor, numpy.ndarray))
 
 
 def aligned(data: Any) -> Any:

@@ -7,23 +7,47 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lockstep.data.order import Epoch
 from lockstep.errors import DatasetError
 from lockstep.randomness import isolated, key, seed_all
 
-__all__ = ["check_sampler", "grouped", "sampled"]
+__all__ = ["check_dataset", "check_sampler", "grouped", "nested", "sampled"]
+
+
+def nested(sampler: Any) -> list[Any]:
+    """Return a sampler and those that it draws from, the outermost first."""
+    found: list[Any] = []
+    while sampler is not None and not any(sampler is each for each in found):
+        found.append(sampler)
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+    return found
 
 
 def check_sampler(sampler: Any) -> None:
     """Raise DatasetError for a sampler that gives each rank a part only."""
-    inner = getattr(sampler, "sampler", sampler)
-    if isinstance(inner, DistributedSampler) and inner.num_replicas > 1:
+    if any(
+        isinstance(each, DistributedSampler) and each.num_replicas > 1 for each in nested(sampler)
+    ):
         raise DatasetError(
             "a DistributedSampler gives each rank a part, but every batch is cut over the ranks "
             "here already; give the sampler of the whole dataset, or none"
         )
+
+
+def check_dataset(dataset: Any) -> None:
+    """Raise DatasetError for a DataLoader, whose batches could not be cut over the ranks."""
+    if not isinstance(dataset, DataLoader):
+        return
+    part = any(isinstance(each, DistributedSampler) for each in nested(dataset))
+    raise DatasetError(
+        f"{type(dataset).__name__} is not a dataset: give its dataset, with batch_size counting "
+        "the samples of all ranks, and its sampler, num_workers and collate_fn as options"
+        + part
+        * "; leave out its DistributedSampler, since every batch is cut over the ranks here"
+    )
 
 
 def sampled(sampler: Iterable[int], batch_size: int, seed: int, epoch: int) -> Epoch:
@@ -56,8 +80,7 @@ def grouped(batch_sampler: Iterable[Sequence[int]], seed: int, epoch: int) -> Ep
 
 
 def _set_epoch(sampler: Any, epoch: int) -> None:
-    wrapped: tuple[Any, ...] = (sampler, getattr(sampler, "sampler", None))
-    for each in wrapped:
+    for each in nested(sampler):
         if hasattr(each, "set_epoch"):
             each.set_epoch(epoch)
 

@@ -20,7 +20,8 @@ from typing import Any
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from lockstep.data.samples import Collate, Failure, Item, Share, collated
+from lockstep.data.probe import described, spread
+from lockstep.data.samples import Collate, Failure, Item, Loaded, Share, collated
 from lockstep.randomness import key, seed_all
 
 __all__ = ["Stream"]
@@ -28,7 +29,7 @@ __all__ = ["Stream"]
 
 @dataclass(frozen=True)
 class Stream(IterableDataset[Item]):
-    """Iterates `dataset` and gives (size, this replica's micro-batches) from batch `start` on."""
+    """Iterates `dataset` and gives this replica's micro-batches from batch `start` on."""
 
     dataset: Any
     batch_size: int
@@ -76,6 +77,10 @@ class Stream(IterableDataset[Item]):
 
     def _item(self, batch: int, samples: list[Any]) -> Item:
         first = batch * self.batch_size
+        probed: tuple[str, ...] = ()
+        if batch == self.start:
+            numbers = spread(range(len(samples)))
+            probed = tuple(described(first + number, samples[number]) for number in numbers)
         parts: list[Any] = []
         for _, piece in self.share.pieces(len(samples)):
             part = collated(
@@ -87,7 +92,7 @@ class Stream(IterableDataset[Item]):
             if isinstance(part, Failure):
                 return part
             parts.append(part)
-        return len(samples), parts
+        return Loaded(len(samples), parts, probed)
 
 
 @contextlib.contextmanager

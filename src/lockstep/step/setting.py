@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.data.fingerprint import fingerprint
+from lockstep.data.identity import Identity
 from lockstep.data.microbatch import Batch, cut, mapped
 from lockstep.errors import LayoutError, UsageError
 from lockstep.run.world import World
@@ -110,7 +112,10 @@ class Setting:
         """Return this rank's part of a batch that comes from a loader, or is a whole one."""
         if isinstance(batch, Batch):
             return batch
-        return cut(batch, self.microbatches, self.replicas, self.replica)
+        part = cut(batch, self.microbatches, self.replicas, self.replica)
+        if self.replicas * self.stages == 1:
+            return part
+        return replace(part, identity=Identity(checksum=fingerprint(batch)))
 
     def extra_modules(self) -> dict[str, nn.Module]:
         """Return the modules besides the model that a step calls, by the Trainer's arguments."""

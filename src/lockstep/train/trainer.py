@@ -21,7 +21,8 @@ from torch import nn
 from lockstep.check import session as check
 from lockstep.comm.clock import clock_offset
 from lockstep.comm.transfer import all_gather_bytes
-from lockstep.data.loader import Batches
+from lockstep.data.draws import Draws
+from lockstep.data.loader import Agree, Batches
 from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
 from lockstep.pipeline.cut import Blocks
 from lockstep.pipeline.stages import Stages
@@ -181,6 +182,7 @@ class Trainer:
             )
         )
         self._attempt = Attempt(_next_number(self.setting.group), step=0, number=-1)
+        self._draws = Draws()
         self._began = time.perf_counter()
         writers = opened(record) if self.world.rank == 0 else []
         self._folder = folder_of(writers)
@@ -228,7 +230,8 @@ class Trainer:
             **self.setting.share(),
             seed=self.seed if seed is None else seed,
             epoch=epoch,
-            agree=self._agreeing(f"beginning epoch {epoch}"),
+            agree=self._agreeing(f"epoch {epoch}"),
+            draws=self._draws,
             **options,
         )
 
@@ -271,7 +274,7 @@ class Trainer:
             batch_size,
             **self.setting.share(),
             **{"shuffle": False, "seed": self.seed, **options},
-            agree=self._agreeing("beginning an evaluation"),
+            agree=self._agreeing("an evaluation"),
         )
         evaluation = self._model.evaluate(batches, average=average)
         self.history.evaluated(evaluation)
@@ -341,6 +344,7 @@ class Trainer:
             "buffers": self._state.buffers(),
             **self._state.optimization(),
             "open_epoch": self.history.state_dict(),
+            "samplers": self._draws.state_dict(),
             "steps": self.steps,
             "epoch": self.epoch,
             "seed": self.seed,
@@ -361,6 +365,7 @@ class Trainer:
                 )
         self._state.load(state)
         self.history.load_state_dict(state["open_epoch"])
+        self._draws.load_state_dict(state.get("samplers", []))
         self.steps, self.epoch = state["steps"], state["epoch"]
         self._attempt = Attempt(self._attempt.trainer, self.steps, self.steps - 1)
 
@@ -407,8 +412,11 @@ class Trainer:
         if self.world.rank == 0 and (ranks := ranks_of(pages, step.times)):
             self.history.write("timeline", step=result.step, ranks=ranks)
 
-    def _agreeing(self, about: str) -> Callable[[bytes], list[bytes]]:
-        return partial(all_gather_bytes, about=about, group=self.setting.group)
+    def _agreeing(self, what: str) -> Agree:
+        def agree(message: bytes, doing: str) -> list[bytes]:
+            return all_gather_bytes(message, f"{doing} {what}", self.setting.group)
+
+        return agree
 
     def _end_epoch(self, epoch: int) -> None:
         result = self.history.end_epoch(epoch)

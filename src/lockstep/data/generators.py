@@ -1,0 +1,121 @@
+"""Private random generators: found in an object's attributes, their states saved and restored.
+
+torch's, Python's and numpy's global generators are seeded for each order and each sample.
+A generator that a sampler or dataset made for itself goes on from one draw to the next,
+so what it gives depends on all draws before.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+import numpy
+import torch
+
+__all__ = ["private_generators", "restore_generator", "state_of_generator"]
+
+DEPTH, LIMIT = 5, 1000
+"""How deep attributes are searched, and how many objects at most."""
+
+GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+
+SHARED: tuple[Any, ...] = (
+    torch.default_generator,
+    random._inst,
+    numpy.random.mtrand._rand,
+)
+"""The global generators, which are seeded from outside."""
+
+
+def private_generators(owner: Any, without: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Return the generators among the attributes of `owner`, by the path that leads there.
+
+    Containers, `functools.partial` and objects among the attributes are searched too.
+
+    Args:
+        owner: The object, for instance a sampler or a dataset.
+        without: Names of attributes that are not searched.
+    """
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+
+    def search(value: Any, path: str, depth: int) -> None:
+        if id(value) in seen or len(seen) >= LIMIT:
+            return
+        seen.add(id(value))
+        if isinstance(value, GENERATORS):
+            if not any(value is each for each in SHARED) and _has_state(value):
+                found[path] = value
+        elif depth < DEPTH:
+            for name, part in _parts(value):
+                if name not in without:
+                    search(part, f"{path}.{name}" if path else name, depth + 1)
+
+    search(owner, "", 0)
+    return found
+
+
+def state_of_generator(generator: Any) -> Any:
+    """Return the state of a generator as JSON values."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes().hex()
+    if isinstance(generator, numpy.random.Generator):
+        return _plain(generator.bit_generator.state)
+    if isinstance(generator, numpy.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    return _plain(generator.getstate())
+
+
+def restore_generator(generator: Any, state: Any) -> None:
+    """Put a generator into a state that `state_of_generator` returned of one of its kind.
+
+    Raises TypeError, ValueError or KeyError for the state of another kind of generator.
+    """
+    if isinstance(generator, torch.Generator):
+        octets = bytearray.fromhex(state)
+        generator.set_state(torch.frombuffer(octets, dtype=torch.uint8))
+    elif isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, numpy.random.RandomState):
+        generator.set_state(state)
+    else:
+        version, numbers, gauss = state
+        generator.setstate((version, tuple(numbers), gauss))
+
+
+def _has_state(generator: Any) -> bool:
+    """Tell a generator from one that draws from the operating system."""
+    return not isinstance(generator, random.SystemRandom)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Give what an object holds, by name."""
+    if isinstance(value, (str, bytes, torch.Tensor, numpy.ndarray, type)):
+        return
+    if isinstance(value, functools.partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif isinstance(value, dict):  # not any mapping: one may load what it is asked for
+        if len(value) <= LIMIT:
+            yield from ((str(key), part) for key, part in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        if len(value) <= LIMIT:
+            yield from ((str(number), part) for number, part in enumerate(value))
+    else:
+        if isinstance(value, MethodType):
+            yield "__self__", value.__self__
+        yield from getattr(value, "__dict__", {}).items()
+
+
+def _plain(value: Any) -> Any:
+    """Return nested numbers as JSON has them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    if isinstance(value, (numpy.ndarray, numpy.generic)):
+        return value.tolist()
+    return value

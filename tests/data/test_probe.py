@@ -1,0 +1,313 @@
+"""A few samples of each epoch are loaded twice: what is not seeded shows."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+
+from lockstep.data import probe
+from lockstep.data.loader import Batches
+from lockstep.data.probe import probe_samples, spread
+from lockstep.errors import DatasetError, DisagreementError, SampleError
+
+
+class Numbers(Dataset[Any]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3,), float(index))
+
+
+class OwnNumpy(Numbers):
+    def __init__(self) -> None:
+        self.rng = numpy.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) + torch.from_numpy(self.rng.normal(size=3))
+
+
+class RareFlip(OwnNumpy):
+    """Draws, but the samples hardly ever show it."""
+
+    def __getitem__(self, index: int) -> Any:
+        flipped = self.rng.random() > 0.999999
+        return -torch.ones(3) if flipped else torch.ones(3)
+
+
+class OwnTorch(Numbers):
+    def __init__(self) -> None:
+        self.augment = {"noise": [torch.Generator().manual_seed(0)]}
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(3, generator=self.augment["noise"][0])
+
+
+class Hidden(Numbers):
+    """Its generator is in no attribute."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": numpy.random.default_rng().normal(size=3), "path": "a"}
+
+
+class Counting(Numbers):
+    calls = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.calls += 1
+        return super().__getitem__(index) + self.calls
+
+
+class Spoiling(Numbers):
+    """Augments in place what it holds."""
+
+    def __init__(self) -> None:
+        self.x = torch.ones(40, 3)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index].mul_(1 + torch.rand(()))
+
+
+PRIVATE = "draws from a generator of its own"
+OTHER = "differs from itself, because it depends on something that is not seeded"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (OwnNumpy, rf"{PRIVATE} \(rng\)"),
+        (RareFlip, rf"{PRIVATE} \(rng\)"),
+        (OwnTorch, rf"{PRIVATE} \(augment.noise.0\)"),
+        (Hidden, OTHER),
+        (Counting, OTHER),
+        (Spoiling, OTHER),
+    ],
+)
+def test_a_dataset_that_depends_on_what_was_loaded_before_is_named(
+    dataset: Any, words: str, num_workers: int
+) -> None:
+    """Its samples depended on the number of ranks."""
+    batches = Batches(dataset(), 8, num_workers=num_workers, rank=3, shuffle=False)
+    with pytest.raises(
+        DatasetError,
+        match=rf"sample 0 of {dataset.__name__}, loaded twice with the same random seed, {words}"
+        r".*: draw from torch's, Python's or numpy's global generators.* \(rank 3, batch 0\)$",
+    ):
+        list(batches)
+
+
+class Seeded(Numbers):
+    """Generators of its own, as they should be: seeded by a draw from a global one."""
+
+    def __init__(self) -> None:
+        self.rng = numpy.random.default_rng(0)
+        self.generator = torch.Generator()
+
+    def __getitem__(self, index: int) -> Any:
+        self.rng = numpy.random.default_rng(random.getrandbits(64))
+        self.generator.manual_seed(int(torch.randint(2**31, ())))
+        noise = torch.rand(3, generator=self.generator) + torch.from_numpy(self.rng.random(3))
+        return noise + numpy.random.rand(), float("nan"), {"object": object()}
+
+
+class Split(Numbers):
+    """A generator that is used in the beginning only; calls are counted, and cached."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(0)
+        self.order = self.rng.sample(range(40), 40)
+        self.calls = 0
+        self.cache: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        self.calls += 1
+        return self.cache.setdefault(index, torch.tensor(self.order[index]))
+
+
+@pytest.mark.parametrize("dataset", [Seeded, Split, lambda: Subset(Numbers(), range(7))])
+def test_datasets_that_are_seeded_pass(dataset: Any) -> None:
+    for epoch in range(3):
+        collate = len if dataset is Seeded else None
+        list(Batches(dataset(), 8, epoch=epoch, collate_fn=collate))
+
+
+def test_a_sample_that_raises_is_reported_in_its_turn() -> None:
+    class Late(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index == 4:
+                raise ValueError("damaged")
+            return super().__getitem__(index)
+
+    batches = Batches(Late(), 8, shuffle=False, microbatches=8, replicas=2, replica=0)
+    assert sum(len(batch.microbatches) for batch in batches) == 20
+    with pytest.raises(SampleError, match="sample 4 of Late raised ValueError: damaged"):
+        list(Batches(Late(), 8, shuffle=False, microbatches=8, replicas=2, replica=1))
+
+
+def test_samples_that_load_slowly_cost_one_sample_twice() -> None:
+    loaded: list[int] = []
+
+    def load(position: int) -> int:
+        loaded.append(position)
+        until = time.perf_counter() + probe.BUDGET
+        while time.perf_counter() < until:
+            pass
+        return position
+
+    assert len(probe_samples(load, [5, 6, 7], [50, 60, 70], None)) == 1
+    assert loaded == [5, 5]
+
+
+def test_the_samples_are_spread_over_the_batch() -> None:
+    assert spread(range(100, 140)) == [100, 120, 110, 130]
+    assert spread(range(3)) == [0, 1, 2]
+    assert spread(range(7, 8)) == [7]
+
+
+def test_the_probe_runs_once_an_epoch_where_samples_are_loaded(tmp_path: Path) -> None:
+    class Files(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            worker = get_worker_info()
+            with (tmp_path / ("rank" if worker is None else str(worker.id))).open("a") as file:
+                file.write(f"{index}\n")
+            return torch.tensor(index)
+
+    list(Batches(Files(), 10, shuffle=False, num_workers=2))
+    loads = [int(line) for path in tmp_path.iterdir() for line in path.read_text().split()]
+    assert not (tmp_path / "rank").exists()
+    assert sorted(set(loads)) == list(range(40))
+    assert {index for index in loads if loads.count(index) > 1} <= {0, 2, 5, 7}
+    assert loads.count(0) == 3
+
+
+def test_a_resumed_epoch_is_probed_where_it_begins() -> None:
+    batches = Batches(OwnNumpy(), 8, shuffle=False)
+    batches.load_state_dict({**Batches(Numbers(), 8, shuffle=False).state_dict(), "position": 3})
+    with pytest.raises(DatasetError, match=r"^sample 24 of OwnNumpy.*batch 3\)$"):
+        list(batches)
+
+
+class Mixing:
+    """Mixes samples by a generator of its own."""
+
+    def __init__(self, seeded: bool) -> None:
+        self.rng = numpy.random.default_rng(0)
+        self.seeded = seeded
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if self.seeded:
+            self.rng = numpy.random.default_rng(numpy.random.randint(2**31))
+        return torch.stack(samples) * self.rng.random()
+
+
+def test_a_collate_fn_with_a_generator_of_its_own_is_named() -> None:
+    with pytest.raises(DatasetError, match=rf"^collate_fn, called twice .* {PRIVATE} \(rng\)"):
+        list(Batches(Numbers(), 8, collate_fn=Mixing(seeded=False)))
+    assert len(list(Batches(Numbers(), 8, collate_fn=Mixing(seeded=True)))) == 5
+
+
+# --- other data on another rank -----------------------------------------------------------------
+
+
+class Said:
+    """Stands for two ranks, of which the other one has said what it said alone."""
+
+    def __init__(self) -> None:
+        self.messages: dict[str, bytes] = {}
+
+    def first(self, message: bytes, doing: str) -> list[bytes]:
+        self.messages[doing] = message
+        return [message]
+
+    def second(self, message: bytes, doing: str) -> list[bytes]:
+        return [self.messages[doing], message]
+
+
+class Shifted(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) + (index >= 20)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, shift: float) -> None:
+        self.shift = shift
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(40):
+            yield torch.tensor(number + self.shift)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options", "sample"),
+    [
+        (Numbers(), Shifted(), {"shuffle": False, "start": 3}, 24),
+        (Numbers(), Shifted(), {"sampler": [1, 2, 3, 4, 20, 5, 6, 7]}, 20),
+        (
+            TensorDataset(torch.arange(40)),
+            TensorDataset(torch.arange(40) * 2),
+            {"sampler": range(3, 40)},
+            3,
+        ),
+        (
+            Subset(TensorDataset(torch.arange(40)), range(10, 20)),
+            Subset(TensorDataset(torch.arange(40)), range(20, 30)),
+            {"sampler": range(3, 9)},
+            3,
+        ),
+        (Stream(0), Stream(1), {}, 0),
+        (Stream(0), Stream(1), {"start": 2}, 16),
+    ],
+)
+def test_a_rank_with_other_samples_is_named(
+    ours: Any, theirs: Any, options: dict[str, Any], sample: int, num_workers: int
+) -> None:
+    """Datasets of equal length passed for the same."""
+    given = dict(options)
+    start = given.pop("start", 0)
+    ranks = Said()
+
+    def batches(dataset: Any, agree: Any) -> Batches:
+        result = Batches(dataset, 8, agree=agree, num_workers=num_workers, **given)
+        if start:
+            result.load_state_dict({**result.state_dict(), "position": start})
+        return result
+
+    list(batches(ours, ranks.first))
+    list(batches(ours, ranks.second))
+    with pytest.raises(
+        DisagreementError, match=rf"rank 1 has another sample {sample} than rank 0, although"
+    ):
+        list(batches(theirs, ranks.second))
+
+
+def test_a_rank_that_cannot_load_its_first_batch_tells_the_others() -> None:
+    class Damaged(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            raise ValueError("damaged")
+
+    ranks = Said()
+    with pytest.raises(SampleError, match="damaged"):
+        list(Batches(Damaged(), 8, agree=ranks.first))
+    assert json.loads(ranks.messages["comparing samples of"]) == []
+    list(Batches(Numbers(), 8, agree=ranks.second))
+
+
+def test_a_loader_that_fails_at_once_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise SampleError("no worker")
+        yield
+
+    monkeypatch.setattr("lockstep.data.loader.in_workers", fail)
+    ranks = Said()
+    with pytest.raises(SampleError, match="no worker"):
+        list(Batches(Numbers(), 8, num_workers=1, agree=ranks.first))
+    assert json.loads(ranks.messages["comparing samples of"]) == []
