@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format bench core sanitize clean
+.PHONY: help install demo test soak check format bench core sanitize clean
 
 help: ## say what can be made here
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
@@ -25,6 +25,9 @@ demo: install ## train on real handwritten digits with two processes
 
 test: install ## run the whole test suite
 	@$(BIN)/python -m pytest
+
+soak: install ## run the long tests: races, sanitizers, random trainings (up to 30 minutes)
+	@$(BIN)/python -m pytest -m stress
 
 check: install ## format, lint and types
 	@$(BIN)/ruff format --check .

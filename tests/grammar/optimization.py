@@ -1,0 +1,168 @@
+"""Optimizers with their options, parameter groups, schedules, the average and the clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler as schedules
+
+from grammar.drawing import Draw, described
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """What turns a gradient into new weights, as it was drawn."""
+
+    optimizer: partial[optim.Optimizer]
+    groups: Callable[[str, nn.Parameter], Mapping[str, Any]] | None = None
+    scheduler: partial[Any] | None = None
+    scheduler_each: str = "step"
+    clip_norm: float | None = None
+    average: float | None = None
+
+    def __str__(self) -> str:
+        """Describe it."""
+        parts = [described(self.optimizer)]
+        parts += [f"groups={self.groups.__name__}"] if self.groups else []
+        if self.scheduler:
+            parts.append(f"{described(self.scheduler)} each {self.scheduler_each}")
+        parts += [f"clip_norm={self.clip_norm}"] if self.clip_norm else []
+        parts += [f"average={self.average}"] if self.average is not None else []
+        return ", ".join(parts)
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether pieces of a parameter can be stepped one by one."""
+        return self.optimizer.func is not optim.Adafactor
+
+    def options(self) -> dict[str, Any]:
+        """Return the trainer's options."""
+        return {
+            "groups": self.groups,
+            "scheduler": self.scheduler,
+            "scheduler_each": self.scheduler_each,
+            "clip_norm": self.clip_norm,
+            "average": self.average,
+        }
+
+    def grouped(self, model: nn.Module) -> list[Any]:
+        """Return the parameters, or groups of those whose options are equal."""
+        if self.groups is None:
+            return list(model.parameters())
+        found: list[dict[str, Any]] = []
+        for name, parameter in model.named_parameters():
+            options = dict(self.groups(name, parameter))
+            same = [group for group in found if {**group, "params": 0} == {**options, "params": 0}]
+            if same:
+                same[0]["params"].append(parameter)
+            else:
+                found.append({"params": [parameter], **options})
+        return found
+
+
+def without_decay(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    """Exempt vectors from weight decay."""
+    return {"weight_decay": 0.0} if parameter.dim() < 2 else {}
+
+
+def slow_biases(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    """Give biases a learning rate of their own."""
+    return {"lr": 0.003, "weight_decay": 0.0} if name.endswith("bias") else {"weight_decay": 0.02}
+
+
+def with_rate_as_tensor(
+    kind: Callable[..., optim.Optimizer], parameters: Any, lr: float, **options: Any
+) -> optim.Optimizer:
+    """Return an optimizer whose learning rate is a tensor of its own."""
+    return kind(parameters, lr=torch.tensor(lr), **options)
+
+
+def draw_optimization(draw: Draw, steps: int, epochs: int, complex_model: bool) -> Optimization:
+    """Draw an optimizer for so many steps, and what goes with it."""
+    optimizer = _optimizer(draw, complex_model)
+    momentum = {"momentum", "betas"} & optimizer.keywords.keys()
+    each = draw.pick("step", "step", "epoch") if epochs else "step"
+    scheduler = None
+    if draw.chance(0.35):
+        scheduler = _scheduler(draw, steps, each, bool(momentum))
+    takes_decay = optimizer.func not in (optim.Rprop,)
+    groups = draw.pick(without_decay, slow_biases) if takes_decay and draw.chance(0.25) else None
+    return Optimization(
+        optimizer,
+        groups,
+        scheduler,
+        each if scheduler else "step",
+        draw.pick(0.05, 0.5, 5.0) if draw.chance(0.3) else None,
+        draw.pick(0.0, 0.5, 0.99) if draw.chance(0.25) else None,
+    )
+
+
+def _optimizer(draw: Draw, complex_model: bool) -> partial[Any]:
+    """Draw an optimizer and its options."""
+    how: dict[str, Any] = draw.pick({}, {}, {"foreach": True}, {"foreach": False})
+    fused: dict[str, Any] = how if complex_model else draw.pick(how, {"fused": True})
+    decay = draw.some(weight_decay=0.01, maximize=True)
+    kind = draw.randrange(12)
+    if kind < 3:
+        options = draw.some(momentum=0.9, dampening=0.1) if draw.chance(0.5) else {
+            "momentum": 0.9, "nesterov": True
+        }  # fmt: skip
+        return partial(optim.SGD, lr=0.05, **options, **decay, **fused)
+    if kind < 6:
+        options = draw.some(amsgrad=True, betas=(0.8, 0.95))
+        adam = draw.pick(optim.Adam, optim.AdamW)
+        if draw.chance(0.1) and not how and fused is how:
+            return partial(with_rate_as_tensor, adam, lr=0.01, **options, **decay)
+        return partial(adam, lr=0.01, **options, **decay, **fused)
+    if kind == 6:
+        options = draw.some(lr_decay=0.1, initial_accumulator_value=0.1)
+        return partial(optim.Adagrad, lr=0.05, **options, **decay, **fused)
+    if kind == 7:
+        options = draw.some(momentum=0.9, centered=True)
+        return partial(optim.RMSprop, lr=0.005, **options, **decay, **how)
+    if kind == 8:
+        return partial(optim.Adadelta, lr=0.5, **decay, **how)
+    if kind == 9:
+        return partial(
+            optim.NAdam, lr=0.01, **draw.some(decoupled_weight_decay=True), **decay, **how
+        )
+    if kind == 10:
+        return partial(
+            optim.RAdam, lr=0.01, **draw.some(decoupled_weight_decay=True), **decay, **how
+        )
+    rare = [
+        partial(optim.Adamax, lr=0.01, **decay, **how),
+        partial(optim.ASGD, lr=0.05, **decay, **how),
+        partial(optim.Rprop, lr=0.01, **how),
+    ]
+    if not complex_model:
+        rare.append(partial(optim.Adafactor, lr=0.01))
+    return draw.choice(rare)
+
+
+def _scheduler(draw: Draw, steps: int, each: str, has_momentum: bool) -> partial[Any]:
+    """Draw a schedule of the learning rate."""
+    kinds = [
+        partial(schedules.StepLR, step_size=2, gamma=0.5),
+        partial(schedules.ExponentialLR, gamma=0.9),
+        partial(schedules.CosineAnnealingLR, T_max=5),
+        partial(schedules.CosineAnnealingWarmRestarts, T_0=2),
+        partial(schedules.LinearLR, start_factor=0.3, total_iters=4),
+        partial(schedules.LambdaLR, lr_lambda=inverse),
+        partial(schedules.PolynomialLR, total_iters=6, power=2.0),
+    ]
+    if has_momentum:
+        kinds.append(partial(schedules.OneCycleLR, max_lr=0.05, total_steps=steps + 2))
+    if each == "epoch":
+        kinds += [partial(schedules.ReduceLROnPlateau, patience=0, threshold=10.0)] * 3
+    return draw.choice(kinds)
+
+
+def inverse(number: int) -> float:
+    """Return the factor of a learning rate that decays with the inverse of the time."""
+    return 1 / (1 + number)

@@ -1,0 +1,136 @@
+"""A case in plain PyTorch: `tests/reference.py` with what the case draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
+
+import reference
+from grammar import Case
+from grammar.datasets import dataset_of, order_of, tensors
+from grammar.loops import loop_of
+from grammar.models import accumulation_hooked
+from grammar.outcome import Outcome
+
+EVALUATED = 11
+"""The batch size of an evaluation."""
+
+
+def prepare() -> None:
+    """Set what bits depend on, as `ls.init` does."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def batches_of(case: Case, inputs: list[torch.Tensor], targets: torch.Tensor) -> list[Any]:
+    """Return the global batches of all steps."""
+    data = case.data
+    if data.epochs:
+        dataset = dataset_of(data, inputs, targets)
+        return [
+            batch
+            for epoch in range(data.epochs)
+            for batch in reference.epoch(
+                dataset, data.batch_size, case.seed, epoch,
+                shuffle=data.shuffle, sampler=order_of(data, epoch),
+            )
+        ]  # fmt: skip
+    return tensor_batches(case, inputs, targets)
+
+
+def tensor_batches(case: Case, inputs: list[torch.Tensor], targets: torch.Tensor) -> list[Any]:
+    """Return the batches that are given as tensors."""
+    ends = [sum(case.data.sizes[: number + 1]) for number in range(len(case.data.sizes))]
+    spans = [slice(end - size, end) for end, size in zip(ends, case.data.sizes, strict=True)]
+    if case.data.named:
+        return [{"inputs": inputs[0][span], "targets": targets[span]} for span in spans]
+    return [(*(each[span] for each in inputs), targets[span]) for span in spans]
+
+
+def outcome_of(case: Case) -> Outcome:
+    """Train the case from its first step to its last."""
+    model = case.model.build(case.seed)
+    loss = case.loss.build(case.model.dtype)
+    optimization = case.optimization
+    made: list[Any] = []
+
+    def optimizer(parameters: Any) -> Any:
+        made.append(optimization.optimizer(optimization.grouped(model)))
+        if optimization.scheduler:
+            made.append(optimization.scheduler(made[0]))
+        return made[0]
+
+    inputs, targets = tensors(case.data, case.model, case.loss, case.microbatches, case.seed)
+    average = None
+    if optimization.average is not None:
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(optimization.average))
+    losses = reference.train(
+        model,
+        loss,
+        optimizer,
+        batches_of(case, inputs, targets),
+        case.microbatches,
+        case.seed,
+        optimization.clip_norm,
+        units=case.model.units(model),
+        weight=case.loss.weight,
+        precision=case.precision,
+        losses_of=loop_of(case.loop),
+        after_step=_after_step(case, model, made, average),
+    )
+    evaluation = None
+    if case.evaluates:
+        evaluated = model if average is None else average.module
+        evaluation = reference.evaluate(
+            evaluated,
+            loss,
+            reference.epoch(TensorDataset(*inputs, targets), EVALUATED, 0, 0, shuffle=False),
+            case.microbatches,
+            case.seed,
+            units=case.model.units(evaluated),
+            weight=case.loss.weight,
+            precision=case.precision,
+        ).hex()
+    return Outcome(
+        tuple(value.hex() for value in losses),
+        reference.digest(model.state_dict()),
+        reference.digest(reference.optimizer_state(made[0], model)),
+        None if average is None else reference.digest(average.state_dict()),
+        evaluation,
+        float(made[0].param_groups[0]["lr"]).hex(),
+    )
+
+
+def hook_late(case: Case, model: Any) -> None:
+    """Add the hooks that a training gets after its first step."""
+    if case.hooked_late is not None:
+        units = case.model.units(model)
+        accumulation_hooked(case.hooked_late % len(units), units)
+
+
+def _after_step(case: Case, model: Any, made: list[Any], average: Any) -> Callable[[float], None]:
+    """Return what moves the average and the schedule, after each step or epoch."""
+    sizes, done = case.data.sizes, []
+
+    def after_step(loss: float) -> None:
+        done.append(Fraction(loss) * sizes[len(done) % len(sizes)])
+        if average is not None:
+            average.update_parameters(model)
+        if len(done) == 1:
+            hook_late(case, model)
+        if len(made) < 2:
+            return
+        if case.optimization.scheduler_each == "step":
+            made[1].step()
+        elif len(done) % len(sizes) == 0:
+            mean = float(sum(done[-len(sizes) :]) / sum(sizes))
+            made[1].step(mean) if isinstance(made[1], ReduceLROnPlateau) else made[1].step()
+
+    return after_step

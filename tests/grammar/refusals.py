@@ -1,0 +1,61 @@
+"""Refusals: what a layout cannot do, and the sentence that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import optim
+
+from grammar import Case
+from grammar.drawing import described
+from grammar.layouts import Layout
+
+
+def refusals(case: Case, layout: Layout) -> list[str]:
+    """Return parts of the sentences with which a layout of this case must be refused, if any."""
+    return [*_of_layout(case, layout), *_of_model(case, layout), *_of_sharing(case, layout)]
+
+
+def _of_layout(case: Case, layout: Layout) -> Iterator[str]:
+    if layout.world % layout.stages:
+        yield "cannot hold replicas of"
+    if layout.replicas > case.microbatches:
+        yield "so some would have none"
+    if layout.recompute and not case.model.is_chain:
+        yield "names no blocks"
+    if layout.stages > 1:
+        if layout.shared:
+            yield "shared=True is for whole models"
+        if not case.model.is_chain:
+            yield "does not say how to cut it into"
+        if layout.loop:
+            yield "a loop of one's own needs the whole model"
+
+
+def _of_model(case: Case, layout: Layout) -> Iterator[str]:
+    model = str(case.model)
+    if "max_norm" in model or "Teacher" in model:
+        yield "was written during forward or backward"
+    if "sparse=True" in model:
+        yield "has a sparse gradient"
+    if "tied_by_memory" in model and (layout.stages > 1 or layout.shared):
+        yield "are different tensors over the same memory"
+    if layout.stages > 1 and layout.balance is not None:
+        later = case.model.blocks[layout.balance[0] :]
+        if "PythonNoise" in described(later):
+            yield "a block draws from Python's or numpy's random numbers"
+    optimizer = case.optimization.optimizer
+    if optimizer.func is optim.SGD and "fused" in optimizer.keywords and "bfloat16" in model:
+        yield "use SGD without fused=True"
+
+
+def _of_sharing(case: Case, layout: Layout) -> Iterator[str]:
+    if not layout.shared:
+        return
+    if not case.optimization.is_elementwise:
+        yield "is not known to treat each element of a parameter by itself"
+    if layout.replicas > 1:
+        if "ToComplex" in str(case.model):
+            yield 'shared=True needs the backend "lockstep"'
+        if "Gapped" in str(case.model):
+            yield "because it is a view of another tensor"
