@@ -34,6 +34,9 @@ LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, i
     : Backend(rank, size),
       options_(c10::make_intrusive<Options>("lockstep", timeout)),
       inside_(std::make_shared<Inside>()) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size && (ranks.empty() || ranks.size() == size_t(size)),
+                    "a group of ", size, " can't have a rank ", rank, " and ", ranks.size(),
+                    " global ranks");
   for (int global : ranks) options_->global_ranks_in_group.push_back(static_cast<uint64_t>(global));
   options_->group_name = name;
   inside_->caller = static_cast<unsigned long>(pthread_self());
@@ -48,7 +51,22 @@ LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, i
   mail_.reset(new Mail(*inside_->group), [inside = inside_](Mail* mail) { delete mail; });
 }
 
+// Never destroys what `pointer` holds.
+template <typename T>
+static void leak(std::shared_ptr<T>& pointer) {
+  (void)new std::shared_ptr<T>(std::move(pointer));
+}
+
 LockstepBackend::~LockstepBackend() {
+  if (process_ != this_process()) {
+    // Ending the group in a forked child would tell the other ranks that this rank has left.
+    // Even destroying a condition variable waits for ever there: for the threads that slept
+    // on it at the fork, which the child does not have.
+    leak(queue_);
+    leak(mail_);
+    leak(inside_);
+    return;
+  }
   // Our threads may want the interpreter before they end, so we must not hold it.
   if (Py_IsInitialized() && PyGILState_Check()) {
     pybind11::gil_scoped_release release;
@@ -60,6 +78,7 @@ LockstepBackend::~LockstepBackend() {
 
 void LockstepBackend::shutdown() {
   if (!inside_) return;
+  check_process();
   queue_->stop();
   mail_->stop();
   inside_->group->leave();
@@ -69,16 +88,32 @@ void LockstepBackend::shutdown() {
 }
 
 void LockstepBackend::abort() {
-  if (inside_) inside_->group->abort(inside_->group->name_of(rank_) + " aborted the group");
+  if (!inside_) return;
+  check_process();
+  inside_->group->abort(inside_->group->name_of(rank_) + " aborted the group");
 }
 
 c10d::ErrorType LockstepBackend::getError() {
-  return inside_ && inside_->group->aborted() ? c10d::ErrorType::COMM_ERROR
-                                              : c10d::ErrorType::SUCCESS;
+  if (!inside_) return c10d::ErrorType::SUCCESS;
+  check_process();
+  return inside_->group->aborted() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+}
+
+void LockstepBackend::check_process() const {
+  if (process_ == this_process()) return;
+  const Group& group = *inside_->group;
+  C10_THROW_ERROR(
+      DistBackendError,
+      group.name_of(rank_) + ": process " + std::to_string(this_process()) +
+          " is a fork of process " + std::to_string(process_) + ", which joined group " +
+          group.naming().group + ", and cannot use the group: make this call in process " +
+          std::to_string(process_) +
+          ", or start the new process by spawning it and let it join a group of its own");
 }
 
 void LockstepBackend::check_open() {
   if (!inside_) C10_THROW_ERROR(DistBackendError, "the group was destroyed");
+  check_process();
   inside_->caller.store(static_cast<unsigned long>(pthread_self()), std::memory_order_relaxed);
   take_name();
 }
@@ -235,6 +270,7 @@ WorkPtr LockstepBackend::start(c10d::OpType type, Tensors outputs, std::vector<P
 }
 
 void LockstepBackend::startCoalescing() {
+  check_open();
   coalescing_ = true;
   coalesced_.clear();
 }
@@ -249,6 +285,7 @@ void LockstepBackend::coalesce(const WorkPtr& work) {
 }
 
 WorkPtr LockstepBackend::endCoalescing() {
+  check_open();
   coalescing_ = false;
   return c10::make_intrusive<ManyWork>(std::exchange(coalesced_, {}), std::vector<Tensors>());
 }
@@ -260,7 +297,8 @@ WorkPtr LockstepBackend::message(c10d::OpType type, Tensors& tensors, int peer, 
   const bool sending = type == c10d::OpType::SEND;
   const char* op = sending ? "send" : "recv";
   TORCH_CHECK_VALUE(tensors.size() == 1, op, " takes one tensor");
-  TORCH_CHECK_VALUE(peer < size_, op, ": there is no rank ", peer, " in a group of ", size_);
+  TORCH_CHECK_VALUE((peer >= 0 || type == c10d::OpType::RECVANYSOURCE) && peer < size_, op,
+                    ": there is no rank ", peer, " in a group of ", size_);
   at::Tensor kept;
   std::optional<Writable> written;
   if (sending) {

@@ -14,6 +14,7 @@
 
 #include "collectives/exact_sum.h"
 #include "mail.h"
+#include "process.h"
 #include "queue.h"
 #include "tensors.h"
 #include "work.h"
@@ -99,15 +100,18 @@ class LockstepBackend : public c10d::Backend {
                 std::vector<Writable> written);
   void coalesce(const WorkPtr& work);
   WorkPtr message(c10d::OpType type, Tensors& tensors, int peer, int tag);
+  // Throws in a process that was forked from the one that joined the group.
+  void check_process() const;
   void check_open();
   void take_name();
   void check_root(const char* op, int root) const;
   Plan all_reduce_plan(const at::Tensor& tensor, const c10d::ReduceOp& op, int root);
   Plan exchange_plan(Call call, Exchange blocks);
-  Plan gather_plan(const at::Tensor& output, const at::Tensor& input);
+  Plan all_gather_plan(const Outputs& outputs, const at::Tensor& input, std::vector<Block> into);
   Plan reduce_scatter_plan(const char* op, Tensors inputs, const at::Tensor& output,
                            const c10d::ReduceOp& reduction, bool uneven);
 
+  const int process_ = this_process();  // which joined the group
   c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Inside> inside_;
   std::shared_ptr<Queue> queue_;

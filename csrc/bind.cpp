@@ -63,11 +63,9 @@ static c10::intrusive_ptr<LockstepBackend> create(const c10::intrusive_ptr<c10d:
                                               std::move(ranks), &where, &hear);
 }
 
-static at::Tensor empty(const std::vector<int64_t>& sizes, py::object dtype) {
-  const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
-  py::gil_scoped_release others;  // new memory takes seconds a gigabyte
+static at::Tensor empty(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
   try {
-    return shared_empty(sizes, type);
+    return shared_empty(sizes, dtype);
   } catch (const Failure& error) {
     throw std::runtime_error(error.what());
   }
@@ -117,7 +115,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("create", &create, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("name"), py::arg("ranks"),
              py::call_guard<py::gil_scoped_release>());
-  module.def("empty", &empty, py::arg("sizes"), py::arg("dtype"));
+  // New memory takes seconds a gigabyte.
+  module.def("empty", &empty, py::arg("sizes"), py::arg("dtype"),
+             py::call_guard<py::gil_scoped_release>());
   module.def("is_shared", &is_shared, py::arg("tensor"));
   module.def("heap_bytes", [] { return Heap::here().used(); });
   module.def("kernels", [] { return std::string(kernels().name); });

@@ -34,7 +34,6 @@ void Callbacks::loop() {
 }
 
 void Callbacks::stop() {
-  if (threads_.left_behind()) return;
   std::unique_lock<std::mutex> lock(mutex_);
   stopping_ = true;
   changed_.notify_all();

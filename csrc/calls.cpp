@@ -35,13 +35,11 @@ WorkPtr LockstepBackend::allreduce(Tensors& tensors, const c10d::AllreduceOption
 WorkPtr LockstepBackend::allreduce_coalesced(Tensors& tensors,
                                              const c10d::AllreduceCoalescedOptions& opts) {
   std::vector<Plan> plans;
-  std::vector<Writable> written;
-  for (const at::Tensor& each : tensors) {
-    written.emplace_back("all_reduce_coalesced", each, true);
-    plans.push_back(all_reduce_plan(written.back().plain(), opts.reduceOp, -1));
-  }
+  Outputs outputs("all_reduce_coalesced");
+  for (const at::Tensor& each : tensors)
+    plans.push_back(all_reduce_plan(outputs.add(each, true), opts.reduceOp, -1));
   return start(c10d::OpType::ALLREDUCE_COALESCED, tensors, std::move(plans), opts.timeout,
-               opts.asyncOp, std::move(written));
+               opts.asyncOp, outputs.take());
 }
 
 WorkPtr LockstepBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
@@ -100,22 +98,20 @@ WorkPtr LockstepBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                 const c10d::GatherOptions& opts) {
   const int root = static_cast<int>(opts.rootRank);
   check_root("gather", root);
-  const at::Tensor input = readable("gather", only("gather", inputs));
+  const at::Tensor& given = only("gather", inputs);
   Exchange blocks{none(size_), none(size_), true};
-  blocks.send[root] = block_of(input);
-  std::vector<Writable> written;
+  Outputs written("gather");
   if (rank_ == root) {
     const Tensors& list = only("gather", outputs);
-    check_list("gather", list, input, size_);
-    for (int s = 0; s < size_; ++s) {
-      written.emplace_back("gather", list[s], false);
-      blocks.receive[s] = block_of(written.back().plain());
-    }
+    check_list("gather", list, given, size_);
+    for (int s = 0; s < size_; ++s) blocks.receive[s] = block_of(written.add(list[s], false));
   }
+  const at::Tensor input = written.readable(given, blocks.receive[root]);
+  blocks.send[root] = block_of(input);
   Plan plan = exchange_plan(call_of(Op::gather, input, root), std::move(blocks));
   plan.body = holding({input}, std::move(plan.body));
   return start(c10d::OpType::GATHER, rank_ == root ? outputs[0] : Tensors{}, {std::move(plan)},
-               opts.timeout, opts.asyncOp, std::move(written));
+               opts.timeout, opts.asyncOp, written.take());
 }
 
 WorkPtr LockstepBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -142,77 +138,94 @@ WorkPtr LockstepBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
 
 // ---- all-gather ----
 
-WorkPtr LockstepBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                   const c10d::AllgatherOptions& opts) {
-  const at::Tensor input = readable("all_gather", only("all_gather", inputs));
-  const Tensors& list = only("all_gather", outputs);
-  check_list("all_gather", list, input, size_);
-  Exchange blocks{none(size_), none(size_), true};
-  std::vector<Writable> written;
-  for (int r = 0; r < size_; ++r) {
-    blocks.send[r] = block_of(input);
-    written.emplace_back("all_gather", list[r], false);
-    blocks.receive[r] = block_of(written.back().plain());
-  }
-  Plan plan = exchange_plan(call_of(Op::all_gather, input), std::move(blocks));
-  plan.body = holding({input}, std::move(plan.body));
-  return start(c10d::OpType::ALLGATHER, list, {std::move(plan)}, opts.timeout, opts.asyncOp,
-               std::move(written));
-}
-
-LockstepBackend::Plan LockstepBackend::gather_plan(const at::Tensor& output,
-                                                   const at::Tensor& input) {
-  const char* op = "all_gather_into_tensor";
-  TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(), op, ": the tensors are ",
-                    dtype_name(static_cast<int>(output.scalar_type())), " and ",
-                    dtype_name(static_cast<int>(input.scalar_type())));
-  TORCH_CHECK_VALUE(output.numel() == input.numel() * size_, op, ": the output has ",
-                    output.numel(), " elements, ", size_, " ranks give ", input.numel(), " each");
-  Exchange blocks{none(size_), none(size_), true};
-  char* to = static_cast<char*>(output.data_ptr());
-  for (int r = 0; r < size_; ++r) {
-    blocks.send[r] = block_of(input);
-    blocks.receive[r] = {to + r * input.nbytes(), input.nbytes()};
-  }
-  Plan plan = exchange_plan(call_of(Op::all_gather, input), std::move(blocks));
-  plan.body = holding({input, output}, std::move(plan.body));
+// `into` are the blocks of one of the outputs, or of a list of them, by rank.
+LockstepBackend::Plan LockstepBackend::all_gather_plan(const Outputs& outputs,
+                                                       const at::Tensor& input,
+                                                       std::vector<Block> into) {
+  const at::Tensor kept = outputs.readable(input, into[rank_]);
+  Exchange blocks{std::vector<Block>(size_, block_of(kept)), std::move(into), true};
+  Plan plan = exchange_plan(call_of(Op::all_gather, kept), std::move(blocks));
+  plan.body = holding({kept}, std::move(plan.body));
   return plan;
 }
 
-WorkPtr LockstepBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                         const c10d::AllgatherOptions& opts) {
-  Writable written("all_gather_into_tensor", output, false);
-  Plan plan = gather_plan(written.plain(), readable("all_gather_into_tensor", input));
-  return start(c10d::OpType::_ALLGATHER_BASE, {output}, {std::move(plan)}, opts.timeout,
-               opts.asyncOp, {written});
-}
-
-WorkPtr LockstepBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                         const c10d::AllgatherOptions& opts) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "all_gather_into_tensor_coalesced: ",
-                    outputs.size(), " outputs for ", inputs.size(), " inputs");
-  std::vector<Plan> plans;
-  std::vector<Writable> written;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    written.emplace_back("all_gather_into_tensor_coalesced", outputs[i], false);
-    plans.push_back(gather_plan(written.back().plain(),
-                                readable("all_gather_into_tensor_coalesced", inputs[i])));
-  }
-  return start(c10d::OpType::COALESCED, outputs, std::move(plans), opts.timeout, opts.asyncOp,
-               std::move(written));
+WorkPtr LockstepBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                   const c10d::AllgatherOptions& opts) {
+  const char* op = "all_gather";
+  const at::Tensor& input = only(op, inputs);
+  const Tensors& list = only(op, outputs);
+  check_list(op, list, input, size_);
+  Outputs written(op);
+  std::vector<Block> into;
+  for (const at::Tensor& output : list) into.push_back(block_of(written.add(output, false)));
+  Plan plan = all_gather_plan(written, input, std::move(into));
+  return start(c10d::OpType::ALLGATHER, list, {std::move(plan)}, opts.timeout, opts.asyncOp,
+               written.take());
 }
 
 WorkPtr LockstepBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                              const c10d::AllgatherOptions& opts) {
-  std::vector<WorkPtr> works;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    Tensors input{inputs[i]};
-    // outputs[rank][i] is the i-th tensor of that rank.
-    std::vector<Tensors> lists(1);
-    for (Tensors& rank : outputs) lists[0].push_back(rank.at(i));
-    works.push_back(allgather(lists, input, opts));
+  const char* op = "all_gather_coalesced";
+  TORCH_CHECK_VALUE(static_cast<int>(outputs.size()) == size_, op, ": ", outputs.size(),
+                    " lists of outputs for ", size_, " ranks");
+  Outputs written(op);
+  // outputs[rank][i] is the i-th tensor of that rank.
+  std::vector<std::vector<Block>> into(inputs.size());
+  for (const Tensors& list : outputs) {
+    TORCH_CHECK_VALUE(list.size() == inputs.size(), op, ": a list of ", list.size(),
+                      " outputs for ", inputs.size(), " inputs");
+    for (size_t i = 0; i < list.size(); ++i)
+      into[i].push_back(block_of(written.add(list[i], false)));
   }
-  return c10::make_intrusive<ManyWork>(std::move(works), outputs);
+  std::vector<Plan> plans;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    for (const Tensors& list : outputs) check_dtypes(op, list[i], inputs[i]);
+    plans.push_back(all_gather_plan(written, inputs[i], std::move(into[i])));
+  }
+  WorkPtr work = start(c10d::OpType::COALESCED, {}, std::move(plans), opts.timeout, opts.asyncOp,
+                       written.take());
+  return c10::make_intrusive<ManyWork>(std::vector{std::move(work)}, outputs);
+}
+
+// The blocks of a tensor that is gathered into, one for each of `n` ranks.
+static std::vector<Block> slots_of(const char* op, const at::Tensor& output,
+                                   const at::Tensor& input, int n) {
+  check_dtypes(op, output, input);
+  TORCH_CHECK_VALUE(output.numel() == input.numel() * n, op, ": the output has ",
+                    output.numel(), " elements, ", n, " ranks give ", input.numel(), " each");
+  std::vector<Block> blocks;
+  char* to = static_cast<char*>(output.data_ptr());
+  for (int r = 0; r < n; ++r) blocks.push_back({to + r * input.nbytes(), input.nbytes()});
+  return blocks;
+}
+
+WorkPtr LockstepBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                         const c10d::AllgatherOptions& opts) {
+  const char* op = "all_gather_into_tensor";
+  check_tensor(op, input);
+  Outputs written(op);
+  const at::Tensor into = written.add(output, false);
+  Plan plan = all_gather_plan(written, input, slots_of(op, into, input, size_));
+  return start(c10d::OpType::_ALLGATHER_BASE, {output}, {std::move(plan)}, opts.timeout,
+               opts.asyncOp, written.take());
+}
+
+WorkPtr LockstepBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                         const c10d::AllgatherOptions& opts) {
+  const char* op = "all_gather_into_tensor_coalesced";
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), op, ": ", outputs.size(), " outputs for ",
+                    inputs.size(), " inputs");
+  Outputs written(op);
+  Tensors into;
+  for (const at::Tensor& output : outputs) into.push_back(written.add(output, false));
+  std::vector<Plan> plans;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_tensor(op, inputs[i]);
+    plans.push_back(
+        all_gather_plan(written, inputs[i], slots_of(op, into[i], inputs[i], size_)));
+  }
+  return start(c10d::OpType::COALESCED, outputs, std::move(plans), opts.timeout, opts.asyncOp,
+               written.take());
 }
 
 }  // namespace lockstep

@@ -43,14 +43,19 @@ inline const Tensors& only(const char* op, const std::vector<Tensors>& lists) {
   return lists[0];
 }
 
+inline void check_dtypes(const char* op, const at::Tensor& a, const at::Tensor& b) {
+  TORCH_CHECK_VALUE(a.scalar_type() == b.scalar_type(), op, ": the tensors are ",
+                    dtype_name(static_cast<int>(a.scalar_type())), " and ",
+                    dtype_name(static_cast<int>(b.scalar_type())));
+}
+
 inline void check_list(const char* op, const Tensors& list, const at::Tensor& model, int n) {
   TORCH_CHECK_VALUE(static_cast<int>(list.size()) == n, op, ": a list of ", list.size(),
                     " tensors for ", n, " ranks");
+  check_tensor(op, model);
   for (const at::Tensor& tensor : list) {
     check_tensor(op, tensor);
-    TORCH_CHECK_VALUE(tensor.scalar_type() == model.scalar_type(), op, ": the tensors are ",
-                      dtype_name(static_cast<int>(tensor.scalar_type())), " and ",
-                      dtype_name(static_cast<int>(model.scalar_type())));
+    check_dtypes(op, tensor, model);
   }
 }
 

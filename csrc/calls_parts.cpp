@@ -19,9 +19,7 @@ LockstepBackend::Plan LockstepBackend::reduce_scatter_plan(const char* op, Tenso
                     output.numel(), " elements, the part for this rank has ",
                     inputs[rank_].numel());
   for (at::Tensor& input : inputs) {
-    TORCH_CHECK_VALUE(input.scalar_type() == output.scalar_type(), op, ": the tensors are ",
-                      dtype_name(static_cast<int>(input.scalar_type())), " and ",
-                      dtype_name(static_cast<int>(output.scalar_type())));
+    check_dtypes(op, input, output);
     const bool same = &input == &inputs[rank_] && input.data_ptr() == output.data_ptr();
     if (!same && overlap(input, output)) input = input.clone();
   }
@@ -75,16 +73,17 @@ WorkPtr LockstepBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tenso
   const char* op = "reduce_scatter_tensor_coalesced";
   TORCH_CHECK_VALUE(outputs.size() == inputs.size(), op, ": ", outputs.size(), " outputs for ",
                     inputs.size(), " inputs");
+  Outputs written(op);
+  Tensors plain;
+  for (const at::Tensor& output : outputs) plain.push_back(written.add(output, false));
   std::vector<Plan> plans;
-  std::vector<Writable> written;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    written.emplace_back(op, outputs[i], false);
-    const at::Tensor& output = written.back().plain();
-    plans.push_back(reduce_scatter_plan(
-        op, parts_of(op, readable(op, inputs[i]), output, size_), output, opts.reduceOp, true));
+    const at::Tensor input = written.readable(inputs[i], block_of(plain[i]));
+    plans.push_back(reduce_scatter_plan(op, parts_of(op, input, plain[i], size_), plain[i],
+                                        opts.reduceOp, true));
   }
   return start(c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, std::move(plans),
-               opts.timeout, opts.asyncOp, std::move(written));
+               opts.timeout, opts.asyncOp, written.take());
 }
 
 // ---- all-to-all ----
@@ -123,9 +122,7 @@ WorkPtr LockstepBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
   const char* op = "all_to_all_single";
   Writable written(op, output, false);
   at::Tensor kept = readable(op, input);
-  TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(), op, ": the tensors are ",
-                    dtype_name(static_cast<int>(output.scalar_type())), " and ",
-                    dtype_name(static_cast<int>(input.scalar_type())));
+  check_dtypes(op, output, input);
   if (overlap(kept, written.plain())) kept = kept.clone();
   Exchange blocks{blocks_of("input", kept, input_sizes, size_),
                   blocks_of("output", written.plain(), output_sizes, size_), false};
@@ -143,24 +140,18 @@ WorkPtr LockstepBackend::alltoall(Tensors& outputs, Tensors& inputs,
   check_list(op, outputs, inputs[0], size_);
   Exchange blocks{none(size_), none(size_), false};
   Tensors kept;
-  std::vector<Writable> written;
+  Outputs written(op);
+  for (int r = 0; r < size_; ++r) blocks.receive[r] = block_of(written.add(outputs[r], false));
   for (int r = 0; r < size_; ++r) {
-    written.emplace_back(op, outputs[r], false);
-    blocks.receive[r] = block_of(written.back().plain());
-  }
-  for (int r = 0; r < size_; ++r) {
-    at::Tensor input = readable(op, inputs[r]);
-    for (const Writable& output : written)
-      if (overlap(input, output.plain())) input = input.clone();
-    kept.push_back(input);
-    blocks.send[r] = block_of(input);
+    kept.push_back(written.readable(inputs[r]));
+    blocks.send[r] = block_of(kept.back());
   }
   // Each pair of ranks compares its own sizes; the whole count means nothing.
   Call call = call_of(Op::all_to_all, inputs[0]);
   Plan plan = exchange_plan(call, std::move(blocks));
   plan.body = holding(std::move(kept), std::move(plan.body));
   return start(c10d::OpType::ALLTOALL, outputs, {std::move(plan)}, opts.timeout, opts.asyncOp,
-               std::move(written));
+               written.take());
 }
 
 // ---- beside c10d ----

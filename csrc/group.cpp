@@ -52,8 +52,7 @@ Group::Group(int rank, int size, std::shared_ptr<Segment> segment, Naming naming
       header_(reinterpret_cast<Header*>(segment_->data())),
       layout_(Layout::read(*header_, segment_->bytes())),
       naming_(std::move(naming)),
-      neighbours_(header_->aborted),
-      owner_(getpid()) {
+      neighbours_(header_->aborted) {
   if (static_cast<int>(layout_.ranks) != size)
     throw Failure("rank 0 made group " + naming_.group + " for " + std::to_string(layout_.ranks) +
                   " ranks, " + name_of(rank) + " wants " + std::to_string(size));
@@ -75,10 +74,6 @@ Group::~Group() { leave(); }
 
 void Group::leave() {
   if (!keeper_) return;
-  if (owner_ != getpid()) {
-    (void)keeper_.release();  // a forked child: the thread is the parent's
-    return;
-  }
   keeper_.reset();
   record(rank_).step.wake();
   record(rank_).bell.wake();

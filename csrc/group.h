@@ -119,7 +119,6 @@ class Group {
   std::atomic<uint32_t> looks_{0};  // at the cores
   std::atomic<bool> crowded_{false};
   std::map<std::pair<Op, int>, Choice> stores_;
-  int owner_;
   Nonce proof_;  // in private memory: who reads it there may read this process's tensors
 };
 

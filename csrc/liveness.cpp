@@ -1,7 +1,6 @@
 #include "liveness.h"
 
 #include <pthread.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -41,17 +40,12 @@ Health health(Record& record) {
 }
 
 Keeper::Keeper(Record& record, std::function<std::string()> where)
-    : record_(record), where_(std::move(where)), owner_(getpid()) {
+    : record_(record), where_(std::move(where)) {
   thread_ = std::thread([this] { run(); });
   while (!started_.load(std::memory_order_acquire)) yield_core();
 }
 
 Keeper::~Keeper() {
-  if (owner_ != getpid()) {
-    // A forked child has this object but not the thread.
-    thread_.detach();
-    return;
-  }
   stopping_.store(true);
   record_.asked.fetch_add(1);
   futex_wake_all(record_.asked);

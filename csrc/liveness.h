@@ -26,7 +26,7 @@ class Keeper {
  public:
   // `where` says where this rank is in its own code; called on the keeper's thread.
   Keeper(Record& record, std::function<std::string()> where);
-  ~Keeper();  // marks the rank as left, unless this is a forked child
+  ~Keeper();  // marks the rank as left
 
   // Writes `text` where others read it.
   void say(const std::string& text);
@@ -40,7 +40,6 @@ class Keeper {
   std::atomic<bool> started_{false};
   std::atomic_flag writing_ = ATOMIC_FLAG_INIT;
   std::thread thread_;
-  int owner_;
 };
 
 // Asks a rank where it is; its answer, or what its silence means.

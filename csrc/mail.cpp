@@ -1,8 +1,6 @@
 // What callers do, and what becomes of a message that is over: see mail.h.
 #include "mail.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <utility>
@@ -11,8 +9,7 @@
 
 namespace lockstep {
 
-Mail::Mail(Group& group)
-    : group_(group), me_(group.rank()), n_(group.size()), owner_(getpid()) {
+Mail::Mail(Group& group) : group_(group), me_(group.rank()), n_(group.size()) {
   const auto n = static_cast<size_t>(n_);
   arrived_.resize(n);
   streams_.resize(n);
@@ -27,10 +24,6 @@ Mail::Mail(Group& group)
 }
 
 void Mail::stop() {
-  if (owner_ != getpid()) {
-    if (thread_.joinable()) thread_.detach();
-    return;
-  }
   Posts over;
   {
     std::lock_guard<std::mutex> lock(mutex_);

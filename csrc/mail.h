@@ -156,7 +156,6 @@ class Mail {
   std::condition_variable changed_;
   std::thread thread_;
   Callbacks callbacks_;
-  int owner_;
 };
 
 }  // namespace lockstep

@@ -11,7 +11,6 @@ Queue::Queue(std::function<void()> hear) : hear_(std::move(hear)) {}
 Queue::~Queue() { stop(); }
 
 void Queue::stop() {
-  if (threads_.left_behind()) return;
   std::unique_lock<std::mutex> lock(list_);
   stopping_ = true;
   changed_.notify_all();

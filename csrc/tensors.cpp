@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include "heap.h"
 
@@ -69,20 +70,20 @@ at::Tensor readable(const char* op, const at::Tensor& tensor) {
   return tensor.detach().resolve_conj().resolve_neg().contiguous();
 }
 
-Writable::Writable(const char* op, const at::Tensor& tensor, bool keep) : target_(tensor) {
+Writable::Writable(const char* op, const at::Tensor& tensor, bool keep, bool apart)
+    : target_(tensor) {
   check_tensor(op, tensor);
   at::NoGradGuard guard;
-  if (is_plain(tensor)) {
+  if (is_plain(tensor) && !apart) {
     plain_ = tensor.detach();
-  } else if (keep) {
-    plain_ = tensor.detach().resolve_conj().resolve_neg().contiguous();
-  } else {
-    plain_ = at::empty(tensor.sizes(), tensor.options().memory_format(c10::nullopt));
+    return;
   }
+  plain_ = at::empty(tensor.sizes(), tensor.options().memory_format(c10::nullopt));
+  if (keep) plain_.copy_(tensor.detach());
 }
 
 void Writable::settle() const {
-  if (is_plain(target_)) return;
+  if (plain_.data_ptr() == target_.data_ptr()) return;
   at::NoGradGuard guard;
   target_.detach().copy_(plain_);
 }
@@ -95,6 +96,34 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   const char* x = static_cast<const char*>(a.data_ptr());
   const char* y = static_cast<const char*>(b.data_ptr());
   return x < y + b.nbytes() && y < x + a.nbytes();
+}
+
+static const char* end_of(const Block& block) { return block.data + block.bytes; }
+
+at::Tensor Outputs::add(const at::Tensor& tensor, bool keep) {
+  check_tensor(op_, tensor);
+  const bool apart = is_plain(tensor) && overlap(block_of(tensor), {});
+  const at::Tensor plain = written_.emplace_back(op_, tensor, keep, apart).plain();
+  if (const Block block = block_of(plain); block.bytes) ranges_.emplace(block.data, end_of(block));
+  return plain;
+}
+
+at::Tensor Outputs::readable(const at::Tensor& tensor, const Block& own) const {
+  at::Tensor plain = lockstep::readable(op_, tensor);
+  return overlap(block_of(plain), own) ? plain.clone() : plain;
+}
+
+// Whether a block shares memory with an output, outside of `except`.
+bool Outputs::overlap(const Block& block, const Block& except) const {
+  if (!block.bytes) return false;
+  auto range = ranges_.upper_bound(block.data);
+  if (range != ranges_.begin() && std::prev(range)->second > block.data) --range;
+  for (; range != ranges_.end() && range->first < end_of(block); ++range) {
+    const char* from = std::max<const char*>(range->first, block.data);
+    const char* to = std::min(range->second, end_of(block));
+    if (from < except.data || to > end_of(except)) return true;
+  }
+  return false;
 }
 
 // The bytes of a tensor; throws ValueError where no memory can have so many.

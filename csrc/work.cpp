@@ -37,6 +37,20 @@ std::exception_ptr as_torch_error() {
 FutureWork::FutureWork(c10d::OpType type, std::vector<at::Tensor> outputs)
     : c10d::Work(-1, type), outputs_(std::move(outputs)) {}
 
+void FutureWork::check_process() const {
+  if (process_ == this_process()) return;
+  C10_THROW_ERROR(DistBackendError,
+                  "process " + std::to_string(this_process()) + " is a fork of process " +
+                      std::to_string(process_) + ", which made this " +
+                      c10d::opTypeToString(opType_) + " call, and cannot wait for it: wait in "
+                      "process " + std::to_string(process_));
+}
+
+bool FutureWork::isCompleted() {
+  check_process();
+  return c10d::Work::isCompleted();
+}
+
 bool FutureWork::settle(std::exception_ptr error) {
   bool heard;
   {
@@ -72,6 +86,7 @@ bool FutureWork::has_told() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> FutureWork::getFuture() {
+  check_process();
   bool over;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -128,6 +143,7 @@ void CollectiveWork::start(bool asynchronous) {
 }
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
+  check_process();
   const bool patient = timeout <= std::chrono::milliseconds(0);
   if (patient) queue_->help(*run_);
   const auto begun = Clock::now();
@@ -199,9 +215,13 @@ bool MessageWork::conclude() {
   return settle(error);
 }
 
-bool MessageWork::isCompleted() { return mail_->test(message_) && has_told(); }
+bool MessageWork::isCompleted() {
+  check_process();
+  return mail_->test(message_) && has_told();
+}
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
+  check_process();
   if (!mail_->wait(message_, timeout))
     unfinished(mail_->titled(*message_), timeout);
   await_future();
@@ -227,6 +247,7 @@ ManyWork::ManyWork(std::vector<c10::intrusive_ptr<c10d::Work>> works,
       left_(works_.size() + 1) {}  // one for who asks
 
 bool ManyWork::isCompleted() {
+  check_process();
   for (auto& work : works_)
     if (!work->isCompleted()) return false;
   return has_told();
@@ -239,6 +260,7 @@ std::exception_ptr ManyWork::exception() const {
 }
 
 bool ManyWork::wait(std::chrono::milliseconds timeout) {
+  check_process();
   const auto until = Clock::now() + timeout;
   std::exception_ptr first;
   for (auto& work : works_) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "mail.h"
+#include "process.h"
 #include "queue.h"
 #include "tensors.h"
 
@@ -22,6 +23,7 @@ class FutureWork : public c10d::Work {
  public:
   FutureWork(c10d::OpType type, std::vector<at::Tensor> outputs);
   std::vector<at::Tensor> result() override { return outputs_; }
+  bool isCompleted() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  protected:
@@ -31,9 +33,12 @@ class FutureWork : public c10d::Work {
   // Who waited sees a future that is complete; its callbacks may still run.
   void await_future();
   bool has_told();  // its future, if there is one
+  // Throws in a process that was forked from the one that made the call.
+  void check_process() const;
   std::vector<at::Tensor> outputs_;
 
  private:
+  const int process_ = this_process();  // which made the call
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 

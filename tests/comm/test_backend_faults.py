@@ -243,3 +243,20 @@ def wrong_size() -> str:
 def test_a_message_of_another_size_is_refused(ranks):
     _, told = ranks(wrong_size, 2, **on_lockstep)
     assert "rank 0 sent 3 elements of float32, but the tensor to receive has 4" in told
+
+
+# ---- ranks that do not exist ----
+
+
+@pytest.mark.parametrize("rank", [-1, -7, 2, 1 << 20])
+def test_a_message_to_or_from_no_rank_is_refused(rank):
+    native = backend.load().create(dist.HashStore(), 0, 1, timedelta(seconds=20), "alone", [0])
+    for call in (native.send, native.recv):
+        with pytest.raises(ValueError, match=rf": there is no rank {rank} in a group of 1$"):
+            call([torch.ones(2)], rank, 0)
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(-1, [0]), (1, [0]), (0, [0, 1])])
+def test_a_group_in_which_this_rank_cannot_be_is_refused(rank, ranks):
+    with pytest.raises(ValueError, match=r"^a group of 1 can't have a rank"):
+        backend.load().create(dist.HashStore(), rank, 1, timedelta(seconds=20), "odd", ranks)

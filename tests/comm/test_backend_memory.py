@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from lockstep.comm import backend
 from lockstep.comm.bucket import Bucket, Member
-from lockstep.comm.memory import empty, shared
+from lockstep.comm.memory import empty, is_shared, shared
 from lockstep.comm.native import NativeSum
 from lockstep.comm.word import compare_exchange, load, store
 from lockstep.errors import LayoutError, WorkError
@@ -64,11 +66,70 @@ def test_memory_of_large_tensors_stays_bounded_on_every_rank(ranks):
         assert max(found) < 3 * size  # my own, the other rank's, and the group
 
 
-@pytest.mark.parametrize("sizes", [(1 << 31, 1 << 31), (1 << 62, 4), (0, 1 << 62, 1 << 62), (-1,)])
+TOO_LARGE = [(1 << 31, 1 << 31), (1 << 62, 4), (0, 1 << 62, 1 << 62)]
+
+
+@pytest.mark.parametrize("sizes", [*TOO_LARGE, (-1,)])
 def test_a_size_that_no_memory_has_is_refused_in_one_sentence(sizes):
     with pytest.raises(ValueError, match=r"^a tensor can't have ") as told:
-        empty(*sizes, dtype=torch.float32)
+        backend.load().empty(sizes, torch.float32)
     assert "\n" not in str(told.value)
+
+
+DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+
+
+@pytest.mark.parametrize("dtype", [None, bool, int, float, complex, *DTYPES])
+def test_empty_has_the_dtypes_of_torch_empty(dtype):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of torch: some types are experimental
+        found, expected = empty(3, dtype=dtype), torch.empty(3, dtype=dtype)
+    assert (found.dtype, found.nbytes) == (expected.dtype, expected.nbytes)
+    assert is_shared(found)
+
+
+def test_empty_has_the_default_dtype_of_torch():
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert empty(3).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "size", [(3,), (2, 3), ((2, 3),), ([2, 3],), ((),), (0,), (torch.Size([2]),), (np.int64(3),)]
+)
+def test_empty_has_the_sizes_of_torch_empty(size):
+    found, expected = empty(*size), torch.empty(*size)
+    assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        *(((4,), {"dtype": dtype}) for dtype in ("float32", 5, str, np.float32, np.dtype("f4"))),
+        *((size, {}) for size in [(), (2.5,), (True,), ("ab",), (None,), ((2,), 3), (1 << 64,)]),
+        *((size, {}) for size in [(-1,), (2, -3), *TOO_LARGE[:2]]),
+    ],
+)
+def test_empty_refuses_what_torch_empty_refuses(size, options):
+    with pytest.raises((TypeError, RuntimeError)) as expected:
+        torch.empty(*size, **options)
+    with pytest.raises(expected.type) as told:
+        empty(*size, **options)
+    assert str(told.value) == str(expected.value).partition("\n")[0]
+
+
+@pytest.mark.parametrize("option", ["device", "requires_grad", "pin_memory", "out"])
+def test_empty_refuses_options_that_it_does_not_have(option):
+    with pytest.raises(TypeError, match=rf"^empty\(\) got an unexpected .* '{option}'$"):
+        empty(3, **{option: None})
+
+
+@pytest.mark.parametrize("dtype", [float, "float32", None, 5])
+def test_the_native_module_takes_only_a_dtype_as_one(dtype):
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        backend.load().empty([3], dtype)
 
 
 # ---- one tensor for all ranks ----

@@ -19,7 +19,17 @@ import pytest
 import torch.distributed as dist
 
 import lockstep as ls
-from contract import forms, grouping, layout, messages, movement, plain, reduction, rounding
+from contract import (
+    aliases,
+    forms,
+    grouping,
+    layout,
+    messages,
+    movement,
+    plain,
+    reduction,
+    rounding,
+)
 from contract.check import Ledger
 from contract.limits import LIMITS, PROMISE_TREE, SMALL_PIECES, THRESHOLDS
 from lockstep.errors import LockstepError
@@ -46,6 +56,7 @@ GROUPS: dict[str, Callable[..., None]] = {
     "asynchronous": forms.asynchronous,
     "objects": forms.objects,
     "coalesced": forms.coalesced,
+    "aliases": aliases.aliases,
     "programs": forms.programs,
     "layouts": layout.layouts,
     "rounding": rounding.rounding,

@@ -25,7 +25,7 @@ class Limit:
     """What a backend cannot do: cases by pattern, and what happens there.
 
     "refuses": it raises on every rank. "wrong": some rank gets a wrong value.
-    "breaks": it aborts, crashes or hangs, so the cases are not run.
+    "breaks": it aborts, crashes, hangs or sometimes gets a wrong value, so the cases are not run.
     """
 
     cases: str

@@ -37,6 +37,8 @@ GLOO: tuple[Limit, ...] = (
     Limit("layouts scatter_*", "wrong", MEMORY),
     *(Limit(f"layouts {case} *", "wrong", MEMORY, least=2) for case in WRONG_LAYOUTS),
     Limit("layouts all_gather_single_input *", "refuses", "gloo: invalid tensor size"),
+    Limit("aliases reduce_scatter_to_*", "wrong", "gloo adds into an input not yet read", least=2),
+    Limit("aliases scatter_to_*", "breaks", "gloo may receive before it has sent", least=2),
 )
 
 LIMITS: dict[str, tuple[Limit, ...]] = {"gloo": GLOO, "lockstep": ()}

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "failure.h"
+#include "process.h"
 #include "ranks.h"
 
 using namespace lockstep;
@@ -20,6 +21,17 @@ TEST(a_killed_rank_is_noticed_within_a_second) {
   CHECK(contains(text, "rank 1 died"));
   CHECK(contains(text, "barrier #2"));
   waitpid(child, nullptr, 0);
+}
+
+TEST(a_forked_child_is_another_process) {
+  if (!kMayFork) return;
+  CHECK(this_process() == getpid());
+  const pid_t child = fork();
+  if (child == 0) _exit(this_process() == getpid() ? 0 : 1);
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK(this_process() == getpid());
 }
 
 TEST(a_rank_that_left_is_named) {

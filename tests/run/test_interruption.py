@@ -119,6 +119,25 @@ signal.pause()
     until(lambda: not alive(child), "the child did not end with its standard input")
 
 
+@pytest.mark.parametrize("daemon", [True, False])
+def test_a_forked_child_of_a_launcher_that_exits_leaves_the_ranks_alone(daemon):
+    program = f"""
+import lockstep, os, signal, sys
+launched = lockstep.launch(signal.pause, nprocs=1, join=False, daemon={daemon})
+[rank] = launched.processes
+if (child := os.fork()) == 0:
+    signal.alarm(60)
+    sys.exit(0)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(status, launched.exitcodes, os.path.exists(f"/proc/{{rank}}"))
+launched.terminate()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=90
+    )
+    assert (done.stdout, done.stderr) == ("0 [None] True\n", "")
+
+
 def test_ctrl_c_in_a_program_ends_the_ranks_of_its_launch():
     program = """
 import lockstep, os, signal

@@ -22,6 +22,10 @@ ENOUGH = 1 << 30
 """Bytes that a file must be allowed to have: shared memory counts as one."""
 
 
+_forked_from: int | None = None
+"""The parent process, if this one was forked while torch.distributed was initialized."""
+
+
 def register() -> None:
     """Tell torch of the backend "lockstep" for CPU tensors; harmless when repeated."""
     try:
@@ -29,6 +33,7 @@ def register() -> None:
 
         if not dist.is_available() or NAME in dist.Backend.backend_list:
             return
+        os.register_at_fork(after_in_child=_note_fork)
         # A list: a string would be taken letter by letter.
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     except Exception:  # an error here would break `import torch` for everybody
@@ -82,8 +87,30 @@ def of_group(group: Any | None) -> Any | None:
     return found if isinstance(found, load().LockstepBackend) else None
 
 
+def _note_fork() -> None:
+    global _forked_from
+    dist = sys.modules["torch.distributed"]
+    _forked_from = os.getppid() if dist.is_initialized() else None
+
+
+def _check_not_forked() -> None:
+    """Raise RuntimeError where a new group would use the store of the parent process.
+
+    The other ranks would take this process for its parent.
+    """
+    import torch.distributed as dist
+
+    if _forked_from is not None and dist.is_initialized():
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: process {os.getpid()} is a fork of process {_forked_from}, "
+            "where torch.distributed was initialized, and cannot create process groups: create "
+            f"them in process {_forked_from}, or start the new process by spawning it"
+        )
+
+
 def _create(options: Any, _given: Any = None) -> Any:
     """Make a rank's end of a group; torch calls this."""
+    _check_not_forked()
     reason = reason_unavailable()
     if reason is not None:
         raise RuntimeError(f"the backend 'lockstep' can't be used here, where 'gloo' can; {reason}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,19 +19,30 @@ from lockstep.errors import LayoutError, WorkError
 __all__ = ["empty", "is_shared", "shared"]
 
 
-def empty(*size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return an uninitialised CPU tensor that collectives on "lockstep" reduce in place.
+def empty(*size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return an uninitialized CPU tensor in shared memory, which collectives reduce in place.
 
-    `size` as for `torch.empty`; `dtype` None is torch's default. The memory is
-    shared with the other ranks of this host: they may write to it during a
-    collective, and so may a forked child at any time. Without the native backend
-    it is an ordinary tensor. RuntimeError where there is not enough memory.
+    Other ranks on the host write to the tensor while a collective on the backend "lockstep"
+    runs. A process forked from this one shares the tensor too. Without the native backend the
+    result is an ordinary tensor.
+
+    Args:
+        size: The shape, as integers or as one sequence, as for `torch.empty`.
+        dtype: The element type, as for `torch.empty`; None selects torch's default dtype.
+
+    Raises:
+        TypeError: `size` or `dtype` is something that `torch.empty` does not take.
+        RuntimeError: A dimension is negative, or there is not enough memory.
     """
-    shape = list(size[0]) if len(size) == 1 and not isinstance(size[0], int) else list(size)
-    chosen = torch.get_default_dtype() if dtype is None else dtype
+    try:
+        # A meta tensor has no memory: torch parses the arguments, exactly as for torch.empty.
+        like = torch.empty(*size, dtype=dtype, device="meta")
+    except (TypeError, RuntimeError) as error:
+        sentence, _, _ = str(error).partition("\n")  # a C++ backtrace may follow
+        raise type(error)(sentence) from None
     if not backend.available():
-        return torch.empty(shape, dtype=chosen)
-    tensor: torch.Tensor = backend.load().empty(shape, chosen)
+        return torch.empty(like.shape, dtype=like.dtype)
+    tensor: torch.Tensor = backend.load().empty(like.shape, like.dtype)
     return tensor
 
 

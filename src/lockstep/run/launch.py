@@ -58,7 +58,8 @@ class Launched:
         self._job = job
         self._timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._at_exit = self.terminate if daemon else self._finish
+        self._daemon = daemon
+        self._launcher = os.getpid()
         atexit.register(self._at_exit)
 
     @property
@@ -117,8 +118,13 @@ class Launched:
         self.terminate()
         return error
 
-    def _finish(self) -> None:
-        """Wait at the end of the program, as for processes that are no daemons."""
+    def _at_exit(self) -> None:
+        """End the ranks at the end of the program, or wait for them if they are no daemons."""
+        if self._launcher != os.getpid():
+            return  # a forked child; the ranks are its parent's
+        if self._daemon:
+            self.terminate()
+            return
         error = self._job.watch(self._deadline)
         if error is not None:
             say(str(error))

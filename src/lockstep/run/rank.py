@@ -148,9 +148,14 @@ def main(order: str, report: int, work: int) -> None:
 
 def tell(message: Message) -> None:
     """Send a message to the launcher, where this process has one that listens."""
-    if _report is not None and _report_owner == os.getpid():
+    if _report is not None and _is_rank():
         with contextlib.suppress(OSError):
             _report.send(message)
+
+
+def _is_rank() -> bool:
+    """Tell whether this process is the rank itself, not a child that the user's code forked."""
+    return _report_owner == os.getpid()
 
 
 def finish(status: int) -> NoReturn:
@@ -207,7 +212,9 @@ def work_and_report(message: Message, report: Channel, work: int) -> int:
     try:
         if message["task"] == "function":
             fn, args = pickle.loads(unpack(work))
-            _send_value(report, fn(*args))
+            value = fn(*args)
+            if _is_rank():
+                _send_value(report, value)
         else:
             os.close(work)
             run_code(message["task"], message["target"])
@@ -271,8 +278,11 @@ def described(error: BaseException) -> Message:
 def _send_error(report: Channel, error: BaseException, *, shown: bool) -> int:
     error.__traceback__ = _own_frames(error.__traceback__)
     told = described(error)
-    with contextlib.suppress(OSError):
-        report.send(told)
+    if _is_rank():
+        with contextlib.suppress(OSError):
+            report.send(told)
+    else:
+        shown = True  # the launcher, which would show it, learns nothing of a forked child
     if shown and told["plain"]:
         say(str(error))
     elif shown:

@@ -181,6 +181,15 @@ def shutdown() -> None:
     _give_back()
 
 
+def _stay_in_parent() -> None:
+    """Keep a forked child that exits from leaving the world in its parent's name."""
+    atexit.unregister(shutdown)
+    atexit.unregister(rendezvous.leave)
+
+
+os.register_at_fork(after_in_child=_stay_in_parent)
+
+
 def _borrow(variable: str, value: str) -> None:
     """Set an environment variable until shutdown(), unless the user has set it."""
     if variable not in os.environ:
