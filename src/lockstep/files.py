@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["create_file", "make_folder", "open_for_write", "replace_file"]
+__all__ = ["FOLDER_MODE", "create_file", "make_folder", "open_for_write", "replace_file"]
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 
@@ -41,15 +41,15 @@ def make_folder(path: Path, *, exist_ok: bool = True) -> None:
             raise
 
 
-def create_file(path: Path, flags: int = 0) -> int:
-    """Create a file and return a descriptor to write to it; `flags` are those of `os.open`.
+def create_file(path: Path, flags: int = 0, dir_fd: int | None = None) -> int:
+    """Create a file and return a descriptor to write to it; the options are those of `os.open`.
 
     Raises:
         FileExistsError: something has this name already; a link is not followed.
         OSError: the file cannot be created.
     """
     exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(path, exclusive | flags, FILE_MODE)
+    return os.open(path, exclusive | flags, FILE_MODE, dir_fd=dir_fd)
 
 
 def open_for_write(path: Path) -> BinaryIO:

@@ -37,13 +37,13 @@ class WorkerHandle:
     waits: int = 0
 
     def variables(
-        self, handles: Sequence[WorkerHandle], address: str, port: int, run: str
+        self, handles: Sequence[WorkerHandle], address: str, port: int, run: str, store: str
     ) -> dict[str, str]:
         """Return the environment by which this worker joins the world of `handles`."""
         sizes = Counter(handle.host for handle in handles)
         hosts = list(sizes)  # in rank order
         assignment = Assignment(
-            sizes[self.host], address, port, run, len(hosts), hosts.index(self.host)
+            sizes[self.host], address, port, run, len(hosts), hosts.index(self.host), store=store
         )
         rank, world_size = str(self.rank), str(len(handles))
         return assignment.variables(self.index) | {

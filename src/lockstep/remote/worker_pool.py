@@ -83,7 +83,8 @@ class WorkerPool:
         self.port = self._listener.port
         self._job = Job(preload.template(trains=True).open_job(), range(nprocs))
         self._job.listen(self._wake[0], self._woken)
-        self._store = self._job.serve_store(address, 0)
+        self._meeting = (address, self._job.serve_store(address, 0))
+        self._store = "" if remote else self._job.create_store()
         for rank in range(nprocs):
             self._start(rank)
         self._thread = threading.Thread(target=self._watch, name="lockstep driver", daemon=True)
@@ -110,7 +111,7 @@ class WorkerPool:
         peers = [(*handle.place, handle.host, handle.index) for handle in self.handles]
         run = secrets.token_hex(4)
         for handle in self.handles:
-            variables = handle.variables(self.handles, self._address, self._store, run)
+            variables = handle.variables(self.handles, *self._meeting, run, self._store)
             header = {"kind": "join", "rank": handle.rank, "peers": peers, "variables": variables}
             handle.link.post(Frame({**header, "world": self._world}))
         self._await(lambda: all(handle.joined for handle in self.handles), deadline, "joined")

@@ -6,20 +6,25 @@
 
 TORCHELASTIC_USE_AGENT_STORE tells torch that the launcher serves the store, so
 that no rank binds a port that another program may have taken meanwhile.
+LOCKSTEP_STORE leads `lockstep.init()` past that store to one that other users cannot
+reach, where all ranks are on one host.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.run.environment import LAUNCHER
+from lockstep.run.environment import LAUNCHER, STORE
 
 __all__ = ["Assignment"]
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """`nprocs` ranks on host number `host` of `hosts`, which meet at `address`:`port`."""
+    """`nprocs` ranks on host number `host` of `hosts`, which meet at `address`:`port`.
+
+    `store` is the address of their private store (`run/private_store.py`), if there is one.
+    """
 
     nprocs: int
     address: str
@@ -28,6 +33,7 @@ class Assignment:
     hosts: int = 1
     host: int = 0
     role: str = "default"
+    store: str = ""
 
     @property
     def world_size(self) -> int:
@@ -42,6 +48,7 @@ class Assignment:
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return what is added to the environment of this host's rank `local_rank`."""
         rank, world_size = str(self.first_rank + local_rank), str(self.world_size)
+        store = {STORE: f"{self.address} {self.port} {self.store}"} if self.store else {}
         return {
             "RANK": rank,
             "LOCAL_RANK": str(local_rank),
@@ -60,4 +67,5 @@ class Assignment:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             LAUNCHER: self.run,
+            **store,
         }

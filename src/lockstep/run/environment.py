@@ -21,10 +21,13 @@ from dataclasses import dataclass
 
 from lockstep.errors import PlaceError
 
-__all__ = ["LAUNCHER", "Place", "first_host", "place"]
+__all__ = ["LAUNCHER", "STORE", "Place", "first_host", "place"]
 
 # Set by lockstep's own launcher in every rank, beside torchrun's variables.
 LAUNCHER = "LOCKSTEP_LAUNCHER"
+# Set by it on one host: "ADDRESS PORT PID FD INODE", the store that takes the place of the
+# one at this address and port. A script that sets others gets what it asks for.
+STORE = "LOCKSTEP_STORE"
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -39,7 +42,8 @@ class Place:
 
     `host` is the index of its machine, counted from 0. `master_addr` and
     `master_port` are where the ranks meet, None where the environment names no
-    place. `launcher` is "lockstep", "torchrun", "environment" (set by hand),
+    place. `store` is the address of a private store that takes their place
+    (`run/private_store.py`). `launcher` is "lockstep", "torchrun", "environment" (set by hand),
     "mpiexec", "srun", or "python" (alone).
     """
 
@@ -51,6 +55,7 @@ class Place:
     master_addr: str | None = None
     master_port: int | None = None
     launcher: str = "python"
+    store: str | None = None
 
     @property
     def one_host(self) -> bool:
@@ -60,6 +65,8 @@ class Place:
     @property
     def meeting(self) -> str:
         """Where the ranks meet, in words."""
+        if self.store is not None:
+            return "a store that their launcher created"
         if self.master_addr is None:
             return "a file on this host"
         return f"{self.master_addr}:{self.master_port}"
@@ -169,7 +176,15 @@ def _read(names: Names, environ: Mapping[str, str]) -> Place:
         master_addr=addr,
         master_port=port,
         launcher=_launcher(names, environ),
+        store=_store(addr, port, environ) if names is TORCH else None,
     )
+
+
+def _store(addr: str | None, port: int | None, environ: Mapping[str, str]) -> str | None:
+    """Return the address of the private store that stands for this address and port."""
+    head = f"{addr} {port} "
+    value = environ.get(STORE, "")
+    return value.removeprefix(head) if value.startswith(head) else None
 
 
 def _launcher(names: Names, environ: Mapping[str, str]) -> str:

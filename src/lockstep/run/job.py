@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from lockstep.errors import RankError
-from lockstep.run import memory, stack
+from lockstep.run import memory, private_store, stack
 from lockstep.run.channel import Channel, Message, pair, unpack
 from lockstep.run.meeting import bind
 from lockstep.run.output import Output
@@ -54,6 +54,7 @@ class Job:
         self._own_template = own_template
         self._reports: dict[int, Channel] = {}
         self._stacks: dict[int, int] = {}
+        self._opened: list[int] = []
         self._printed: set[int] = set()
         self._memory_ends = memory.counted()
         self._selector = selectors.DefaultSelector()
@@ -68,6 +69,19 @@ class Job:
             port = int(listening.getsockname()[1])
             self._channel.send({"kind": "store", "rank": -1, "port": port}, [listening.fileno()])
         return port
+
+    def create_store(self) -> str:
+        """Create the ranks' private store, for ranks of this host only.
+
+        Returns:
+            Its address, which holds until the job is closed; "" where there cannot be one.
+        """
+        created = private_store.create()
+        if created is None:
+            return ""
+        descriptor, address = created
+        self._opened.append(descriptor)
+        return address
 
     def start(self, rank: int, task: Message, work: int, output: Output | None = None) -> None:
         """Start one rank, which finds its function in the parcel `work`.
@@ -184,7 +198,7 @@ class Job:
         self._selector.close()
         for report in self._reports.values():
             report.close()
-        for descriptor in self._stacks.values():
+        for descriptor in (*self._stacks.values(), *self._opened):
             os.close(descriptor)
         for output in self.outputs.values():
             output.close()

@@ -223,7 +223,8 @@ def _start(
     own = template if start_method == "fork" else None
     job = Job(template.open_job(), range(nprocs), own)
     port = job.serve_store(LOOPBACK, 0)
-    assignment = Assignment(nprocs, LOOPBACK, port, run=secrets.token_hex(4))
+    run, store = secrets.token_hex(4), job.create_store()
+    assignment = Assignment(nprocs, LOOPBACK, port, run, store=store)
     for rank, packed in enumerate(works):
         work = parcel(packed)
         job.start(rank, task(assignment.variables(rank), start_method == "spawn"), work)

@@ -1,13 +1,15 @@
-"""Where the ranks meet: the store that one process serves and all others reach.
+"""Where the ranks meet: the store that one process has and all others reach.
 
-    launcher                    who serves                    where
-    lockstep run, torchrun      the launcher                  MASTER_ADDR:MASTER_PORT
-    srun, mpiexec, by hand      rank 0                        MASTER_ADDR:MASTER_PORT
-    srun, mpiexec on one host   rank 0, at a free port of     written to a file that the
-                                the loopback interface        parent process names
-    python, alone               nobody                        in this process
+    launcher                    whose store                   where
+    lockstep run, one host      the launcher's, private       LOCKSTEP_STORE
+    lockstep run, torchrun      the launcher's                MASTER_ADDR:MASTER_PORT
+    srun, mpiexec, by hand      rank 0's                      MASTER_ADDR:MASTER_PORT
+    srun, mpiexec on one host   rank 0's, private             written to a meeting file
+    python, alone               nobody's                      in this process
 
-A process keeps its store to the end: it may leave a world and join another one.
+A private store (`run/private_store.py`) cannot be reached by other users; where there cannot
+be one, a port of the loopback interface takes its place. A process keeps its store to the
+end: it may leave a world and join another one.
 """
 
 from __future__ import annotations
@@ -16,10 +18,8 @@ import contextlib
 import os
 import socket
 import sys
-import tempfile
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import psutil
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -31,11 +31,11 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from lockstep.errors import RendezvousError
-from lockstep.files import replace_file
 from lockstep.messages import say
-from lockstep.run import rollcall
+from lockstep.run import private_store, rollcall
 from lockstep.run.environment import Place
 from lockstep.run.meeting import bind, resolve
+from lockstep.run.meeting_file import MeetingFile
 
 __all__ = ["interface", "leave", "meet"]
 
@@ -45,9 +45,13 @@ RETRY = 0.1
 
 
 class Served:
-    """What this process keeps between worlds: its store, and how many worlds it joined."""
+    """What this process keeps between worlds: its store, and how many worlds it joined.
+
+    `is_private`: every rank holds the store itself, so none needs another one's process.
+    """
 
     store: Store | None = None
+    is_private = False
     place: Place | None = None
     worlds = 0
 
@@ -70,14 +74,14 @@ def meet(place: Place, timeout: float) -> Store:
         rollcall.call(store, place, deadline)
     finally:
         if place.master_addr is None and place.rank == 0:
-            _meeting_file().unlink(missing_ok=True)
+            MeetingFile(place.rank).remove()
     return store
 
 
 def leave() -> None:
     """Say goodbye at exit; the rank that serves the store waits for the others to do so."""
     store, place = Served.store, Served.place
-    if store is None or place is None or not _farewell_needed(place):
+    if store is None or place is None or Served.is_private or not _farewell_needed(place):
         return
     with contextlib.suppress(DistError, RuntimeError):
         here = store.add("lockstep/left", 1)
@@ -101,12 +105,21 @@ def _launcher_serves() -> bool:
 
 
 def _open(place: Place, deadline: float) -> Store:
+    Served.is_private = False
+    if place.store is not None and (found := _attach(place.store)):
+        return found
     if place.master_addr is None or place.master_port is None:
         return _through_file(place, deadline)
     resolve(place.master_addr)
     if place.rank == 0 and not _launcher_serves():
         return _serve(bind(place.master_addr, place.master_port), deadline)
     return _reach(place, place.master_addr, place.master_port, deadline)
+
+
+def _attach(address: str) -> Store | None:
+    store = private_store.attach(address)
+    Served.is_private = store is not None
+    return store
 
 
 def _serve(listening: socket.socket, deadline: float) -> Store:
@@ -167,15 +180,12 @@ def _left(deadline: float) -> timedelta:
 
 
 def _through_file(place: Place, deadline: float) -> Store:
-    """Meet on one host: rank 0 takes a free port and writes it where the others look."""
-    path = _meeting_file()
+    """Meet on one host: rank 0 writes where, and the others look for it."""
+    meeting = MeetingFile(place.rank)
     if place.rank == 0:
-        listening = bind(LOOPBACK, 0)
-        with replace_file(path) as file:
-            file.write(str(listening.getsockname()[1]).encode())
-        return _serve(listening, deadline)
+        return _announce(meeting, deadline)
     began, noted = time.monotonic(), False
-    while (port := _read_port(path)) is None:
+    while (store := _find(meeting, place, deadline)) is None:
         waited = time.monotonic() - began
         if time.monotonic() >= deadline:
             raise RendezvousError(
@@ -186,31 +196,26 @@ def _through_file(place: Place, deadline: float) -> Store:
             noted = True
             say(f"rank {place.rank} has waited {waited:.0f} s for rank 0, and goes on")
         time.sleep(RETRY)
-    return _reach(place, LOOPBACK, port, deadline)
+    return store
 
 
-def _read_port(path: Path) -> int | None:
-    """Return the port that rank 0 wrote; None until then. Another user's file is not read."""
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-            own = os.fstat(file.fileno()).st_uid == os.getuid()
-            return int(file.read()) if own else None
-    except (OSError, ValueError):
+def _announce(meeting: MeetingFile, deadline: float) -> Store:
+    created = private_store.create()
+    if created is not None and (store := _attach(created[1])):
+        meeting.write(created[1])
+        return store
+    listening = bind(LOOPBACK, 0)
+    meeting.write(str(listening.getsockname()[1]))
+    return _serve(listening, deadline)
+
+
+def _find(meeting: MeetingFile, place: Place, deadline: float) -> Store | None:
+    text = meeting.read()
+    if text is None:
         return None
-
-
-def _meeting_file() -> Path:
-    """Return a path that the ranks of one launch share, and no two launches."""
-    environ = os.environ
-    if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ:
-        launch = f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}"
-    elif "PMIX_NAMESPACE" in environ:
-        launch = environ["PMIX_NAMESPACE"].replace("/", "-")
-    else:
-        parent = psutil.Process().parent()
-        started = 0.0 if parent is None else parent.create_time()
-        launch = f"{os.getppid()}-{started:.2f}"
-    return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}-{launch}"
+    if text.isdecimal():
+        return _reach(place, LOOPBACK, int(text), deadline)
+    return _attach(text)
 
 
 def interface(place: Place) -> str | None:

@@ -150,8 +150,9 @@ def _start(plan: Plan, folder: Path | None) -> Job:
     job = Job(template.open_job(), range(first, first + plan.nprocs))
     try:
         port = job.serve_store(plan.address, plan.port) if plan.host == 0 else plan.port
+        store = job.create_store() if plan.hosts == 1 else ""
         assignment = Assignment(
-            plan.nprocs, plan.address, port, run, plan.hosts, plan.host, plan.role
+            plan.nprocs, plan.address, port, run, plan.hosts, plan.host, plan.role, store
         )
         null = os.open(os.devnull, os.O_RDONLY)
         for local_rank in range(plan.nprocs):
