@@ -148,6 +148,8 @@ def test_epochs_go_on_where_they_ended(driver):
 class Telling(nn.Linear):
     """Says in which process it came to life, and insists on computing there."""
 
+    lockstep_ignore = ("process",)
+
     def __init__(self) -> None:
         super().__init__(12, 4)
         self.process = os.getpid()

@@ -178,17 +178,6 @@ def test_saving_on_one_rank_only_is_told_apart(ranks, tmp_path):
         assert "while rank 0 is saving weights" in message
 
 
-@pytest.mark.parametrize("setting", [{"clip_norm": 0.5}, {"optimizer": partial(SGD, lr=0.2)}])
-def test_settings_that_differ_between_ranks_are_told_apart(ranks, setting):
-    def build():
-        given = setting if dist.get_rank() == 1 else {}
-        arguments = {"optimizer": SGD} | given
-        ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), **arguments)
-
-    with pytest.raises(RankError, match=f"rank 1 has another {next(iter(setting))} than rank 0"):
-        ranks(build, 2)
-
-
 def test_evaluation_leaves_buffers_as_they_are(ranks):
     class Watching(nn.Linear):
         def __init__(self):

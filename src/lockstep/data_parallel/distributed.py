@@ -24,7 +24,8 @@ from lockstep.data_parallel.join import DDPJoinHook, last_joiner, meet
 from lockstep.data_parallel.reducer import Reducer
 from lockstep.errors import UsageError
 from lockstep.run.world import world
-from lockstep.step.agreement import agree, require_same
+from lockstep.step.agreement import give_weights, require_same
+from lockstep.step.description import describe_tensors
 from lockstep.step.gradients import BUCKET_BYTES
 from lockstep.step.units import in_backward
 
@@ -73,7 +74,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._prefix = "module." if origin is module else "module._orig_mod."
         self._broadcast_buffers = broadcast_buffers
         self._group = group
-        agree(origin, {}, group, device)
+        require_same(describe_tensors("model", origin), "build the same model on every rank", group)
+        give_weights(origin, group, device)
         named = list(origin.named_parameters())
         self._frozen = [(name, each) for name, each in named if not each.requires_grad]
         self._reducer = Reducer(
@@ -146,7 +148,9 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "this DistributedDataParallel has a communication hook; there can be one only"
             )
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        require_same({"communication hook": name}, self._group)
+        require_same(
+            {"the communication hook": name}, "register the same hook on every rank", self._group
+        )
         self._hook = hook
         self._reducer.use(hook, state)
 

@@ -1,4 +1,4 @@
-"""Agreement: all ranks begin with the same model, or say that theirs differ.
+"""Agreement: all ranks begin with the same settings and weights, or say where theirs differ.
 
 rank           0      1      2      3          2 replicas of 2 stages
 block 0      alive    -    alive    -          rank 0 gives it to rank 2
@@ -8,47 +8,72 @@ block 1        -    alive    -    alive        rank 1 gives it to rank 3
 
 from __future__ import annotations
 
-import hashlib
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 
 from lockstep.comm.transfer import all_gather_bytes, broadcast_tensors, give_tensors
 from lockstep.errors import DisagreementError, UsageError
+from lockstep.step.description import difference
 from lockstep.step.presence import materialize, tensors_of
 
-__all__ = ["agree", "require_same"]
+__all__ = ["give_weights", "require_same"]
 
 WITHOUT, WANTED, HELD = 0, 1, 2
 """What a rank says of a tensor: it needs none, it needs it and lacks it, it has it."""
 
-TOPIC = "beginning a training"
+TOPIC = "comparing settings"
 
 
-def agree(
+def require_same(
+    description: Mapping[str, str], advice: str, group: dist.ProcessGroup | None = None
+) -> None:
+    """Compare what decides the bits; the ranks exchange 16 bytes where it is the same.
+
+    Args:
+        description: Values by entry, of this rank.
+        advice: How to make them the same, the end of the message.
+        group: The ranks to compare.
+
+    Raises:
+        DisagreementError: On every rank alike, with the first entry that differs, the rank
+            that differs from most, and both values.
+    """
+    lines = "\n".join(f"{entry}\t{value}" for entry, value in description.items())
+    summary = xxhash.xxh3_128_digest(lines.encode(errors="surrogatepass"))
+    if len(set(all_gather_bytes(summary, TOPIC, group))) == 1:
+        return
+    message = zlib.compress(json.dumps(description).encode())
+    everyone = all_gather_bytes(message, f"{TOPIC}, which differ", group)
+    found = difference([json.loads(zlib.decompress(each)) for each in everyone])
+    if found is not None:
+        raise DisagreementError(found.sentence(advice))
+
+
+def give_weights(
     module: nn.Module,
-    settings: Mapping[str, Any],
     group: dist.ProcessGroup | None = None,
     device: str | torch.device = "cpu",
     needed: Callable[[str], bool] = lambda name: True,
 ) -> None:
     """Give every rank the parameters and buffers of the first rank that has them.
 
-    What is on the meta device here gets memory on `device` where it is `needed`.
-    Raises DisagreementError on every rank where the models' names, shapes, strides or
-    dtypes differ, or their `settings` (JSON values); UsageError where no rank has what
-    some rank needs.
+    Names, shapes, strides and dtypes are the same on all ranks. What is on the meta device
+    here gets memory on `device` where it is `needed`.
+
+    Raises:
+        UsageError: No rank has what some rank needs.
     """
-    require_same({"model": _hash(module), **settings}, group)
     marks = [
         (WANTED if needed(name) else WITHOUT) if tensor.is_meta else HELD
         for name, tensor in tensors_of(module).items()
     ]
-    everyone = all_gather_bytes(bytes(marks), TOPIC, group)
+    everyone = all_gather_bytes(bytes(marks), "giving weights to each other", group)
     plan = _plan(list(tensors_of(module)), everyone)
     materialize(module, device, needed)
     tensors = list(tensors_of(module).values())
@@ -77,26 +102,3 @@ def _plan(
         if takers:
             plan.setdefault((said.index(HELD), takers), []).append(number)
     return plan
-
-
-def _hash(model: nn.Module) -> str:
-    """Hash what must be the same of a model before its tensors can be exchanged."""
-    lines = [
-        f"{name} {tuple(tensor.shape)} {tensor.stride()} {tensor.dtype} {tensor.requires_grad}"
-        for name, tensor in tensors_of(model).items()
-    ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def require_same(settings: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Raise DisagreementError on every rank unless `settings` (JSON values) are equal on all."""
-    message = json.dumps(settings).encode()
-    everyone = [json.loads(each) for each in all_gather_bytes(message, TOPIC, group)]
-    for rank, theirs in enumerate(everyone):
-        for name, value in theirs.items():
-            ours = everyone[0].get(name)
-            if value != ours:
-                raise DisagreementError(
-                    f"rank {rank} has another {name} than rank 0 ({value} and {ours}); give every "
-                    "rank the same arguments"
-                )

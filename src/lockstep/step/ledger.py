@@ -56,6 +56,8 @@ class Page:
     """What the step wrote here that no rank may write: it stops the step on every rank."""
     weights: str = ""
     """A hash of this rank's parameters and buffers before the step, where it was checked."""
+    settings: str = ""
+    """A hash of the settings that this rank takes the step with; see `live_settings`."""
     stopped: str = ""
     """Why a stage here could not go on, with its place."""
     idle: float = 0.0

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.errors import UsageError
+from lockstep.step.description import Description, describe_object, describe_optimizer
 from lockstep.step.digest import optimizer_tensors
 from lockstep.step.sharded import Sharded
 
@@ -76,16 +77,12 @@ class Optimization:
         """The learning rate of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def settings(self) -> list[dict[str, Any]]:
-        """Return the plain options of each parameter group, which all ranks must share."""
-        return [
-            {
-                name: value
-                for name, value in group.items()
-                if isinstance(value, (bool, int, float, str))
-            }
-            for group in self.optimizer.param_groups
-        ]
+    def describe(self, names: Mapping[torch.Tensor, str]) -> Description:
+        """Describe the optimizer and the schedule; `names` are those of the parameters."""
+        found = describe_optimizer("optimizer", self.optimizer, names)
+        if self.scheduler is None:
+            return found | {"scheduler": "None"}
+        return found | describe_object("scheduler", self.scheduler)
 
     @property
     def keeper(self) -> Optimizer | Sharded:

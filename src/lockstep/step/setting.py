@@ -85,16 +85,6 @@ class Setting:
             recompute=recompute,
         )
 
-    def promised(self, seed: int) -> dict[str, Any]:
-        """Return what decides on bits and must be the same on all ranks, by name."""
-        return {
-            "number of micro-batches": self.microbatches,
-            "seed": seed,
-            "number of threads": self.threads,
-            "precision": str(self.precision),
-            "version of torch": torch.__version__,
-        }
-
     def recomputation(self, blocks: Mapping[str, nn.Module]) -> Recomputation:
         """Return the recomputation of some blocks: of none of them where it was not asked for."""
         return Recomputation(blocks if self.recompute else {}, self.device)

@@ -16,7 +16,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from lockstep.errors import GradientError, LossError, StateError, StoppedError
 from lockstep.step import clipping
 from lockstep.step.history import StepResult, rank_times
 from lockstep.step.ledger import Page, exchange, mean_metrics, not_finite, total_loss
+from lockstep.step.live_settings import LiveSettings
 from lockstep.step.optimization import Optimization
 from lockstep.step.setting import Setting
 from lockstep.step.side_effects import require_same_weights
@@ -51,7 +52,7 @@ class Update:
     optimization: Optimization
     clip_norm: float | None
 
-    def apply(self, step: Turn) -> tuple[StepResult, list[Page]]:
+    def apply(self, step: Turn, settings: LiveSettings) -> tuple[StepResult, list[Page]]:
         """Do (1) to (6); return the result, and what each rank had to say.
 
         Raises LossError or GradientError, on every rank alike and before weights
@@ -61,11 +62,11 @@ class Update:
         batch, group = step.batch, self.setting.group
         owned = spans(batch.leaves, self.setting.replicas)
         holders = [nodes_of(each, batch.leaves) for each in owned]
-        page = step.page()
+        page = replace(step.page(), settings=settings.finish())
         begun = time.perf_counter()
         pages = exchange(page, step.about, group, step.attempt.previous_failure)
         exchanged = time.perf_counter()
-        _judge(step, pages)
+        _judge(step, pages, settings)
         peers = pages[self.setting.position :: self.setting.stages]
         for number, (gradients, _) in enumerate(step.parts()):
             gradients.reduce(holders, [each.gradients[number] for each in peers])
@@ -130,7 +131,7 @@ class Update:
             raise
 
 
-def _judge(step: Turn, pages: Sequence[Page]) -> None:
+def _judge(step: Turn, pages: Sequence[Page], settings: LiveSettings) -> None:
     """Raise, on every rank alike, what the ledger says of a step that cannot go on."""
     require_same_batch([page.batch for page in pages], step.number)
     if step.error is not None and not isinstance(step.error, StoppedError):
@@ -142,6 +143,8 @@ def _judge(step: Turn, pages: Sequence[Page]) -> None:
             raise GradientError(f"rank {rank}, step {step.number}: {page.failure}")
         if page.side_effect:
             raise StateError(f"rank {rank}, step {step.number}: {page.side_effect}")
+    if len({page.settings for page in pages}) > 1:
+        settings.require_same(step.number)
     stages = step.setting.stages
     if any(len({page.weights for page in pages[n::stages]}) > 1 for n in range(stages)):
         checksums = step.side_effects.checksums()

@@ -88,6 +88,7 @@ def _asleep(
         return moved(block, device)
     try:
         with isolated(everything=True), warnings.catch_warnings(), torch.device("meta"):
+            seed_all(key(seed, number))  # for attributes that are drawn: they are compared
             # A factory that loads weights hears of each one that a meta tensor takes none.
             warnings.filterwarnings("ignore", ".*from a non-meta parameter", UserWarning)
             made = _made(block, number)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -22,14 +21,14 @@ from lockstep.errors import DisagreementError, LayoutError, UsageError
 from lockstep.pipeline.cut import Blocks, block_names
 from lockstep.pipeline.placement import Placement
 from lockstep.pipeline.staging import Staging
-from lockstep.step.agreement import agree
+from lockstep.step.agreement import give_weights
 from lockstep.step.compilation import check_static
 from lockstep.step.overlap import overlaps_of_parameters
 from lockstep.step.presence import moved
 from lockstep.step.setting import Setting
 from lockstep.train.awakening import BlockLike, build, build_sequence
 
-__all__ = ["agreed", "begun"]
+__all__ = ["begun", "give_weights_to_all"]
 
 
 def begun(
@@ -79,12 +78,8 @@ def _built(blocks: Sequence[BlockLike], seed: int, staging: Staging) -> nn.Modul
     return model
 
 
-def agreed(
-    module: nn.Module,
-    setting: Setting,
-    staging: Staging,
-    settings: Mapping[str, Any],
-    shared: bool = False,
+def give_weights_to_all(
+    module: nn.Module, setting: Setting, staging: Staging, shared: bool = False
 ) -> None:
     """Give this rank what it needs of the model, and of what else a step calls.
 
@@ -92,11 +87,10 @@ def agreed(
         module: The model.
         setting: The layout.
         staging: How the model is cut into stages.
-        settings: What must be the same on all ranks, as JSON values by name.
         shared: Whether the ranks will hold the parameters once.
 
     Raises:
-        DisagreementError: The ranks' models or settings differ.
+        DisagreementError: Parameters have memory in common on some ranks only.
         LayoutError: Parameters have memory in common, which this layout does not keep.
     """
     given = staging.given() if setting.stages > 1 else None
@@ -104,10 +98,10 @@ def agreed(
     for name, each in modules.items():
         moved(each, setting.device)
         if name or given is None:
-            agree(each, settings, setting.group, setting.device)
+            give_weights(each, setting.group, setting.device)
         else:
             placement = Placement.of(setting, given[0], module)
-            agree(each, settings, setting.group, setting.device, placement.here)
+            give_weights(each, setting.group, setting.device, placement.here)
     _check_memory(modules, setting, shared)
 
 

@@ -31,9 +31,11 @@ from lockstep.run.world import world
 from lockstep.show.record import Recorder
 from lockstep.step.agreement import require_same
 from lockstep.step.attempt import Attempt
+from lockstep.step.description import describe, describe_environment, describe_module
 from lockstep.step.evaluation import Evaluation
 from lockstep.step.forward import Metric
 from lockstep.step.history import EpochResult, History, StepResult
+from lockstep.step.live_settings import LiveSettings
 from lockstep.step.optimization import (
     Groups,
     Optimization,
@@ -46,7 +48,7 @@ from lockstep.step.turn import Turn
 from lockstep.step.watch import Watch, ranks_of
 from lockstep.step.weight import WeightFunction
 from lockstep.train.awakening import BlockLike
-from lockstep.train.beginning import agreed, begun
+from lockstep.train.beginning import begun, give_weights_to_all
 from lockstep.train.epoch import Epoch
 from lockstep.train.opening import Record, folder_of, header, opened
 from lockstep.train.saving import save_last_good, save_together
@@ -54,6 +56,13 @@ from lockstep.train.undivided import Undivided
 from lockstep.train.wrappers import refuse_wrappers
 
 __all__ = ["Trainer"]
+
+NOT_COMPARED = {
+    "self",
+    *("model", "optimizer", "groups", "scheduler"),  # what they make is compared
+    *("on_step", "on_epoch", "record", "about"),  # which decide no bit
+}
+"""Arguments of a Trainer that may differ between ranks."""
 
 
 class Trainer:
@@ -145,7 +154,12 @@ class Trainer:
         record: Record | Sequence[Record] = (),
         about: Mapping[str, Any] | None = None,
     ) -> None:
+        given = [pair for pair in locals().items() if pair[0] not in NOT_COMPARED]
         self.world = world()
+        description = describe_environment()
+        for name, value in given:
+            description |= describe(name, value)
+        require_same(description, "give every rank the same arguments and settings")
         session = check.current()
         if session is not None:
             stages, schedule, balance, chunks, shared = session.options(model, blocks)
@@ -158,20 +172,27 @@ class Trainer:
         asked = (blocks, schedule, balance, chunks)
         self.model, staging = begun(model, self.setting, seed, *asked)
         self.module: nn.Module = getattr(self.model, "_orig_mod", self.model)
+        description = {"torch.compile(model)": str(self.model is not self.module)}
+        description |= describe_module("model", self.module)
+        require_same(description, "build the same model on every rank")
         modules = {"model": self.module} | self.setting.extra_modules()
         refuse_wrappers(modules)
         self.metrics = dict(metrics or {})
         self.seed = seed
         self.steps, self.epoch = 0, 0
-        agreed(self.module, self.setting, staging, self.setting.promised(seed), shared)
+        give_weights_to_all(self.module, self.setting, staging, shared)
         self._optimization = Optimization(
             self.module, optimizer, groups, scheduler, scheduler_each, average
         )
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm={clip_norm}: the largest norm is a positive number")
-        settings: dict[str, Any] = {"clip_norm": clip_norm, "shared": shared}
-        settings |= {"optimizer": self._optimization.settings()}
-        require_same(settings, self.setting.group)
+        names: dict[torch.Tensor, str] = {
+            each: name for name, each in self.module.named_parameters()
+        }
+        description = self._optimization.describe(names)
+        require_same(description, "give every rank the same optimizer, groups and scheduler")
+        foreign = modules.keys() - {"model", "loss"}
+        self._live_settings = LiveSettings(modules, foreign, self.optimizer, self.setting.group)
         self._state = State(self.module, self._optimization, self.setting)
         how = (self._optimization, self.metrics, seed, clip_norm)
         self._model = (
@@ -251,6 +272,7 @@ class Trainer:
         are those before the step.
         """
         self._attempt = self._attempt.following(self.steps)
+        self._live_settings.begin()
         if batch is None:
             return self._model.step(self._attempt, self._finish_step)
         try:
@@ -276,7 +298,8 @@ class Trainer:
             **{"shuffle": False, "seed": self.seed, **options},
             agree=self._agreeing("an evaluation"),
         )
-        evaluation = self._model.evaluate(batches, average=average)
+        with self._live_settings.evaluation():
+            evaluation = self._model.evaluate(batches, average=average)
         self.history.evaluated(evaluation)
         return evaluation
 
@@ -400,7 +423,7 @@ class Trainer:
     def _finish_step(self, step: Turn) -> None:
         try:
             assert self._model.update is not None
-            result, pages = self._model.update.apply(step)
+            result, pages = self._model.update.apply(step, self._live_settings)
         except (LossError, GradientError) as error:
             saved = save_last_good(self._folder, self._state.model(), self.setting.group)
             raise type(error)(f"{error}; training stopped, {saved}") from None

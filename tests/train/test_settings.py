@@ -1,0 +1,402 @@
+"""Ranks whose settings differ are told so: which rank, which entry, and both values."""
+
+import inspect
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+
+import lockstep as ls
+from lockstep.errors import DisagreementError, RankError, UsageError
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+class Numbered(nn.Module):
+    """Knows its rank, and says that ranks may differ in that."""
+
+    lockstep_ignore = ("rank",)
+
+    def __init__(self):
+        super().__init__()
+        self.rank, self.calls, self.counts, self.scale = ls.rank(), 0, "always", 1.0
+
+    def forward(self, inputs):
+        if self.counts == "always" or (self.counts == "evaluating" and not self.training):
+            self.calls += 1
+        return inputs * self.scale
+
+
+def network(p=0.2):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(p), nn.Linear(8, 4))
+
+
+def smoothed(amount):
+    return lambda outputs, targets: nn.functional.cross_entropy(
+        outputs, targets, label_smoothing=amount
+    )
+
+
+def quietly(*arguments):
+    """Do nothing; ranks may have other callbacks."""
+
+
+def batch(step=0):
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(16, 6, generator=generator)
+    return inputs, torch.randint(0, 4, (16,), generator=generator)
+
+
+BASE = {"model": network, "loss": nn.CrossEntropyLoss, "optimizer": lambda: SGD}
+"""What makes the arguments that every Trainer is given."""
+
+CASES = {
+    "model": (partial(network, 0.5), {}, r"model\.1 \(Dropout\)\.p is 0\.5, on rank 0 it is 0\.2"),
+    "loss": (
+        partial(nn.CrossEntropyLoss, label_smoothing=0.1), {},
+        r"loss \(CrossEntropyLoss\)\.label_smoothing is 0\.1, on rank 0 it is 0\.0",
+    ),
+    "optimizer": (
+        lambda: partial(SGD, weight_decay=0.5), {},
+        r"optimizer\.param_groups\[0\]\.weight_decay is 0\.5, on rank 0 it is 0",
+    ),
+    "microbatches": (4, {}, "microbatches is 4, on rank 0 it is 8"),
+    "seed": (7, {}, "seed is 7, on rank 0 it is 0"),
+    "weight": (len, {}, "weight is len, on rank 0 it is None"),
+    "metrics": (
+        {"accuracy": ls.accuracy}, {"metrics": {"exact": ls.accuracy}},
+        r"metrics\['exact'\], which is lockstep\.step\.forward\.accuracy on rank 0",
+    ),
+    "groups": (
+        lambda: lambda name, _: {"lr": 0.5 if name == "0.bias" else 0.1}, {},
+        r"optimizer\.param_groups\[0\]\.params\[1\] is 2\.weight, on rank 0 it is 0\.bias",
+    ),
+    "scheduler": (
+        lambda: partial(schedulers.ExponentialLR, gamma=0.5),
+        {"scheduler": lambda: partial(schedulers.ExponentialLR, gamma=0.9)},
+        r"scheduler\.gamma is 0\.5, on rank 0 it is 0\.9",
+    ),
+    "scheduler_each": ("epoch", {}, "scheduler_each is 'epoch', on rank 0 it is 'step'"),
+    "clip_norm": (0.5, {}, r"clip_norm is 0\.5, on rank 0 it is None"),
+    "precision": (torch.bfloat16, {}, r"precision is torch\.bfloat16, on rank 0 it is None"),
+    "average": (0.5, {"average": 0.9}, r"average is 0\.5, on rank 0 it is 0\.9"),
+    "also": (
+        lambda: [nn.Dropout(0.5)], {"also": lambda: [nn.Dropout(0.2)]},
+        r"also\[0\] \(Dropout\)\.p is 0\.5, on rank 0 it is 0\.2",
+    ),
+    "stages": (2, {}, "stages is 2, on rank 0 it is 1"),
+    "schedule": (
+        "gpipe", {"stages": 2, "schedule": "1f1b"}, "schedule is 'gpipe', on rank 0 it is '1f1b'"
+    ),
+    "blocks": (["0"], {}, r"blocks is \['0'\], on rank 0 it is None"),
+    "balance": (
+        [2, 1], {"stages": 2, "balance": [1, 2]}, r"balance is \[2, 1\], on rank 0 it is \[1, 2\]"
+    ),
+    "chunks": (
+        1, {"stages": 2, "schedule": "interleaved"}, "chunks is 1, on rank 0 it is None"
+    ),
+    "recompute": (True, {}, "recompute is True, on rank 0 it is False"),
+    "shared": (True, {}, "shared is True, on rank 0 it is False"),
+    "elementwise": (True, {}, "elementwise is True, on rank 0 it is False"),
+}  # fmt: skip
+"""Of each argument: its value on rank 1, what else both ranks are given, and the message."""
+
+FREE = {
+    "on_step": quietly,
+    "on_epoch": quietly,
+    "record": "run",
+    "about": {"note": "of rank 1"},
+}
+"""Arguments that decide no bit, in which ranks may differ."""
+
+
+def test_every_argument_has_a_case():
+    """A new argument of the Trainer needs one: it must not differ between ranks unnoticed."""
+    assert {*CASES, *FREE} == {*inspect.signature(ls.Trainer).parameters}
+
+
+def build(case, value):
+    """Make a trainer, on rank 1 with another value of one argument."""
+    given = BASE | CASES.get(case, (None, {}))[1]
+    if ls.rank() == 1:
+        given = given | {case: value}
+    made = {name: each() if callable(each) and each is not len else each
+            for name, each in given.items()}  # fmt: skip
+    return ls.Trainer(**made)
+
+
+def test_an_argument_that_differs_is_named_with_both_values(ranks):
+    def said():
+        found = {}
+        for case, (value, _, _) in CASES.items():
+            with pytest.raises(DisagreementError) as raised:
+                build(case, value)
+            found[case] = str(raised.value)
+        return found
+
+    for messages in ranks(said, 2):
+        for case, (_, _, words) in CASES.items():
+            assert re.match(f"rank 1(:| has no) {words}; ", messages[case]), messages[case]
+
+
+def test_arguments_that_decide_no_bit_may_differ(ranks, tmp_path):
+    def digests():
+        found = []
+        for case, value in FREE.items():
+            with build(case, (lambda: quietly) if value is quietly else value) as trainer:
+                trainer.step(batch())
+                found.append(trainer.digest())
+        return found
+
+    first, second = ranks(digests, 2)
+    assert first == second
+    assert len({*first}) == 1
+
+
+def test_settings_of_torch_that_differ_are_named(ranks):
+    def threads():
+        if ls.rank() == 1:
+            torch.set_num_threads(2)
+        build("model", network)
+
+    with pytest.raises(RankError, match=r"torch\.get_num_threads\(\) is 2, on rank 0 it is 1"):
+        ranks(threads, 2)
+
+
+def test_the_rank_that_differs_from_most_is_named(ranks):
+    def clipped():
+        ls.Trainer(network(), nn.CrossEntropyLoss(), SGD, clip_norm=1.0 + (ls.rank() == 0))
+
+    with pytest.raises(RankError, match=r"rank 0: clip_norm is 2\.0, on rank 1 it is 1\.0"):
+        ranks(clipped, 3)
+
+
+def test_a_compiled_model_is_not_the_one_that_is_not(ranks):
+    def compiled():
+        model = network()
+        if ls.rank() == 1:
+            model = torch.compile(model, backend="eager")
+        ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
+
+    with pytest.raises(RankError, match=r"torch\.compile\(model\) is True, on rank 0 it is False"):
+        ranks(compiled, 2)
+
+
+def test_blocks_of_other_stages_are_compared_too(ranks):
+    """Also where they are built under torch.device("meta"), and hold tensors as attributes."""
+
+    class Scaled(nn.Linear):
+        def __init__(self, *sizes, factor=1.0):
+            super().__init__(*sizes)
+            self.factor, self.mask = factor, torch.arange(sizes[1])
+
+        def forward(self, inputs):
+            return super().forward(inputs) * self.factor + self.mask
+
+    def train(factor):
+        last = partial(Scaled, 8, 4, factor=factor if ls.rank() == 0 else 1.0)
+        blocks = [partial(Scaled, 6, 8), last]
+        return ls.Trainer(blocks, nn.CrossEntropyLoss(), SGD, stages=2).step(batch())
+
+    first, second = ranks(train, 2, 1.0)
+    assert first == second
+    with pytest.raises(RankError, match=r"model\.1 \(Scaled\)\.factor is 1\.0, on rank 0 it is 2"):
+        ranks(train, 2, 2.0)
+
+
+# --- changes between steps -----------------------------------------------------------------------
+
+
+def rate(trainer):
+    trainer.optimizer.param_groups[0]["lr"] = 0.05
+
+
+def rate_of_a_tensor(trainer):
+    trainer.optimizer.param_groups[0]["lr"].fill_(0.05)
+
+
+def betas(trainer):
+    trainer.optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+
+
+def dropout(trainer):
+    trainer.model[1].p = 0.5
+
+
+def mode(trainer):
+    trainer.model[1].eval()
+
+
+def freeze(trainer):
+    trainer.model[0].weight.requires_grad_(False)
+
+
+def smoothing(trainer):
+    trainer.setting.loss.label_smoothing = 0.5
+
+
+def deletion(trainer):
+    del trainer.model[0].in_features
+
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+CHANGES = [
+    (rate, ADAM, r"optimizer\.param_groups\[0\]\.lr is 0\.05, on rank 0 it is 0\.01"),
+    (rate_of_a_tensor, partial(torch.optim.Adam, lr=torch.tensor(0.5)),
+     r"optimizer\.param_groups\[0\]\.lr is 0\.05.*, on rank 0 it is 0\.5"),
+    (betas, ADAM, r"optimizer\.param_groups\[0\]\.betas is \(0\.5, 0\.999\), on rank 0 it is \(0"),
+    (dropout, ADAM, r"model\.1 \(Dropout\)\.p is 0\.5, on rank 0 it is 0\.2"),
+    (mode, ADAM, r"model\.1 \(Dropout\)\.training is False, on rank 0 it is True"),
+    (freeze, ADAM, r"model\.0\.weight\.requires_grad is False, on rank 0 it is True"),
+    (smoothing, ADAM,
+     r"loss \(CrossEntropyLoss\)\.label_smoothing is 0\.5, on rank 0 it is 0\.0"),
+    (deletion, ADAM, r"model\.0 \(Linear\)\.in_features is deleted, on rank 0 it is 6"),
+]  # fmt: skip
+
+
+def test_a_change_on_one_rank_is_named_before_the_weights_change(ranks):
+    def train(change, optimizer):
+        trainer = ls.Trainer(network(), nn.CrossEntropyLoss(), optimizer)
+        for step in range(2):
+            trainer.step(batch(step))
+        before = trainer.digest()
+        if ls.rank() == 1:
+            change(trainer)
+        with pytest.raises(DisagreementError) as raised:
+            trainer.step(batch(2))
+        after = trainer.digest()
+        if ls.rank() == 0:
+            change(trainer)
+        return str(raised.value), before == after, trainer.step(batch(2)), trainer.digest()
+
+    def every():
+        return [train(change, optimizer) for change, optimizer, _ in CHANGES]
+
+    first, second = ranks(every, 2)
+    assert first == second
+    for (message, unchanged, *_), (_, _, words) in zip(first, CHANGES, strict=True):
+        assert re.match(f"rank 1: {words}.* in step 2; make every change", message), message
+        assert unchanged
+
+
+@pytest.mark.parametrize("layout", [{"stages": 2}, {"shared": True}, {"recompute": True}])
+def test_a_change_on_one_rank_is_named_in_every_layout(ranks, layout):
+    def train():
+        trainer = ls.Trainer(network(), nn.CrossEntropyLoss(), ADAM, **layout)
+        trainer.step(batch(0))
+        for change in (rate, dropout):
+            if ls.rank() == 1:
+                change(trainer)
+            with pytest.raises(DisagreementError, match=r" is 0\.0?5, on rank 0 it is 0"):
+                trainer.step(batch(1))
+            if ls.rank() == 0:
+                change(trainer)
+        return trainer.step(batch(1)), trainer.digest()
+
+    first, second = ranks(train, 2)
+    assert first == second
+
+
+def test_a_change_in_a_loop_of_the_users_own_is_named(ranks):
+    def train():
+        model, loss = network(), nn.CrossEntropyLoss()
+        trainer = ls.Trainer(model, None, ADAM)
+        for step in range(2):
+            with trainer.step() as turn:
+                for inputs, targets in turn.microbatches(batch(step)):
+                    turn.backward(loss(model(inputs), targets))
+                if step == 1 and ls.rank() == 1:
+                    rate(trainer)
+
+    with pytest.raises(RankError, match=r"lr is 0\.05, on rank 0 it is 0\.01 in step 1"):
+        ranks(train, 2)
+
+
+def test_the_mode_of_an_extra_module_is_compared_and_its_attributes_are_not(ranks):
+    """They may change in the steps of the trainer whose model it is."""
+
+    def train():
+        model, other = network(), nn.Sequential(nn.Dropout(0.5), Numbered())
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), ADAM, also=[other])
+        other[1].calls = ls.rank()
+        trainer.step(batch(0))
+        other.train(ls.rank() == 0)
+        trainer.step(batch(1))
+
+    with pytest.raises(RankError, match=r"rank 1: also\[0\] \(Sequential\)\.training is False"):
+        ranks(train, 2)
+
+
+def test_changes_on_all_ranks_are_let_through(ranks):
+    def train():
+        trainer = ls.Trainer(network(), nn.CrossEntropyLoss(), ADAM)
+        for step, (change, _, _) in enumerate(CHANGES):
+            trainer.step(batch(step))
+            if change not in (rate_of_a_tensor, deletion):
+                change(trainer)
+        return trainer.digest()
+
+    first, second = ranks(train, 2)
+    assert first == second
+
+
+@pytest.mark.filterwarnings("ignore:.*the attribute .*calls changes from step to step")
+def test_what_forward_itself_changes_may_differ(ranks):
+    """Three ranks compute 3, 3 and 2 micro-batches, so a counter of calls differs at once."""
+
+    def train():
+        model = nn.Sequential(network(), Numbered())
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), ADAM)
+        data = list(zip(*batch(9), strict=True))
+        for step in range(4):
+            trainer.step(batch(step))
+            trainer.evaluate(data, 5)
+        calls, model[1].scale = model[1].calls, 1.0 + (ls.rank() == 2)
+        with pytest.raises(DisagreementError, match=r"rank 2: model\.1 \(Numbered\)\.scale is 2"):
+            trainer.step(batch(4))
+        return calls
+
+    assert len({*ranks(train, 3)}) > 1
+
+
+def test_what_an_evaluation_changes_may_differ(ranks):
+    def train():
+        model = nn.Sequential(network(), Numbered())
+        model[1].counts = "evaluating"
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), ADAM)
+        trainer.evaluate(list(zip(*batch(9), strict=True)), 4)
+        return model[1].calls, trainer.step(batch(0))
+
+    first, second, third = ranks(train, 3)
+    assert len({first[0], second[0], third[0]}) > 1
+    assert first[1] == second[1] == third[1]
+
+
+def test_what_a_step_that_failed_has_changed_may_differ(ranks):
+    def train():
+        model = nn.Sequential(network(), Numbered())
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), ADAM)
+        inputs, targets = batch(0)
+        with pytest.raises(ls.LockstepError):
+            trainer.step((inputs, targets + 100 * (ls.rank() + 1)))
+        model[1].counts = "never"
+        model[1].calls += ls.rank()
+        return trainer.step(batch(1))
+
+    assert len({*ranks(train, 3)}) == 1
+
+
+def test_invalid_arguments_on_one_rank_are_a_disagreement(ranks):
+    """Rank 1 would raise alone, and the others wait for it."""
+
+    def build():
+        with pytest.raises((DisagreementError, UsageError)) as raised:
+            ls.Trainer(network(), nn.CrossEntropyLoss(), SGD, microbatches=8 - 8 * ls.rank())
+        return str(raised.value)
+
+    for message in ranks(build, 2):
+        assert message.startswith("rank 1: microbatches is 0, on rank 0 it is 8; ")
