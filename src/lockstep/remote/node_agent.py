@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 import threading
 import time
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from lockstep.errors import RendezvousError, UsageError
+from lockstep.messages import say
 from lockstep.remote.connection import dial
 from lockstep.remote.frame import Frame
 from lockstep.remote.identity import UNKNOWN, Credentials, Identity, Role
@@ -129,7 +129,7 @@ class NodeAgent:
         return f"{self._address}:{self._port}"
 
     def _say(self, sentence: str) -> None:
-        print(f"lockstep: {sentence}", file=sys.stderr, flush=True)
+        say(sentence)
 
 
 class Forward(io.RawIOBase):
