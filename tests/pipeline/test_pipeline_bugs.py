@@ -638,3 +638,142 @@ def test_memory_that_a_block_uses_again_is_refused_by_name(ranks):
     )
     for said in found["reused"].values():
         assert "a block wrote into a tensor that it had returned for this micro-batch" in said
+
+
+class Box:
+    """Holds a mask that one block leaves for another one."""
+
+
+class Put(nn.Module):
+    def __init__(self, box):
+        super().__init__()
+        self.linear, self.box = layer(), box
+
+    def forward(self, x):
+        self.box.mask = (x[:, :1] > 0).float()
+        return self.linear(x)
+
+
+class Use(nn.Module):
+    def __init__(self, box):
+        super().__init__()
+        self.linear, self.box = layer(), box
+
+    def forward(self, x):
+        return self.linear(x) * self.box.mask
+
+
+def boxed(box):
+    """Return a model whose first block leaves a mask for the third one."""
+    torch.manual_seed(1)
+    return nn.Sequential(Put(box), nn.Tanh(), Use(box), layer())
+
+
+class Collecting(nn.Module):
+    """Adds a term of the loss to a list, as a mixture of experts does."""
+
+    def __init__(self, terms):
+        super().__init__()
+        self.linear, self.terms = layer(), terms
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.terms.append(y.pow(2).mean())
+        return y
+
+
+def collected():
+    """Return a model and a loss that reads what its blocks have collected."""
+    terms = []
+
+    def loss(outputs, targets):
+        value = F.cross_entropy(outputs, targets) + sum(terms)
+        terms.clear()
+        return value
+
+    def make():
+        torch.manual_seed(1)
+        return nn.Sequential(Collecting(terms), layer(), layer(), Collecting(terms))
+
+    return make, loss
+
+
+class Filling(nn.Module):
+    """Fills a table, which all blocks share, in its first call."""
+
+    def __init__(self, tables):
+        super().__init__()
+        self.linear, self.tables = layer(), tables
+
+    def forward(self, x):
+        if "scale" not in self.tables:
+            self.tables["scale"] = torch.full((4,), 0.5)
+        return self.linear(x) * self.tables["scale"]
+
+
+def filling():
+    torch.manual_seed(1)
+    tables = {}
+    return nn.Sequential(*(Filling(tables) for _ in range(4)))
+
+
+def test_what_a_block_leaves_for_a_block_of_another_stage_is_refused_by_name(ranks):
+    """It was missing, or a first value, or (interleaved) another micro-batch's."""
+
+    def first_value():
+        box = Box()
+        box.mask = torch.ones(1)
+        return boxed(box)
+
+    make, loss = collected()
+    expected, found = in_every_schedule(
+        ranks,
+        4,
+        first_value={"make": first_value},
+        collected={"make": make, "loss": loss},
+        filled={"make": filling},
+    )
+    for said in found.pop("first_value").values():
+        assert "block 0 (Put) changes 0.box.mask, which block 2 (Use) in another stage" in said
+    for said in found.pop("collected").values():
+        assert "block 0 (Collecting) changes 0.terms[" in said
+    assert found == {"filled": expected["filled"]}
+
+
+def test_what_a_block_misses_of_another_stage_is_a_sentence(ranks):
+    """It was the AttributeError of the user's code, and nothing said why."""
+    _, found = in_every_schedule(ranks, 4, missing={"make": lambda: boxed(Box())})
+    for said in found["missing"].values():
+        assert "block 2 (Use)" in said
+        assert "box.mask" in said
+
+
+class Keeping(nn.Module):
+    """Keeps its input in an attribute, where a hook in backward reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.kept = layer(), {}
+
+    def forward(self, x):
+        self.kept["input"], self.scale = x.detach(), float(x.detach().mean())
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(self.changed)
+        return y
+
+    def changed(self, gradient):
+        return gradient * (1 + self.scale) + 0.1 * self.kept["input"]
+
+
+def test_what_a_block_keeps_for_its_backward_is_of_the_same_micro_batch(ranks):
+    """Backward read what the forward of a later micro-batch had left."""
+    expected, found = in_every_schedule(
+        ranks,
+        4,
+        kept={
+            "make": lambda: chain(layer, Keeping, Keeping, layer),
+            "batches": random_batches(16),
+        },
+    )
+    assert found == expected

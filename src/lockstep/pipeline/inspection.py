@@ -1,8 +1,9 @@
 """Inspection: whether a stage's blocks depend only on what they are given.
 
-In one process all blocks of a model see the same memory, and the same generators of Python
-and numpy; stages have their own. What stages cannot hand on is refused: writes into memory
-that blocks share in every call, other things in the first calls and in some later ones.
+In one process all blocks of a model see the same memory, the same objects, and the same
+generators of Python and numpy; stages have their own. What stages cannot hand on is
+refused: writes into memory that blocks share in every call, other things in the first calls
+and in some later ones.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from lockstep.errors import UsageError
 from lockstep.pipeline.aliasing import Arrival, touching
 from lockstep.pipeline.boundary import Pattern, flattened, with_aliases
+from lockstep.pipeline.python_state import PythonState
 from lockstep.randomness import state_of_others
 from lockstep.step.forward import called
 
@@ -34,10 +36,12 @@ class Inspection:
     Args:
         is_first: Whether the stage is the first: its blocks may draw from Python's and
             numpy's generators, which are seeded once per micro-batch.
+        state: What its blocks keep in Python.
     """
 
-    def __init__(self, is_first: bool) -> None:
+    def __init__(self, is_first: bool, state: PythonState) -> None:
         self._is_first = is_first
+        self.state = state
         self._forwards, self._backwards = 0, 0
         self._draws_others = False
         self._is_due = False  # whether the forward that is computed is inspected
@@ -63,8 +67,9 @@ class Inspection:
         self._is_due = _is_inspected(self._forwards)
         if not self._is_due:
             return self._called(blocks, data, place), others or self._draws_others
-        before = state_of_others()
+        contents, before = self.state.contents(), state_of_others()
         value = self._called(blocks, data, place)
+        self.state.compare(contents, place)
         if state_of_others() != before:
             if not self._is_first:
                 raise UsageError(
@@ -123,9 +128,14 @@ class Inspection:
             )
 
     def _called(self, blocks: Sequence[nn.Module], data: Any, place: str) -> Any:
-        value = called(blocks[0], data if self._is_first else (data,), place)
-        for block in blocks[1:]:
-            value = called(block, (value,), place)
+        try:
+            value = called(blocks[0], data if self._is_first else (data,), place)
+            for block in blocks[1:]:
+                value = called(block, (value,), place)
+        except AttributeError as error:
+            if (named := self.state.blame(error, place)) is not None:
+                raise named from error
+            raise
         return value
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from lockstep.pipeline.cut import Cut
 from lockstep.pipeline.pipeline import Pipeline
+from lockstep.pipeline.python_state import python_states
 from lockstep.pipeline.stage import Stage
 from lockstep.pipeline.tying import ties_of
 from lockstep.step.gradients import Gradients
@@ -61,17 +62,20 @@ class Placement:
     def pipeline(self, model: nn.Module, seed: int, schedule: str, chunks: int) -> Pipeline:
         """Make this rank's stages and link them with the others."""
         parameters = dict(model.named_parameters())
+        blocks = [self.named(model, number) for number in range(len(self.cut.ranges))]
+        states = python_states(blocks, self.setting.loss)
         stages = [
             Stage(
                 number,
-                self.named(model, number),
+                blocks[number],
                 self.units(model, number, seed),
                 Gradients(
                     [pair for pair in parameters.items() if self.holders[pair[0]][0] == number],
                     self.setting.peers,
                 ),
-                self.setting.recomputation(self.named(model, number)),
+                self.setting.recomputation(blocks[number]),
                 self.setting.device,
+                states[number],
             )
             for number in self.stages
         ]

@@ -27,6 +27,7 @@ from lockstep.pipeline.aliasing import Arrival, Departure
 from lockstep.pipeline.boundary import Pattern
 from lockstep.pipeline.draws import NO_DRAWS, Draws
 from lockstep.pipeline.inspection import Inspection
+from lockstep.pipeline.python_state import Assigned, PythonState
 from lockstep.pipeline.splitting import Split, splittable
 from lockstep.randomness import set_state_of_torch, state_of_torch
 from lockstep.step.buffers import Buffers, Paused
@@ -98,6 +99,7 @@ class Flight:
     buffers: Paused
     calls: Calls | None
     draws: Draws
+    assigned: list[Assigned]
     split: Split | None = None
     early: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
 
@@ -112,6 +114,7 @@ class Stage:
         gradients: the tree of the parameters whose gradients are added here.
         recomputation: of its blocks, in backward.
         device: where it computes.
+        state: what its blocks keep in Python.
     """
 
     def __init__(
@@ -122,13 +125,14 @@ class Stage:
         gradients: Gradients,
         recomputation: Recomputation,
         device: torch.device,
+        state: PythonState,
     ) -> None:
         self.number = number
         self.named = dict(named)
         self.units = units
         self.gradients = gradients
         self.recomputation = recomputation
-        self.inspection = Inspection(is_first=number == 0)
+        self.inspection = Inspection(number == 0, state)
         self._device = device
         self.parameters = list(
             dict.fromkeys(each for block in named.values() for each in block.parameters())
@@ -178,7 +182,8 @@ class Stage:
         pattern, tensors = self.inspection.handed_on(value, blocks, given.arrival, place)
         outputs = [tensor for tensor in tensors if tensor.requires_grad]
         held = self.buffers.pause(), self.units.pause()
-        self._flights[leaf] = Flight(given.entry, outputs, Departure(tensors), *held, draws)
+        sent, assigned = Departure(tensors), self.inspection.state.assigned()
+        self._flights[leaf] = Flight(given.entry, outputs, sent, *held, draws, assigned)
         if given.entry is not None:
             given.entry.leave()
         return StageOutput(pattern, tensors, draws)
@@ -246,7 +251,8 @@ class Stage:
         flight = self._resumed(leaf)
         if flight.split is not None:
             before = state_of_torch(self._device)
-            flight.split.second()
+            with self.inspection.state.put_back(flight.assigned):
+                flight.split.second()
             if state_of_torch(self._device) != before:
                 raise UsageError(
                     f"{place}: a hook of a tensor in the blocks {', '.join(self.named)} draws "
@@ -281,7 +287,7 @@ class Stage:
         else:
             set_state_of_torch(flight.draws.state, self._device)
         before = state_of_torch(self._device)
-        with self.inspection.backward(place):
+        with self.inspection.backward(place), self.inspection.state.put_back(flight.assigned):
             yield
         flight.draws = self._drawn_since(before, flight.draws)
 

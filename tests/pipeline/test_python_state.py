@@ -1,0 +1,130 @@
+"""Objects that blocks of several stages refer to are found, wherever they are kept."""
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.pipeline.python_state import python_states
+
+TABLE = {}
+LATEST = None
+
+
+class Block(nn.Module):
+    """Does something with the number of its call."""
+
+    latest = None
+
+    def __init__(self, action, held=None):
+        super().__init__()
+        self.action, self.held = action, held
+
+    def forward(self, x):
+        self.action(self, x)
+        return x
+
+
+def into_a_global_dictionary(block, x):
+    TABLE["x"] = x
+
+
+def into_a_global_name(block, x):
+    global LATEST
+    LATEST = x
+
+
+def into_the_class(block, x):
+    Block.latest = x
+
+
+def into_what_it_holds(block, x):
+    block.held["x"] = x
+
+
+def nowhere(block, x):
+    pass
+
+
+def by_hook():
+    """Return two blocks, of which a hook of the first writes what the second one holds."""
+    features = {}
+    first, second = Block(nowhere), Block(nowhere, features)
+    first.register_forward_hook(lambda module, inputs, output: features.update(x=output))
+    return first, second
+
+
+def both(action):
+    return Block(action), Block(action)
+
+
+def one_object():
+    held = {}
+    return Block(into_what_it_holds, held), Block(nowhere, [held])
+
+
+def one_module():
+    inner = Block(into_what_it_holds, {})
+    return nn.Sequential(inner), Block(nowhere, [inner])
+
+
+def states_of(first, second, loss=None):
+    return python_states([{"0": first}, {"1": second}], loss)
+
+
+def called(state, block, number):
+    before = state.contents()
+    block(torch.full((2,), float(number)))
+    state.compare(before, "here")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "path"),
+    [
+        (lambda: both(into_a_global_dictionary), r"TABLE\['x'\]"),
+        (lambda: both(into_a_global_name), "LATEST"),
+        (lambda: both(into_the_class), "Block.latest"),
+        (by_hook, r"features\['x'\]"),
+        (one_object, r"0.held\['x'\]"),
+        (one_module, r"0.0.held\['x'\]"),
+    ],
+)
+def test_a_shared_object_that_changes_twice_is_named(blocks, path):
+    first, second = blocks()
+    state, _ = states_of(first, second)
+    called(state, first, 0)
+    called(state, first, 0)  # the same value once more
+    with pytest.raises(UsageError, match=rf"here: block 0 \(\w+\) changes {path}, which block 1"):
+        called(state, first, 1)
+    TABLE.clear()
+
+
+def test_what_one_stage_alone_refers_to_may_change():
+    first, second = Block(into_what_it_holds, {}), Block(into_what_it_holds, {})
+    state, _ = states_of(first, second)
+    for number in range(3):
+        called(state, first, number)
+
+
+def test_the_loss_refers_to_what_its_closure_does():
+    held = {}
+    first, second = Block(into_what_it_holds, held), Block(nowhere)
+    state = states_of(first, second, lambda outputs, targets: outputs.sum() + held["x"])[0]
+    called(state, first, 0)
+    with pytest.raises(UsageError, match="which the loss in another stage refers to"):
+        called(state, first, 1)
+
+
+def test_backward_finds_what_forward_assigned_and_leaves_what_it_assigns():
+    block = Block(into_what_it_holds, {})
+    state, _ = states_of(block, Block(nowhere))
+    kept = []
+    for number in range(3):
+        called(state, block, number)
+        kept.append(state.assigned())
+    with state.put_back(kept[0]):
+        assert block.held["x"].tolist() == [0.0, 0.0]
+    assert block.held["x"].tolist() == [2.0, 2.0]
+    with state.put_back(kept[1]):
+        del block.held["x"]
+    assert block.held == {}
