@@ -103,18 +103,23 @@ def test_a_container_that_contains_itself_has_a_text():
     assert text(loop).count("[") > 3
 
 
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
-    max_leaves=8,
-)
+scalars = st.sampled_from([None, True, False, 0, 1, 0.0, 1.0, -0.0, "", "1", "a, b", "'"])
+plain = scalars | st.lists(scalars, max_size=2) | st.dictionaries(scalars, scalars, max_size=2)
+plain |= st.tuples(plain) | st.tuples(plain, plain) | st.lists(plain, max_size=2)
+
+
+def structure(value):
+    """Return what two values have in common exactly if they are equal and of equal types."""
+    if isinstance(value, dict):
+        return "dict", sorted((structure(key), structure(each)) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [structure(each) for each in value]
+    return type(value).__name__, [repr(value)]
 
 
 @given(plain, plain)
-def test_equal_texts_are_of_equal_values(left, right):
-    if text(left) == text(right):
-        assert repr(left) == repr(right) or type(left) is dict or left == right
-    assert text(left) == text(left)
+def test_texts_are_equal_exactly_for_equal_values(left, right):
+    assert (text(left) == text(right)) == (structure(left) == structure(right))
 
 
 def test_texts_are_the_same_in_another_process(tmp_path):

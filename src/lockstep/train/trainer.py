@@ -156,6 +156,8 @@ class Trainer:
     ) -> None:
         given = [pair for pair in locals().items() if pair[0] not in NOT_COMPARED]
         self.world = world()
+        # First: wrappers keep their rank in an attribute, which the comparison would name.
+        refuse_wrappers(dict(given) | {"model": model})
         description = describe_environment()
         for name, value in given:
             description |= describe(name, value)
@@ -172,11 +174,11 @@ class Trainer:
         asked = (blocks, schedule, balance, chunks)
         self.model, staging = begun(model, self.setting, seed, *asked)
         self.module: nn.Module = getattr(self.model, "_orig_mod", self.model)
+        modules = {"model": self.module} | self.setting.extra_modules()
+        refuse_wrappers(modules)  # also those that callables made
         description = {"torch.compile(model)": str(self.model is not self.module)}
         description |= describe_module("model", self.module)
         require_same(description, "build the same model on every rank")
-        modules = {"model": self.module} | self.setting.extra_modules()
-        refuse_wrappers(modules)
         self.metrics = dict(metrics or {})
         self.seed = seed
         self.steps, self.epoch = 0, 0

@@ -8,7 +8,8 @@ numbers of micro-batches: other bits for other numbers of ranks, or a deadlock.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -18,13 +19,15 @@ from lockstep.errors import UsageError
 __all__ = ["refuse_wrappers"]
 
 
-def refuse_wrappers(modules: Mapping[str, nn.Module]) -> None:
+def refuse_wrappers(values: Mapping[str, Any]) -> None:
     """Raise UsageError for a module that is wrapped for data parallelism, or contains one.
 
     Args:
-        modules: what a step calls, by the name that the message uses.
+        values: Modules, and lists of modules, by the name that the message uses; anything
+            else among them is passed over.
     """
-    for root, module in modules.items():
+    for root, module in _modules(values):
+        module = getattr(module, "_orig_mod", module)
         for path, part in module.named_modules(prefix=root):
             if isinstance(part, _wrappers()):
                 raise UsageError(
@@ -37,6 +40,14 @@ def refuse_wrappers(modules: Mapping[str, nn.Module]) -> None:
                     "the Trainer does: give the Trainer the model without it (shared=True holds "
                     "parameters and optimizer state once per host)"
                 )
+
+
+def _modules(values: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+    for name, value in values.items():
+        if isinstance(value, nn.Module):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from _modules({f"{name}[{number}]": each for number, each in enumerate(value)})
 
 
 def _wrappers() -> tuple[type, ...]:
