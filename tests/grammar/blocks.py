@@ -389,7 +389,8 @@ class Centred(nn.Module):
         self.register_buffer("centre", torch.zeros(classes))
 
     def forward(self, outputs, targets):
-        self.centre = 0.9 * self.centre + 0.1 * outputs.detach().float().mean(dim=0)
+        mean = outputs.detach().mean(dim=0).to(self.centre.dtype)
+        self.centre = 0.9 * self.centre + 0.1 * mean
         return F.cross_entropy(outputs - self.centre.to(outputs.dtype), targets)
 
 

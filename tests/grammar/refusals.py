@@ -16,6 +16,22 @@ def refusals(case: Case, layout: Layout) -> list[str]:
     return [*_of_layout(case, layout), *_of_model(case, layout), *_of_sharing(case, layout)]
 
 
+def possible_refusals(case: Case, layout: Layout) -> list[str]:
+    """Return parts of the sentences with which a layout may be refused; else it agrees.
+
+    Whether a block writes into memory that another tensor shares depends on where the model
+    is cut.
+    """
+    has_alias = "'view')" in str(case.model) or "'detached')" in str(case.model)
+    if has_alias and (layout.stages > 1 or layout.recompute):
+        return [
+            "that it was given and that shares its memory with another one",
+            "writes into an input that shares its memory with another one",
+            "a tensor that backward needs was overwritten in place",
+        ]
+    return []
+
+
 def _of_layout(case: Case, layout: Layout) -> Iterator[str]:
     if layout.world % layout.stages:
         yield "cannot hold replicas of"
