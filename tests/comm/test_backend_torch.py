@@ -116,7 +116,7 @@ def uneven_inputs() -> list[torch.Tensor]:
 
 @program
 def averaged_models() -> list[torch.Tensor]:
-    from torch.distributed.algorithms.model_averaging.reducers import PeriodicModelAverager
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
     alone = model()
     averager = PeriodicModelAverager(period=2, warmup_steps=1)

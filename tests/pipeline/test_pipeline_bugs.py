@@ -693,6 +693,7 @@ def collected():
 
     def make():
         torch.manual_seed(1)
+        terms.clear()  # of a step that was refused
         return nn.Sequential(Collecting(terms), layer(), layer(), Collecting(terms))
 
     return make, loss
