@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep as ls
-from lockstep.errors import DisagreementError, StateError
+from lockstep.errors import DisagreementError, LayoutError, StateError
 from lockstep.step.side_effects import FIRST, SideEffects
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -118,6 +118,34 @@ def test_parameters_that_forward_writes_and_generators_it_draws_from_are_named(r
     written = ["parameter 1.teacher.weight", "parameter 1.codes", "parameter 1.embedding.weight"]
     for said, subject in zip(found[0], written + ["the generator 1.generator"] * 4, strict=True):
         assert said.startswith(f"rank {rank}, step 0: {subject} was "), said
+
+
+class Named(nn.Module):
+    """Names blocks, whose composition is compared with its forward before it is cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.teacher = nn.Linear(6, 6), Teacher()
+
+    def blocks(self):
+        return [self.linear, self.teacher]
+
+    def forward(self, inputs):
+        return self.teacher(self.linear(inputs))
+
+
+def test_a_parameter_that_forward_writes_is_named_when_blocks_are_checked(ranks):
+    """The two passes of the check differed, and the blocks were said not to be the model."""
+
+    def refused():
+        torch.manual_seed(1)
+        trainer = ls.Trainer(Named(), F.cross_entropy, SGD, stages=2)
+        with pytest.raises((StateError, LayoutError)) as raised:
+            trainer.step(batch())
+        return str(raised.value)
+
+    for said in ranks(refused, 2):
+        assert "parameter teacher.teacher.weight was written during forward" in said
 
 
 @pytest.mark.parametrize(("n", "over"), [(1, {}), (2, {}), LAYOUTS[-1]])

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from lockstep.data.microbatch import mapped
-from lockstep.errors import LayoutError
+from lockstep.errors import LayoutError, StateError
 from lockstep.pipeline.boundary import assembled, flattened
 from lockstep.pipeline.simulation import Costs
 from lockstep.pipeline.splitting import Split, splittable
@@ -30,6 +30,7 @@ from lockstep.step.buffers import Buffers
 from lockstep.step.entry import Entry
 from lockstep.step.forward import called
 from lockstep.step.setting import Setting
+from lockstep.step.side_effects import SideEffects
 
 __all__ = ["BYTES_PER_SECOND", "check_composition", "measured_costs"]
 
@@ -141,17 +142,27 @@ def _timed(work: Callable[[], Any]) -> float:
 def check_composition(
     model: nn.Module, blocks: Mapping[str, nn.Module], data: Any, setting: Setting
 ) -> None:
-    """Raise LayoutError unless the blocks, one after another, give what the model gives.
+    """Check that the blocks, one after another, give what the model gives.
 
     Both passes begin with the same buffers and the same generators: a module may write and
     draw in evaluation mode too.
+
+    Raises:
+        LayoutError: They give something else.
+        StateError: Forward writes a parameter or draws from a generator of its own, so that
+            no two passes agree.
     """
     place = "the first micro-batch"
+    effects = SideEffects({"": model})
+    effects.begin(step=0)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with isolated(setting.device), Buffers(dict(blocks)).untouched(), torch.no_grad():
             expected = flattened(called(model, _copied(data), place))[1]
+        effects.finish()
+        if effects.failure:
+            raise StateError(f"rank {setting.rank}, {place}: {effects.failure}")
         with isolated(setting.device), Buffers(dict(blocks)).untouched(), torch.no_grad():
             value = _copied(data)
             for number, block in enumerate(blocks.values()):
