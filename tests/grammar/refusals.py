@@ -20,16 +20,20 @@ def possible_refusals(case: Case, layout: Layout) -> list[str]:
     """Return parts of the sentences with which a layout may be refused; else it agrees.
 
     Whether a block writes into memory that another tensor shares depends on where the model
-    is cut.
+    is cut. A loss that is maximized, or a sum, may grow until the norm of its gradient
+    overflows, in the reference as well.
     """
+    grows = "maximize=True" in str(case) or "reduction='sum'" in str(case)
+    overflow = ["the norm of the gradient is"] if grows else []
     has_alias = "'view')" in str(case.model) or "'detached')" in str(case.model)
     if has_alias and (layout.stages > 1 or layout.recompute):
         return [
+            *overflow,
             "that it was given and that shares its memory with another one",
             "writes into an input that shares its memory with another one",
             "a tensor that backward needs was overwritten in place",
         ]
-    return []
+    return overflow
 
 
 def _of_layout(case: Case, layout: Layout) -> Iterator[str]:

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -778,3 +779,24 @@ def test_what_a_block_keeps_for_its_backward_is_of_the_same_micro_batch(ranks):
         },
     )
     assert found == expected
+
+
+@pytest.mark.parametrize("backend", ["lockstep", "gloo"])
+def test_a_gradient_that_one_stage_refuses_ends_the_step_on_every_rank(ranks, backend):
+    """That rank saved the last good weights together with the others, which had gone on."""
+
+    def said():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+        trainer = ls.Trainer(
+            model, F.cross_entropy, partial(torch.optim.SGD, lr=0.1), stages=2, balance=[1, 2]
+        )
+        try:
+            trainer.step((torch.randint(0, 9, (16, 2)), torch.randint(0, 3, (16,))))
+        except LockstepError as error:
+            dist.barrier()  # the group is as usable as before
+            return str(error)
+
+    first, second = ranks(said, 2, backend=backend, timeout=20.0)
+    assert "parameter 0.weight has a sparse gradient" in first
+    assert "rank 1 stopped because rank 0, stage 0, step 0" in second

@@ -153,17 +153,18 @@ def check_composition(
             no two passes agree.
     """
     place = "the first micro-batch"
+    alike = partial(isolated, setting.device, everything=True)
     effects = SideEffects({"": model})
     effects.begin(step=0)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with isolated(setting.device), Buffers(dict(blocks)).untouched(), torch.no_grad():
+        with alike(), Buffers(dict(blocks)).untouched(), torch.no_grad():
             expected = flattened(called(model, _copied(data), place))[1]
         effects.finish()
         if effects.failure:
             raise StateError(f"rank {setting.rank}, {place}: {effects.failure}")
-        with isolated(setting.device), Buffers(dict(blocks)).untouched(), torch.no_grad():
+        with alike(), Buffers(dict(blocks)).untouched(), torch.no_grad():
             value = _copied(data)
             for number, block in enumerate(blocks.values()):
                 value = called(block, value if number == 0 else (value,), place)

@@ -427,6 +427,8 @@ class Trainer:
             assert self._model.update is not None
             result, pages = self._model.update.apply(step, self._live_settings)
         except (LossError, GradientError) as error:
+            if error is step.error:  # of a stage on this rank alone, which the others heard of
+                raise
             saved = save_last_good(self._folder, self._state.model(), self.setting.group)
             raise type(error)(f"{error}; training stopped, {saved}") from None
         self.steps += 1
