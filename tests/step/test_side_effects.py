@@ -180,6 +180,18 @@ def test_what_changes_once_or_is_replaced_is_no_state():
         assert not effects.warnings
 
 
+def test_generators_without_a_state_of_their_own_are_no_state():
+    """Asking a SystemRandom for its state raised NotImplementedError in the first step."""
+    module = nn.Linear(2, 2)
+    module.system, module.common = random.SystemRandom(), torch.default_generator
+    effects = SideEffects({"": module})
+    effects.begin(step=0)
+    module.system.random()
+    torch.rand(1)
+    effects.finish()
+    assert not effects.failure
+
+
 def test_only_the_first_steps_and_every_hundredth_are_checked():
     module = Codebook()
     effects = SideEffects({"": module})

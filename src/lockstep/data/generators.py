@@ -16,7 +16,12 @@ from typing import Any
 import numpy
 import torch
 
-__all__ = ["private_generators", "restore_generator", "state_of_generator"]
+__all__ = [
+    "is_private_generator",
+    "private_generators",
+    "restore_generator",
+    "state_of_generator",
+]
 
 DEPTH, LIMIT = 5, 1000
 """How deep attributes are searched, and how many objects at most."""
@@ -29,6 +34,16 @@ SHARED: tuple[Any, ...] = (
     numpy.random.mtrand._rand,
 )
 """The global generators, which are seeded from outside."""
+
+
+def is_private_generator(value: Any) -> bool:
+    """Return whether `value` is a generator with a state of its own, and no global one.
+
+    `random.SystemRandom` has none: it draws from the operating system.
+    """
+    if not isinstance(value, GENERATORS) or isinstance(value, random.SystemRandom):
+        return False
+    return not any(value is each for each in SHARED)
 
 
 def private_generators(owner: Any, without: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -47,10 +62,9 @@ def private_generators(owner: Any, without: frozenset[str] = frozenset()) -> dic
         if id(value) in seen or len(seen) >= LIMIT:
             return
         seen.add(id(value))
-        if isinstance(value, GENERATORS):
-            if not any(value is each for each in SHARED) and _has_state(value):
-                found[path] = value
-        elif depth < DEPTH:
+        if is_private_generator(value):
+            found[path] = value
+        elif depth < DEPTH and not isinstance(value, GENERATORS):
             for name, part in _parts(value):
                 if name not in without:
                     search(part, f"{path}.{name}" if path else name, depth + 1)
@@ -85,11 +99,6 @@ def restore_generator(generator: Any, state: Any) -> None:
     else:
         version, numbers, gauss = state
         generator.setstate((version, tuple(numbers), gauss))
-
-
-def _has_state(generator: Any) -> bool:
-    """Tell a generator from one that draws from the operating system."""
-    return not isinstance(generator, random.SystemRandom)
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

@@ -29,13 +29,14 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.step.side_effects import MACHINERY
 
 __all__ = ["Assigned", "PythonState", "python_states"]
 
 LARGEST, MOST = 1000, 20_000
 """Entries of a container, and objects of a block, beyond which nothing is looked at."""
 
-MACHINERY = frozenset(vars(nn.Module())) | {"forward"}
+HIDDEN = MACHINERY | {"forward"}
 """Attributes that torch, or recomputation, keeps in every module."""
 
 ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
@@ -272,7 +273,7 @@ def _holds(value: Any) -> bool:
 def _content(value: Any) -> dict[Any, Any]:
     """Return what an object holds, by name or position."""
     if (scope := _scope(value)) is not None:
-        hidden = MACHINERY if isinstance(value, nn.Module) else ()
+        hidden = HIDDEN if isinstance(value, nn.Module) else ()
         return {name: each for name, each in scope.items() if name not in hidden}
     if isinstance(value, GlobalName):
         return {value.name: value.scope.get(value.name, MISSING)}

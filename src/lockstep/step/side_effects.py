@@ -21,7 +21,6 @@ compares whole runs.
 from __future__ import annotations
 
 import json
-import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from torch import nn
 
 from lockstep.checksum import checksum
 from lockstep.comm.transfer import all_gather_bytes
+from lockstep.data.generators import is_private_generator, state_of_generator
 from lockstep.errors import DisagreementError
 
 __all__ = ["SideEffects", "require_same_weights"]
@@ -55,8 +55,8 @@ class Snapshot:
 
     parameters: dict[str, int]
     """Their checksums."""
-    generators: dict[str, str]
-    """What describes their states."""
+    generators: dict[str, Any]
+    """Their states."""
     numbers: dict[str, str]
     """Numbers, texts, and containers of them, as `repr` writes them."""
     arrays: dict[str, tuple[object, int]]
@@ -120,8 +120,16 @@ class SideEffects:
         attributes = dict(self._attributes())
         return Snapshot(
             parameters=self._checked(nn.Module.named_parameters),
-            generators=_without_none(_generator_state, attributes),
-            numbers=_without_none(_numbers, attributes),
+            generators={
+                name: state_of_generator(value)
+                for name, value in attributes.items()
+                if is_private_generator(value)
+            },
+            numbers={
+                name: text
+                for name, value in attributes.items()
+                if (text := _numbers(value)) is not None
+            },
             arrays={
                 name: (value, checksum(torch.as_tensor(value)))
                 for name, value in attributes.items()
@@ -201,23 +209,6 @@ def _warning(name: str) -> str:
 
 def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     return [name for name, value in after.items() if name in before and before[name] != value]
-
-
-def _without_none(
-    described: Callable[[Any], str | None], values: Mapping[str, Any]
-) -> dict[str, str]:
-    pairs = ((name, described(value)) for name, value in values.items())
-    return {name: text for name, text in pairs if text is not None}
-
-
-def _generator_state(value: Any) -> str | None:
-    if isinstance(value, torch.Generator):
-        return str(checksum(value.get_state()))
-    if isinstance(value, numpy.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, numpy.random.RandomState):
-        return repr(value.get_state(legacy=False))
-    return repr(value.getstate()) if isinstance(value, random.Random) else None
 
 
 def _is_numeric_array(value: Any) -> bool:
