@@ -21,7 +21,7 @@ LAYERS = [
     {"check"},
     {"train"},
     {"remote"},
-    {"recipes", "examples", "bench"},
+    {"recipes", "bench"},
     {"commands"},
     {"cli"},
     {"__main__"},

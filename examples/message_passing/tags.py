@@ -1,8 +1,8 @@
-"""Tags tell messages apart; a receiver may also take one from anybody.
+"""Tags distinguish messages, and `recv` can accept a message from any rank.
 
-Two messages from one rank with different tags may be received in another order
-than they were sent. `recv` without `src` takes the first that comes and returns
-who sent it. Gloo and MPI have both; NCCL has neither.
+Messages with different tags may be received in a different order than they were sent.
+`recv` without `src` takes the first message that arrives and returns the rank of its
+sender. Gloo, MPI and Lockstep's backend support both; NCCL supports neither.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lockstep.examples.picture import begin, picture, start
+from harness import init, print_table, run_example
 
 LOSS, NORM = 1, 2
 
 
 def main(backend: str | None = None) -> str:
-    """Report two numbers from every rank to rank 0, which asks for the second kind first."""
-    world = begin(backend)
+    """Send two numbers from every rank to rank 0, which receives the second kind first."""
+    world = init(backend)
     losses, norms = torch.zeros(world.world_size), torch.zeros(world.world_size)
     if world.rank == 0:
-        for report, tag in ((norms, NORM), (losses, LOSS)):
+        for values, tag in ((norms, NORM), (losses, LOSS)):
             for _ in range(1, world.world_size):
                 number = torch.zeros(1)
                 sender = dist.recv(number, tag=tag)  # from any source
-                report[sender] = number
+                values[sender] = number
     else:
         requests = [
             dist.isend(torch.full((1,), world.rank * scale), dst=0, tag=tag)
@@ -33,8 +33,8 @@ def main(backend: str | None = None) -> str:
         for request in requests:
             assert request is not None
             request.wait()
-    return picture("tags: losses and norms, by sender, at rank 0", loss=losses, norm=norms)
+    return print_table("tags: losses and norms, by sender, at rank 0", loss=losses, norm=norms)
 
 
 if __name__ == "__main__":
-    start(main)
+    run_example(main)

@@ -1,6 +1,6 @@
-"""What a reduction may compute: SUM, PRODUCT, MIN, MAX, AVG.
+"""Reduction operations: SUM, PRODUCT, MIN, MAX, AVG.
 
-AVG is NCCL's; where a backend has none, it is a sum divided afterwards.
+NCCL and Lockstep's backend support AVG; on other backends, divide the sum by the world size.
 """
 
 from __future__ import annotations
@@ -8,24 +8,24 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from lockstep.examples.picture import begin, picture, start
+from harness import init, print_table, run_example
 
 
 def main(backend: str | None = None) -> str:
-    """Reduce the same numbers in five ways."""
-    world = begin(backend)
+    """Reduce the same numbers with five operations."""
+    world = init(backend)
     before = torch.tensor([float(world.rank + 1)])
     results = {}
     for name in ("SUM", "PRODUCT", "MIN", "MAX"):
         results[name] = before.clone()
         dist.all_reduce(results[name], op=getattr(dist.ReduceOp, name))
     results["AVG"] = average(before.clone(), world.world_size)
-    return picture("all_reduce with each operation", before=before, **results)
+    return print_table("all_reduce with each operation", before=before, **results)
 
 
 def average(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Average over the ranks, in place, on any backend."""
-    if dist.get_backend() == "nccl":
+    """Average a tensor over the ranks, in place, on any backend."""
+    if dist.get_backend() in ("nccl", "lockstep"):
         dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
     else:
         dist.all_reduce(tensor)
@@ -34,4 +34,4 @@ def average(tensor: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    start(main)
+    run_example(main)

@@ -1,10 +1,10 @@
-"""Train on real handwritten digits; the same file on one process or on many.
+"""Train on handwritten digits with any number of processes.
 
     python training.py
     lockstep run -n 4 training.py
     torchrun --nproc-per-node 4 training.py
 
-print the same digest.
+All three print the same digest.
 """
 
 from functools import partial
@@ -16,8 +16,8 @@ from lockstep.data.datasets import digits
 
 
 def main() -> None:
-    """Train three epochs, evaluate, and print the digest from rank 0."""
-    ls.init()  # alone, or one of many: found from the environment
+    """Train for three epochs, evaluate, and print the digest on rank 0."""
+    ls.init()  # reads rank and world size from the environment
     torch.manual_seed(1)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(1, 8, 5, stride=2),

@@ -1,1 +1,0 @@
-"""Short programs, one a call of `torch.distributed`: `python -m lockstep.examples.NAME`."""

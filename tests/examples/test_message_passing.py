@@ -1,0 +1,58 @@
+"""Message-passing examples: each prints the table that the documentation shows."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep as ls
+from lockstep.run import preload
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "message-passing.md"
+FOLDER = ROOT / "examples" / "message_passing"
+EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem != "harness")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_documentation_shows_the_output_of_the_example(path):
+    main = importlib.import_module(path.stem).main
+    preload.template(trains=True)
+    printed, *others = ls.launch(main, nprocs=4, timeout=60)
+    assert others == [""] * 3
+    assert printed.count("\n") == 5
+    page = PAGE.read_text()
+    assert printed in page
+    assert f"python examples/message_passing/{path.name}" in page
+
+
+def test_output_depends_on_the_number_of_ranks():
+    main = importlib.import_module("all_reduce").main
+    assert ls.launch(main, ("gloo",), 2, timeout=60)[0].splitlines()[2:] == [
+        "    rank 0   1 2      12 14",
+        "    rank 1   11 12    12 14",
+    ]
+
+
+def test_example_without_a_launcher_starts_its_ranks(capfd):
+    subprocess.run(
+        [sys.executable, str(FOLDER / "broadcast.py"), "-n", "3", "--backend", "gloo"],
+        check=True, timeout=60,
+    )  # fmt: skip
+    printed = capfd.readouterr().out.splitlines()
+    assert printed[0] == "broadcast from rank 1"
+    assert [line.split()[-2:] for line in printed[2:]] == [["11", "12"]] * 3
+
+
+def test_example_under_a_launcher_joins_its_ranks(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", "-n", "2", str(FOLDER / "broadcast.py")],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[0] == "[0] broadcast from rank 1"
+    assert len(done.stdout.splitlines()) == 4
