@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.bench.sizes import spoken
-from lockstep.show.machine import environment
+from lockstep.record.environment import environment
 
 HERE = Path(__file__).parent
 RANKS = (2, 4)

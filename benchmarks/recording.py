@@ -20,8 +20,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from lockstep.show.progress import Progress
-from lockstep.show.record import Recorder
+from lockstep.record.progress import Progress
+from lockstep.record.recorder import Recorder
 from lockstep.step.ledger import Page
 from lockstep.step.watch import Watch, ranks_of
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.show.machine import environment
+from lockstep.record.environment import environment
 
 ROUNDS, WARM_UP, STEPS = 5, 3, 12
 BATCH, MICROBATCHES = 64, 8

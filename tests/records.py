@@ -3,7 +3,7 @@
 import json
 import math
 
-from lockstep.show.record import FILE
+from lockstep.record.recorder import FILE
 
 HEADER = {
     "kind": "run",

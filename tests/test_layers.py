@@ -11,16 +11,17 @@ SOURCE = Path(lockstep.__file__).parent
 
 # From the bottom up; a module imports from its own line and from the lines before.
 LAYERS = [
-    {"errors", "files", "randomness", "checksum", "messages", "redaction"},
+    {"errors", "files", "formatting", "randomness", "checksum", "messages", "redaction"},
     {"run"},
     {"comm"},
     {"data"},
-    {"show"},
+    {"record"},
     {"step"},
     {"pipeline", "data_parallel"},
     {"check"},
     {"train"},
     {"remote"},
+    {"report"},
     {"recipes", "bench"},
     {"commands"},
     {"cli"},

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 import records
 from lockstep.cli import cli
-from lockstep.show import doctor
-from lockstep.show.finding import Question, good
-from lockstep.show.machine import variables
+from lockstep.record.environment import variables
+from lockstep.report import doctor
+from lockstep.report.check_result import Question, good
 
 TRAIN = """
 import os

@@ -14,7 +14,7 @@ import math
 from benchmarks.pipeline.race import Outcome, ideal
 from benchmarks.pipeline.table import is_pipeline, median_of
 from benchmarks.pipeline.ways import COPIES
-from lockstep.show.picture import Dot, Label, Line, Picture, Point
+from lockstep.report.picture import Dot, Label, Line, Picture, Point
 
 __all__ = ["draw"]
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
         DistributedDataParallel as DistributedDataParallel,
     )
     from lockstep.errors import LockstepError as LockstepError
+    from lockstep.record.loggers import MLflow as MLflow
+    from lockstep.record.loggers import TensorBoard as TensorBoard
+    from lockstep.record.loggers import WandB as WandB
     from lockstep.remote.driver import Driver as Driver
     from lockstep.run.launch import launch as launch
     from lockstep.run.world import World as World
@@ -26,9 +29,6 @@ if TYPE_CHECKING:
     from lockstep.run.world import shutdown as shutdown
     from lockstep.run.world import world as world
     from lockstep.run.world import world_size as world_size
-    from lockstep.show.dashboards import MLflow as MLflow
-    from lockstep.show.dashboards import TensorBoard as TensorBoard
-    from lockstep.show.dashboards import WandB as WandB
     from lockstep.step.digest import digest as digest
     from lockstep.step.forward import accuracy as accuracy
     from lockstep.step.weight import target_weight as target_weight
@@ -55,9 +55,9 @@ PUBLIC = {
     "DistributedDataParallel": "data_parallel.distributed",
     "Driver": "remote.driver",
     "build": "train.awakening",
-    "TensorBoard": "show.dashboards",
-    "WandB": "show.dashboards",
-    "MLflow": "show.dashboards",
+    "TensorBoard": "record.loggers",
+    "WandB": "record.loggers",
+    "MLflow": "record.loggers",
     "LockstepError": "errors",
 }
 

@@ -7,8 +7,8 @@ from click.testing import CliRunner
 
 from lockstep.cli import cli
 from lockstep.errors import UsageError
-from lockstep.show import doctor
-from lockstep.show.finding import bad, good, note
+from lockstep.report import doctor
+from lockstep.report.check_result import bad, good, note
 
 
 def invoke(*arguments):

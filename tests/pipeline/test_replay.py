@@ -8,8 +8,8 @@ import records
 from lockstep.pipeline.replay import measured, replay
 from lockstep.pipeline.schedules import NAMES, schedule
 from lockstep.pipeline.simulation import Costs, simulate
-from lockstep.show.recorded import of_line
-from lockstep.show.timeline import Timeline, Work
+from lockstep.record.recorded import of_line
+from lockstep.record.timeline import Timeline, Work
 
 
 def test_it_is_the_recording_without_transfers():

@@ -10,9 +10,9 @@ from torch import nn
 import lockstep as ls
 from lockstep.pipeline.replay import replay
 from lockstep.pipeline.schedules import Action, one_f_one_b
-from lockstep.show.reading import read
-from lockstep.show.recorded import timelines
-from lockstep.show.trace import transfers
+from lockstep.record.reader import read
+from lockstep.record.recorded import timelines
+from lockstep.report.trace import transfers
 from lockstep.step.ledger import Page
 from lockstep.step.watch import Watch, ranks_of
 

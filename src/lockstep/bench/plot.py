@@ -18,9 +18,9 @@ from lockstep.bench.peers import CopyPeer
 from lockstep.bench.rounds import Result
 from lockstep.bench.sizes import spoken
 from lockstep.errors import FileError, UsageError
-from lockstep.show import words
-from lockstep.show.axis import Axis, logarithmic
-from lockstep.show.picture import Area, Dot, Label, Line, Picture, Point, text_width
+from lockstep.formatting import format_bytes, format_duration
+from lockstep.report.axes import Axis, logarithmic
+from lockstep.report.picture import Area, Dot, Label, Line, Picture, Point, text_width
 
 __all__ = ["check_format", "draw", "save"]
 
@@ -118,12 +118,12 @@ def pick(results: list[Result], ranks: int) -> list[Result]:
 
 def time_label(microseconds: float) -> str:
     """Return a time as the axis says it."""
-    return words.duration(microseconds / 1e6)
+    return format_duration(microseconds / 1e6)
 
 
 def bandwidth_label(gigabytes: float) -> str:
     """Return a bandwidth as the axis says it."""
-    return f"{words.size(gigabytes * 1e9)}/s"
+    return f"{format_bytes(gigabytes * 1e9)}/s"
 
 
 def time_curves(results: list[Result]) -> list[Curve]:

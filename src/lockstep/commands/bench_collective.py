@@ -266,7 +266,7 @@ def wanted_sizes(flags: dict[str, Any]) -> list[int]:
 def described() -> str:
     """Return the machine in one line."""
     from lockstep.bench.lineup import cores
-    from lockstep.show.machine import processor
+    from lockstep.record.environment import processor
 
     count, load = cores(), os.getloadavg()[0]
     return f"{processor()}, {count} core{'s' if count > 1 else ''}, load {load:.1f} at the start"

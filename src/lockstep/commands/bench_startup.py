@@ -13,7 +13,7 @@ import click
 
 from lockstep.bench.startup import measure
 from lockstep.errors import FileError, UsageError
-from lockstep.show.machine import processor, usable_cores
+from lockstep.record.environment import processor, usable_cores
 
 __all__ = ["command"]
 

@@ -85,7 +85,7 @@ def _report(verdict: Verdict) -> None:
 
 def _print(found: Comparison, script: str, steps: int) -> None:
     """Print the table, and below it what needs a sentence."""
-    from lockstep.show.terminal import folded, print_table
+    from lockstep.report.terminal import folded, print_table
 
     click.echo()
     print_table(COLUMNS, [_row(each) for each in found.verdicts], spare=("seconds",))

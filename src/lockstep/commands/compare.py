@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.messages import escape_control
 
 if TYPE_CHECKING:
-    from lockstep.show.comparison import Comparison
+    from lockstep.report.comparison import Comparison
 
 __all__ = ["command"]
 
@@ -42,8 +42,8 @@ def command(
     """
     if len(runs) < 2:
         raise UsageError(f"compare needs two runs or more, and was given only {runs[0]}")
-    from lockstep.show import comparison as show
-    from lockstep.show.reading import read
+    from lockstep.record.reader import read
+    from lockstep.report import comparison as show
 
     found = show.compare([read(place_of(run, folder)) for run in runs])
     if as_json:
@@ -62,8 +62,8 @@ def command(
 
 def print_text(found: Comparison) -> None:
     """Print the comparison on the terminal."""
-    from lockstep.show import comparison as show
-    from lockstep.show.terminal import folded, print_table
+    from lockstep.report import comparison as show
+    from lockstep.report.terminal import folded, print_table
 
     for one in found.against:
         for sentence in one.sentences:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import click
 
 from lockstep.errors import UsageError
-from lockstep.show.finding import Finding
+from lockstep.report.check_result import Finding
 
 __all__ = ["command"]
 
@@ -29,8 +29,8 @@ def command(ranks: int, threads: int, as_json: bool) -> None:
     """
     if ranks < 1 or threads < 1:
         raise UsageError(f"doctor for {ranks} ranks of {threads} threads: both are at least 1")
-    from lockstep.show import doctor
-    from lockstep.show.finding import Question
+    from lockstep.report import doctor
+    from lockstep.report.check_result import Question
 
     quiet = as_json or not sys.stdout.isatty()
     findings: list[Finding] = []
@@ -52,7 +52,7 @@ def command(ranks: int, threads: int, as_json: bool) -> None:
 
 def say(one: Finding) -> None:
     """Print one finding, and beneath it what to do."""
-    from lockstep.show.terminal import folded, painted, width
+    from lockstep.report.terminal import folded, painted, width
 
     indent = " " * (23 if width() >= 60 else 6)
     found = folded(one.what, indent, f"{one.verdict:<4}  {one.subject:<15}  ")

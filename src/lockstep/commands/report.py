@@ -13,8 +13,8 @@ from lockstep.files import make_folder, open_for_write, replace_file
 from lockstep.messages import escape_control
 
 if TYPE_CHECKING:
-    from lockstep.show.reading import Run
-    from lockstep.show.timeline import Timeline
+    from lockstep.record.reader import Run
+    from lockstep.record.timeline import Timeline
 
 __all__ = ["command", "place_of", "save", "show_page"]
 
@@ -40,7 +40,7 @@ def command(
     are for an issue or a slide. --trace writes the timeline of all ranks as JSON
     that ui.perfetto.dev and chrome://tracing open.
     """
-    from lockstep.show.reading import read
+    from lockstep.record.reader import read
 
     found = read(place_of(run, folder))
     if trace is not None:
@@ -55,7 +55,8 @@ def command(
 
 def rendered(run: Run, kind: str) -> bytes:
     """Return a run's report as the bytes of a file of `kind`."""
-    from lockstep.show import report, slide
+    from lockstep.report import run_report as report
+    from lockstep.report import slide
 
     if kind == "md":
         return report.markdown(run).encode()
@@ -68,7 +69,7 @@ def rendered(run: Run, kind: str) -> bytes:
 def simulated(run: Run) -> Timeline | None:
     """Return the timeline that the report draws, simulated; None where it has no stages."""
     from lockstep.pipeline.replay import replay
-    from lockstep.show.recorded import typical
+    from lockstep.record.recorded import typical
 
     found = typical(run)
     return None if found is None else replay(found)
@@ -76,7 +77,7 @@ def simulated(run: Run) -> Timeline | None:
 
 def traced(run: Run) -> bytes:
     """Return the run's trace; UsageError where it recorded no times."""
-    from lockstep.show.trace import trace
+    from lockstep.report.trace import trace
 
     if not len(run.steps) and not run.timelines:
         raise UsageError(

@@ -23,7 +23,7 @@ def command(folder: str, as_json: bool) -> None:
             f"there is no folder {folder}; runs are kept in the folder `runs` of the place "
             f"where they were started, or where --runs said"
         )
-    from lockstep.show import listing
+    from lockstep.report import listing
 
     found = listing.of(place)
     if as_json:
@@ -31,6 +31,6 @@ def command(folder: str, as_json: bool) -> None:
     elif not found:
         click.echo(f"{folder} holds no runs yet.")
     else:
-        from lockstep.show.terminal import print_table
+        from lockstep.report.terminal import print_table
 
         print_table(*listing.table(found), spare=("recipe", "layout", "digest"))

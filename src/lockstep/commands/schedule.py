@@ -11,17 +11,17 @@ import click
 
 from lockstep.commands.report import save
 from lockstep.errors import FileError, LayoutError, UsageError
+from lockstep.formatting import format_bytes, format_duration, format_number, format_percent
 from lockstep.pipeline.choice import Plan, plan
 from lockstep.pipeline.schedules import NAMES
 from lockstep.pipeline.simulation import Costs
-from lockstep.show import words
-from lockstep.show.lanes import legend, print_lanes, scale_of
-from lockstep.show.roll import roll
-from lockstep.show.terminal import folded, print_table
-from lockstep.show.timeline import Timeline, Work
+from lockstep.record.timeline import Timeline, Work
+from lockstep.report.lanes import legend, print_lanes, scale_of
+from lockstep.report.roll import roll
+from lockstep.report.terminal import folded, print_table
 
 if TYPE_CHECKING:
-    from lockstep.show.reading import Run
+    from lockstep.record.reader import Run
 
 __all__ = ["command"]
 
@@ -78,12 +78,12 @@ def command(
         raise LayoutError(f"there is no schedule {name!r}; there are all, {', '.join(NAMES)}")
     costs = costs_of(file, given, stages, chunks if "interleaved" in names else 1)
     plans = planned(names, costs, stages, microbatches, chunks)
-    time = words.duration if file else words.short
+    time = format_duration if file else format_number
     drawn = [timeline(one, time) for one in plans]
     title = f"{', '.join(one.name for one in plans)}: {stages} ranks, {microbatches} micro-batches"
     if svg != "-":
         in_bytes = file is not None and max(costs.held) > 1
-        show(plans, drawn, time, words.size if in_bytes else held)
+        show(plans, drawn, time, format_bytes if in_bytes else held)
         if file is None:
             click.echo(
                 "\nTimes: in those given, or in forwards of a rank. Peaks: in micro-batches."
@@ -132,7 +132,7 @@ def costs_of(
 def read_costs(file: Path) -> Costs:
     """Read costs from a JSON file, or from the first line of a run's record."""
     if file.is_dir() or file.suffix == ".jsonl":
-        from lockstep.show.reading import read
+        from lockstep.record.reader import read
 
         run = read(file)
         found = run.header.get("costs")
@@ -153,7 +153,7 @@ def read_costs(file: Path) -> Costs:
 def recorded_costs(run: Run) -> Costs:
     """Return what the stages of a run took in its typical step."""
     from lockstep.pipeline.replay import measured
-    from lockstep.show.recorded import typical
+    from lockstep.record.recorded import typical
 
     step = typical(run)
     if step is None or not step.stages:
@@ -177,7 +177,7 @@ def timeline(one: Plan, time: Callable[[float], str]) -> Timeline:
         Work(s.rank, s.action.kind, s.begin, s.end, s.action.stage, s.action.microbatch)
         for s in one.simulation.spans
     )
-    title = f"{one.name} · bubble {words.percent(one.simulation.bubble)}"
+    title = f"{one.name} · bubble {format_percent(one.simulation.bubble)}"
     title += f" · takes {time(one.simulation.makespan)}"
     return Timeline(title, len(one.schedule), works)
 
@@ -212,7 +212,7 @@ def row(
         one.name,
         time(length),
         f"{length / whole:.2f}" if whole else "",
-        words.percent(one.simulation.bubble),
+        format_percent(one.simulation.bubble),
         " ".join(memory(peak) for peak in one.simulation.peaks),
         " ".join(str(len(stage)) for stage in one.cut),
     ]

@@ -18,7 +18,7 @@ from typing import get_args
 from lockstep.errors import LayoutError
 from lockstep.pipeline.schedules import Action, Kind, Schedule
 from lockstep.pipeline.simulation import Costs, simulate
-from lockstep.show.timeline import Timeline, Work
+from lockstep.record.timeline import Timeline, Work
 
 __all__ = ["measured", "replay"]
 

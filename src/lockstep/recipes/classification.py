@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 
 from lockstep.errors import FileError
 from lockstep.recipes.rate import Rate
+from lockstep.record.progress import Progress
+from lockstep.record.recorder import Recorder
 from lockstep.run.world import init
-from lockstep.show.progress import Progress
-from lockstep.show.record import Recorder
 from lockstep.step.forward import accuracy
 from lockstep.train.trainer import Trainer
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from lockstep.record.recorder import Writer
 from lockstep.redaction import redact
-from lockstep.show.record import Writer
 from lockstep.step.evaluation import Evaluation
 from lockstep.step.ledger import Page
 

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.errors import FileError
 from lockstep.files import make_folder, replace_file
-from lockstep.show.record import fresh_name
+from lockstep.record.recorder import fresh_name
 
 __all__ = ["save_last_good", "save_together", "save_weights"]
 

@@ -27,8 +27,8 @@ from lockstep.errors import FileError, GradientError, LayoutError, LossError, Us
 from lockstep.pipeline.cut import Blocks
 from lockstep.pipeline.stages import Stages
 from lockstep.pipeline.state import State
+from lockstep.record.recorder import Recorder
 from lockstep.run.world import world
-from lockstep.show.record import Recorder
 from lockstep.step.agreement import require_same
 from lockstep.step.attempt import Attempt
 from lockstep.step.description import describe, describe_environment, describe_module

@@ -1,0 +1,82 @@
+"""Numbers formatted for people: durations, sizes, percentages and metrics."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = [
+    "format_bytes",
+    "format_count",
+    "format_duration",
+    "format_metric",
+    "format_metric_value",
+    "format_number",
+    "format_percent",
+    "is_ratio",
+]
+
+# Metrics between 0 and 1, shown as percentages.
+RATIOS = ("accuracy", "precision", "recall", "f1", "auc", "error")
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds with a fitting unit: "85.0 us", "12.3 ms", "2 min 5 s", "3 h 12 min"."""
+    if not math.isfinite(seconds):
+        return "?"
+    if isinstance(seconds, int) and abs(seconds) < 60:
+        return f"{seconds} s"
+    for limit, factor, unit in ((0.9995e-3, 1e6, "us"), (0.9995, 1e3, "ms"), (59.95, 1, "s")):
+        if abs(seconds) < limit:
+            return f"{format_number(seconds * factor)} {unit}" if seconds else "0 s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def format_number(value: float) -> str:
+    """Format a number with three significant digits; no exponent between 1e-4 and 1e9."""
+    if not math.isfinite(value):
+        return "?"
+    if value == 0 or not 1e-4 <= abs(value) < 1e9:
+        return f"{value:.3g}"
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}"
+
+
+def format_count(count: float) -> str:
+    """Format an integer with thousands separators: "1,234,567"."""
+    return f"{count:,.0f}" if math.isfinite(count) else "?"
+
+
+def format_percent(ratio: float) -> str:
+    """Format a ratio as a percentage: 0.972 is "97.2%"."""
+    return f"{100 * ratio:.1f}%" if math.isfinite(ratio) else "?"
+
+
+def format_metric(name: str, value: float) -> str:
+    """Format a metric with its name: "accuracy 97.2%", "perplexity 12.3"."""
+    return f"{name} {format_metric_value(name, value)}"
+
+
+def format_metric_value(name: str, value: float) -> str:
+    """Format the value of a metric: a percentage where the name says that it is a ratio."""
+    return format_percent(value) if is_ratio(name) else format_number(value)
+
+
+def is_ratio(metric: str) -> bool:
+    """Return whether a metric of this name lies between 0 and 1."""
+    return any(metric == ratio or metric.endswith("_" + ratio) for ratio in RATIOS)
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes with a decimal unit: "812 MB", "1.52 GB"."""
+    if not math.isfinite(count):
+        return "?"
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(count) >= 0.9995 * factor:
+            return f"{format_number(count / factor)} {unit}"
+    return f"{count:.0f} B"

@@ -1,1 +1,0 @@
-"""Seeing: what a run records, and how it is shown."""

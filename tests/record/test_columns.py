@@ -1,0 +1,32 @@
+"""Steps as columns, whatever the lines hold."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.record.columns import columns, rank_rows
+from lockstep.record.recorder import PARTS
+
+JSON = st.sampled_from(
+    [
+        *(None, True, 3, -0.5, "x", "2.5", [], [1], {}, {"a": 1}, {"a": [1]}, {"b": None, "": 2}),
+        *([[1, 2, 3, 4]], [[1, 2]], [[1, 2, 3, "x"]], [3, []]),
+    ]
+)
+NAMES = st.sampled_from(["loss", "t", "step", "metrics", "ranks", "samples", "else"])
+
+
+@given(st.lists(st.dictionaries(NAMES, JSON, max_size=4), min_size=1, max_size=6))
+def test_whatever_a_step_says_its_columns_are_as_long(lines):
+    found = columns(lines)
+    assert {len(column) for column in found.scalars.values()} == {len(lines)}
+    assert all(len(column) == len(lines) for column in found.metrics.values())
+    assert found.ranks.shape[0] == len(lines)
+    assert found.ranks.shape[2] == len(PARTS)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+def test_rows_of_any_number_of_ranks_keep_their_place(worlds):
+    row = [1.0, 2.0, 3.0, 4.0]
+    found = rank_rows([[row] * world for world in worlds])
+    assert (~np.isnan(found[:, :, 3])).sum(axis=1).tolist() == worlds

@@ -1,0 +1,159 @@
+"""Dashboards: the same names everywhere; one that fails does not touch the training."""
+
+import sys
+import types
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import lockstep as ls
+import records
+from lockstep.errors import UsageError
+from lockstep.record.loggers import scalars
+
+STEP = {
+    "loss", "lr", "seconds", "samples_per_second", "accuracy",
+    "compute", "communication", "waiting", "data",
+}  # fmt: skip
+HELD_OUT = {"held_out/loss", "held_out/accuracy"}
+
+
+def feed(writer, lines):
+    for line in lines:
+        fields = dict(line)
+        writer.write(fields.pop("kind"), **fields)
+    writer.close()
+    writer.close()
+
+
+class FakeRun:
+    """Records what a Weights & Biases run is told, as its documentation names the calls."""
+
+    def __init__(self):
+        self.logged, self.summary, self.exit_codes = [], {}, []
+
+    def log(self, data, step=None):
+        self.logged.append((step, data))
+
+    def finish(self, exit_code=None):
+        self.exit_codes.append(exit_code)
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A stand-in for the package wandb."""
+    module = types.ModuleType("wandb")
+    module.__spec__ = types.SimpleNamespace(name="wandb")
+    module.run, module.given = FakeRun(), []
+    module.init = lambda **given: (module.given.append(given), module.run)[1]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    """A stand-in for the package mlflow, which notes each call."""
+    module = types.ModuleType("mlflow")
+    module.__spec__ = types.SimpleNamespace(name="mlflow")
+    module.calls = []
+    for name in ("start_run", "log_params", "log_metrics", "set_tag", "end_run"):
+        setattr(
+            module,
+            name,
+            lambda *args, name=name, **options: module.calls.append((name, args, options)),
+        )
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    return module
+
+
+def test_the_names_are_the_records_own():
+    assert set(scalars("step", records.step(3))) == STEP
+    assert set(scalars("epoch", records.epoch(0))) == HELD_OUT
+    assert scalars("step", records.step(3))["compute"] == pytest.approx(0.0065)
+    assert scalars("step", records.step(3))["samples_per_second"] == pytest.approx(3200)
+    assert scalars("end", records.END) == {}
+    assert scalars("epoch", {"epoch": 0, "loss": 1.0}) == {}
+
+
+def test_tensorboard_shows_every_name(tmp_path):
+    feed(ls.TensorBoard(tmp_path / "tb"), records.whole())
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == STEP | HELD_OUT
+    losses = events.Scalars("loss")
+    assert [event.step for event in losses] == list(range(20))
+    assert losses[3].value == pytest.approx(records.step(3)["loss"])
+    assert [event.step for event in events.Scalars("held_out/loss")] == [9, 19]
+    texts = {tag.removesuffix("/text_summary") for tag in events.Tags()["tensors"]}
+    assert {
+        "digest",
+        "warning",
+        "run/recipe",
+        "run/layout.replicas",
+        "run/environment.torch",
+    } <= texts
+
+
+def test_wandb_gets_the_same_names(wandb):
+    feed(ls.WandB(project="digits", mode="offline"), records.whole())
+    (given,) = wandb.given
+    assert given["project"] == "digits"
+    assert given["config"]["options.seed"] == 7
+    assert [step for step, data in wandb.run.logged if "loss" in data] == list(range(20))
+    assert {name for _, data in wandb.run.logged for name in data} == STEP | HELD_OUT
+    assert wandb.run.summary["digest"] == records.END["digest"]
+    assert "limps" in wandb.run.summary["warning at step 9"]
+    assert wandb.run.exit_codes == [0]
+
+
+def test_mlflow_gets_the_same_names_of_every_tenth_step(mlflow):
+    feed(ls.MLflow(run_name="night"), records.whole())
+    calls = {name: [(args, options) for n, args, options in mlflow.calls if n == name]
+             for name, _, _ in mlflow.calls}  # fmt: skip
+    assert calls["start_run"] == [((), {"run_name": "night"})]
+    assert calls["log_params"][0][0][0]["layout.replicas"] == 2
+    steps = [options["step"] for args, options in calls["log_metrics"] if "loss" in args[0]]
+    assert steps == [0, 10]
+    assert {name for args, _ in calls["log_metrics"] for name in args[0]} == STEP | HELD_OUT
+    assert (("digest", records.END["digest"]), {}) in calls["set_tag"]
+    assert calls["end_run"] == [(("FINISHED",), {})]
+
+
+def test_a_run_without_an_end_is_closed_as_failed(wandb, mlflow):
+    feed(ls.WandB(), records.whole()[:5])
+    feed(ls.MLflow(), records.whole()[:5])
+    assert wandb.run.exit_codes == [1]
+    assert mlflow.calls[-1] == ("end_run", ("FAILED",), {})
+
+
+def test_a_dashboard_that_nobody_writes_to_is_never_opened(wandb, tmp_path):
+    """Other ranks make the writer too, and write nothing."""
+    ls.WandB().close()
+    ls.TensorBoard(tmp_path / "tb").close()
+    assert wandb.given == []
+    assert not (tmp_path / "tb").exists()
+
+
+def test_a_dashboard_that_fails_is_left_out_with_one_sentence(wandb, capsys):
+    def log(data, step=None):
+        raise ConnectionError("no route")
+
+    wandb.run.log = log
+    writer = ls.WandB()
+    feed(writer, records.whole())
+    said = capsys.readouterr().err
+    assert said.count("lockstep: WandB is left out from here on") == 1
+    assert "ConnectionError: no route" in writer.failure
+
+
+def test_a_missing_package_is_said_at_once():
+    class Nowhere(ls.TensorBoard):
+        package, extra = "no_such_dashboard", "nowhere"
+
+    with pytest.raises(UsageError, match=r"pip install 'torch-lockstep\[nowhere\]'"):
+        Nowhere("tb")
+
+
+def test_every_nought_steps_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="every=0"):
+        ls.TensorBoard(tmp_path, every=0)

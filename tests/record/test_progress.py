@@ -1,0 +1,235 @@
+"""The progress: what is seen on a terminal, in a pipe, in a corner of forty columns."""
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.record.meter import Meter
+from lockstep.record.progress import Progress, portions
+
+ROWS = [[0.6, 0.2, 0.1, 0.1]]
+DRIVE = """
+    import sys, time
+    from lockstep.record.progress import Progress
+
+    now = 0.0
+    with Progress(epochs=2, steps=9, title="digits", clock=lambda: now) as progress:
+        for epoch in range(2):
+            for step in range(9):
+                now += 0.75
+                progress.step(epoch=epoch, loss=0.5, samples=32, metrics={"accuracy": 0.9},
+                              ranks=[[0.6, 0.2, 0.1, 0.1]])
+                if step == 5:
+                    ENDING
+            progress.epoch(epoch=epoch, loss=0.5, metrics={"accuracy": 0.9}, samples=288, seconds=2)
+"""
+
+
+class Clock:
+    """A clock that stands until it is moved."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def in_terminal(ending="pass", columns=80, **variables):
+    """Run DRIVE on a terminal of its own; return what it wrote and its exit status."""
+    ours, theirs = pty.openpty()
+    environ = {
+        name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ
+    }
+    environ |= {"TERM": "xterm-256color", "COLUMNS": str(columns), "PYTHONUTF8": "1"} | variables
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(DRIVE).replace("ENDING", ending)],
+        stdin=theirs, stdout=theirs, stderr=theirs, env=environ,
+    )  # fmt: skip
+    os.close(theirs)
+    seen, deadline = b"", time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline:
+            if not select.select([ours], [], [], 1)[0]:
+                continue
+            try:
+                chunk = os.read(ours, 65536)
+            except OSError:  # the terminal's other end is closed
+                break
+            if not chunk:
+                break
+            seen += chunk
+        return seen.decode(), process.wait(timeout=20)
+    finally:
+        os.close(ours)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def drawn(text):
+    """Return the lines of a terminal's output without its control sequences."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "").split("\n")
+
+
+def plain(**arguments):
+    """Return a progress that writes into a text, the text, and its clock."""
+    stream, clock = io.StringIO(), Clock()
+    return Progress(epochs=3, stream=stream, clock=clock, **arguments), stream, clock
+
+
+def take(progress, clock, steps, seconds, epoch=0):
+    for _ in range(steps):
+        clock.now += seconds
+        progress.step(epoch=epoch, loss=0.5, samples=32, metrics={"accuracy": 0.875}, ranks=ROWS)
+
+
+def test_an_epoch_is_one_plain_line():
+    progress, stream, clock = plain(steps=5)
+    take(progress, clock, 5, 0.1)
+    progress.epoch(
+        epoch=0, loss=0.5, metrics={"accuracy": 0.875}, samples=160, seconds=0.5,
+        evaluation={"loss": 0.4, "metrics": {"accuracy": 0.9}, "samples": 10},
+    )  # fmt: skip
+    assert stream.getvalue() == (
+        "epoch 1/3  loss 0.5000, accuracy 87.5%  held out: loss 0.4000, accuracy 90.0%"
+        "  320 samples/s  500 ms\n"
+    )
+
+
+def test_a_long_epoch_speaks_every_ten_seconds():
+    progress, stream, clock = plain(steps=100)
+    take(progress, clock, 100, 0.5)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 5
+    assert lines[1].startswith(
+        "epoch 1/3  step 40/100  loss 0.5000  accuracy 87.5%  64.0 samples/s"
+    )
+    assert lines[1].endswith("2 min 10 s left")  # 60 + 2 x 100 steps of half a second
+
+
+def test_quiet_says_nothing():
+    progress, stream, clock = plain(steps=5, quiet=True, title="digits")
+    take(progress, clock, 5, 60.0)
+    progress.epoch(epoch=0, loss=0.5)
+    progress.note("slow")
+    progress.close()
+    assert stream.getvalue() == ""
+
+
+def test_it_takes_the_lines_of_a_record():
+    progress, stream, _ = plain(steps=5)
+    progress.write("run", recipe="digits")
+    progress.write("step", step=0, epoch=0, loss=0.5, t=0.0, lr=0.1)
+    progress.write("warning", rank=1, message="rank 1 is slow")
+    progress.write("epoch", epoch=0, loss=0.5, memory_bytes=[1])
+    progress.write("end", state="done")
+    assert stream.getvalue() == "rank 1 is slow\nepoch 1/3  loss 0.5000\n"
+
+
+def test_the_region_shows_everything_on_a_terminal():
+    seen, status = in_terminal()
+    lines = drawn(seen)
+    assert status == 0
+    assert "digits" in lines
+    assert any(re.match(r"epoch 2/2  ━+─*  \d/9  \d+ s left", line) for line in lines)
+    assert any("accuracy 90.0%" in line and "samples/s" in line for line in lines)
+    assert any(re.match(r"step .* █+▓+▒+░+$", line) for line in lines)
+    assert any("compute 60%" in line and "communication 20%" in line for line in lines)
+    assert sum(line.startswith("epoch 1/2  loss") for line in lines) == 1
+    assert "step 750 ms" in seen
+
+
+@pytest.mark.parametrize(
+    "ending", ["pass", "raise KeyError", "import os; os.kill(os.getpid(), 15)"]
+)
+def test_the_cursor_is_left_visible(ending):
+    seen, status = in_terminal(ending)
+    assert status == {"pass": 0, "raise KeyError": 1}.get(ending, -signal.SIGTERM)
+    assert seen.rfind("\x1b[?25h") >= seen.rfind("\x1b[?25l")
+    assert "loss 0.5000" in seen
+
+
+@pytest.mark.parametrize("columns", [40, 60])
+def test_lines_fit_a_narrow_terminal(columns):
+    seen, _ = in_terminal(columns=columns)
+    region = [line for line in drawn(seen) if not line.startswith("epoch 1/2  loss")]
+    assert max(map(len, region)) <= columns
+    assert any(line.startswith("loss 0.5000") for line in region)
+    folded = [
+        line for line in region if not re.match(r"digits|epoch|loss|step|compute| +█|$", line)
+    ]
+    assert not folded
+
+
+def test_no_color_is_respected():
+    coloured = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
+    assert coloured.search(in_terminal()[0])
+    assert not coloured.search(in_terminal(NO_COLOR="1")[0])
+
+
+def test_a_dumb_terminal_gets_plain_lines():
+    seen, _ = in_terminal(TERM="dumb")
+    assert "\x1b" not in seen
+    assert "epoch 2/2  loss 0.5000" in seen
+    assert "epoch 2/2  step 5/9" in seen  # ten seconds have passed
+
+
+def test_a_terminal_without_unicode_gets_ascii():
+    seen, _ = in_terminal(PYTHONUTF8="0", PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert seen.isascii()
+    assert "\\u" not in seen
+    assert "compute 60%" in seen
+
+
+def test_what_the_user_prints_stays_above_the_region():
+    seen, _ = in_terminal("print('mine', epoch)")
+    assert [line for line in drawn(seen) if line.startswith("mine")] == ["mine 0", "mine 1"]
+    before = seen[: seen.index("mine 0")]
+    assert before.endswith("\x1b[2K")  # the region is wiped first, and drawn again below
+
+
+def test_the_estimate_counts_pauses_between_epochs():
+    clock, meter = Clock(), Meter(3, 10, 0.0)
+    for epoch in range(2):
+        for _ in range(10):
+            clock.now += 0.75
+            meter.step(clock.now, epoch, 0.5, 32, None, ())
+        clock.now += 4.0
+    clock.now -= 4.0
+    assert meter.left(clock.now) == pytest.approx(10 * 0.75 + 4.0)
+
+
+def test_no_estimate_before_a_few_steps_are_known():
+    meter = Meter(3, 10, 0.0)
+    meter.step(30.0, 0, 0.5, 32, None, ())  # the first step is slow, and says nothing
+    assert meter.left(30.0) is None
+
+
+def test_steps_of_an_epoch_are_learnt_where_they_are_not_known():
+    meter = Meter(2, None, 0.0)
+    for step in range(8):
+        meter.step(float(step), 0, 0.5, 32, None, ())
+    assert (meter.place(), meter.fraction(), meter.left(8.0)) == ("8", None, None)
+    meter.step(8.0, 1, 0.5, 32, None, ())
+    assert meter.place() == "1/8"
+    assert meter.left(8.0) == pytest.approx(7.0)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=5).filter(sum), st.integers(0, 80))
+def test_a_bar_has_as_many_cells_as_it_should(weights, cells):
+    shares = [weight / sum(weights) for weight in weights]
+    found = portions(shares, cells)
+    assert sum(found) == cells
+    assert all(abs(n - share * cells) < 1 + 1e-9 for n, share in zip(found, shares, strict=True))

@@ -1,0 +1,189 @@
+"""The record: what is written, and what is said when it cannot be."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.errors import FileError, UsageError
+from lockstep.record import recorder as record
+from lockstep.record.environment import environment
+from lockstep.record.reader import read
+from lockstep.record.recorder import FILE, VERSION, Recorder, fresh_name
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / FILE).read_bytes().splitlines()]
+
+
+def test_first_line_carries_version_and_name(tmp_path):
+    with Recorder(tmp_path / "night") as recorder:
+        recorder.write("run", recipe="digits")
+    (line,) = lines_of(tmp_path / "night")
+    assert line["kind"] == "run"
+    assert line["version"] == VERSION
+    assert line["name"] == "night"
+    assert line["recipe"] == "digits"
+    assert line["started"].endswith("+00:00")
+
+
+def test_time_runs_forward(tmp_path):
+    with Recorder(tmp_path) as recorder:
+        for step in range(50):
+            recorder.write("step", step=step)
+    times = [line["t"] for line in lines_of(tmp_path)]
+    assert times == sorted(times)
+    assert times[0] >= 0
+
+
+def test_a_line_can_be_read_before_the_run_ends(tmp_path):
+    with Recorder(tmp_path) as recorder:
+        recorder.write("step", step=0, loss=1.5)
+        assert lines_of(tmp_path)[0]["loss"] == 1.5
+
+
+def test_a_loss_comes_back_with_the_same_bits(tmp_path):
+    losses = np.random.default_rng(1).normal(size=200).tolist()
+    with Recorder(tmp_path) as recorder:
+        for loss in losses:
+            recorder.write("step", loss=loss)
+    assert read(tmp_path).steps.loss.tolist() == losses
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (torch.tensor(2.5), 2.5),
+        (np.float32(0.5), 0.5),
+        (np.arange(3), [0, 1, 2]),
+        (float("nan"), None),
+        (float("inf"), None),
+        (torch.float32, "torch.float32"),
+        ({3: "a"}, {"3": "a"}),
+        ({2}, [2]),
+    ],
+)
+def test_values_that_json_lacks(tmp_path, value, written):
+    with Recorder(tmp_path) as recorder:
+        recorder.write("step", value=value)
+    assert lines_of(tmp_path)[0]["value"] == written
+
+
+def test_a_number_beyond_64_bits_is_written_as_text(tmp_path):
+    with Recorder(tmp_path) as recorder:
+        recorder.write("run", options={"seed": 2**70, "lr": 0.1}, recipe="digits")
+    (line,) = lines_of(tmp_path)
+    assert str(2**70) in line["options"]
+    assert line["recipe"] == "digits"
+
+
+def test_a_folder_with_a_record_is_refused_and_left_alone(tmp_path):
+    with Recorder(tmp_path) as recorder:
+        recorder.write("step", step=7)
+    before = (tmp_path / FILE).read_bytes()
+    with pytest.raises(UsageError, match="already holds the record of a run"):
+        Recorder(tmp_path)
+    assert (tmp_path / FILE).read_bytes() == before
+
+
+def test_a_file_in_place_of_the_folder(tmp_path):
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(FileError, match="runs"):
+        Recorder(tmp_path / "runs" / "a")
+    with pytest.raises(FileError, match="is not a folder"):
+        Recorder(tmp_path / "runs")
+    with pytest.raises(FileError, match="is not a folder"):
+        fresh_name(tmp_path / "runs", "digits")
+
+
+def test_a_folder_that_cannot_be_made():
+    with pytest.raises(FileError, match=r"/proc/runs.* cannot be created"):
+        Recorder(Path("/proc/runs/a"))  # refuses even root
+    with pytest.raises(FileError, match="cannot be made"):
+        fresh_name(Path("/proc/runs"), "digits")
+
+
+DISK_FILLS = """
+    import os, resource, sys
+    from lockstep.record.recorder import Recorder
+
+    recorder = Recorder(sys.argv[1])
+    recorder.write("run", environment={"hostname": os.uname().nodename})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    for step in range(100):
+        recorder.write("step", step=step, loss=0.5)
+    recorder.close()
+    print(recorder.failure)
+"""
+
+
+def test_a_disk_that_fills_is_said_once_and_does_not_raise(tmp_path):
+    """A limit on the file's size gives the write the same partial success as a full disk."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(DISK_FILLS), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert os.path.getsize(tmp_path / FILE) == 1000, "the limit was not reached"
+    assert done.stderr.count("cannot be written any more") == 1
+    assert done.stderr.strip() == f"lockstep: {done.stdout.strip()}"
+    run = read(tmp_path)
+    assert run.state == "died"
+    assert 10 < len(run.steps) < 100
+    assert run.remarks == ["The record's last line is cut off, and was skipped."]
+
+
+def test_a_write_that_takes_a_part_is_continued(tmp_path, monkeypatch):
+    whole = os.write
+    monkeypatch.setattr(record.os, "write", lambda place, data: whole(place, data[:7]))
+    with Recorder(tmp_path) as recorder:
+        recorder.write("step", step=7, loss=0.5)
+    assert lines_of(tmp_path)[0]["loss"] == 0.5
+
+
+def test_writing_after_closing_does_nothing(tmp_path):
+    recorder = Recorder(tmp_path)
+    recorder.close()
+    recorder.close()
+    recorder.write("step", step=1)
+    assert recorder.failure is None
+    assert lines_of(tmp_path) == []
+
+
+def test_fresh_names_differ_within_a_minute(tmp_path):
+    names = [fresh_name(tmp_path / "runs", "digits") for _ in range(4)]
+    assert len(set(names)) == 4
+    assert all(name.startswith("digits-20") for name in names)
+    Recorder(tmp_path / "runs" / names[0]).close()
+
+
+def test_the_environment_fills_a_header(tmp_path):
+    found = environment()
+    with Recorder(tmp_path) as recorder:
+        recorder.write("run", environment=found)
+    assert lines_of(tmp_path)[0]["environment"] == found
+    assert found["torch"] == torch.__version__
+    assert found["cores"] >= 1
+    assert found["memory_bytes"] > 1 << 28
+    assert found["processor"]
+
+
+def test_a_line_costs_far_less_than_a_hundredth_of_a_step(tmp_path):
+    """The target is 50 us; the limit here leaves a busy machine room."""
+    rows = [[0.0041234567, 0.0011234567, 0.0001234567, 0.0000123456]] * 4
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    with Recorder(tmp_path) as recorder:
+        for step in range(2000):
+            recorder.write("step", step=step, loss=0.6931471824645996, samples=128, ranks=rows)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert spent / 2000 < 50e-6

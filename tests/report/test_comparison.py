@@ -1,0 +1,133 @@
+"""Runs compared: what is said about speed, digests, losses, weights and settings."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import records
+from lockstep.record.reader import read
+from lockstep.report import comparison
+from lockstep.report.comparison import compare, parting_of
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Write a record of 60 steps and read it: run(name, seconds=..., end=..., header=...)."""
+
+    def write(name, seconds=0.01, losses=(), end=(), header=()):
+        lines = [
+            records.step(n, per_epoch=60, seconds=seconds * (1 + 0.01 * (n % 7)), ranks=None)
+            for n in range(60)
+        ]
+        for at, loss in dict(losses).items():
+            lines[at]["loss"] = loss
+        first = records.HEADER | {"name": name} | dict(header)
+        ends = [] if end is None else [records.END | dict(end)]
+        return read(records.write(tmp_path / name, [first, *lines, *ends]))
+
+    return write
+
+
+def sentences(*runs):
+    return compare(list(runs)).against[0].sentences
+
+
+def test_the_faster_run_is_named_whichever_comes_first(run):
+    slow, fast = run("slow", seconds=0.012), run("fast")
+    assert sentences(slow, fast)[0].startswith(
+        "fast is 1.20 times as fast as slow (95% interval 1."
+    )
+    assert sentences(fast, slow)[0].startswith(
+        "fast is 1.20 times as fast as slow (95% interval 1."
+    )
+
+
+def test_no_difference_is_an_answer(run):
+    assert "do not differ significantly in speed" in sentences(run("a"), run("b"))[0]
+
+
+def test_equal_runs_agree_in_everything(run):
+    said = sentences(run("a"), run("b"))
+    assert said[1] == "b and a end in the same weights, bit for bit: the digests agree."
+    assert said[2] == "Their losses are the same bits at all 60 common steps."
+    assert len(said) == 3
+
+
+def test_the_first_step_at_which_losses_part(run):
+    a, b = run("a"), run("b", losses={41: 0.5, 50: 0.25}, end={"digest": "ff"})
+    said = sentences(a, b)
+    assert "the digests differ" in said[1]
+    ours = float(a.steps.loss[41])
+    assert said[2] == f"Their losses part at step 41: {ours!r} and 0.5 (60 steps compared)."
+    assert parting_of(a, b).step == 41
+
+
+def test_a_loss_that_is_nan_on_both_sides_is_the_same(run):
+    assert parting_of(run("a", losses={3: None}), run("b", losses={3: None})).step is None
+    assert parting_of(run("c", losses={3: None}), run("d")).step == 3
+
+
+def test_runs_of_other_lengths_are_compared_where_they_meet(tmp_path):
+    lines = [records.HEADER, *map(records.step, range(20))]
+    a = read(records.write(tmp_path / "a", lines))
+    b = read(records.write(tmp_path / "b", [records.HEADER, *map(records.step, range(10, 30))]))
+    none = read(records.write(tmp_path / "c", [records.HEADER]))
+    assert parting_of(a, b).compared == 10
+    assert "no steps in common" in sentences(a, none)[2]
+
+
+def test_a_run_without_an_end_has_no_digest_to_compare(run):
+    assert "not every run reached its end" in sentences(run("a"), run("b", end=None))[1]
+
+
+def test_the_first_tensor_that_differs_is_named(run):
+    a, b = run("a"), run("b", end={"digest": "ff"})
+    weight = torch.ones(3)
+    save_file({"conv.bias": weight, "fc.bias": weight + 0}, a.folder / "weights.safetensors")
+    save_file({"conv.bias": weight, "fc.bias": 2 * weight}, b.folder / "weights.safetensors")
+    assert sentences(a, b)[3] == (
+        "In weights.safetensors the first tensor that differs is fc.bias: "
+        "it differs in 3 of 3 elements, by 1 at most."
+    )
+    (b.folder / "weights.safetensors").write_bytes(b"oops")
+    assert "cannot be compared" in sentences(a, b)[3]
+
+
+def test_what_differs_in_settings_is_listed(run):
+    layout = records.HEADER["layout"] | {"replicas": 4, "world_size": 4}
+    environment = records.HEADER["environment"] | {"torch": "2.14.0"}
+    found = compare([run("a"), run("b", header={"layout": layout, "environment": environment})])
+    assert found.settings == {
+        "layout.world_size": ["2", "4"],
+        "layout.replicas": ["2", "4"],
+        "torch": ["2.13.0", "2.14.0"],
+    }
+    assert compare([run("c"), run("d")]).settings == {}
+
+
+def test_every_form_holds_the_sentences(run):
+    found = compare([run("a"), run("b"), run("c", seconds=0.02)])
+    page, text = comparison.html(found), comparison.markdown(found)
+    plain = json.loads(json.dumps(comparison.plain(found)))
+    for one, listed in zip(found.against, plain["against"], strict=True):
+        for sentence in one.sentences:
+            assert sentence in page
+            assert sentence in text
+            assert sentence in listed["sentences"]
+    assert plain["against"][1]["significant"] is True
+    assert plain["against"][0]["same_digest"] is True
+    assert page.count('class="chart"') == 3
+
+
+def test_a_runs_name_cannot_break_out_of_the_page(run):
+    evil = "</script><script>alert(1)</script>"
+    page = comparison.html(compare([run("a", header={"name": evil}), run("b")]))
+    assert "<script>alert" not in page
+    assert page.count("</script>") == page.count("<script")
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(run):
+    a, b = run("a", header={"name": "same"}), run("b", header={"name": "same"})
+    assert compare([a, b]).names == [str(a.folder), str(b.folder)]

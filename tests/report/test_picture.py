@@ -1,0 +1,80 @@
+"""Pictures: the same shapes as SVG and as PNG."""
+
+import io
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+
+import records
+from lockstep.record.reader import read
+from lockstep.report import slide
+from lockstep.report.picture import Area, Box, Dot, Label, Line, Picture, fitting, text_width
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def opened(picture):
+    return Image.open(io.BytesIO(picture.png()))
+
+
+def test_every_shape_is_in_both_formats():
+    picture = Picture(100, 50, "#ffffff", "test")
+    picture.add(
+        Box(0, 0, 20, 10, "#ff0000"),
+        Line([(0, 45), (100, 45)], "#00ff00", 4),
+        Area([(40, 0), (60, 0), (60, 20), (40, 20)], "#0000ff"),
+        Dot(90, 10, 6, "#ff00ff"),
+        Label(30, 35, "<a&b>", 10, "#000000"),
+    )
+    found = [element.tag.removeprefix(SVG) for element in ElementTree.fromstring(picture.svg())]
+    assert found == ["title", "rect", "rect", "polyline", "polygon", "circle", "text"]
+    image = opened(picture)
+    assert image.size == (200, 100)
+    for place, colour in {
+        (20, 10): (255, 0, 0), (100, 90): (0, 255, 0), (100, 20): (0, 0, 255),
+        (180, 20): (255, 0, 255), (2, 60): (255, 255, 255),
+    }.items():  # fmt: skip
+        assert image.getpixel(place) == colour
+    text = image.crop((58, 50, 130, 76)).convert("L")
+    assert text.getextrema()[0] < 100
+
+
+def test_a_text_that_is_too_wide_is_made_smaller():
+    wide = Label(0, 0, "w" * 50, 20, "#000", width=100)
+    assert fitting(wide) < 20
+    assert text_width("w" * 50, fitting(wide)) == pytest.approx(100, rel=0.01)
+    assert fitting(Label(0, 0, "w", 20, "#000", width=100)) == 20
+
+
+def test_names_cannot_break_the_drawing():
+    picture = Picture(10, 10, "#fff", '<&">')
+    picture.add(Label(0, 0, "<script>\x00&\n", 3, "#000"))
+    text = ElementTree.fromstring(picture.svg()).find(f"{SVG}text")
+    assert text.text == "<script> & "
+
+
+@pytest.mark.parametrize("cut", ["whole", "no ranks", "one step", "only the header", "many steps"])
+def test_a_slide_is_drawn_of_every_run(tmp_path, cut):
+    lines = {
+        "whole": records.whole(),
+        "no ranks": [records.HEADER, *(records.step(n, ranks=None) for n in range(5))],
+        "one step": [records.HEADER, records.step(0), records.END],
+        "only the header": [records.HEADER],
+        "many steps": [records.HEADER, *map(records.step, range(3000)), records.END],
+    }[cut]
+    picture = slide.draw(read(records.write(tmp_path, lines)))
+    texts = [element.text for element in ElementTree.fromstring(picture.svg()).iter(f"{SVG}text")]
+    assert "night" in texts
+    assert ("".join(t for t in texts if t and set(t) == {"a", "b"}) == "ab" * 32) == (
+        records.END in lines
+    )
+    assert opened(picture).size == (2400, 1350)
+
+
+def test_a_slide_keeps_every_shape_within_its_frame(tmp_path):
+    picture = slide.draw(read(records.write(tmp_path, records.whole())))
+    for shape in picture.shapes:
+        for x, y in getattr(shape, "points", None) or [(shape.x, shape.y)]:
+            assert 0 <= x <= picture.width
+            assert 0 <= y <= picture.height

@@ -1,0 +1,66 @@
+"""Text on the terminal: folded between words, tables that fit or become blocks."""
+
+import pytest
+
+from lockstep.report import terminal
+
+NAMES = ["run", "state", "layout", "digest"]
+ROWS = [["night", "done", "2 replicas, gloo", "abcd"], ["day", "died", "", ""]]
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    def set_width(columns):
+        monkeypatch.setattr(terminal, "width", lambda: columns)
+
+    return set_width
+
+
+def test_a_table_without_a_terminal_is_never_folded(capsys):
+    terminal.print_table(NAMES, [["x" * 300, "done", "y" * 300, "z"]])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[2].split() == ["x" * 300, "done", "y" * 300, "z"]
+
+
+def test_columns_line_up(capsys):
+    terminal.print_table(NAMES, ROWS)
+    head, rule, first, second = capsys.readouterr().out.splitlines()
+    assert head.index("state") == first.index("done") == second.index("died")
+    assert set(rule) == {"─"}
+
+
+def test_spare_columns_go_first(narrow, capsys):
+    narrow(25)
+    terminal.print_table(NAMES, ROWS, spare=("layout", "digest"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "state", "digest"]
+    assert max(map(len, lines)) <= 25
+
+
+def test_a_table_that_cannot_fit_becomes_blocks(narrow, capsys):
+    narrow(30)
+    terminal.print_table(NAMES, ROWS)
+    assert capsys.readouterr().out.splitlines() == [
+        "night",
+        "  state   done",
+        "  layout  2 replicas, gloo",
+        "  digest  abcd",
+        "day",
+        "  state   died",
+    ]
+
+
+def test_sentences_fold_between_words(narrow):
+    narrow(20)
+    assert terminal.folded("one two three four five six") == ["one two three four", "five six"]
+    assert terminal.folded("b c", "    ", "a   ") == ["a   b c"]
+
+
+def test_colours_only_where_they_are_wanted(monkeypatch):
+    assert terminal.painted("good", "green") == "good"
+    monkeypatch.setattr(terminal.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert terminal.painted("good", "green") == "\033[32mgood\033[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert terminal.painted("good", "green") == "good"

@@ -1,0 +1,103 @@
+"""The trace: what the Trace Event Format asks for, and arrows that lie in their slices."""
+
+import itertools
+import json
+
+import pytest
+
+import records
+from lockstep.record.reader import read
+from lockstep.report.trace import trace
+
+
+def traced(folder, *lines):
+    """Return the trace of a run with these lines."""
+    return json.loads(trace(read(records.write(folder, [records.HEADER, *lines]))))["traceEvents"]
+
+
+@pytest.fixture
+def events(tmp_path):
+    return traced(tmp_path, *(records.timeline(n, pairs=2) for n in range(3)))
+
+
+def enclosing(events, end):
+    """Return the slices of a thread that enclose one end of an arrow."""
+    return [
+        one["name"]
+        for one in events
+        if one["ph"] == "X"
+        and one["tid"] == end["tid"]
+        and one["ts"] <= end["ts"] <= one["ts"] + one["dur"]
+    ]
+
+
+def test_every_event_has_what_its_phase_needs(events):
+    needed = {
+        "M": {"name", "pid", "tid", "args"},
+        "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
+        "s": {"name", "cat", "id", "pid", "tid", "ts"},
+        "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"},
+    }
+    assert {event["ph"] for event in events} == needed.keys()
+    for event in events:
+        assert needed[event["ph"]] <= event.keys()
+        assert all(event[name] >= 0 for name in ("ts", "dur") if name in event)
+
+
+def test_threads_are_named_for_their_ranks(events):
+    named = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert named == {rank: f"rank {rank}" for rank in range(4)}
+
+
+def test_times_are_microseconds_on_one_clock(events):
+    (work,) = (
+        e for e in events if e["name"] == "backward of micro-batch 3 on stage 1" and e["ts"] > 4e4
+    )
+    assert work["ts"] == pytest.approx(2 * 20_000 + 300 + 9_500, abs=0.01)  # step 2, rank 3
+    assert work["dur"] == pytest.approx(3000, abs=0.01)
+    assert work["args"] == {"micro-batch": 3, "stage": 1}
+
+
+def test_slices_of_a_thread_nest(events):
+    for rank in range(4):
+        own = [e for e in events if e["ph"] == "X" and e["tid"] == rank]
+        steps = [e for e in own if e["cat"] == "step"]
+        inner = sorted((e for e in own if e["cat"] != "step"), key=lambda e: e["ts"])
+        assert len(steps) == 3
+        for before, after in itertools.pairwise(inner):
+            assert before["ts"] + before["dur"] <= after["ts"] + 2e-3
+        for one in inner:
+            assert any(
+                s["ts"] <= one["ts"] + 2e-3 and one["ts"] + one["dur"] <= s["ts"] + s["dur"] + 2e-3
+                for s in steps
+            )
+
+
+def test_waiting_names_for_whom(events):
+    waiting = [e for e in events if e["name"] == "waiting for rank 1"]
+    assert [round(e["dur"]) for e in waiting] == [4000, 1000] * 3
+    assert {e["tid"] for e in waiting} == {0}
+
+
+def test_arrows_lead_from_the_maker_to_the_taker(events):
+    begins = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert begins.keys() == ends.keys()
+    assert len(begins) == 3 * 2 * 4  # steps, replicas, two outputs and two gradients
+    for number, begin in begins.items():
+        source, target = (enclosing(events, end)[-1] for end in (begin, ends[number]))
+        assert source.split(" on ")[0] == target.split(" on ")[0]  # the same micro-batch, same way
+        assert {source[-1], target[-1]} == {"0", "1"}
+        assert begin["tid"] // 2 == ends[number]["tid"] // 2  # within its replica
+
+
+def test_steps_by_their_sums_follow_each_other(tmp_path):
+    events = traced(tmp_path, *(records.step(n) for n in range(20)))
+    steps = [e for e in events if e["ph"] == "X" and e["cat"] == "step" and e["tid"] == 0]
+    assert [e["name"] for e in steps] == [f"step {n}" for n in range(20)]
+    for before, after in itertools.pairwise(steps):
+        assert before["ts"] + before["dur"] <= after["ts"] + 2e-3
+
+
+def test_a_run_without_times_has_an_empty_trace(tmp_path):
+    assert [e["name"] for e in traced(tmp_path)] == ["process_name"]

@@ -1,0 +1,40 @@
+"""Waits: seconds and bytes by who waits and for whom."""
+
+import pytest
+
+import records
+from lockstep.record.reader import read
+from lockstep.report.waits import table, waits
+
+
+def test_recorded_waiting_is_added_up_by_its_cause(tmp_path):
+    lines = [records.timeline(n, pairs=2) for n in range(3)]
+    found = waits(read(records.write(tmp_path, [records.HEADER, *lines])))
+    assert found.steps == 3
+    assert found.seconds[0, 1] == pytest.approx(5e-3)
+    assert found.seconds[3, 2] == pytest.approx(2.5e-3)
+    assert found.seconds.sum() == pytest.approx(15e-3)
+    assert found.octets[1, 0] == 4000
+    names, rows = table(found)
+    assert names[:2] == ["rank", "for rank 0"]
+    assert rows[0] == ["0", "", "5.00 ms, 2.00 kB", "", ""]
+
+
+def test_replicas_wait_for_the_one_that_works_longest(tmp_path):
+    rows = [[0.006, 0, 0.003, 0], [0.007, 0, 0.001, 0.001], [0.009, 0, 0, 0]]
+    run = read(records.write(tmp_path, [records.HEADER, records.step(0, ranks=rows)]))
+    assert waits(run).seconds.tolist() == [[0, 0, 0.003], [0, 0, 0.001], [0, 0, 0]]
+
+
+def test_nobody_waits_alone_or_without_times(tmp_path):
+    alone = [records.step(0, ranks=[[0.006, 0, 0, 0]])]
+    assert waits(read(records.write(tmp_path / "a", [records.HEADER, *alone]))) is None
+    assert waits(read(records.write(tmp_path / "b", [records.HEADER]))) is None
+
+
+def test_of_many_ranks_the_first_are_listed(tmp_path):
+    rows = [[0.006, 0, 0.003 * (rank != 1), 0] for rank in range(40)]
+    rows[1][0] = 0.009
+    run = read(records.write(tmp_path, [records.HEADER, records.step(0, ranks=rows)]))
+    names, cells = table(waits(run))
+    assert (len(names), len(cells)) == (17, 16)
