@@ -15,7 +15,7 @@ import cloudpickle
 import pytest
 
 import lockstep
-from lockstep.run import preload
+from lockstep.launcher import preload
 
 TESTS = str(Path(__file__).parent)
 PATIENCE = 5.0  # seconds that something may take to disappear after a test

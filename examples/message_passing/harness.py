@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
-from lockstep.run.environment import place
+from lockstep.launcher.environment import place
 
 __all__ = ["init", "print_table", "run_example"]
 

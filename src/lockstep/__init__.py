@@ -16,19 +16,19 @@ if TYPE_CHECKING:
         DistributedDataParallel as DistributedDataParallel,
     )
     from lockstep.errors import LockstepError as LockstepError
+    from lockstep.launcher.launch import launch as launch
+    from lockstep.launcher.world import World as World
+    from lockstep.launcher.world import init as init
+    from lockstep.launcher.world import local_rank as local_rank
+    from lockstep.launcher.world import local_world_size as local_world_size
+    from lockstep.launcher.world import rank as rank
+    from lockstep.launcher.world import shutdown as shutdown
+    from lockstep.launcher.world import world as world
+    from lockstep.launcher.world import world_size as world_size
     from lockstep.record.loggers import MLflow as MLflow
     from lockstep.record.loggers import TensorBoard as TensorBoard
     from lockstep.record.loggers import WandB as WandB
     from lockstep.remote.driver import Driver as Driver
-    from lockstep.run.launch import launch as launch
-    from lockstep.run.world import World as World
-    from lockstep.run.world import init as init
-    from lockstep.run.world import local_rank as local_rank
-    from lockstep.run.world import local_world_size as local_world_size
-    from lockstep.run.world import rank as rank
-    from lockstep.run.world import shutdown as shutdown
-    from lockstep.run.world import world as world
-    from lockstep.run.world import world_size as world_size
     from lockstep.step.digest import digest as digest
     from lockstep.step.forward import accuracy as accuracy
     from lockstep.step.weight import target_weight as target_weight
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 # name -> the module that defines it
 PUBLIC = {
-    "launch": "run.launch",
-    "init": "run.world",
-    "World": "run.world",
-    "world": "run.world",
-    "rank": "run.world",
-    "world_size": "run.world",
-    "local_rank": "run.world",
-    "local_world_size": "run.world",
-    "shutdown": "run.world",
+    "launch": "launcher.launch",
+    "init": "launcher.world",
+    "World": "launcher.world",
+    "world": "launcher.world",
+    "rank": "launcher.world",
+    "world_size": "launcher.world",
+    "local_rank": "launcher.world",
+    "local_world_size": "launcher.world",
+    "shutdown": "launcher.world",
     "partition": "data.partition",
     "empty": "comm.memory",
     "Trainer": "train.trainer",

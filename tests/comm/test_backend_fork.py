@@ -251,7 +251,7 @@ def test_a_forked_child_that_exits_ends_at_once_and_leaves_the_group_alone():
 def test_a_forked_child_that_exits_does_not_say_goodbye_for_its_rank():
     script = (
         "import torch, torch.distributed as dist, lockstep as ls\n"
-        "from lockstep.run import rendezvous\n"
+        "from lockstep.launcher import rendezvous\n"
         "ls.init(backend='lockstep', timeout=60)\n"
         "x = torch.ones(2); dist.all_reduce(x, async_op=True).wait()\n"
         f"{EXITS}"

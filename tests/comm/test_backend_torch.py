@@ -20,7 +20,7 @@ from torch import nn
 import lockstep as ls
 from lockstep.comm import backend
 from lockstep.comm.memory import is_shared
-from lockstep.run import preload
+from lockstep.launcher import preload
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 

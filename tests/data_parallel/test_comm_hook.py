@@ -13,7 +13,7 @@ import torch.distributed as dist
 import lockstep as ls
 from averaging import expected_gradients, inputs_of, net, same, uses_some
 from lockstep.errors import RankError, UsageError
-from lockstep.run import preload
+from lockstep.launcher import preload
 
 RANKS = 2
 

@@ -21,7 +21,7 @@ import lockstep as ls
 from averaging import inputs_of, net, same, tree_mean, uses_some
 from lockstep.comm.memory import is_shared
 from lockstep.errors import GradientError
-from lockstep.run import preload
+from lockstep.launcher import preload
 
 RANKS = 3
 PROGRAMS: dict[str, Callable[[int], Any]] = {}

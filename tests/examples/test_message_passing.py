@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lockstep as ls
-from lockstep.run import preload
+from lockstep.launcher import preload
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "message-passing.md"

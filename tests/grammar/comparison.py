@@ -25,7 +25,7 @@ from grammar import Case, case, plain, training
 from grammar.layouts import widths
 from grammar.outcome import Outcome
 from grammar.refusals import possible_refusals, refusals
-from lockstep.run import preload
+from lockstep.launcher import preload
 
 DEADLINE = 60.0  # seconds that a rank waits for another one
 CASES_A_WORLD = 40

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.launcher.world import World
 from lockstep.pipeline import costs as measuring
 from lockstep.pipeline.costs import measured_costs
-from lockstep.run.world import World
 from lockstep.step.setting import Setting
 
 

@@ -65,14 +65,14 @@ def test_a_backend_that_fails_is_bad_and_says_why(monkeypatch):
     def launch(*args, **options):
         raise RankError("rank 1 was killed by SIGKILL")
 
-    monkeypatch.setattr("lockstep.run.launch.launch", launch)
+    monkeypatch.setattr("lockstep.launcher.launch.launch", launch)
     found = backends.backend("gloo")
     assert (found.verdict, found.what) == ("bad", "2 ranks fail: rank 1 was killed by SIGKILL")
 
 
 def test_a_backend_that_adds_wrongly_is_bad(monkeypatch):
     answers = [backends.Reduced(0, 0.1, 0.1), backends.Reduced(3, 0.1, 0.1)]
-    monkeypatch.setattr("lockstep.run.launch.launch", lambda *a, **o: answers)
+    monkeypatch.setattr("lockstep.launcher.launch.launch", lambda *a, **o: answers)
     assert "3 elements are wrong" in backends.backend("gloo").what
 
 
@@ -86,7 +86,7 @@ def test_a_backend_that_someone_registers_is_tried_too(monkeypatch):
 def test_ranks_at_once_are_measured(monkeypatch):
     assert only(backends.together).subject == "ranks at once"
     rates = iter([[100.0], [55.0, 90.0]])
-    monkeypatch.setattr("lockstep.run.launch.launch", lambda *a, **o: next(rates))
+    monkeypatch.setattr("lockstep.launcher.launch.launch", lambda *a, **o: next(rates))
     monkeypatch.setattr("lockstep.record.environment.usable_cores", lambda: 2)
     found = only(backends.together)
     assert found.verdict == "note"

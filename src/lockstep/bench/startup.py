@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import WorkError
-from lockstep.run.launch import launch
+from lockstep.launcher.launch import launch
 
 __all__ = ["Start", "measure"]
 

@@ -12,8 +12,8 @@ from lockstep.check.difference import Difference, first_difference
 from lockstep.check.layouts import Layout, layouts
 from lockstep.check.runner import Run, run_layout
 from lockstep.errors import UsageError
-from lockstep.run.plan import Plan
-from lockstep.run.script import check_target
+from lockstep.launcher.plan import Plan
+from lockstep.launcher.script import check_target
 
 __all__ = ["Comparison", "Verdict", "compare_layouts"]
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from lockstep.check.difference import RankFingerprint
 from lockstep.check.layouts import Layout
 from lockstep.errors import RankError
-from lockstep.run import preload
-from lockstep.run.launch import calling_in_place, launch
-from lockstep.run.rank import run_code
+from lockstep.launcher import preload
+from lockstep.launcher.launch import calling_in_place, launch
+from lockstep.launcher.rank import run_code
 from lockstep.step.fingerprint import StepFingerprint, TrainerFingerprint
 
 __all__ = ["Run", "run_layout"]

@@ -17,8 +17,8 @@ from torch import nn
 
 from lockstep.check.layouts import Layout
 from lockstep.data.microbatch import spans
+from lockstep.launcher.world import World
 from lockstep.pipeline.cut import Blocks, block_names
-from lockstep.run.world import World
 from lockstep.step.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.step.fingerprinter import Fingerprinter
 from lockstep.step.history import StepResult

@@ -201,7 +201,7 @@ def start(name: str, python: str, meeting: Meeting) -> Any:
 
 def own_backend() -> str:
     """Return what this build uses for CPU tensors; say where it is not its own."""
-    from lockstep.run.world import cpu_backend
+    from lockstep.launcher.world import cpu_backend
 
     name = cpu_backend()
     if name != "lockstep":

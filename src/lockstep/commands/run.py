@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import click
 
 from lockstep.errors import UsageError
-from lockstep.run import plan as plans
-from lockstep.run.plan import Plan
+from lockstep.launcher import plan as plans
+from lockstep.launcher.plan import Plan
 
 __all__ = ["command"]
 
@@ -109,7 +109,7 @@ def command(script: str, arguments: tuple[str, ...], **flags: Any) -> None:
 
     Exit status: 0 good, 1 a rank failed, 2 used wrongly, 128+N ended by signal N.
     """
-    from lockstep.run.script import Interrupted, run_plan
+    from lockstep.launcher.script import Interrupted, run_plan
 
     try:
         run_plan(make_plan(script, arguments, flags))

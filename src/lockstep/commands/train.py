@@ -80,8 +80,8 @@ def command(
     The run is recorded in runs/NAME; its weights are saved there.
     """
     _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
+    from lockstep.launcher.launch import launch
     from lockstep.record.recorder import fresh_name
-    from lockstep.run.launch import launch
 
     if recipe != "resnet50" and given["size"] is not None:
         raise UsageError(f"--size: the pictures of {recipe} have one size; leave it out")

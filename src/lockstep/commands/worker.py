@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from lockstep.errors import UsageError
-from lockstep.run.plan import endpoint
+from lockstep.launcher.plan import endpoint
 
 __all__ = ["command"]
 

@@ -23,7 +23,7 @@ from lockstep.data_parallel.comm_hook import Hook
 from lockstep.data_parallel.join import DDPJoinHook, last_joiner, meet
 from lockstep.data_parallel.reducer import Reducer
 from lockstep.errors import UsageError
-from lockstep.run.world import world
+from lockstep.launcher.world import world
 from lockstep.step.agreement import give_weights, require_same
 from lockstep.step.description import describe_tensors
 from lockstep.step.gradients import BUCKET_BYTES

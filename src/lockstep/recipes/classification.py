@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep.errors import FileError
+from lockstep.launcher.world import init
 from lockstep.recipes.rate import Rate
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
-from lockstep.run.world import init
 from lockstep.step.forward import accuracy
 from lockstep.train.trainer import Trainer
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from lockstep.errors import UsageError
+from lockstep.launcher.verdict import Outcome
 from lockstep.remote.frame import Frame
 from lockstep.remote.future import Future, Wait
 from lockstep.remote.objects import Address, Tokens
 from lockstep.remote.reference import Remote
 from lockstep.remote.serialization import pack, unpack
-from lockstep.run.verdict import Outcome
 
 __all__ = ["DRIVER", "Calls", "Routes", "ended"]
 

@@ -7,11 +7,11 @@ import socket
 import time
 
 from lockstep.errors import RendezvousError, UsageError
+from lockstep.launcher.meeting import resolve
 from lockstep.remote.frame import Wire, exactly
 from lockstep.remote.handshake import Agreement, Refused, Status, Steps, call
 from lockstep.remote.identity import Credentials, Identity
 from lockstep.remote.key import VARIABLE
-from lockstep.run.meeting import resolve
 
 __all__ = ["HANDSHAKE", "dial", "proven"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.errors import LockstepError, RankError
-from lockstep.run.verdict import Outcome, consequence, rank_error
+from lockstep.launcher.verdict import Outcome, consequence, rank_error
 
 __all__ = ["SETTLE", "Future", "gather"]
 

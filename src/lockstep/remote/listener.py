@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from lockstep.errors import UsageError
+from lockstep.launcher.meeting import bind
 from lockstep.remote.connection import HANDSHAKE, proven
 from lockstep.remote.frame import Wire
 from lockstep.remote.handshake import Agreement, Refused, Status, Steps, answer
 from lockstep.remote.identity import Credentials, Identity
 from lockstep.remote.refusals import Refusals
-from lockstep.run.meeting import bind
 
 __all__ = ["PLACES", "Listener"]
 

@@ -20,18 +20,18 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from lockstep.errors import RendezvousError, UsageError
+from lockstep.launcher import preload
+from lockstep.launcher.channel import parcel
+from lockstep.launcher.job import GRACE, TICK, Job
+from lockstep.launcher.launch import task
+from lockstep.launcher.output import Output
+from lockstep.launcher.verdict import ending
 from lockstep.messages import say
 from lockstep.remote.connection import dial
 from lockstep.remote.frame import Frame
 from lockstep.remote.identity import UNKNOWN, Credentials, Identity, Role
 from lockstep.remote.key import VARIABLE
 from lockstep.remote.link import Link
-from lockstep.run import preload
-from lockstep.run.channel import parcel
-from lockstep.run.job import GRACE, TICK, Job
-from lockstep.run.launch import task
-from lockstep.run.output import Output
-from lockstep.run.verdict import ending
 
 __all__ = ["NodeAgent", "start_worker"]
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from lockstep.data.microbatch import Batch, cut
 from lockstep.errors import UsageError
+from lockstep.launcher.world import rank, world
 from lockstep.remote.reference import Remote
 from lockstep.remote.worker_pool import WorkerPool
-from lockstep.run.world import rank, world
 from lockstep.step.evaluation import Evaluation
 from lockstep.step.history import EpochResult, StepResult
 from lockstep.step.weight import weight_of

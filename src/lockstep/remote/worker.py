@@ -31,6 +31,8 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.errors import LockstepError, RankError
+from lockstep.launcher.rank import described
+from lockstep.launcher.world import init, shutdown
 from lockstep.remote.calls import DRIVER, Calls, ended
 from lockstep.remote.connection import dial
 from lockstep.remote.frame import Frame, Wire
@@ -41,8 +43,6 @@ from lockstep.remote.link import Link
 from lockstep.remote.listener import Listener
 from lockstep.remote.objects import Address, Objects, Tokens
 from lockstep.remote.task_queue import TaskQueue
-from lockstep.run.rank import described
-from lockstep.run.world import init, shutdown
 
 __all__ = ["attend"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.launcher.assignment import Assignment
 from lockstep.remote.link import Link
-from lockstep.run.assignment import Assignment
 
 __all__ = ["WorkerHandle", "places"]
 

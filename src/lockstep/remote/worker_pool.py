@@ -24,6 +24,10 @@ from functools import partial
 from typing import Any
 
 from lockstep.errors import LockstepError, RankError, RendezvousError, UsageError
+from lockstep.launcher import preload
+from lockstep.launcher.job import GRACE, TICK, Job
+from lockstep.launcher.output import Output
+from lockstep.launcher.verdict import ending
 from lockstep.remote.calls import DRIVER, Calls, ended
 from lockstep.remote.frame import Forged, Frame, Wire
 from lockstep.remote.future import SETTLE, Future, gather
@@ -35,10 +39,6 @@ from lockstep.remote.node_agent import start_worker
 from lockstep.remote.objects import Address
 from lockstep.remote.output_forwarder import Console, OutputForwarder
 from lockstep.remote.worker_handle import WorkerHandle, places
-from lockstep.run import preload
-from lockstep.run.job import GRACE, TICK, Job
-from lockstep.run.output import Output
-from lockstep.run.verdict import ending
 
 __all__ = ["WorkerPool"]
 

@@ -15,7 +15,7 @@ from lockstep.data.fingerprint import fingerprint
 from lockstep.data.identity import Identity
 from lockstep.data.microbatch import Batch, cut, mapped
 from lockstep.errors import LayoutError, UsageError
-from lockstep.run.world import World
+from lockstep.launcher.world import World
 from lockstep.step.recomputation import Recomputation
 from lockstep.step.weight import WeightFunction, weight_of
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.launcher.world import World
 from lockstep.record.environment import environment
 from lockstep.record.recorder import Recorder, Writer
-from lockstep.run.world import World
 from lockstep.step.setting import Setting
 
 __all__ = ["Record", "folder_of", "header", "opened"]

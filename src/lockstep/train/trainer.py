@@ -24,11 +24,11 @@ from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.draws import Draws
 from lockstep.data.loader import Agree, Batches
 from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
+from lockstep.launcher.world import world
 from lockstep.pipeline.cut import Blocks
 from lockstep.pipeline.stages import Stages
 from lockstep.pipeline.state import State
 from lockstep.record.recorder import Recorder
-from lockstep.run.world import world
 from lockstep.step.agreement import require_same
 from lockstep.step.attempt import Attempt
 from lockstep.step.description import describe, describe_environment, describe_module

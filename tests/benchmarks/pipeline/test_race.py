@@ -11,7 +11,7 @@ from benchmarks.pipeline.case import Case
 from benchmarks.pipeline.race import CHECKED, Contender, Outcome, contenders, ideal, judge, race
 from benchmarks.pipeline.ways import ALONE, COPIES, WAYS
 from lockstep.errors import RankError
-from lockstep.run import preload
+from lockstep.launcher import preload
 
 CASE = Case("tiny", 4, 8, 32)
 

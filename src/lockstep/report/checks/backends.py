@@ -51,7 +51,7 @@ def backends(question: Question) -> Iterator[Finding]:
 
 def backend(name: str) -> Finding:
     """Start two ranks, let them add 4 MiB, check every element, and say how long it took."""
-    from lockstep.run.launch import launch
+    from lockstep.launcher.launch import launch
 
     began = time.perf_counter()
     try:
@@ -119,8 +119,8 @@ def timed(values: torch.Tensor) -> tuple[float, torch.Tensor]:
 
 def together(question: Question) -> Iterator[Finding]:
     """Let the ranks compute alone and at the same time: are the cores really there?"""
+    from lockstep.launcher.launch import launch
     from lockstep.record.environment import usable_cores
-    from lockstep.run.launch import launch
 
     ranks = min(question.ranks, usable_cores())
     if ranks < 2:

@@ -162,7 +162,7 @@ def receive(end: socket.socket, count: int) -> None:
 
 def place(question: Question) -> Iterator[Finding]:
     """Check that the environment's variables do not contradict each other about this rank."""
-    from lockstep.run.environment import place as place_of
+    from lockstep.launcher.environment import place as place_of
 
     try:
         found = place_of(os.environ)

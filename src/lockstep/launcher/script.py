@@ -22,15 +22,15 @@ from typing import BinaryIO
 
 from lockstep.errors import FileError, RankError, UsageError
 from lockstep.files import make_folder
+from lockstep.launcher import preload
+from lockstep.launcher.assignment import Assignment
+from lockstep.launcher.channel import Message
+from lockstep.launcher.job import GRACE, Job
+from lockstep.launcher.lingering import Lingering
+from lockstep.launcher.output import Output
+from lockstep.launcher.plan import STDERR, STDOUT, Plan
+from lockstep.launcher.verdict import signal_name, spoken
 from lockstep.messages import say
-from lockstep.run import preload
-from lockstep.run.assignment import Assignment
-from lockstep.run.channel import Message
-from lockstep.run.job import GRACE, Job
-from lockstep.run.lingering import Lingering
-from lockstep.run.output import Output
-from lockstep.run.plan import STDERR, STDOUT, Plan
-from lockstep.run.verdict import signal_name, spoken
 
 __all__ = ["Interrupted", "check_target", "run_plan"]
 

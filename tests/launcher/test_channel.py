@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from lockstep.run.channel import pair, parcel, unpack
+from lockstep.launcher.channel import pair, parcel, unpack
 
 
 def test_messages_keep_their_order_their_size_and_their_descriptors():

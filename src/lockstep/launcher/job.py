@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from lockstep.errors import RankError
-from lockstep.run import memory, private_store, stack
-from lockstep.run.channel import Channel, Message, pair, unpack
-from lockstep.run.meeting import bind
-from lockstep.run.output import Output
-from lockstep.run.preload import Preloaded
-from lockstep.run.verdict import Outcome, consequence, deserted, first_failure, rank_error
+from lockstep.launcher import memory, private_store, stack
+from lockstep.launcher.channel import Channel, Message, pair, unpack
+from lockstep.launcher.meeting import bind
+from lockstep.launcher.output import Output
+from lockstep.launcher.preload import Preloaded
+from lockstep.launcher.verdict import Outcome, consequence, deserted, first_failure, rank_error
 
 __all__ = ["GRACE", "TICK", "Job"]
 

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from lockstep.run.channel import Channel, pair
+from lockstep.launcher.channel import Channel, pair
 
 __all__ = ["Preloaded", "fork", "interpreter_flags", "template", "template_pid", "trains"]
 
@@ -22,7 +22,7 @@ __all__ = ["Preloaded", "fork", "interpreter_flags", "template", "template_pid",
 READ_ONCE = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_")
 READ_LATER = ("TORCHELASTIC_", "TORCHINDUCTOR_")
 
-ALWAYS = ("lockstep.run.world", "cloudpickle")
+ALWAYS = ("lockstep.launcher.world", "cloudpickle")
 # The first step of any optimizer imports this, in 1.4 seconds: once here, or in every rank.
 WITH_OPTIMIZER = "torch._dynamo"
 SPEAKS_OF_TRAINING = (b"optim", b"Trainer", b"lockstep.train", b"lockstep.recipes")
@@ -131,7 +131,7 @@ def _start(trains: bool) -> Preloaded:
     number = theirs.fileno()
     modules = (*ALWAYS, WITH_OPTIMIZER) if trains else ALWAYS
     code = (
-        f"import sys; sys.path.append({PACKAGES!r}); from lockstep.run.template import main; "
+        f"import sys; sys.path.append({PACKAGES!r}); from lockstep.launcher.template import main; "
         f"main({number}, {os.getpid()}, {modules!r})"
     )
     pid = _spawn([sys.executable, *interpreter_flags(), "-c", code], number)
@@ -156,7 +156,7 @@ def interpreter_flags() -> list[str]:
 
 def fork() -> Preloaded:
     """Return a template that is a fork of this process (start method "fork")."""
-    from lockstep.run.template import serve_fork  # before the fork
+    from lockstep.launcher.template import serve_fork  # before the fork
 
     ours, theirs = pair()
     launcher = os.getpid()

@@ -6,7 +6,7 @@ import os
 import threading
 
 import lockstep as ls
-from lockstep.run import preload
+from lockstep.launcher import preload
 
 
 def parent() -> int:

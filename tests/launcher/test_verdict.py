@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.run.verdict import Outcome, first_failure, rank_error, spoken
+from lockstep.launcher.verdict import Outcome, first_failure, rank_error, spoken
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:24473"
 

@@ -8,7 +8,7 @@ import pytest
 
 import lockstep as ls
 from lockstep.errors import LockstepError, RendezvousError
-from lockstep.run.meeting_file import MeetingFile
+from lockstep.launcher.meeting_file import MeetingFile
 
 
 @pytest.fixture

@@ -33,9 +33,9 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from lockstep.errors import LockstepError
+from lockstep.launcher.channel import Channel, Message, adopt, parcel, unpack
+from lockstep.launcher.stack import answer, is_own
 from lockstep.messages import say
-from lockstep.run.channel import Channel, Message, adopt, parcel, unpack
-from lockstep.run.stack import answer, is_own
 
 __all__ = ["Task", "described", "finish", "main", "run_code", "tell"]
 
@@ -133,7 +133,7 @@ def execute_afresh(message: Message, report: int, work: int) -> NoReturn:
         os.set_inheritable(descriptor, True)
     order = {**message, "environ": None}
     code = (
-        f"import sys; sys.path[:] = {_path(message)!r}; from lockstep.run.rank import main; "
+        f"import sys; sys.path[:] = {_path(message)!r}; from lockstep.launcher.rank import main; "
         f"main({json.dumps(order)!r}, {report}, {work})"
     )
     os.execve(sys.executable, [sys.executable, *message["flags"], "-c", code], message["environ"])

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 from lockstep.errors import RankError, UsageError
+from lockstep.launcher import environment, preload
+from lockstep.launcher.assignment import Assignment
+from lockstep.launcher.channel import Message, parcel
+from lockstep.launcher.job import Job
+from lockstep.launcher.lingering import Lingering
+from lockstep.launcher.verdict import spoken
 from lockstep.messages import say
-from lockstep.run import environment, preload
-from lockstep.run.assignment import Assignment
-from lockstep.run.channel import Message, parcel
-from lockstep.run.job import Job
-from lockstep.run.lingering import Lingering
-from lockstep.run.verdict import spoken
 
 __all__ = ["Launched", "calling_in_place", "calls_in_place", "launch", "task"]
 

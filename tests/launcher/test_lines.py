@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.run.lines import LONGEST, PATIENCE, REFRESH, Lines
+from lockstep.launcher.lines import LONGEST, PATIENCE, REFRESH, Lines
 
 
 @given(st.binary(max_size=400).map(lambda data: data.replace(b"\r", b".")), st.data())

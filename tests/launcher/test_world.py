@@ -15,10 +15,10 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.comm import backend
 from lockstep.errors import LockstepError, RankError, RendezvousError, UsageError
-from lockstep.run import rollcall
-from lockstep.run.environment import Place, place
-from lockstep.run.rendezvous import interface
-from lockstep.run.world import _device, cpu_backend
+from lockstep.launcher import rollcall
+from lockstep.launcher.environment import Place, place
+from lockstep.launcher.rendezvous import interface
+from lockstep.launcher.world import _device, cpu_backend
 
 
 @pytest.fixture

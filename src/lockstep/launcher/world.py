@@ -20,10 +20,10 @@ import torch.distributed as dist
 import torch.utils.deterministic
 
 from lockstep.errors import RendezvousError, UsageError
+from lockstep.launcher import environment, rendezvous
+from lockstep.launcher.allocator import keep_freed_memory
+from lockstep.launcher.environment import Place
 from lockstep.messages import escape_control, say
-from lockstep.run import environment, rendezvous
-from lockstep.run.allocator import keep_freed_memory
-from lockstep.run.environment import Place
 
 __all__ = [
     "World",

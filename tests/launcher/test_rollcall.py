@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from lockstep.errors import PlaceError, RendezvousError
-from lockstep.run import rollcall
-from lockstep.run.environment import Place
+from lockstep.launcher import rollcall
+from lockstep.launcher.environment import Place
 
 PLACE = Place(rank=0, world_size=2, local_world_size=2, master_addr="10.0.0.1", master_port=29500)
 IDENTITY = {"rank": 1, "world_size": 2, "process": 7, "host": "gpu03"}

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.run.meeting import bind, resolve
+from lockstep.launcher.meeting import bind, resolve
 
 
 def test_a_free_port_of_the_loopback_interface_only():

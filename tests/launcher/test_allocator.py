@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lockstep as ls
-from lockstep.run.allocator import keep_freed_memory
+from lockstep.launcher.allocator import keep_freed_memory
 
 BLOCK = 40 << 20  # above 32 MiB glibc by itself takes new pages each time, whatever came before
 TIMES = 10

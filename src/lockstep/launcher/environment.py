@@ -43,8 +43,8 @@ class Place:
     `host` is the index of its machine, counted from 0. `master_addr` and
     `master_port` are where the ranks meet, None where the environment names no
     place. `store` is the address of a private store that takes their place
-    (`run/private_store.py`). `launcher` is "lockstep", "torchrun", "environment" (set by hand),
-    "mpiexec", "srun", or "python" (alone).
+    (`launcher/private_store.py`). `launcher` is "lockstep", "torchrun", "environment" (set by
+    hand), "mpiexec", "srun", or "python" (alone).
     """
 
     rank: int = 0

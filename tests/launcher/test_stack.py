@@ -8,7 +8,7 @@ import pytest
 
 import lockstep as ls
 from lockstep.errors import RankError
-from lockstep.run import stack
+from lockstep.launcher import stack
 
 DUMP = """\
 Current thread 0x00007f (most recent call first):

@@ -1,17 +1,17 @@
 """Ranks that go on alone: who returned, and who was stopped, while others wait for them.
 
 The launcher cannot know that a rank waits; it asks, with a signal that Python's
-fault handler answers (run/stack.py). Seldom, and only once a rank has returned.
+fault handler answers (launcher/stack.py). Seldom, and only once a rank has returned.
 """
 
 from __future__ import annotations
 
 import time
 
+from lockstep.launcher import stack
+from lockstep.launcher.job import Job
+from lockstep.launcher.verdict import spoken
 from lockstep.messages import say
-from lockstep.run import stack
-from lockstep.run.job import Job
-from lockstep.run.verdict import spoken
 
 __all__ = ["Lingering"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.run.output import Output
+from lockstep.launcher.output import Output
 
 
 class Console(io.BytesIO):
@@ -43,7 +43,7 @@ def test_the_last_lines_are_kept_of_both_streams(monkeypatch):
 def test_a_full_disk_ends_the_log_and_not_the_run(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     full = os.open("/dev/full", os.O_WRONLY)
-    monkeypatch.setattr("lockstep.run.output.create_file", lambda path, flags: full)
+    monkeypatch.setattr("lockstep.launcher.output.create_file", lambda path, flags: full)
     printed, output = shown(b"line\n", Path("rank-3.log"))
     assert printed == b"[3] line\n"
     assert output.complaint == "rank-3.log cannot be written any more: No space left on device"

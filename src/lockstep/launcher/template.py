@@ -15,7 +15,7 @@ the launcher (end of file on the first socket, and a pidfd where there are some,
 for another child of the launcher may hold the socket open). When the launcher is
 gone it kills every process group it started and ends; retired, with the first
 socket closed, it ends after its last job. When the template itself
-is killed, the ranks' life line (run/rank.py) breaks.
+is killed, the ranks' life line (launcher/rank.py) breaks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from lockstep.run.channel import Channel, Message, adopt
-from lockstep.run.rank import Task, finish
+from lockstep.launcher.channel import Channel, Message, adopt
+from lockstep.launcher.rank import Task, finish
 
 __all__ = ["Template", "main", "serve_fork"]
 

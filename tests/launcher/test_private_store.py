@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.errors import LockstepError
-from lockstep.run import private_store
+from lockstep.launcher import private_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="anonymous files are Linux's")
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import PlaceError
-from lockstep.run.assignment import Assignment
-from lockstep.run.environment import Place, first_host, place
+from lockstep.launcher.assignment import Assignment
+from lockstep.launcher.environment import Place, first_host, place
 
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 

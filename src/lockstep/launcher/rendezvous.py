@@ -7,7 +7,7 @@
     srun, mpiexec on one host   rank 0's, private             written to a meeting file
     python, alone               nobody's                      in this process
 
-A private store (`run/private_store.py`) cannot be reached by other users; where there cannot
+A private store (`launcher/private_store.py`) cannot be reached by other users; where there cannot
 be one, a port of the loopback interface takes its place. A process keeps its store to the
 end: it may leave a world and join another one.
 """
@@ -31,11 +31,11 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from lockstep.errors import RendezvousError
+from lockstep.launcher import private_store, rollcall
+from lockstep.launcher.environment import Place
+from lockstep.launcher.meeting import bind, resolve
+from lockstep.launcher.meeting_file import MeetingFile
 from lockstep.messages import say
-from lockstep.run import private_store, rollcall
-from lockstep.run.environment import Place
-from lockstep.run.meeting import bind, resolve
-from lockstep.run.meeting_file import MeetingFile
 
 __all__ = ["interface", "leave", "meet"]
 

@@ -14,9 +14,9 @@ import pytest
 
 from lockstep.commands.run import command, make_plan
 from lockstep.errors import FileError, RankError, UsageError
-from lockstep.run import lingering
-from lockstep.run.plan import DEFAULT_PORT, Plan
-from lockstep.run.script import run_plan
+from lockstep.launcher import lingering
+from lockstep.launcher.plan import DEFAULT_PORT, Plan
+from lockstep.launcher.script import run_plan
 
 CLI = [sys.executable, "-c", "from lockstep.cli import main; main()"]
 
@@ -194,8 +194,8 @@ def test_failing_during_import_before_anybody_met(run, capfdbinary):
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(
     run, capfdbinary, monkeypatch
 ):
-    monkeypatch.setattr("lockstep.run.job.Job.terminate.__defaults__", (0.3,))
-    monkeypatch.setattr("lockstep.run.script.GRACE", 0.3)
+    monkeypatch.setattr("lockstep.launcher.job.Job.terminate.__defaults__", (0.3,))
+    monkeypatch.setattr("lockstep.launcher.script.GRACE", 0.3)
     source = """
 import os, signal, time
 if os.environ["RANK"] == "0":

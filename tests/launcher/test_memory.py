@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.run import memory
+from lockstep.launcher import memory
 
 LOG = """\
 6,1,2,-;python invoked oom-killer: gfp_mask=0x140cca

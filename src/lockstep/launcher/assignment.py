@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.run.environment import LAUNCHER, STORE
+from lockstep.launcher.environment import LAUNCHER, STORE
 
 __all__ = ["Assignment"]
 
@@ -23,7 +23,7 @@ __all__ = ["Assignment"]
 class Assignment:
     """`nprocs` ranks on host number `host` of `hosts`, which meet at `address`:`port`.
 
-    `store` is the address of their private store (`run/private_store.py`), if there is one.
+    `store` is the address of their private store (`launcher/private_store.py`), if there is one.
     """
 
     nprocs: int

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 import processes
-from lockstep.run.job import GRACE
+from lockstep.launcher.job import GRACE
 from processes import alive
 
 CLI = [sys.executable, "-c", "from lockstep.cli import main; main()", "run"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.files import create_file
-from lockstep.run.lines import Lines
+from lockstep.launcher.lines import Lines
 
 __all__ = ["Output", "Stream"]
 

@@ -28,10 +28,10 @@ from typing import Any, NoReturn
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from lockstep.errors import PlaceError, RendezvousError
+from lockstep.launcher.environment import Place
+from lockstep.launcher.rank import tell
+from lockstep.launcher.verdict import spoken
 from lockstep.messages import escape_control, say
-from lockstep.run.environment import Place
-from lockstep.run.rank import tell
-from lockstep.run.verdict import spoken
 
 __all__ = ["call"]
 
