@@ -98,6 +98,7 @@ def test_ranks_of_srun_do_not_wait_for_what_another_user_planted(tmp_path, kind)
             "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2",
             "SLURM_PROCID": rank, "SLURM_LOCALID": rank,
         }  # fmt: skip
+        tempfile.tempdir = None  # the ranks' parent may have looked TMPDIR up before the fork
         try:
             ls.init(timeout=1000)
         except LockstepError as error:
