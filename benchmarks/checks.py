@@ -39,20 +39,20 @@ def replaced(*replacements):
 
 
 CHECKS = {
-    "whole batch": [("lockstep.step.setting.fingerprint", lambda batch: "0")],
+    "whole batch": [("lockstep.model.parallel_context.fingerprint", lambda batch: "0")],
     "samples": [
         ("lockstep.data.samples.Samples._probe", lambda self, span, pieces: ()),
         ("lockstep.data.samples.Tensors._described", lambda self, span: ()),
         ("lockstep.data.loader.Batches._exchange_samples", lambda self, probed: [b"[]"]),
     ],
     "settings": [
-        ("lockstep.step.live_settings.LiveSettings.begin", lambda self: None),
-        ("lockstep.step.live_settings.LiveSettings.finish", lambda self: ""),
+        ("lockstep.model.live_settings.LiveSettings.begin", lambda self: None),
+        ("lockstep.model.live_settings.LiveSettings.finish", lambda self: ""),
     ],
     # Measured in a step that is checked, as the first three and every hundredth are.
-    "side effects": [("lockstep.step.side_effects.SideEffects.begin", lambda self, step: None)],
+    "side effects": [("lockstep.model.side_effects.SideEffects.begin", lambda self, step: None)],
 }
-ALWAYS = [("lockstep.step.side_effects.EVERY", 1)]
+ALWAYS = [("lockstep.model.side_effects.EVERY", 1)]
 """What holds with and without a check: every step looks for side effects."""
 
 

@@ -20,10 +20,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from lockstep.model.ledger import Page
+from lockstep.model.watch import Watch, ranks_of
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
-from lockstep.step.ledger import Page
-from lockstep.step.watch import Watch, ranks_of
 
 STEP = 0.005
 TURNS = 12

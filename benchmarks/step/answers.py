@@ -22,7 +22,7 @@ from benchmarks.step.ways import Case, Training, loss
 from lockstep.comm.exact import add_lists
 from lockstep.comm.tree import Fold
 from lockstep.data.microbatch import spans
-from lockstep.step.digest import digest
+from lockstep.model.digest import digest
 
 __all__ = ["CHECKED", "LIMIT", "Answer", "Expected", "plain_digest", "training_digest", "write"]
 

@@ -23,7 +23,7 @@ from lockstep.comm.bucket import Bucket, plan
 from lockstep.comm.exact import ExactSum, exact_sums, in_memory_order
 from lockstep.comm.tree import Node, nodes_of
 from lockstep.data.microbatch import spans
-from lockstep.step.gradients import BUCKET_BYTES
+from lockstep.data_parallel.gradients import BUCKET_BYTES
 
 __all__ = ["Exactness", "exactness"]
 

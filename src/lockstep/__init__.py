@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from lockstep.launcher.world import shutdown as shutdown
     from lockstep.launcher.world import world as world
     from lockstep.launcher.world import world_size as world_size
+    from lockstep.model.deferred_init import build as build
+    from lockstep.model.digest import digest as digest
+    from lockstep.model.forward import accuracy as accuracy
+    from lockstep.model.loss_weight import target_weight as target_weight
     from lockstep.record.loggers import MLflow as MLflow
     from lockstep.record.loggers import TensorBoard as TensorBoard
     from lockstep.record.loggers import WandB as WandB
     from lockstep.remote.driver import Driver as Driver
-    from lockstep.step.digest import digest as digest
-    from lockstep.step.forward import accuracy as accuracy
-    from lockstep.step.weight import target_weight as target_weight
-    from lockstep.train.awakening import build as build
-    from lockstep.train.trainer import Trainer as Trainer
+    from lockstep.training.trainer import Trainer as Trainer
 
 # name -> the module that defines it
 PUBLIC = {
@@ -48,13 +48,13 @@ PUBLIC = {
     "shutdown": "launcher.world",
     "partition": "data.partition",
     "empty": "comm.memory",
-    "Trainer": "train.trainer",
-    "accuracy": "step.forward",
-    "target_weight": "step.weight",
-    "digest": "step.digest",
+    "Trainer": "training.trainer",
+    "accuracy": "model.forward",
+    "target_weight": "model.loss_weight",
+    "digest": "model.digest",
     "DistributedDataParallel": "data_parallel.distributed",
     "Driver": "remote.driver",
-    "build": "train.awakening",
+    "build": "model.deferred_init",
     "TensorBoard": "record.loggers",
     "WandB": "record.loggers",
     "MLflow": "record.loggers",

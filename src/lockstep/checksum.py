@@ -2,7 +2,7 @@
 
 They tell whether two tensors hold the same bits, and where the same bits lie: the
 hash depends on the position of every byte. They do not protect from an attacker;
-digests that people compare use SHA-256 (`lockstep.step.digest`).
+digests that people compare use SHA-256 (`lockstep.model.digest`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.check.difference import Difference, RankFingerprint, first_difference
-from lockstep.step.fingerprint import StepFingerprint, TrainerFingerprint
+from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 
 MICROBATCHES = 4
 CALLS = [

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from lockstep.launcher.world import World
+from lockstep.model.parallel_context import Setting
 from lockstep.pipeline import costs as measuring
 from lockstep.pipeline.costs import measured_costs
-from lockstep.step.setting import Setting
 
 
 class Clock:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.pipeline.graph_entry import Entry
 from lockstep.pipeline.splitting import Split, splittable
-from lockstep.step.entry import Entry
 
 
 class Residual(nn.Module):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from lockstep.step.fingerprint import Call, Checksums, StepFingerprint, TrainerFingerprint
+from lockstep.model.fingerprint import Call, Checksums, StepFingerprint, TrainerFingerprint
 
 __all__ = ["Difference", "RankFingerprint", "first_difference"]
 

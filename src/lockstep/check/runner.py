@@ -23,7 +23,7 @@ from lockstep.errors import RankError
 from lockstep.launcher import preload
 from lockstep.launcher.launch import calling_in_place, launch
 from lockstep.launcher.rank import run_code
-from lockstep.step.fingerprint import StepFingerprint, TrainerFingerprint
+from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 
 __all__ = ["Run", "run_layout"]
 

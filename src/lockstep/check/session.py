@@ -18,12 +18,12 @@ from torch import nn
 from lockstep.check.layouts import Layout
 from lockstep.data.microbatch import spans
 from lockstep.launcher.world import World
+from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
+from lockstep.model.fingerprinter import Fingerprinter
+from lockstep.model.history import StepResult
+from lockstep.model.optimization import Optimization
+from lockstep.model.parallel_context import Setting
 from lockstep.pipeline.cut import Blocks, block_names
-from lockstep.step.fingerprint import StepFingerprint, TrainerFingerprint
-from lockstep.step.fingerprinter import Fingerprinter
-from lockstep.step.history import StepResult
-from lockstep.step.optimization import Optimization
-from lockstep.step.setting import Setting
 
 __all__ = ["CheckComplete", "LayoutOptions", "Session", "current", "opened"]
 

@@ -20,14 +20,14 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep.comm.transfer import broadcast_tensors
 from lockstep.data_parallel.comm_hook import Hook
+from lockstep.data_parallel.gradients import BUCKET_BYTES
 from lockstep.data_parallel.join import DDPJoinHook, last_joiner, meet
 from lockstep.data_parallel.reducer import Reducer
 from lockstep.errors import UsageError
 from lockstep.launcher.world import world
-from lockstep.step.agreement import give_weights, require_same
-from lockstep.step.description import describe_tensors
-from lockstep.step.gradients import BUCKET_BYTES
-from lockstep.step.units import in_backward
+from lockstep.model.agreement import give_weights, require_same
+from lockstep.model.description import describe_tensors
+from lockstep.model.units import in_backward
 
 __all__ = ["DistributedDataParallel"]
 

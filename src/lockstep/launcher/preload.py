@@ -25,7 +25,7 @@ READ_LATER = ("TORCHELASTIC_", "TORCHINDUCTOR_")
 ALWAYS = ("lockstep.launcher.world", "cloudpickle")
 # The first step of any optimizer imports this, in 1.4 seconds: once here, or in every rank.
 WITH_OPTIMIZER = "torch._dynamo"
-SPEAKS_OF_TRAINING = (b"optim", b"Trainer", b"lockstep.train", b"lockstep.recipes")
+SPEAKS_OF_TRAINING = (b"optim", b"Trainer", b"lockstep.training", b"lockstep.recipes")
 PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 

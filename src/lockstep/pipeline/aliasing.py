@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from lockstep.errors import UsageError
+from lockstep.model.memory_overlap import overlaps
 from lockstep.pipeline.boundary import Aliases, Pattern, aliases_of
-from lockstep.step.overlap import overlaps
 
 __all__ = ["Arrival", "Departure", "touching"]
 

@@ -22,15 +22,15 @@ from torch import nn
 
 from lockstep.data.microbatch import mapped
 from lockstep.errors import LayoutError, StateError
+from lockstep.model.buffers import Buffers
+from lockstep.model.forward import called
+from lockstep.model.parallel_context import Setting
+from lockstep.model.side_effects import SideEffects
 from lockstep.pipeline.boundary import assembled, flattened
+from lockstep.pipeline.graph_entry import Entry
 from lockstep.pipeline.simulation import Costs
 from lockstep.pipeline.splitting import Split, splittable
 from lockstep.randomness import isolated
-from lockstep.step.buffers import Buffers
-from lockstep.step.entry import Entry
-from lockstep.step.forward import called
-from lockstep.step.setting import Setting
-from lockstep.step.side_effects import SideEffects
 
 __all__ = ["BYTES_PER_SECOND", "check_composition", "measured_costs"]
 

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.model.forward import called
 from lockstep.pipeline.aliasing import Arrival, touching
 from lockstep.pipeline.boundary import Pattern, flattened, with_aliases
 from lockstep.pipeline.python_state import PythonState
 from lockstep.randomness import state_of_others
-from lockstep.step.forward import called
 
 __all__ = ["Inspection"]
 

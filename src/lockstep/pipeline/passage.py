@@ -1,6 +1,6 @@
 """The passage: one step of a pipeline, this rank's part of it.
 
-`trainer.step(batch)` with stages: as `lockstep.step.step`, but the schedule says
+`trainer.step(batch)` with stages: as `lockstep.model.step`, but the schedule says
 what comes when, and several micro-batches are under way at a time.
 """
 
@@ -14,25 +14,25 @@ from typing import Any
 import torch
 
 from lockstep.data.microbatch import Microbatch
+from lockstep.data_parallel.gradients import Gradients
 from lockstep.errors import LostError, StoppedError
+from lockstep.model.attempt import Attempt
+from lockstep.model.buffers import Buffers
+from lockstep.model.forward import Metric, measured, own_loss, parts
+from lockstep.model.ledger import Page
+from lockstep.model.parallel_context import Setting
+from lockstep.model.turn import Result, Turn
+from lockstep.model.watch import Span, Watch
 from lockstep.pipeline.aliasing import Arrival
 from lockstep.pipeline.boundary import assembled, flattened
 from lockstep.pipeline.draws import Draws
+from lockstep.pipeline.graph_entry import Entry
 from lockstep.pipeline.link import Receiver
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.schedules import Action
 from lockstep.pipeline.stage import Stage, StageInput, first_input
 from lockstep.pipeline.tying import without_hooks
 from lockstep.randomness import isolated
-from lockstep.step.attempt import Attempt
-from lockstep.step.buffers import Buffers
-from lockstep.step.entry import Entry
-from lockstep.step.forward import Metric, measured, own_loss, parts
-from lockstep.step.gradients import Gradients
-from lockstep.step.ledger import Page
-from lockstep.step.setting import Setting
-from lockstep.step.turn import Result, Turn
-from lockstep.step.watch import Span, Watch
 
 __all__ = ["Passage"]
 

@@ -21,12 +21,12 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.model.parallel_context import Setting
+from lockstep.model.side_effects import SideEffects
 from lockstep.pipeline.link import Receiver, Sender
 from lockstep.pipeline.schedules import Action, schedule
 from lockstep.pipeline.stage import Stage
 from lockstep.pipeline.tying import Tie
-from lockstep.step.setting import Setting
-from lockstep.step.side_effects import SideEffects
 
 __all__ = ["Pipeline"]
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lockstep.data_parallel.gradients import Gradients
+from lockstep.model.parallel_context import Setting
+from lockstep.model.units import Units, units_of
 from lockstep.pipeline.cut import Cut
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.python_state import python_states
 from lockstep.pipeline.stage import Stage
 from lockstep.pipeline.tying import ties_of
-from lockstep.step.gradients import Gradients
-from lockstep.step.setting import Setting
-from lockstep.step.units import Units, units_of
 
 __all__ = ["Placement"]
 

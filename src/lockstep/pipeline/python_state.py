@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.step.side_effects import MACHINERY
+from lockstep.model.side_effects import MACHINERY
 
 __all__ = ["Assigned", "PythonState", "python_states"]
 

@@ -37,7 +37,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from lockstep.step.entry import Enter
+from lockstep.pipeline.graph_entry import Enter
 
 __all__ = ["Branch", "Split", "splittable"]
 

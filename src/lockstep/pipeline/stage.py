@@ -22,21 +22,21 @@ import torch
 from torch import nn
 
 from lockstep.data.microbatch import Microbatch, mapped
+from lockstep.data_parallel.gradients import Gradients
 from lockstep.errors import UsageError
+from lockstep.model.activation_checkpointing import Recomputation
+from lockstep.model.buffers import Buffers, Paused
+from lockstep.model.forward import parts
+from lockstep.model.parallel_context import Setting
+from lockstep.model.units import Calls, Units
 from lockstep.pipeline.aliasing import Arrival, Departure
 from lockstep.pipeline.boundary import Pattern
 from lockstep.pipeline.draws import NO_DRAWS, Draws
+from lockstep.pipeline.graph_entry import Entry
 from lockstep.pipeline.inspection import Inspection
 from lockstep.pipeline.python_state import Assigned, PythonState
 from lockstep.pipeline.splitting import Split, splittable
 from lockstep.randomness import set_state_of_torch, state_of_torch
-from lockstep.step.buffers import Buffers, Paused
-from lockstep.step.entry import Entry
-from lockstep.step.forward import parts
-from lockstep.step.gradients import Gradients
-from lockstep.step.recomputation import Recomputation
-from lockstep.step.setting import Setting
-from lockstep.step.units import Calls, Units
 
 __all__ = ["Stage", "StageInput", "StageOutput", "first_input"]
 

@@ -10,6 +10,17 @@ from torch import nn
 
 from lockstep.data.microbatch import Batch
 from lockstep.errors import UsageError
+from lockstep.model.attempt import Attempt
+from lockstep.model.evaluation import Evaluation
+from lockstep.model.fingerprinter import Fingerprinter
+from lockstep.model.forward import Metric
+from lockstep.model.meta_device import release
+from lockstep.model.optimization import Optimization
+from lockstep.model.parallel_context import Setting
+from lockstep.model.step import Step
+from lockstep.model.turn import Turn
+from lockstep.model.update import Update
+from lockstep.model.watch import Watch
 from lockstep.pipeline.cut import Cut
 from lockstep.pipeline.passage import Passage
 from lockstep.pipeline.pipeline import Pipeline
@@ -17,17 +28,6 @@ from lockstep.pipeline.placement import Placement
 from lockstep.pipeline.staging import Staging
 from lockstep.pipeline.state import State
 from lockstep.pipeline.streaming import Stream
-from lockstep.step.attempt import Attempt
-from lockstep.step.evaluation import Evaluation
-from lockstep.step.fingerprinter import Fingerprinter
-from lockstep.step.forward import Metric
-from lockstep.step.optimization import Optimization
-from lockstep.step.presence import release
-from lockstep.step.setting import Setting
-from lockstep.step.step import Step
-from lockstep.step.turn import Turn
-from lockstep.step.update import Update
-from lockstep.step.watch import Watch
 
 __all__ = ["Stages"]
 

@@ -22,14 +22,14 @@ from torch import nn
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import LayoutError
+from lockstep.model.activation_checkpointing import check_blocks
+from lockstep.model.forward import parts
+from lockstep.model.parallel_context import Setting
 from lockstep.pipeline.balance import ranges
 from lockstep.pipeline.choice import choose, plan
 from lockstep.pipeline.costs import check_composition, measured_costs
 from lockstep.pipeline.cut import Cut
 from lockstep.pipeline.schedules import NAMES
-from lockstep.step.forward import parts
-from lockstep.step.recomputation import check_blocks
-from lockstep.step.setting import Setting
 
 __all__ = ["Staging"]
 

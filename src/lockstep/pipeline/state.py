@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.model.digest import digest
+from lockstep.model.optimization import Optimization
+from lockstep.model.parallel_context import Setting
 from lockstep.pipeline.placement import Placement
 from lockstep.pipeline.whole import whole_optimizer, whole_state
-from lockstep.step.digest import digest
-from lockstep.step.optimization import Optimization
-from lockstep.step.setting import Setting
 
 __all__ = ["State"]
 

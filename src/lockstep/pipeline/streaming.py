@@ -15,6 +15,9 @@ from torch import nn
 
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.errors import LostError, StoppedError
+from lockstep.model.buffers import Buffers
+from lockstep.model.evaluation import Evaluation, Row, combined, evaluating, row
+from lockstep.model.forward import Metric, measured, own_loss, parts
 from lockstep.pipeline.aliasing import Arrival, Departure
 from lockstep.pipeline.boundary import assembled
 from lockstep.pipeline.draws import Draws
@@ -22,9 +25,6 @@ from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.placement import Placement
 from lockstep.pipeline.stage import StageInput, first_input
 from lockstep.randomness import isolated
-from lockstep.step.buffers import Buffers
-from lockstep.step.evaluation import Evaluation, Row, combined, evaluating, row
-from lockstep.step.forward import Metric, measured, own_loss, parts
 
 __all__ = ["Stream"]
 

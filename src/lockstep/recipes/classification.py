@@ -15,11 +15,11 @@ from torch.utils.data import Dataset
 
 from lockstep.errors import FileError
 from lockstep.launcher.world import init
+from lockstep.model.forward import accuracy
 from lockstep.recipes.rate import Rate
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
-from lockstep.step.forward import accuracy
-from lockstep.train.trainer import Trainer
+from lockstep.training.trainer import Trainer
 
 __all__ = ["Data", "Options", "train"]
 

@@ -22,11 +22,11 @@ import torch
 from lockstep.errors import UsageError
 from lockstep.launcher.launch import calls_in_place
 from lockstep.launcher.plan import LOOPBACK, endpoint
+from lockstep.model.deferred_init import Blocks
 from lockstep.remote.future import Future
 from lockstep.remote.key import make_key
 from lockstep.remote.trainer_proxy import TrainerProxy
 from lockstep.remote.worker_pool import WorkerPool
-from lockstep.train.awakening import Blocks
 
 __all__ = ["Driver", "Worker"]
 

@@ -19,13 +19,13 @@ from typing import Any
 from lockstep.data.microbatch import Batch, cut
 from lockstep.errors import UsageError
 from lockstep.launcher.world import rank, world
+from lockstep.model.deferred_init import Blocks, awaken
+from lockstep.model.evaluation import Evaluation
+from lockstep.model.history import EpochResult, StepResult
+from lockstep.model.loss_weight import weight_of
 from lockstep.remote.reference import Remote
 from lockstep.remote.worker_pool import WorkerPool
-from lockstep.step.evaluation import Evaluation
-from lockstep.step.history import EpochResult, StepResult
-from lockstep.step.weight import weight_of
-from lockstep.train.awakening import Blocks, awaken
-from lockstep.train.trainer import Trainer
+from lockstep.training.trainer import Trainer
 
 __all__ = ["TrainerProxy"]
 

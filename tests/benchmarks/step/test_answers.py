@@ -16,7 +16,7 @@ from benchmarks.step.answers import (
     write,
 )
 from benchmarks.step.ways import Case, Fixed, loss
-from lockstep.step.digest import digest
+from lockstep.model.digest import digest
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

@@ -1,0 +1,450 @@
+"""Descriptions: what decides the bits of a training, as flat tables that ranks can compare.
+
+    entry                                       value
+    model.1                                     torch.nn.modules.dropout.Dropout
+    model.1 (Dropout).p                         0.2
+    model.0.weight.shape                        (8, 6)
+    loss (CrossEntropyLoss).label_smoothing     0.0
+    optimizer.param_groups[0].betas             (0.9, 0.999)
+    scheduler.gamma                             0.9
+
+Values are texts without memory addresses, device indices or file paths, so ranks that train
+alike have equal tables. Of an object without a canonical text only the type is described.
+Attributes that may differ between ranks are exempt if their object names them in an attribute
+`lockstep_ignore`, its own or its class's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import PurePath
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    NoneType,
+)
+from typing import Any
+
+import numpy
+import torch
+import xxhash
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.checksum import checksum
+from lockstep.model.side_effects import MACHINERY
+
+__all__ = [
+    "PLAIN",
+    "Description",
+    "Difference",
+    "attributes",
+    "describe",
+    "describe_environment",
+    "describe_module",
+    "describe_object",
+    "describe_optimizer",
+    "describe_options",
+    "describe_tensors",
+    "difference",
+    "text",
+]
+
+Description = dict[str, str]
+"""Values by entry, in the order in which a program would set them."""
+
+PLAIN = frozenset({bool, int, float, complex, NoneType})
+"""Types whose `repr` is the same in every process; strings may name a device."""
+
+UNKNOWN = "unknown"
+"""The content of a tensor that is on the meta device here: compared with nothing."""
+
+LONGEST = 160  # characters of a value; of a longer one the hash is compared
+DEEPEST = 8  # containers within containers
+
+NAMED = (type, BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType)
+"""What has a name that all processes know it by."""
+
+INDEXED_DEVICE = re.compile(r"(cuda|xpu|hpu|mps|npu|xla|privateuseone):\d+")
+
+HIDDEN_OF_MODULES = MACHINERY - {"training"}
+HIDDEN_OF_OPTIMIZERS = frozenset({"state", "param_groups", "defaults"})
+
+
+# --- what is described ------------------------------------------------------------------------
+
+
+def describe(path: str, value: Any, within: Collection[int] = ()) -> Description:
+    """Describe one argument of a training.
+
+    Args:
+        path: What its entries begin with.
+        value: A module, a function, a mapping or sequence of them, or a plain value.
+        within: What is being described already, by id.
+
+    Returns:
+        Of a module its tree; of a function its name, bound arguments, code, closure and the
+        numbers among its globals; of another object that can be called its type and its
+        attributes; of anything else one entry.
+    """
+    if id(value) in within or not _has_parts(value):
+        return {path: text(value)}
+    inner = [*within, id(value)]
+    if isinstance(value, nn.Module):
+        return describe_module(path, value)
+    if isinstance(value, Mapping):
+        members = [(f"[{key!r}]", each) for key, each in value.items()]
+        found = {}
+    elif isinstance(value, (list, tuple)):
+        members = [(f"[{number}]", each) for number, each in enumerate(value)]
+        found = {path: f"{type(value).__name__} of {len(value)}"}
+    elif isinstance(value, partial):
+        members = [(f".args[{number}]", each) for number, each in enumerate(value.args)]
+        members += [(f".{name}", each) for name, each in value.keywords.items()]
+        found = describe(path, value.func, inner)
+    elif isinstance(value, MethodType):
+        members = [(".__self__", value.__self__)]
+        found = {path: text(value)}
+    elif isinstance(value, FunctionType):
+        members = list(_variables(value))
+        found = {path: text(value)}
+    else:
+        return describe_object(path, value, within)
+    for name, each in members:
+        found |= describe(path + name, each, inner)
+    return found
+
+
+def describe_object(path: str, value: Any, within: Collection[int] = ()) -> Description:
+    """Describe the type of an object, such as a scheduler, and its attributes."""
+    found = {path: text(type(value))}
+    hidden = HIDDEN_OF_OPTIMIZERS if isinstance(value, Optimizer) else frozenset()
+    for name, each in _compared(value):
+        # Hooks have numbers that count all hooks of the process.
+        if name not in hidden and not name.endswith("hooks"):
+            found |= describe(f"{path}.{name}", each, [*within, id(value)])
+    return found
+
+
+def describe_module(path: str, module: nn.Module) -> Description:
+    """Describe every module of a tree: type, attributes, parameters and buffers."""
+    found: Description = {}
+    tensors: dict[int, str] = {}
+    for place, part, first in _tree(path, module, {}):
+        if first != place:
+            found[place] = f"the same module as {first}"
+            continue
+        found[place] = text(type(part))
+        for name, value in attributes(part):
+            found[f"{place} ({type(part).__name__}).{name}"] = text(value)
+        found |= {f"{place}.{name}": "None" for name, each in part._modules.items() if each is None}
+        found |= _describe_tensors(place, part, tensors)
+    return found
+
+
+def describe_tensors(path: str, module: nn.Module) -> Description:
+    """Describe the parameters and buffers of a tree, without the modules' attributes."""
+    tensors: dict[int, str] = {}
+    found: Description = {}
+    for place, part, first in _tree(path, module, {}):
+        if first == place:
+            found |= _describe_tensors(place, part, tensors)
+    return found
+
+
+def describe_optimizer(
+    path: str, optimizer: Optimizer, names: Mapping[torch.Tensor, str]
+) -> Description:
+    """Describe an optimizer: its type, its attributes, and each parameter group.
+
+    Args:
+        path: What the entries begin with.
+        optimizer: As the factory made it, before its first step.
+        names: The names of the model's parameters.
+    """
+    found = describe_object(path, optimizer) | describe_options(path, optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            entry = f"{path}.param_groups[{number}].params[{index}]"
+            found[entry] = names.get(parameter, "a tensor that is no parameter of the model")
+    return found
+
+
+def describe_options(path: str, optimizer: Optimizer) -> Description:
+    """Describe the options of each parameter group: learning rate, betas and so on."""
+    return {
+        f"{path}.param_groups[{number}].{name}": text(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def describe_environment() -> Description:
+    """Describe the settings of torch that decide bits."""
+    return {
+        "torch.__version__": torch.__version__,
+        "torch.get_num_threads()": str(torch.get_num_threads()),
+        "torch.get_default_dtype()": str(torch.get_default_dtype()),
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
+        "torch.are_deterministic_algorithms_enabled()": str(
+            torch.are_deterministic_algorithms_enabled()
+        ),
+        "torch.backends.mkldnn.enabled": str(torch.backends.mkldnn.enabled),
+    }
+
+
+def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Return the attributes of one module that ranks must share.
+
+    Not those that torch keeps for itself, and no tensors that require a gradient: parameters,
+    which are described as such, and activations that the module has kept.
+    """
+    if type(module).__module__.startswith("torch._"):  # a compiler's wrapper: it keeps addresses
+        return
+    for name, value in _compared(module):
+        trained = isinstance(value, torch.Tensor) and value.requires_grad
+        if name not in HIDDEN_OF_MODULES and not trained:
+            yield name, value
+
+
+def _compared(value: Any) -> Iterator[tuple[str, Any]]:
+    """Return the attributes of an object but those that it asks to ignore."""
+    ignored = _ignored(value)
+    for name, each in getattr(value, "__dict__", {}).items():
+        if name not in ignored:
+            yield name, each
+
+
+def _ignored(value: Any) -> set[str]:
+    """Return the names of the attributes that may differ between ranks."""
+    named: Any = getattr(value, "__dict__", {}).get("lockstep_ignore")
+    named = getattr(type(value), "lockstep_ignore", ()) if named is None else named
+    return {"lockstep_ignore"} | ({named} if isinstance(named, str) else set(named))
+
+
+def _has_parts(value: Any) -> bool:
+    """Tell whether a value has parts that are described one by one."""
+    if isinstance(value, Mapping):
+        return any(_has_parts(each) for each in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_has_parts(each) for each in value)
+    if isinstance(value, (type, BuiltinFunctionType, MethodDescriptorType, torch.Tensor)):
+        return False
+    return callable(value) or isinstance(value, LRScheduler)
+
+
+def _tree(
+    path: str, module: nn.Module, seen: dict[int, str]
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Return the modules of a tree with their paths, and the path where each came first."""
+    first = seen.setdefault(id(module), path)
+    yield path, module, first
+    if first == path:
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _tree(f"{path}.{name}", child, seen)
+
+
+def _describe_tensors(path: str, module: nn.Module, seen: dict[int, str]) -> Description:
+    found = {}
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        entry = f"{path}.{name}"
+        if tensor is None:
+            found[entry] = "None"
+            continue
+        first = seen.setdefault(id(tensor), entry)
+        if first != entry:
+            found[entry] = f"the same tensor as {first}"
+            continue
+        found[entry] = "buffer" if name in module._buffers else "parameter"
+        if name in module._buffers:
+            found[f"{entry}.persistent"] = str(name not in module._non_persistent_buffers_set)
+        if is_lazy(tensor):
+            found[f"{entry}.shape"] = "not known yet"
+            continue
+        found[f"{entry}.shape"] = str(tuple(tensor.shape))
+        found[f"{entry}.dtype"] = str(tensor.dtype)
+        strided = tensor.layout is torch.strided
+        found[f"{entry}.stride()"] = str(tensor.stride() if strided else tensor.layout)
+        found[f"{entry}.requires_grad"] = str(tensor.requires_grad)
+    return found
+
+
+def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Return what a function computes with, by a suffix that names it."""
+    if _is_torchs(function):  # the same on all ranks, as torch's version is
+        return
+    codes = list(_codes(function.__code__))
+    yield " (hash of its code)", _hash("\n".join(map(_code_text, codes)))
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    values = {
+        "default": {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})},
+        "variable": {
+            name: cell.cell_contents
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
+            if cell != CellType()  # which has no value yet
+        },
+        "global": {
+            name: function.__globals__[name]
+            for name in dict.fromkeys(name for code in codes for name in code.co_names)
+            if type(function.__globals__.get(name)) in (bool, int, float)
+        },
+    }
+    ignored = _ignored(function)
+    for kind, named in values.items():
+        for name, each in named.items():
+            if name not in ignored:
+                yield f" ({kind} {name})", each
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Return a function's code, and that of the functions defined within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _code_text(code: CodeType) -> str:
+    """Return what makes up code, without where it was written."""
+    constants = [text(each) for each in code.co_consts if not isinstance(each, CodeType)]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
+
+
+# --- values as texts --------------------------------------------------------------------------
+
+
+def text(value: Any, depth: int = 0) -> str:
+    """Return a text that is equal for equal values in every process, in one short line."""
+    kind = type(value)
+    if kind in PLAIN:
+        return repr(value)
+    found = _text(value, depth)
+    if depth or len(found) <= LONGEST:
+        return found
+    return f"{found[:LONGEST]}... ({len(found)} characters, hash {_hash(found)})"
+
+
+def _text(value: Any, depth: int) -> str:
+    if depth > DEEPEST:
+        return "..."
+    if isinstance(value, Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, str):
+        return repr(value.partition(":")[0] if INDEXED_DEVICE.fullmatch(value) else str(value))
+    if isinstance(value, numpy.generic):
+        return text(value.item(), depth + 1)
+    for base in (int, float, complex):
+        if isinstance(value, base):
+            return base.__repr__(value)
+    if type(value) in (torch.Tensor, nn.Parameter):
+        return _tensor_text(value, depth)
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+        content = xxhash.xxh3_64_hexdigest(value.tobytes())
+        return f"{value.dtype} of shape {value.shape} with checksum {content}"
+    if isinstance(value, torch.device):
+        return value.type
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format, range, bytes, slice)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        pairs = sorted(f"{text(k, depth + 1)}: {text(v, depth + 1)}" for k, v in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(text(each, depth + 1) for each in value)) + "}"
+    if isinstance(value, (list, tuple)):
+        members = ", ".join(text(each, depth + 1) for each in value)
+        if isinstance(value, list):
+            return f"[{members}]"
+        return f"({members},)" if len(value) == 1 else f"({members})"
+    if isinstance(value, partial):
+        bound = [text(each, depth + 1) for each in value.args]
+        bound += [f"{name}={text(each, depth + 1)}" for name, each in value.keywords.items()]
+        return f"{text(value.func, depth + 1)}({', '.join(bound)})"
+    if isinstance(value, NAMED):
+        return _qualified_name(value)
+    return f"an instance of {_qualified_name(type(value))}"
+
+
+def _qualified_name(value: Any) -> str:
+    name: str = value.__qualname__
+    if isinstance(value, FunctionType) and value.__name__ == "<lambda>":
+        file = PurePath(value.__code__.co_filename).name
+        return f"the lambda at {file}:{value.__code__.co_firstlineno}"
+    module = getattr(value, "__module__", None)
+    return name if module in (None, "builtins") else f"{module}.{name}"
+
+
+def _tensor_text(tensor: torch.Tensor, depth: int) -> str:
+    if tensor.numel() == 1 and not (tensor.is_meta or tensor.requires_grad):
+        return repr(tensor.item())
+    if depth:
+        return "a tensor"
+    if tensor.is_meta:
+        return UNKNOWN
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} with checksum {checksum(tensor):016x}"
+
+
+def _is_torchs(function: FunctionType) -> bool:
+    return (function.__module__ or "").partition(".")[0] == "torch"
+
+
+def _hash(found: str) -> str:
+    return xxhash.xxh3_64_hexdigest(found.encode(errors="surrogatepass"))
+
+
+# --- comparison -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first entry in which ranks differ, and what is to be said of it."""
+
+    entry: str
+    clause: str
+
+    def sentence(self, advice: str, when: str = "") -> str:
+        """Return the message; `advice` says how to make the entry the same on all ranks."""
+        is_attribute = re.search(r"\)\.\w+$", self.entry)
+        hint = ", or name it in the module's lockstep_ignore if it may differ"
+        return f"{self.clause}{when}; {advice}{hint if is_attribute else ''}"
+
+
+def difference(descriptions: Sequence[Mapping[str, str]]) -> Difference | None:
+    """Find the first entry in which ranks differ.
+
+    Args:
+        descriptions: One of each rank, in rank order.
+
+    Returns:
+        The entry with its values on the rank that differs from most (from the lowest rank
+        where there is no majority) and on one of the others; None where all ranks agree.
+    """
+    for entry in dict.fromkeys(entry for each in descriptions for entry in each):
+        values = [each.get(entry) for each in descriptions]
+        known = [rank for rank, value in enumerate(values) if value != UNKNOWN]
+        common = Counter(values[rank] for rank in known).most_common(1)[0][0] if known else None
+        odd = next((rank for rank in known if values[rank] != common), None)
+        if odd is None:
+            continue
+        other = next(rank for rank in known if values[rank] == common)
+        if values[odd] is None:
+            clause = f"rank {odd} has no {entry}, which is {common} on rank {other}"
+        elif common is None:
+            clause = f"rank {odd}: {entry} is {values[odd]}, and rank {other} has none"
+        else:
+            clause = f"rank {odd}: {entry} is {values[odd]}, on rank {other} it is {common}"
+        return Difference(entry, clause)
+    return None

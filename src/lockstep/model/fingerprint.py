@@ -1,0 +1,70 @@
+"""Fingerprints of training steps: checksums of everything a step computes, as plain values.
+
+`lockstep.model.fingerprinter` fills them in on each rank while a script runs under
+`lockstep check`; `lockstep.check.difference` compares those of two layouts. This module
+needs no torch, so that the command can read them without importing it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Call", "Checksums", "StepFingerprint", "TrainerFingerprint"]
+
+Checksums = tuple[int, ...]
+"""The checksums of all tensors of a nested value, in order."""
+
+Call = tuple[str, str, Checksums]
+"""("enter", module, inputs) or ("leave", module, outputs)."""
+
+
+@dataclass
+class StepFingerprint:
+    """What one rank computed in one step of one trainer.
+
+    Attributes:
+        trainer: The trainer's number in the order of construction, from 0.
+        step: The step's number, as the trainer counts.
+        before: Each parameter and buffer before the step.
+        data: The data of each micro-batch on this rank.
+        calls: The module calls of each (micro-batch, stage), in the order of execution.
+        losses: The loss of each micro-batch, in `float.hex` form.
+        parameters: Each parameter after the last backward, before the update.
+        gradients: The reduced gradient of each parameter before clipping; 0 for none.
+        state: Each parameter and buffer after the step.
+        optimizer: Each entry of the optimizer's state after the step, as "weight/exp_avg".
+        loss: The loss of the whole batch, in `float.hex` form.
+        digest: `trainer.digest()` after the step.
+        refusal: Why the trainer would have stopped here outside of `lockstep check`.
+    """
+
+    trainer: int
+    step: int
+    before: dict[str, int] = field(default_factory=dict)
+    data: dict[int, Checksums] = field(default_factory=dict)
+    calls: dict[tuple[int, int], list[Call]] = field(default_factory=dict)
+    losses: dict[int, str] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
+    gradients: dict[str, int] = field(default_factory=dict)
+    state: dict[str, int] = field(default_factory=dict)
+    optimizer: dict[str, int] = field(default_factory=dict)
+    loss: str = ""
+    digest: str = ""
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class TrainerFingerprint:
+    """A trainer on one rank before its first step.
+
+    Attributes:
+        model: The name of the model's class.
+        backend: The backend of the ranks.
+        parameters: The names of all parameters, in the model's order.
+        initial: Each parameter and buffer that this rank holds.
+    """
+
+    model: str
+    backend: str
+    parameters: tuple[str, ...]
+    initial: dict[str, int]

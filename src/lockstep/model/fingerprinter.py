@@ -1,0 +1,227 @@
+"""Fingerprinting: checksums of what a trainer computes, taken while it computes.
+
+    batch is cut            data of each micro-batch
+    forward                 inputs and outputs of each module call, by hooks
+    gradients are reduced   gradients before clipping, losses
+    step is committed       parameters, buffers, optimizer state
+
+A trainer has a `Fingerprinter` only under `lockstep check`. The hooks exist only during a
+step, so that copying or pickling the model between steps works as without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.checksum import checksum
+from lockstep.data.microbatch import Batch
+from lockstep.model.fingerprint import Checksums, StepFingerprint, TrainerFingerprint
+from lockstep.model.ledger import Entry
+from lockstep.model.meta_device import tensors_of
+from lockstep.model.optimization import Optimization
+from lockstep.model.parallel_context import Setting
+from lockstep.model.units import in_backward
+
+__all__ = ["Fingerprinter", "checksums", "hookable_modules"]
+
+Position = Callable[[], tuple[int, int] | None]
+"""Returns the (micro-batch, stage) whose forward or backward is running; None between them."""
+
+WRAPPER = "_orig_mod"
+"""The attribute, and part of each name, that `torch.compile` puts before a module's own."""
+
+
+class Fingerprinter:
+    """Takes the fingerprints of one trainer's steps on this rank.
+
+    Args:
+        number: The trainer's number.
+        setting: The trainer's layout, loss and other modules.
+        called: What the trainer calls: the model, or what compiled it.
+        module: The model.
+        optimization: The trainer's optimizer and average of the weights.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        setting: Setting,
+        called: nn.Module,
+        module: nn.Module,
+        optimization: Optimization,
+    ) -> None:
+        self.number = number
+        self._model, self._optimization = module, optimization
+        others = {type(each).__name__: each for each in setting.also}
+        self._hooked = dict(hookable_modules(type(module).__name__, called, is_root=True))
+        for name, each in others.items():
+            self._hooked |= dict(hookable_modules(name, each))
+        # With stages only the last one merges the buffers of the loss.
+        has_loss = setting.position == setting.stages - 1
+        self._buffers_of = others | (setting.loss_module() if has_loss else {})
+        self.current = StepFingerprint(number, 0)
+        """The step that is being computed, or the last one."""
+        self.is_unfinished = False
+        """Whether a step was begun and not committed."""
+        self._position: Position | None = None
+
+    def trainer(self, backend: str) -> TrainerFingerprint:
+        """Return the fingerprint of the trainer as it is now, on ranks of some backend."""
+        parameters = tuple(_plain(name) for name, _ in self._model.named_parameters())
+        return TrainerFingerprint(type(self._model).__name__, backend, parameters, self._state())
+
+    @contextmanager
+    def recording(self, step: int, position: Position) -> Iterator[None]:
+        """Record the module calls of a step while the body runs."""
+        self.current = StepFingerprint(self.number, step, self._state())
+        self._position = position
+        self.is_unfinished = True
+        handles = [
+            handle for name, module in self._hooked.items() for handle in self._hooks(name, module)
+        ]
+        try:
+            yield
+        finally:
+            self._position = None
+            for handle in handles:
+                handle.remove()
+
+    def record_data(self, batch: Batch) -> None:
+        """Record the data of this rank's micro-batches, before any module can write into it."""
+        for each in batch.microbatches:
+            if each.data is not None:
+                self.current.data[each.index] = checksums(each.data)
+
+    def record_refusal(self, sentence: str) -> None:
+        """Record why the trainer would have stopped; "" for no reason."""
+        self.current.refusal = sentence
+
+    def record_reduction(self, entries: Iterable[Entry]) -> None:
+        """Record this rank's losses, the parameters, and the sums in `.grad`."""
+        held = {
+            _plain(name): parameter
+            for name, parameter in self._model.named_parameters()
+            if not parameter.is_meta
+        }
+        self.current.losses = {each.leaf: each.loss.hex() for each in entries}
+        self.current.parameters = {name: checksum(each) for name, each in held.items()}
+        if self._optimization.sharded is None:  # otherwise no rank has a whole gradient
+            self.current.gradients = {
+                name: 0 if each.grad is None else checksum(each.grad) for name, each in held.items()
+            }
+
+    def commit(self, loss: float, digest: str) -> StepFingerprint:
+        """Record the state after the step, and return the step's fingerprint."""
+        done = self.current
+        done.state, done.optimizer = self._state(), self._optimizer_state()
+        done.loss, done.digest = loss.hex(), digest
+        self.is_unfinished = False
+        return done
+
+    def _state(self) -> dict[str, int]:
+        """Return the checksums of the parameters and buffers that are on this rank."""
+        found = {
+            _plain(name): checksum(tensor)
+            for name, tensor in tensors_of(self._model).items()
+            if not tensor.is_meta
+        }
+        for root, module in self._buffers_of.items():
+            found |= {_plain(name): checksum(each) for name, each in module.named_buffers(root)}
+        return found
+
+    def _optimizer_state(self) -> dict[str, int]:
+        names: dict[torch.Tensor, str] = {
+            each: _plain(name) for name, each in self._model.named_parameters()
+        }
+        here = {name for each, name in names.items() if not each.is_meta}
+        found = {
+            name: value
+            for name, value in self._optimization.tensors(names).items()
+            if name.rpartition("/")[0] in here
+        }
+        if (average := self._optimization.average) is not None:
+            found |= {
+                f"{_plain(name)}/average": parameter
+                for name, parameter in average.module.named_parameters()
+                if not parameter.is_meta
+            }
+        return {
+            name: checksum(value)
+            if isinstance(value, torch.Tensor)
+            else xxhash.xxh3_64_intdigest(repr(value).encode())
+            for name, value in found.items()
+            if value is not None
+        }
+
+    def _hooks(self, name: str, module: nn.Module) -> list[RemovableHandle]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._record("enter", name, (args, kwargs))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._record("leave", name, output)
+
+        return [
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave),
+        ]
+
+    def _record(self, kind: str, name: str, value: Any) -> None:
+        if torch.compiler.is_compiling() or in_backward() or self._position is None:
+            return
+        position = self._position()
+        if position is not None:
+            calls = self.current.calls.setdefault(position, [])
+            calls.append((kind, name, checksums(value)))
+
+
+def checksums(value: Any) -> Checksums:
+    """Return the checksums of all tensors and arrays in a nested value, in order."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, np.ndarray):
+            found.append(xxhash.xxh3_64_intdigest(np.ascontiguousarray(leaf).tobytes()))
+        elif isinstance(leaf, torch.Tensor) and not _is_wrapped(leaf):
+            found.append(checksum(leaf))
+    return tuple(found)
+
+
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for others, as inside `torch.func.vmap`, and has no memory."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def hookable_modules(
+    name: str, module: nn.Module, is_root: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and those inside it, each once, by their names in the original model.
+
+    A hook within a compiled module would become a part of its graph, so of such a module
+    only the outside is hooked. The names inside the root do not start with its own.
+    """
+    seen: set[nn.Module] = set()
+
+    def visit(name: str, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or module._compiled_call_impl is not None:
+            return
+        seen.add(module)
+        yield name, module
+        if WRAPPER not in module._modules:
+            for child_name, child in module.named_children():
+                child_name = f"{prefix}{child_name}"
+                yield from visit(child_name, child, f"{child_name}.")
+
+    yield from visit(name, module, "" if is_root else f"{name}.")
+
+
+def _plain(name: str) -> str:
+    """Return a tensor's name in the model as it was before its compilation."""
+    return name.replace(f"{WRAPPER}.", "")

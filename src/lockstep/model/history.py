@@ -1,0 +1,213 @@
+"""The history: what a training has done, told to callbacks and written to the record."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+from lockstep.model.evaluation import Evaluation
+from lockstep.model.ledger import Page
+from lockstep.record.recorder import Writer
+from lockstep.redaction import redact
+
+__all__ = ["EpochResult", "History", "StepResult", "rank_times"]
+
+NUMBERS = ("step", "epoch", "timeline")  # lines that hold nothing but numbers
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. Times in seconds; `ranks` as `rank_times` gives them.
+
+    `loss` is the batch's loss before the step, `metrics` means over its samples,
+    `norm` the whole gradient's 2-norm before clipping.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    samples: int
+    metrics: dict[str, float]
+    lr: float
+    seconds: float = 0.0
+    ranks: list[list[float]] = field(default_factory=list)
+    norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """One epoch: means over its samples, as they were during training."""
+
+    epoch: int
+    loss: float
+    metrics: dict[str, float]
+    samples: int
+    seconds: float
+    evaluation: Evaluation | None = None
+
+
+def rank_times(
+    pages: Sequence[Page], exchanged: float, reduced: float, updated: float
+) -> list[list[float]]:
+    """Return [compute, communication, waiting, data] of a step for every rank.
+
+    Ranks begin a step together, since the one before ended with an exchange. Each
+    says how long its data and its forward and backward took; the time until the
+    last of them arrived is waiting. What is left of this rank's time in the
+    exchange, and the sums after it, is communication, taken to be the same for all.
+    A stage also waits for its neighbours.
+    """
+    arrivals = [page.data + page.compute + page.idle for page in pages]
+    last = max(arrivals)
+    rows = []
+    for page, arrival in zip(pages, arrivals, strict=True):
+        waiting = last - arrival
+        communication = max(0.0, exchanged - waiting) + reduced if len(pages) > 1 else 0.0
+        rows.append([page.compute + updated, communication, waiting + page.idle, page.data])
+    return rows
+
+
+class History:
+    """Collects steps into epochs, and tells callbacks and writers.
+
+    An epoch's line waits for its evaluation: it is written when the next step,
+    evaluation or the end comes.
+    """
+
+    def __init__(
+        self,
+        writers: Sequence[Writer],
+        on_step: Iterable[Callable[[StepResult], None]],
+        on_epoch: Iterable[Callable[[EpochResult], None]],
+    ) -> None:
+        self.writers = list(writers)
+        self._on_step, self._on_epoch = list(on_step), list(on_epoch)
+        self._open = _Sums()
+        self._pending: EpochResult | None = None
+        self._memory: list[int] = []
+        self._warned: set[str] = set()
+        self.samples = 0
+        self.last: StepResult | None = None
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Give one line to every writer, without the secrets that it may hold."""
+        if kind not in NUMBERS:
+            fields = redact(fields)
+        for writer in self.writers:
+            writer.write(kind, **fields)
+
+    def call_after_steps(self, callback: Callable[[StepResult], None]) -> None:
+        """Add a callback that is called after all others."""
+        self._on_step.append(callback)
+
+    def step(self, result: StepResult, memory: Sequence[int]) -> None:
+        """Take one step, and each rank's peak memory in bytes."""
+        self.flush()
+        self._memory = list(memory)
+        self._open.add(result)
+        self.samples += result.samples
+        self.last = result
+        if self.writers:
+            self.write("step", **_without_none(vars(result)))
+        for callback in self._on_step:
+            callback(result)
+
+    def begin_epoch(self) -> None:
+        """Forget the steps of an epoch that was broken off."""
+        self._open = _Sums()
+
+    def end_epoch(self, epoch: int) -> EpochResult | None:
+        """Close the epoch; None if it had no step. Callbacks are told by `tell`."""
+        steps, self._open = self._open, _Sums()
+        if not steps.samples:
+            return None
+        self._pending = EpochResult(
+            epoch=epoch,
+            loss=float(steps.loss / steps.samples),
+            metrics={
+                name: float(value / samples) for name, (value, samples) in steps.metrics.items()
+            },
+            samples=steps.samples,
+            seconds=steps.seconds,
+        )
+        return self._pending
+
+    def tell(self, result: EpochResult) -> None:
+        """Call the callbacks of an epoch."""
+        for callback in self._on_epoch:
+            callback(result)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the open epoch's sums as plain numbers and texts, so that it can go on."""
+        return self._open.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the epoch that `state_dict` returned."""
+        self._open = _Sums.loaded(state)
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Add an evaluation to the epoch that was just closed."""
+        if self._pending is not None:
+            self._pending = replace(self._pending, evaluation=evaluation)
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the epoch's line, if one waits."""
+        pending, self._pending = self._pending, None
+        if pending is not None and self.writers:
+            self.write("epoch", **_without_none(asdict(pending)), memory_bytes=self._memory)
+
+    def warn(self, rank: int, message: str, show: bool) -> None:
+        """Write a warning to the record, and show it, once whatever its place."""
+        place, _, sentence = message.partition(": ")
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            if show:
+                warnings.warn(f"{place}: {sentence}", stacklevel=2)
+            self.write("warning", rank=rank, message=message)
+
+    def close(self, **fields: Any) -> None:
+        """Write the last line and close the writers."""
+        self.flush()
+        self.write("end", **_without_none(fields))
+        for writer in self.writers:
+            writer.close()
+        self.writers = []
+
+
+@dataclass
+class _Sums:
+    """What an epoch has added up so far, exactly, so that resuming changes no bit."""
+
+    loss: Fraction = Fraction(0)
+    metrics: dict[str, tuple[Fraction, int]] = field(default_factory=dict)
+    samples: int = 0
+    seconds: float = 0.0
+
+    def add(self, result: StepResult) -> None:
+        self.loss += Fraction(result.loss) * result.samples
+        for name, value in result.metrics.items():
+            total, samples = self.metrics.get(name, (Fraction(0), 0))
+            self.metrics[name] = total + Fraction(value) * result.samples, samples + result.samples
+        self.samples += result.samples
+        self.seconds += result.seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "loss": str(self.loss),
+            "metrics": {name: [str(value), n] for name, (value, n) in self.metrics.items()},
+            "samples": self.samples,
+            "seconds": self.seconds,
+        }
+
+    @classmethod
+    def loaded(cls, state: Mapping[str, Any]) -> _Sums:
+        metrics = {name: (Fraction(value), n) for name, (value, n) in state["metrics"].items()}
+        return cls(Fraction(state["loss"]), metrics, state["samples"], state["seconds"])
+
+
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

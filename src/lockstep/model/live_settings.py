@@ -1,0 +1,166 @@
+"""Settings that a program may change between steps, compared in every step.
+
+    trainer.optimizer.param_groups[0]["lr"] = 0.01       an option of the optimizer
+    model[1].p = 0.5                                     a plain attribute of a module
+    model[1].eval()                                      its mode
+    model[0].weight.requires_grad_(False)                a frozen parameter
+
+A change that one rank makes alone would pass unnoticed: the sums are the same on all ranks, but
+not those of one process. A hash of these settings travels with the status of every step.
+Attributes that a step or an evaluation itself changes (a counter, a cache) may differ, as each
+rank computes other micro-batches: `lockstep.model.side_effects` warns of them, and they are left
+out here from the first time that ranks differ in one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.comm.transfer import all_gather_bytes
+from lockstep.errors import DisagreementError
+from lockstep.model.description import PLAIN, attributes, describe_options, difference, text
+
+__all__ = ["LiveSettings"]
+
+LARGEST = 64
+"""Members of a container up to which its changes are looked for."""
+
+VALUES = PLAIN | {str, tuple}
+"""Types that need no text to be compared: their values cannot be changed in place."""
+
+
+DELETED = object()
+
+
+class Text(str):
+    """The text of a value of another type, as it was when it was read."""
+
+
+class LiveSettings:
+    """Reads the settings of modules and an optimizer around each step, and compares them.
+
+    Args:
+        modules: What a step calls, by the name that messages use.
+        foreign: Those of them that another trainer may train, whose steps change attributes:
+            only their modes and frozen parameters are compared.
+        optimizer: The trainer's.
+        group: The ranks of the training.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        foreign: Collection[str],
+        optimizer: Optimizer,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._optimizer, self._group = optimizer, group
+        self._places: dict[str, tuple[dict[str, Any], str]] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._own: set[str] = set()
+        self._before: list[Any] | None = None
+        self._hashed: tuple[list[Any], str] = ([], "")
+        self._alone = dist.get_world_size(group) == 1
+        if self._alone:
+            return
+        for root, module in modules.items():
+            for path, part in module.named_modules(prefix=root):
+                for name, value in attributes(part):
+                    is_foreign = root in foreign and name != "training"
+                    if _is_comparable(value) and not is_foreign:
+                        entry = f"{path} ({type(part).__name__}).{name}"
+                        self._places[entry] = vars(part), name
+            for path, parameter in module.named_parameters(prefix=root):
+                self._parameters[f"{path}.requires_grad"] = parameter
+
+    def begin(self) -> None:
+        """Read the settings before the micro-batches of a step."""
+        if self._before is not None:  # that step was left by an exception
+            self._note_changes(self._before)
+        self._before = self._read()
+
+    def finish(self) -> str:
+        """Read them again afterwards, to know what the step itself has changed.
+
+        Returns:
+            A hash of the settings that the step began with, and of the optimizer's options
+            now; "" where there is nobody to compare with.
+        """
+        if self._alone:
+            return ""
+        before = self._read() if self._before is None else self._before
+        self._note_changes(before)
+        self._before = None
+        if before != self._hashed[0]:
+            self._hashed = before, xxhash.xxh3_64_hexdigest(repr(before).encode())
+        options = [
+            value if type(value) in PLAIN else text(value)
+            for group in self._optimizer.param_groups
+            for name, value in group.items()
+            if name != "params"
+        ]
+        return self._hashed[1] + xxhash.xxh3_64_hexdigest(repr(options).encode())
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Take what changes in the body for a side effect of calling the model."""
+        before = self._read()
+        yield
+        self._note_changes(before)
+
+    def require_same(self, step: int) -> None:
+        """Find what differs, after a step in which the hashes did; call it on every rank.
+
+        Raises:
+            DisagreementError: On every rank alike, with the entry, the rank and both values,
+                unless ranks differ only in what steps change by themselves.
+        """
+        values = (each if type(each) is Text else text(each) for each in self._hashed[0])
+        settings = dict(zip(self._entries(), values, strict=True))
+        settings |= describe_options("optimizer", self._optimizer)
+        message = json.dumps([sorted(self._own), settings]).encode()
+        messages = all_gather_bytes(message, f"comparing settings in step {step}", self._group)
+        everyone = [json.loads(each) for each in messages]
+        for entry in {entry for own, _ in everyone for entry in own}:
+            self._places.pop(entry, None)
+            self._parameters.pop(entry, None)
+            for _, theirs in everyone:
+                theirs.pop(entry, None)
+        found = difference([theirs for _, theirs in everyone])
+        if found is not None:
+            advice = "make every change between steps on all ranks"
+            raise DisagreementError(found.sentence(advice, f" in step {step}"))
+
+    def _note_changes(self, before: list[Any]) -> None:
+        after = self._read()
+        if before != after:
+            pairs = zip(self._entries(), before, after, strict=True)
+            self._own |= {entry for entry, old, new in pairs if old != new}
+
+    def _entries(self) -> list[str]:
+        return [*self._places, *self._parameters]
+
+    def _read(self) -> list[Any]:
+        """Return the values in the order of `_entries`."""
+        values = [held.get(name, DELETED) for held, name in self._places.values()]
+        values = [each if type(each) in VALUES else _text(each) for each in values]
+        return values + [each.requires_grad for each in self._parameters.values()]
+
+
+def _text(value: Any) -> Text:
+    return Text("deleted" if value is DELETED else text(value))
+
+
+def _is_comparable(value: Any) -> bool:
+    """Tell whether changes of an attribute are looked for, by its value at the beginning."""
+    if type(value) in (list, dict, set):
+        return len(value) <= LARGEST
+    return type(value) in VALUES and text(value) == repr(value)

@@ -1,0 +1,181 @@
+"""The setting: what stays the same from step to step, on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.data.fingerprint import fingerprint
+from lockstep.data.identity import Identity
+from lockstep.data.microbatch import Batch, cut, mapped
+from lockstep.errors import LayoutError, UsageError
+from lockstep.launcher.world import World
+from lockstep.model.activation_checkpointing import Recomputation
+from lockstep.model.loss_weight import WeightFunction, weight_of
+
+__all__ = ["Setting"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The layout, the loss and the arithmetic, with this rank's place in them."""
+
+    microbatches: int
+    rank: int
+    replicas: int
+    replica: int
+    stages: int
+    position: int
+    device: torch.device
+    threads: int
+    loss: Callable[..., Any] | None
+    weight: WeightFunction | None
+    precision: torch.dtype | None
+    group: dist.ProcessGroup | None
+    peers: dist.ProcessGroup | None
+    also: tuple[nn.Module, ...] = ()
+    recompute: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        world: World,
+        microbatches: int,
+        loss: Callable[..., Any] | None,
+        weight: WeightFunction | None,
+        precision: torch.dtype | None,
+        also: Sequence[nn.Module],
+        stages: int = 1,
+        recompute: bool = False,
+    ) -> Setting:
+        """Return the setting of a trainer on this rank.
+
+        A replica is `stages` neighbouring ranks, each with its part of the model.
+
+        Raises LayoutError or UsageError for what cannot work.
+        """
+        _check_stages(world.world_size, stages, also)
+        _check(world.world_size // stages, microbatches, precision)
+        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+            raise UsageError(
+                f"the loss {type(loss).__name__} has parameters, which nobody would train: make it "
+                "a part of the model, which then returns its loss (loss=None)"
+            )
+        return cls(
+            microbatches=microbatches,
+            rank=world.rank,
+            replicas=world.world_size // stages,
+            replica=world.rank // stages,
+            stages=stages,
+            position=world.rank % stages,
+            device=world.device,
+            threads=torch.get_num_threads(),
+            loss=loss,
+            weight=weight or weight_of(loss),
+            precision=None if precision == torch.float32 else precision,
+            group=None,
+            peers=_peers(world, stages),
+            also=tuple(also),
+            recompute=recompute,
+        )
+
+    def recomputation(self, blocks: Mapping[str, nn.Module]) -> Recomputation:
+        """Return the recomputation of some blocks: of none of them where it was not asked for."""
+        return Recomputation(blocks if self.recompute else {}, self.device)
+
+    def share(self) -> dict[str, Any]:
+        """Return this rank's part of every batch, as the loader takes it."""
+        return {
+            "microbatches": self.microbatches,
+            "replicas": self.replicas,
+            "replica": self.replica,
+            "rank": self.rank,
+        }
+
+    def cut(self, batch: Any) -> Batch:
+        """Return this rank's part of a batch that comes from a loader, or is a whole one."""
+        if isinstance(batch, Batch):
+            return batch
+        part = cut(batch, self.microbatches, self.replicas, self.replica)
+        if self.replicas * self.stages == 1:
+            return part
+        return replace(part, identity=Identity(checksum=fingerprint(batch)))
+
+    def extra_modules(self) -> dict[str, nn.Module]:
+        """Return the modules besides the model that a step calls, by the Trainer's arguments."""
+        found = {f"also[{number}]": module for number, module in enumerate(self.also)}
+        return found | ({"loss": self.loss} if isinstance(self.loss, nn.Module) else {})
+
+    def modules_with(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return `model` and what else a step calls, by the names that messages use."""
+        others = {type(each).__name__: each for each in self.also}
+        return {"": model} | others | self.loss_module()
+
+    def loss_module(self) -> dict[str, nn.Module]:
+        """Return the loss by its name, if it is a module."""
+        return {type(self.loss).__name__: self.loss} if isinstance(self.loss, nn.Module) else {}
+
+    def place(self, step: int, microbatch: int) -> str:
+        """Say where something happened."""
+        return f"rank {self.rank}, step {step}, micro-batch {microbatch}"
+
+    def autocast(self) -> Any:
+        """Return the context of mixed precision.
+
+        Without its cache: a cast weight that one micro-batch left there would tie
+        the next one's gradient to the first one's graph.
+        """
+        if self.precision is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.precision, cache_enabled=False)
+
+    def moved(self, data: Any) -> Any:
+        """Return nested data with its tensors on this rank's device."""
+        if self.device.type == "cpu":
+            return data
+        return mapped(lambda tensor: tensor.to(self.device, non_blocking=True), data)
+
+
+def _check(replicas: int, microbatches: int, precision: torch.dtype | None) -> None:
+    if microbatches < 1:
+        raise LayoutError(f"microbatches={microbatches}: a batch is cut into at least one")
+    if replicas > microbatches:
+        raise LayoutError(
+            f"{replicas} replicas share {microbatches} micro-batches, so some would have none: "
+            f"start at most {microbatches} ranks, or train with microbatches={replicas} or more "
+            "(which changes the bits)"
+        )
+    if precision not in (None, torch.float32, torch.bfloat16):
+        raise UsageError(f"precision is torch.bfloat16 or torch.float32, not {precision}")
+
+
+def _check_stages(ranks: int, stages: int, also: Sequence[nn.Module]) -> None:
+    if stages < 1:
+        raise LayoutError(f"stages={stages}: a model is one stage, or several")
+    if ranks % stages:
+        raise LayoutError(
+            f"{ranks} rank(s) cannot hold replicas of {stages} stages, one rank each: start "
+            f"{stages} ranks, or a multiple of that"
+        )
+    if stages > 1 and also:
+        raise LayoutError(
+            "modules that a loop of one's own calls besides the model (also=...) cannot be cut "
+            "into stages: train them with stages=1"
+        )
+
+
+def _peers(world: World, stages: int) -> dist.ProcessGroup | None:
+    """Return the group of the ranks that hold the same stages; None for all ranks."""
+    if stages == 1:
+        return None
+    groups: list[dist.ProcessGroup] = [
+        dist.new_group(list(range(position, world.world_size, stages)))
+        for position in range(stages)
+    ]
+    return groups[world.rank % stages]

@@ -1,0 +1,56 @@
+"""The opening of a run: its writers, and the first line of its record."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lockstep.launcher.world import World
+from lockstep.model.parallel_context import Setting
+from lockstep.record.environment import environment
+from lockstep.record.recorder import Recorder, Writer
+
+__all__ = ["Record", "folder_of", "header", "opened"]
+
+Record = str | Path | Writer
+"""Where a run is recorded: its folder, or whatever takes the lines."""
+
+
+def opened(record: Record | Sequence[Record]) -> list[Writer]:
+    """Return the writers that `record` names; a folder gets a recorder."""
+    given: Sequence[Any] = record if isinstance(record, (list, tuple)) else [record]
+    return [Recorder(Path(each)) if isinstance(each, (str, Path)) else each for each in given]
+
+
+def folder_of(writers: Sequence[Writer]) -> Path | None:
+    """Return the run's folder, if some writer has one."""
+    return next((each.folder for each in writers if isinstance(each, Recorder)), None)
+
+
+def header(
+    world: World, setting: Setting, module: nn.Module, about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of the first line; `about` adds to them."""
+    return {
+        "command": sys.argv,
+        "layout": {
+            "world_size": world.world_size,
+            "replicas": setting.replicas,
+            "stages": setting.stages,
+            "microbatches": setting.microbatches,
+            "threads": setting.threads,
+            "backend": world.backend,
+            "device": str(world.device),
+        },
+        "environment": environment(),
+        "model": {
+            "class": type(module).__name__,
+            "parameters": sum(parameter.numel() for parameter in module.parameters()),
+            "buffers": sum(buffer.numel() for buffer in module.buffers()),
+        },
+        **about,
+    }

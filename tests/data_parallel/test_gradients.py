@@ -1,0 +1,204 @@
+"""Gradients in buckets: where they lie, when they travel, and what can go wrong on the way."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lockstep as ls
+from lockstep.comm import backend as native
+from lockstep.comm.memory import is_shared
+from lockstep.data_parallel.gradients import Gradients
+from lockstep.errors import GradientError, LockstepError
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+needs_native = pytest.mark.skipif(not native.available(), reason="not built")
+
+
+def rows(samples=16):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 6, generator=generator)
+    return inputs, torch.randint(0, 3, (samples,), generator=generator)
+
+
+def deep():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def events_of(trainer):
+    """Note, in order, when buckets are launched and when backward ends."""
+    events, gradients = [], trainer._model._gradients
+    launch_next, take = gradients.launch_next, gradients.take
+    gradients.launch_next = lambda: (events.append("launch"), launch_next())
+    gradients.take = lambda leaf: (events.append(f"take {leaf}"), take(leaf))
+    return events
+
+
+@needs_native
+def test_buckets_travel_while_backward_runs_and_grads_lie_in_them(ranks, monkeypatch):
+    def train():
+        import lockstep.data_parallel.gradients as module
+
+        module.BUCKET_BYTES = 64  # a bucket for each parameter
+        trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        trainer.step(rows())  # looks on
+        events = events_of(trainer)
+        trainer.step(rows())
+        grads = [each.grad for each in trainer.model.parameters()]
+        where = [(is_shared(each), each.data_ptr() % 64) for each in grads]
+        before = [each.data_ptr() for each in grads]
+        del grads
+        trainer.step(rows())
+        kept = [each.grad for each in trainer.model.parameters()]
+        again = [each.data_ptr() for each in kept] == before
+        values = [each.clone() for each in kept]
+        trainer.step(rows())  # somebody holds on to the gradients of the step before
+        same = all(torch.equal(a, b) for a, b in zip(kept, values, strict=True))
+        moved = trainer.model[0].weight.grad.data_ptr() != kept[0].data_ptr()
+        return events[:8], where, again, same, moved
+
+    for rank, (events, where, again, same, moved) in enumerate(ranks(train, 2, backend="lockstep")):
+        first, last = 2 * rank, 2 * rank + 1
+        assert events == [f"take {first}", *["launch"] * 6, f"take {last}"]
+        assert where == [(True, 0)] * 6
+        assert again
+        assert same
+        assert moved
+
+
+class Reentrant(nn.Module):
+    """`layer` gets its gradient in two parts, the second from a backward inside of backward."""
+
+    def __init__(self, always):
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.recompute = always
+
+    def forward(self, inputs):
+        inputs.requires_grad_()
+        if not self.recompute:
+            return self.head(self.layer(inputs))
+        inside = checkpoint(self.layer, inputs, use_reentrant=True)
+        return self.head(self.layer(inside.tanh()))
+
+
+def test_a_gradient_in_two_parts_is_whole_before_it_travels(ranks):
+    def train():
+        torch.manual_seed(0)
+        trainer = ls.Trainer(Reentrant(True), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        for _ in range(3):
+            trainer.step(rows())
+        return trainer.digest()
+
+    assert len({digest for n in (1, 2) for digest in ranks(train, n)}) == 1
+
+
+@needs_native
+def test_a_part_that_comes_too_late_stops_every_rank(ranks):
+    def train():
+        torch.manual_seed(0)
+        trainer = ls.Trainer(Reentrant(False), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        trainer.step(rows())
+        before = trainer.digest()
+        trainer.model.recompute = dist.get_rank() == 1
+        with pytest.raises(GradientError, match="use_reentrant=False") as raised:
+            trainer.step(rows())
+        return str(raised.value), trainer.digest() == before
+
+    for message, same in ranks(train, 2, backend="lockstep"):
+        assert "rank 1, step 1: the gradient of layer." in message
+        assert same
+
+
+def test_parameters_that_begin_and_cease_to_be_trained(ranks):
+    def train():
+        model = deep()
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=5)
+        for frozen in ({}, {0}, {0, 2}, {4}, {}, {0, 2, 4}, {}):
+            for number in (0, 2, 4):
+                model[number].requires_grad_(number not in frozen)
+            if len(frozen) < 3:
+                trainer.step(rows())
+                seen = [each.grad is not None for each in model.parameters()]
+                assert seen == [number not in frozen for number in (0, 0, 2, 2, 4, 4)]
+        return trainer.digest()
+
+    assert len({digest for n in (1, 2, 3) for digest in ranks(train, n)}) == 1
+
+
+class Failing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.wrong = nn.Linear(6, 3), False
+
+    def forward(self, inputs):
+        if self.wrong:
+            raise KeyError("mine")
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize("goes_on", ["saves", "skips"])
+def test_a_rank_that_catches_its_exception_is_not_paired_with_the_others(ranks, tmp_path, goes_on):
+    """The others have launched their buckets, or wait to; they and it get one sentence."""
+
+    def train():
+        trainer = ls.Trainer(Failing(), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        trainer.step(rows())
+        trainer.step(rows())
+        before, caught = trainer.digest(), False
+        trainer.model.wrong = dist.get_rank() == 1
+        try:
+            try:
+                trainer.step(rows())
+            except KeyError:
+                caught = True
+                trainer.model.wrong = False
+                if goes_on == "saves":
+                    trainer.save(tmp_path / "model.safetensors")
+                trainer.steps += 1
+                trainer.step(rows())
+        except LockstepError as error:
+            return caught, str(error), trainer.digest() == before
+
+    for rank, (caught, message, same) in enumerate(ranks(train, 2)):
+        assert caught == (rank == 1)
+        assert "is saving weights" in message or "is in step 3" in message
+        assert "while rank 0 is in step 2" in message
+        assert same
+
+
+def test_presence_is_told_by_number():
+    ls.init()
+    try:
+        parameters = [(name, nn.Parameter(torch.ones(2))) for name in "abc"]
+        gradients = Gradients(parameters)
+        gradients.begin(2)
+        parameters[2][1].grad = torch.ones(2)
+        gradients.take(0)
+        gradients.take(1)
+        assert gradients.present() == "4"
+        gradients.reduce([[(0, 2)]], [gradients.present()])
+        assert [each.grad is not None for _, each in parameters] == [False, False, True]
+    finally:
+        ls.shutdown()
+
+
+def test_a_skipped_micro_batch_is_absent_whatever_grad_holds():
+    ls.init()
+    try:
+        parameter = nn.Parameter(torch.ones(2))
+        gradients = Gradients([("a", parameter)])
+        gradients.begin(2)
+        parameter.grad = torch.ones(2)  # of micro-batch 1
+        gradients.skip(0)
+        assert parameter.grad is not None
+        gradients.take(1)
+        assert parameter.grad is None
+        gradients.reduce([[(0, 2)]], [gradients.present()])
+        assert parameter.grad.tolist() == [1.0, 1.0]
+    finally:
+        ls.shutdown()

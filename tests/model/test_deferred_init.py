@@ -1,0 +1,102 @@
+"""Blocks come to life: the same weights wherever, and whichever others are built."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.model.deferred_init import awaken, build, build_sequence
+from lockstep.model.digest import digest
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 5))
+
+
+def meta() -> nn.Module:
+    with torch.device("meta"):
+        return block()
+
+
+def test_a_block_is_the_same_whichever_others_are_built():
+    model = build([block, block, block], seed=3)
+    assert digest(awaken(block, 3, 1).state_dict()) == digest(model[1].state_dict())
+    assert digest(model[0].state_dict()) != digest(model[1].state_dict())
+    assert digest(build([block, block], seed=4)[0].state_dict()) != digest(model[0].state_dict())
+
+
+def test_a_block_of_the_meta_device_comes_to_the_same_life():
+    assert digest(build([meta()], seed=3).state_dict()) == digest(build([block], 3).state_dict())
+    assert digest(build([meta], seed=3).state_dict()) == digest(build([block], 3).state_dict())
+
+
+def test_what_has_weights_keeps_them():
+    given = block()
+    before = digest(given.state_dict())
+    assert build(given) is given
+    assert digest(build([given])[0].state_dict()) == before
+
+
+def test_the_generators_are_left_as_they_were():
+    torch.manual_seed(0)
+    wanted = torch.rand(3)
+    torch.manual_seed(0)
+    build([block])
+    assert torch.equal(torch.rand(3), wanted)
+
+
+class Stubborn(nn.Module):
+    """Has a parameter and no way to reset it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def test_what_cannot_come_to_life_is_named():
+    with torch.device("meta"):
+        stubborn = nn.Sequential(nn.Linear(3, 3), Stubborn())
+    with pytest.raises(UsageError, match=r"^1 of block 1, a Stubborn, is on the meta device"):
+        build([block, stubborn])
+    with pytest.raises(UsageError, match="block 1 is a Tensor: give modules"):
+        build([block, lambda: torch.ones(1)])
+
+
+class Calibrated(nn.Linear):
+    """Looks at its weights when it is made, and has a parameter in memory on any device."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.scale = nn.Parameter(torch.ones(3, device="cpu"))
+        self.largest = self.weight.max().item()
+
+
+def test_blocks_that_are_not_held_have_no_memory():
+    shared = nn.Linear(5, 5)
+    blocks = [block, Calibrated, meta, lambda: nn.Sequential(shared), lambda: shared]
+    whole, part = build(blocks, seed=3), build_sequence([*blocks, meta()], [1, 4], seed=3)
+    alive = {name for name, each in part.state_dict().items() if not each.is_meta}
+    own = {"1.scale", "1.weight", "1.bias", "4.weight", "4.bias"}
+    assert alive == own | {"3.0.weight", "3.0.bias"}  # the same tensors as those of block 4
+    assert all(torch.equal(part.state_dict()[name], whole.state_dict()[name]) for name in own)
+    assert part[:5].state_dict().keys() == whole.state_dict().keys()
+    nothing = build_sequence([Calibrated, Calibrated], [], seed=3)
+    assert all(each.is_meta for each in nothing.parameters())
+
+
+def test_a_factory_that_loads_weights_is_quiet_without_memory():
+    weights = block().state_dict()
+    calls = []
+
+    def loaded() -> nn.Module:
+        made = block()
+        calls.append(made[0].weight.device.type)
+        made.load_state_dict(weights)
+        return made
+
+    nothing = build_sequence([loaded], [])
+    assert all(each.is_meta for each in nothing.state_dict().values())
+    assert calls == ["meta"]
+    assert digest(build([loaded])[0].state_dict()) == digest(weights)

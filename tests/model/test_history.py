@@ -1,0 +1,101 @@
+"""The history: steps become epochs, and everybody is told once."""
+
+import json
+
+import pytest
+
+from lockstep.model.evaluation import Evaluation
+from lockstep.model.history import History, StepResult, rank_times
+from lockstep.model.ledger import Page
+
+
+class Lines:
+    def __init__(self):
+        self.lines, self.closed = [], 0
+
+    def write(self, kind, /, **fields):
+        self.lines.append((kind, fields))
+
+    def close(self):
+        self.closed += 1
+
+
+def result(step, loss=1.0, samples=2, **metrics):
+    return StepResult(step, 0, loss, samples, metrics, lr=0.1, seconds=0.5, ranks=[[1, 2, 3, 4]])
+
+
+def test_an_epoch_is_the_mean_over_its_samples():
+    writer, steps, epochs = Lines(), [], []
+    history = History([writer], [steps.append], [epochs.append])
+    history.step(result(0, loss=1.0, samples=3, hit=1.0), [10, 20])
+    history.step(result(1, loss=5.0, samples=1, hit=0.0, rare=2.0), [11, 21])
+    epoch = history.end_epoch(4)
+    history.tell(epoch)
+    assert (epoch.epoch, epoch.loss, epoch.samples, epoch.seconds) == (4, 2.0, 4, 1.0)
+    assert epoch.metrics == {"hit": 0.75, "rare": 2.0}
+    assert [each.step for each in steps] == [0, 1]
+    assert epochs == [epoch]
+    assert history.end_epoch(5) is None
+
+
+def test_the_line_of_an_epoch_waits_for_its_evaluation():
+    writer = Lines()
+    history = History([writer], [], [])
+    for epoch in range(3):
+        history.step(result(epoch), [5])
+        history.end_epoch(epoch)
+        if epoch == 1:
+            history.evaluated(Evaluation(0.5, {"hit": 1.0}, 9))
+    history.evaluated(Evaluation(0.25, {}, 9))
+    history.evaluated(Evaluation(0.125, {}, 9))  # belongs to no epoch
+    history.close(state="done", message=None)
+    kinds = [kind for kind, _ in writer.lines]
+    assert kinds == ["step", "epoch", "step", "epoch", "step", "epoch", "end"]
+    evaluations = [f.get("evaluation") for kind, f in writer.lines if kind == "epoch"]
+    assert evaluations[0] is None
+    assert evaluations[1] == {"loss": 0.5, "metrics": {"hit": 1.0}, "samples": 9}
+    assert evaluations[2]["loss"] == 0.25
+    assert writer.lines[1][1]["memory_bytes"] == [5]
+    assert "message" not in writer.lines[-1][1]
+    assert writer.closed == 1
+
+
+def test_times_split_a_step_by_rank():
+    pages = [Page([], [], compute=2.0, data=1.0), Page([], [], compute=5.0, data=0.0)]
+    slow_first = rank_times(pages, exchanged=2.5, reduced=1.0, updated=0.5)
+    assert slow_first == [
+        pytest.approx([2.5, 1.5, 2.0, 1.0]),
+        pytest.approx([5.5, 3.5, 0.0, 0.0]),
+    ]
+    assert rank_times(pages[:1], 0.1, 0.1, 0.5) == [pytest.approx([2.5, 0.0, 0.0, 1.0])]
+
+
+def test_an_open_epoch_goes_on_where_it_was_saved():
+    whole, first, second = (History([], [], []) for _ in range(3))
+    results = [
+        result(step, loss=0.1 * step + 1 / 3, samples=step + 1, hit=0.7) for step in range(6)
+    ]
+    for each in results:
+        whole.step(each, [1])
+    for each in results[:4]:
+        first.step(each, [1])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for each in results[4:]:
+        second.step(each, [1])
+    assert second.end_epoch(0) == whole.end_epoch(0)
+
+
+def test_a_broken_off_epoch_is_forgotten():
+    history = History([], [], [])
+    history.step(result(0, loss=100.0), [1])
+    history.begin_epoch()
+    history.step(result(1, loss=1.0), [1])
+    assert history.end_epoch(0).loss == 1.0
+
+
+def test_a_warning_is_written_once_wherever_it_comes_from():
+    writer = Lines()
+    history = History([writer], [], [])
+    history.warn(1, "rank 1, step 0: beware", show=False)
+    history.warn(2, "rank 2, step 5: beware", show=True)
+    assert writer.lines == [("warning", {"rank": 1, "message": "rank 1, step 0: beware"})]

@@ -1,0 +1,125 @@
+"""Weights: losses whose mean is not one over samples still give the full batch's gradient."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+from lockstep.model.loss_weight import ignored_targets, is_sum, shares, weight_of
+
+CLASS_WEIGHTS = torch.tensor([0.1, 5.0, 1.0, 0.5])
+
+
+def test_shares_are_parts_of_the_whole_and_leave_out_what_weighs_nothing():
+    assert shares({0: 1.0, 1: 0.0, 2: 3.0}) == {0: 0.25, 2: 0.75}
+
+
+def test_only_losses_that_say_so_get_a_weight_by_themselves():
+    assert weight_of(nn.CrossEntropyLoss()) is None
+    assert weight_of(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, reduction="sum")) is None
+    assert weight_of(nn.MSELoss()) is None
+    assert weight_of(None) is None
+    assert weight_of(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)) is not None
+    assert weight_of(nn.NLLLoss(ignore_index=0)) is not None
+
+
+def test_target_weight_counts_what_the_mean_divides_by():
+    targets = torch.tensor([0, 1, 1, 2, -100])
+    assert ls.target_weight(nn.CrossEntropyLoss())((None, targets)) == 4
+    weighted = ls.target_weight(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS))
+    assert weighted((None, targets)) == pytest.approx(0.1 + 5 + 5 + 1)
+
+
+def test_ignored_targets_are_counted_where_nothing_says_so():
+    data = (None, torch.tensor([1, -100, -100]))
+    assert ignored_targets(nn.CrossEntropyLoss(), data) == 2
+    assert ignored_targets(nn.MSELoss(), data) == 0
+    assert ignored_targets(nn.CrossEntropyLoss(), (None, torch.rand(3, 2))) == 0
+
+
+def test_losses_that_add_are_not_scaled():
+    assert is_sum(nn.MSELoss(reduction="sum"))
+    assert not is_sum(nn.MSELoss())
+    assert not is_sum(lambda outputs, targets: outputs.sum())
+
+
+def batch(ignored=False):
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(21, 5, generator=generator)
+    targets = torch.randint(0, 4, (21,), generator=generator)
+    if ignored:
+        targets[::2] = -100
+        targets[:5] = -100  # a whole micro-batch: its own mean would be 0/0
+    return inputs, targets
+
+
+LOSSES = {
+    "class weights": (lambda: nn.CrossEntropyLoss(weight=CLASS_WEIGHTS), None, False),
+    "ignored": (nn.CrossEntropyLoss, lambda: ls.target_weight(nn.CrossEntropyLoss()), True),
+    "sum": (lambda: nn.CrossEntropyLoss(reduction="sum"), None, False),
+    "mean": (nn.CrossEntropyLoss, None, False),
+}
+
+
+def gradient_error(name):
+    """Return how far the trainer's loss and gradient are from the full batch's."""
+    make, weight, ignored = LOSSES[name]
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4)
+    inputs, targets = batch(ignored)
+    loss = make()
+    whole = loss(model(inputs), targets)
+    expected = torch.autograd.grad(whole, list(model.parameters()))
+    kept = []
+    trainer = ls.Trainer(
+        model,
+        loss,
+        partial(torch.optim.SGD, lr=0.0),
+        weight=weight() if weight else None,
+        on_step=lambda _: kept.extend(p.grad.clone() for p in model.parameters()),
+    )
+    value = trainer.step((inputs, targets))
+    errors = [
+        float((a - b).abs().max() / a.abs().max()) for a, b in zip(expected, kept, strict=True)
+    ]
+    return max(errors), abs(value - float(whole)) / float(whole), trainer.digest(), value
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_those_of_the_full_batch(ranks, name):
+    outcomes = ranks(gradient_error, 1, name) + ranks(gradient_error, 3, name)
+    for gradient, loss, _, value in outcomes:
+        assert gradient < 1e-5
+        assert loss < 1e-6
+        assert value == outcomes[0][3]
+
+
+def test_ignored_targets_without_a_weight_are_pointed_out_once(ranks):
+    def warned():
+        trainer = ls.Trainer(
+            nn.Linear(5, 4), nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.0)
+        )
+        inputs, targets = batch()
+        targets[3] = -100
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            trainer.step((inputs, targets))
+            trainer.step((inputs, targets))
+        return [str(each.message) for each in seen]
+
+    ((message,),) = ranks(warned, 1)
+    assert "weight=lockstep.target_weight" in message
+    assert "rank 0, step 0, micro-batch 1: some targets are ignored" in message
+
+
+def test_a_batch_that_weighs_nothing_is_an_error(ranks):
+    def step():
+        loss = nn.CrossEntropyLoss(ignore_index=0)
+        trainer = ls.Trainer(nn.Linear(5, 4), loss, partial(torch.optim.SGD, lr=0.0))
+        trainer.step((torch.ones(8, 5), torch.zeros(8, dtype=torch.int64)))
+
+    with pytest.raises(ls.LockstepError, match=r"add up to 0\.0; does every sample"):
+        ranks(step, 2)

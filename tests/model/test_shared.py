@@ -1,0 +1,425 @@
+"""Shared parameters: the bits of replicas, one copy of the state, and steps that are never half."""
+
+import os
+import signal
+import subprocess
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn, optim
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.comm import backend as native
+from lockstep.comm.word import load, store
+from lockstep.errors import LayoutError, LossError, RankError, UsageError, WorkError
+from lockstep.model import versions
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="not built")
+
+SIZES = [1, 3, 15, 17, 65_535, 65_537, 131_075, 0]
+
+
+class Awkward(nn.Module):
+    """Sizes around every cut; frozen, tied, sometimes absent, channels-last and bfloat16 ones."""
+
+    def __init__(self, half=torch.bfloat16):
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.vectors = nn.ParameterList(
+            nn.Parameter(torch.randn(size, generator=generator)) for size in SIZES
+        )
+        torch.manual_seed(2)
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.register_buffer("seen", torch.zeros(6))
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.randn(65_540, generator=generator), requires_grad=False)
+        self.halved = nn.Parameter(torch.randn(70_000, generator=generator).to(half))
+        self.sometimes = nn.Parameter(torch.randn(66_000, generator=generator))
+        self.never = nn.Parameter(torch.ones(5))
+
+    def forward(self, inputs):
+        self.seen = 0.9 * self.seen + inputs.detach().mean(dim=0)
+        rows = self.second(self.first(inputs - self.seen).tanh())
+        level = inputs.mean()
+        for vector in [*self.vectors, self.halved.float(), self.frozen]:
+            rows = rows + (vector * level).sin().sum() / 300
+        if inputs[0, 0] > 0:
+            rows = rows + (self.sometimes * level).cos().mean()
+        pictures = inputs[:, :3, None, None].expand(-1, 3, 4, 4)
+        return rows + self.conv(pictures).mean(dim=(1, 2, 3))[:, None]
+
+
+def rows(samples=19, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, 6, generator=generator), torch.randn(
+        samples, 6, generator=generator
+    )
+
+
+OPTIMIZERS = {
+    "SGD": (partial(optim.SGD, lr=0.01), None),
+    "SGD momentum": (partial(optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.01), 0.1),
+    "SGD foreach": (partial(optim.SGD, lr=0.01, momentum=0.9, nesterov=True, foreach=True), None),
+    "SGD fused": (partial(optim.SGD, lr=0.01, momentum=0.9, fused=True), None),
+    "AdamW": (partial(optim.AdamW, lr=0.01), 0.1),
+    "AdamW foreach": (partial(optim.AdamW, lr=0.01, foreach=True), None),
+    "AdamW fused": (partial(optim.AdamW, lr=0.01, fused=True), 0.1),
+    "Adam": (partial(optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1), None),
+    "Adagrad": (partial(optim.Adagrad, lr=0.01, initial_accumulator_value=0.1), None),
+    "Adagrad fused": (partial(optim.Adagrad, lr=0.01, fused=True), None),
+    "Adadelta": (optim.Adadelta, None),
+    "Adamax": (optim.Adamax, None),
+    "ASGD": (partial(optim.ASGD, lr=0.01, t0=1), None),
+    "NAdam": (optim.NAdam, None),
+    "RAdam": (partial(optim.RAdam, lr=0.01), None),
+    "RMSprop": (partial(optim.RMSprop, lr=0.001, momentum=0.9, centered=True), None),
+    "Rprop": (optim.Rprop, None),
+}
+
+
+def trained(name, shared, steps=3):
+    optimizer, clip = OPTIMIZERS[name]
+    trainer = ls.Trainer(
+        Awkward(torch.float64 if name == "SGD fused" else torch.bfloat16),
+        nn.MSELoss(),
+        optimizer,
+        microbatches=4,
+        clip_norm=clip,
+        shared=shared,
+    )
+    losses = [trainer.step(rows((19, 16, 3)[step % 3], step)) for step in range(steps)]
+    return trainer, losses
+
+
+def state_digest(trainer):
+    state = trainer.state_dict()["optimizer"]
+    flat = {f"{n}/{key}": v for n, each in state["state"].items() for key, v in each.items()}
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]]
+    return ls.digest(flat), str(groups), [group["params"] for group in state["param_groups"]]
+
+
+def outcomes(shared):
+    found = {}
+    for name in OPTIMIZERS:
+        trainer, losses = trained(name, shared)
+        norm = trainer.history.last.norm
+        digests = trainer.digest(), trainer.optimizer_digest(), state_digest(trainer)
+        found[name] = losses, norm, *digests
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain():
+    (found,) = ls.launch(_alone, nprocs=1)
+    return found
+
+
+def _alone():
+    ls.init()
+    return outcomes(False)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_every_optimizer_gives_the_bits_of_one_rank(ranks, plain, n):
+    for rank in ranks(outcomes, n, True, timeout=110):
+        for name, found in rank.items():
+            assert found == plain[name], name
+    assert len({digest for _, _, digest, _, _ in plain.values()}) == len(OPTIMIZERS)
+    assert plain["AdamW"][1] > 0.1  # it is clipped
+
+
+# --- one copy, and what belongs to a trainer --------------------------------------------------
+
+SGD = partial(optim.SGD, lr=0.05, momentum=0.9)
+
+
+def small(width=300):
+    torch.manual_seed(4)
+    return nn.Sequential(
+        nn.Linear(6, width),
+        nn.BatchNorm1d(width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.Dropout(0.2),
+        nn.Linear(width, 3),
+    )
+
+
+def labelled(samples=45):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 6, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=generator))
+
+
+def trainer_of(shared, **options):
+    given = {"optimizer": partial(optim.AdamW, lr=0.01), "microbatches": 4} | options
+    model = given.pop("model", None) or small()
+    return ls.Trainer(model, nn.CrossEntropyLoss(), shared=shared, **given)
+
+
+def epochs(trainer, numbers):
+    for epoch in numbers:
+        for batch in trainer.batches(labelled(), 16, seed=3, epoch=epoch):
+            trainer.step(batch)
+
+
+FEATURES = {
+    "groups": lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {"lr": 0.02},
+    "scheduler": partial(optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
+    "scheduler_each": "epoch",
+    "average": 0.9,
+    "clip_norm": 0.1,
+}
+
+
+def features(shared, folder):
+    """Train two epochs, half of the ranks' state from `folder` if it is there; tell everything."""
+    trainer = trainer_of(shared, **FEATURES, record=folder / "run" if folder else ())
+    epochs(trainer, [0])
+    middle = trainer.state_dict()
+    if folder is not None and dist.get_rank() == 0:
+        torch.save(middle, folder / "middle")
+    epochs(trainer, [1])
+    evaluation = trainer.evaluate(labelled(), 16, average=True)
+    if folder is not None:
+        trainer.save(folder / "weights.safetensors")
+    trainer.finish()
+    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+    average = ls.digest(trainer.average.state_dict())
+    told = trainer.digest(), trainer.optimizer_digest(), state_digest(trainer), average
+    return *told, rates, evaluation.loss, trainer.history.last.loss
+
+
+def resumed(shared, folder):
+    trainer = trainer_of(shared, **FEATURES)
+    trainer.load_state_dict(torch.load(folder / "middle", weights_only=False))
+    epochs(trainer, [1])
+    average = ls.digest(trainer.average.state_dict())
+    return trainer.digest(), trainer.optimizer_digest(), state_digest(trainer), average
+
+
+def test_the_trainers_features_and_states_are_portable(ranks, tmp_path):
+    (plain,) = ranks(features, 1, False, None)
+    for n, shared in [(2, True), (2, False)]:
+        folder = tmp_path / f"{n}{shared}"
+        folder.mkdir()
+        assert ranks(features, n, shared, folder) == [plain] * n
+        assert f'"optimizer_digest":"{plain[1]}"' in (folder / "run/record.jsonl").read_text()
+        assert ls.digest(load_file(folder / "weights.safetensors")) == plain[0]
+    for n, shared, folder in [(1, False, "2True"), (3, True, "2True"), (2, True, "2False")]:
+        assert ranks(resumed, n, shared, tmp_path / folder) == [plain[:4]] * n
+
+
+def test_there_is_one_copy_and_what_thaws_joins_it(ranks):
+    def train(shared):
+        trainer = trainer_of(shared, optimizer=SGD)
+        trainer.model[3].requires_grad_(False)
+        seen = []
+        for step in range(5):
+            if step == 2:  # a frozen parameter that somebody writes keeps what it was given
+                dist.barrier()
+                if dist.get_rank() == 0 or not shared:
+                    trainer.model[3].bias.data.fill_(0.5)
+                dist.barrier()
+            trainer.model[3].requires_grad_(step > 2)
+            trainer.step(labelled().tensors)
+            seen.append(trainer.digest())
+        aligned = {each.data_ptr() % 64 for each in trainer.model.parameters()}
+        frozen_start = ls.Trainer(
+            nn.Linear(2, 2).requires_grad_(False), None, SGD, microbatches=4, shared=shared
+        )
+        return seen, trainer.optimizer_digest(), aligned == {0}, frozen_start.optimizer_digest()
+
+    found = ranks(train, 2, True) + ranks(train, 3, True)
+    seen, optimizer, aligned, nothing = found[0]
+    assert all(each == found[0] for each in found)
+    assert aligned
+    assert len({*seen}) == 5
+    plain = ranks(train, 2, False)[0]
+    assert (seen, optimizer, nothing) == (plain[0], plain[1], plain[3])
+
+
+class Signs(optim.Optimizer):
+    """A third party's optimizer: element by element, with plain numbers in its state."""
+
+    def __init__(self, params, lr=0.01, fails_at=-1):
+        super().__init__(params, {"lr": lr, "fails_at": fails_at})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                state = self.state[each]
+                state["count"] = state.get("count", 0) + 1
+                state["mean"] = 0.5 * state.get("mean", torch.zeros_like(each)) + each.grad
+                if state["count"] == group["fails_at"] and dist.get_rank() == 1:
+                    raise ArithmeticError("mine")
+                each -= group["lr"] * state["mean"].sign()
+
+
+def test_an_optimizer_of_ones_own_where_it_is_declared(ranks):
+    def train(shared):
+        trainer = trainer_of(shared, optimizer=Signs, elementwise=True)
+        epochs(trainer, [0])
+        return trainer.digest(), trainer.optimizer_digest(), state_digest(trainer)
+
+    assert ranks(train, 2, True) == ranks(train, 1, False) * 2
+
+
+def test_an_error_of_the_optimizer_leaves_every_rank_as_before(ranks):
+    def train():
+        trainer = trainer_of(True, optimizer=partial(Signs, fails_at=3), elementwise=True)
+        for _ in range(2):
+            trainer.step(labelled(16).tensors)
+        before = trainer.digest()
+        with pytest.raises((ArithmeticError, WorkError), match="mine") as raised:
+            trainer.step(labelled(16).tensors)
+        return str(raised.value), trainer.digest() == before
+
+    told = ranks(train, 2)
+    assert [same for _, same in told] == [True, True]
+    assert told[0][0] == "rank 1: ArithmeticError: mine; the parameters are as before"
+
+
+def test_a_loss_that_is_no_number_leaves_the_last_good_weights(ranks, tmp_path):
+    def train():
+        trainer = trainer_of(True, record=tmp_path / "run")
+        inputs, targets = labelled(16).tensors
+        trainer.step((inputs, targets))
+        before = trainer.digest()
+        with pytest.raises(LossError, match="loss is nan"):
+            trainer.step((inputs * torch.nan, targets))
+        return before, trainer.digest()
+
+    for before, after in ranks(train, 2):
+        saved = ls.digest(load_file(tmp_path / "run" / "last-good.safetensors"))
+        assert before == after == saved
+
+
+def test_what_cannot_be_shared_is_refused_by_name(ranks):
+    def refusals():
+        told = []
+        for options in (
+            {"optimizer": optim.Adafactor},
+            {"optimizer": Signs},
+        ):
+            with pytest.raises(UsageError) as raised:
+                ls.Trainer(small(), nn.CrossEntropyLoss(), microbatches=4, shared=True, **options)
+            told.append(str(raised.value))
+        with pytest.raises(LayoutError, match="shared=True is for whole models"):
+            trainer_of(True, stages=2)
+        return told
+
+    for told in ranks(refusals, 2):
+        assert "Adafactor is not known" in told[0]
+        assert "Signs is not known" in told[1]
+    with pytest.raises(RankError, match='shared=True needs the backend "lockstep"'):
+        ranks(trainer_of, 2, True, backend="gloo")
+
+
+# --- a rank that is killed in the middle of a step ----------------------------------------------
+
+POINTS = {
+    "summed": "before", "clipped": "before", "piece 0": "before", "piece 1": "before",
+    "written": "before", "prepared": "after", "agreed": "after", "decided": "after",
+    "settled": "after",
+}  # fmt: skip
+
+
+def second_step_ended_at(point, how, folder):
+    """Take one step, then another one in which rank 1 does `how` at `point`; note what is left."""
+    import lockstep.model.sharded as sharded
+
+    trainer = trainer_of(True, clip_norm=0.1, model=small(1300))
+    trainer.step(labelled(16).tensors)
+    rank, passed, stored = dist.get_rank(), [], []
+
+    def noted(words, index, value):
+        stored.append((words, value))
+        store(words, index, value)
+
+    def all_have_prepared():
+        words, value = stored[-1]
+        return all(load(words, each) == value for each in range(3))
+
+    def reached(name):
+        passed.append(name)
+        here = f"{name} {passed.count(name) - 1}" if name == "piece" else name
+        if rank == 1 and here == point:
+            deadline = time.monotonic() + 20
+            while point == "prepared" and not all_have_prepared():  # else the step is undone
+                assert time.monotonic() < deadline, "the others did not prepare"
+            how()
+
+    versions.reached = sharded.reached = reached
+    versions.store = noted
+    told = ""
+    try:
+        trainer.step(labelled(16).tensors)
+    except Exception as error:
+        told = str(error)
+    (folder / f"{rank} in writing").write_text(f"{trainer.digest()} {told}")
+    (folder / f"{rank} in writing").rename(folder / f"{rank}")
+
+
+def killed_at(point, folder):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends us; first we note
+    second_step_ended_at(point, lambda: os.kill(os.getpid(), signal.SIGKILL), folder)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_parameters_are_those_before_or_after_the_step(ranks, tmp_path, digests, point):
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        ranks(killed_at, 3, point, tmp_path)
+    notes = [(tmp_path / rank).read_text() for rank in "02"]
+    assert not (tmp_path / "1").exists()
+    for note in notes:
+        digest, _, told = note.partition(" ")
+        assert digest == digests[POINTS[point]], note
+        assert "rank 1 died" in told or point in ("agreed", "decided", "settled")
+
+
+def stopped_at(point, folder):
+    """Stop rank 1 at `point` until the others have given it up and noted what they have."""
+    ls.init(timeout=3.0)
+
+    def stop():
+        script = 'until [ -e 0 ] && [ -e 2 ]; do sleep 0.05; done; kill -CONT "$0"'
+        with subprocess.Popen(["sh", "-c", script, str(os.getpid())], cwd=folder):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    second_step_ended_at(point, stop, folder)
+
+
+@pytest.mark.parametrize("point", ["piece 1", "prepared"])
+def test_a_rank_that_stops_and_goes_on_has_what_the_others_have(tmp_path, digests, point):
+    ls.launch(partial(stopped_at, point, tmp_path), nprocs=3, timeout=60)
+    for rank in "012":
+        digest, _, told = (tmp_path / rank).read_text().partition(" ")
+        assert digest == digests[POINTS[point]], (rank, told)
+        assert told, rank  # all are told that the ranks are no longer together
+
+
+@pytest.fixture(scope="module")
+def digests():
+    """Return the digests before and after the second step, of a rank that is alone."""
+
+    def alone():
+        ls.init()
+        trainer = trainer_of(False, clip_norm=0.1, model=small(1300))
+        found = {}
+        for when in ("before", "after"):
+            trainer.step(labelled(16).tensors)
+            found[when] = trainer.digest()
+        return found
+
+    return ls.launch(alone, nprocs=1)[0]

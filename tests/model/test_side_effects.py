@@ -1,0 +1,230 @@
+"""Side effects: what a step writes besides gradients and buffers is named, in every layout."""
+
+import random
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lockstep as ls
+from lockstep.errors import DisagreementError, LayoutError, StateError
+from lockstep.model.side_effects import FIRST, SideEffects
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+LAYOUTS = [(1, {}), (2, {}), (3, {}), (2, {"shared": True}), (2, {"stages": 2, "balance": [1, 1]})]
+
+
+class Teacher(nn.Module):
+    """A momentum encoder (MoCo, BYOL) that forward moves along."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 4), nn.Linear(6, 4).requires_grad_(False)
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.student.weight, 0.1)
+        return self.student(inputs) + self.teacher(inputs)
+
+
+class Codebook(nn.Module):
+    """A vector quantizer whose codes are written through `.data`, unseen by autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, inputs):
+        self.codes.data.mul_(0.9)
+        return inputs @ self.codes
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(17, 4, max_norm=0.5)
+
+    def forward(self, inputs):
+        rows = self.embedding((inputs.abs() * 5).long().clamp(max=16))
+        return rows.mean(dim=1)
+
+
+class Drawing(nn.Module):
+    def __init__(self, generator):
+        super().__init__()
+        self.linear, self.generator = nn.Linear(6, 4), generator
+
+    def forward(self, inputs):
+        if isinstance(self.generator, torch.Generator):
+            kept = torch.rand(1, generator=self.generator)
+        else:
+            kept = torch.tensor(self.generator.random())
+        return self.linear(inputs * kept)
+
+
+GENERATORS = [
+    torch.Generator().manual_seed(3),
+    np.random.default_rng(3),
+    np.random.RandomState(3),
+    random.Random(3),
+]
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls, self.seen = nn.Linear(6, 4), 0, {"largest": [0.0]}
+        self.mean = torch.zeros(4)
+
+    def forward(self, inputs):
+        self.calls += 1
+        self.seen["largest"][0] += 1.0
+        self.mean.add_(1.0)
+        return self.linear(inputs) * (1 + 0.01 * self.calls)
+
+
+def batch():
+    return torch.randn(16, 6), torch.randint(0, 4, (16,))
+
+
+def train(make, over, steps=3):
+    torch.manual_seed(1)
+    trainer = ls.Trainer(nn.Sequential(nn.Linear(6, 6), make()), F.cross_entropy, SGD, **over)
+    for _ in range(steps):
+        trainer.step(batch())
+    return trainer.digest()
+
+
+def refusals(over):
+    """Return what each kind of side effect leads to, on this rank."""
+    found = []
+    for make in (Teacher, Codebook, Bag, *(partial(Drawing, each) for each in GENERATORS)):
+        try:
+            found.append(train(make, over))
+        except StateError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize(("n", "over"), LAYOUTS)
+def test_parameters_that_forward_writes_and_generators_it_draws_from_are_named(ranks, n, over):
+    found = ranks(refusals, n, over)
+    assert all(each == found[0] for each in found)
+    rank = n - 1 if "stages" in over else 0
+    written = ["parameter 1.teacher.weight", "parameter 1.codes", "parameter 1.embedding.weight"]
+    for said, subject in zip(found[0], written + ["the generator 1.generator"] * 4, strict=True):
+        assert said.startswith(f"rank {rank}, step 0: {subject} was "), said
+
+
+class Named(nn.Module):
+    """Names blocks, whose composition is compared with its forward before it is cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.teacher = nn.Linear(6, 6), Teacher()
+
+    def blocks(self):
+        return [self.linear, self.teacher]
+
+    def forward(self, inputs):
+        return self.teacher(self.linear(inputs))
+
+
+def test_a_parameter_that_forward_writes_is_named_when_blocks_are_checked(ranks):
+    """The two passes of the check differed, and the blocks were said not to be the model."""
+
+    def refused():
+        torch.manual_seed(1)
+        trainer = ls.Trainer(Named(), F.cross_entropy, SGD, stages=2)
+        with pytest.raises((StateError, LayoutError)) as raised:
+            trainer.step(batch())
+        return str(raised.value)
+
+    for said in ranks(refused, 2):
+        assert "parameter teacher.teacher.weight was written during forward" in said
+
+
+@pytest.mark.parametrize(("n", "over"), [(1, {}), (2, {}), LAYOUTS[-1]])
+def test_numbers_that_change_in_every_step_are_named_in_a_warning(ranks, n, over):
+    def warned():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(Counting, over, steps=4)
+        return [str(each.message).split()[6] for each in caught]
+
+    names = [name for each in ranks(warned, n) for name in each]
+    assert sorted(names) == ["1.calls", "1.mean", "1.seen"]  # once, by one rank
+
+
+def test_what_changes_once_or_is_replaced_is_no_state():
+    class Caching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.longest, self.attention, self.name = 0, torch.zeros(2), "x"
+
+        def forward(self, inputs):
+            self.longest = max(self.longest, len(inputs))
+            self.attention = inputs * 2
+
+    module = Caching()
+    effects = SideEffects({"": module})
+    for step in range(FIRST):
+        effects.begin(step)
+        module(torch.randn(3))
+        effects.finish()
+        assert not effects.failure
+        assert not effects.warnings
+
+
+def test_generators_without_a_state_of_their_own_are_no_state():
+    """Asking a SystemRandom for its state raised NotImplementedError in the first step."""
+    module = nn.Linear(2, 2)
+    module.system, module.common = random.SystemRandom(), torch.default_generator
+    effects = SideEffects({"": module})
+    effects.begin(step=0)
+    module.system.random()
+    torch.rand(1)
+    effects.finish()
+    assert not effects.failure
+
+
+def test_only_the_first_steps_and_every_hundredth_are_checked():
+    module = Codebook()
+    effects = SideEffects({"": module})
+    checked = []
+    for step in range(250):
+        effects.begin(step)
+        module(torch.randn(2, 6))
+        effects.finish()
+        assert bool(effects.failure) == bool(effects.summary)
+        if effects.failure:
+            checked.append(step)
+    assert checked == [0, 1, 2, 100, 200]
+
+
+@pytest.mark.parametrize("over", [{}, {"stages": 2, "balance": [1, 1]}])
+def test_weights_that_one_rank_changed_by_itself_are_named(ranks, over):
+    def train():
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        trainer = ls.Trainer(model, F.cross_entropy, SGD, **over)
+        trainer.step(batch())
+        if ls.rank() == 3:
+            if not over:
+                model[0].bias.data[2] += 1
+            else:
+                model[1].running_mean[2] += 1
+        try:
+            trainer.step(batch())
+        except DisagreementError as error:
+            return str(error)
+        return trainer.digest()
+
+    said = set(ranks(train, 4))
+    assert len(said) == 1
+    name = "1.running_mean" if over else "0.bias"
+    assert f"{name} holds other values on rank 3 than on rank {1 if over else 0}" in said.pop()

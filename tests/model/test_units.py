@@ -1,0 +1,95 @@
+"""Units: which random numbers a model draws, and that nobody else's are disturbed."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.model.units import Units, units_of
+from lockstep.pipeline.cut import block_names
+from lockstep.randomness import key
+
+CPU = torch.device("cpu")
+
+
+class Draws(nn.Module):
+    """Returns what it draws, and keeps it."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
+    def forward(self, inputs):
+        self.drawn.append(torch.rand(()).item())
+        return (inputs * self.drawn[-1]).exp()
+
+
+def drawn_with(*parts):
+    generator = torch.Generator().manual_seed(key(*parts))
+    return torch.rand((), generator=generator).item()
+
+
+def units_in(model):
+    return Units(units_of(model, block_names(model, None)), model, seed=0, device=CPU)
+
+
+def test_units_are_the_blocks_each_once_and_else_the_model():
+    layers = [nn.Linear(1, 1), nn.ReLU()]
+    shared = nn.Sequential(layers[0], layers[1], layers[0])
+    assert units_of(shared, ["0", "1", "2"]) == layers
+    alone = nn.Linear(1, 1)
+    assert units_of(alone) == [alone]
+
+
+def test_every_unit_draws_from_its_own_key():
+    first, second = Draws(), Draws()
+    model = nn.Sequential(first, second)
+    units = Units([first, second], model, seed=3, device=CPU)
+    with units.seeded():
+        for step, m in [(0, 0), (0, 1), (7, 2)]:
+            units.begin(step, m)
+            before = torch.rand(()).item()
+            model(torch.zeros(2))
+            after = torch.rand(()).item()
+            assert before == drawn_with(3, step, m, -1)
+            assert first.drawn[-1] == drawn_with(3, step, m, 0)
+            assert second.drawn[-1] == drawn_with(3, step, m, 1)
+            assert after == drawn_with(3, step, m, 2)
+    assert len({*first.drawn, *second.drawn}) == 6
+
+
+def test_a_unit_called_twice_draws_other_numbers():
+    model = Draws()
+    units = units_in(model)
+    with units.seeded():
+        units.begin(4, 5)
+        model(torch.zeros(1))
+        model(torch.zeros(1))
+    assert model.drawn == [drawn_with(0, 4, 5, 0), drawn_with(0, 4, 5, 0, 1)]
+
+
+def test_recomputation_repeats_the_numbers_of_its_own_call():
+    model = Draws()
+    units = units_in(model)
+    weight = torch.ones(1, requires_grad=True)
+    with units.seeded():
+        units.begin(0, 0)
+        # Three calls, each recomputed in backward, in whatever order autograd takes.
+        outputs = [checkpoint(model, weight * (i + 1), use_reentrant=False) for i in range(3)]
+        torch.stack(outputs).prod().backward()
+    forward, again = model.drawn[:3], model.drawn[3:]
+    assert len(set(forward)) == 3
+    assert sorted(again) == sorted(forward)
+
+
+def test_nothing_is_left_of_the_seeding():
+    model = nn.Sequential(Draws())
+    units = units_in(model)
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    with units.seeded():
+        units.begin(0, 0)
+        model(torch.zeros(1))
+    assert torch.equal(torch.rand(3), expected)
+    assert not model._forward_hooks
+    assert not model[0]._forward_pre_hooks

@@ -1,0 +1,106 @@
+"""The watch: what a run with stages writes of its steps, and what it makes of spans."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+from lockstep.model.ledger import Page
+from lockstep.model.watch import Watch, ranks_of
+from lockstep.pipeline.replay import replay
+from lockstep.pipeline.schedules import Action, one_f_one_b
+from lockstep.record.reader import read
+from lockstep.record.recorded import timelines
+from lockstep.report.trace import transfers
+
+PAGE = Page([], [], 0.0, 0.0)
+
+
+def test_the_first_ten_steps_and_every_hundredth_are_seen():
+    assert [step for step in range(350) if Watch().sees(step)] == [*range(10), 100, 200, 300]
+
+
+def test_a_span_begins_when_its_waiting_is_over():
+    spans = [
+        ("forward", 1, 5, 50.25, 51.0, 0.5, 3, 1024),
+        ("backward", 1, 5, 51.0, 52.0, 0.0, -1, 0),
+    ]
+    page = Watch(1000.0).noted(PAGE, 50.0, spans)
+    assert page.begun == 1050
+    assert page.spans == [
+        ["forward", 1, 5, 0.75, 1.0, 0.5, 3, 1024],
+        ["backward", 1, 5, 1.0, 2.0, 0.0, None, 0],
+    ]
+
+
+def test_the_update_ends_together_on_all_ranks():
+    watch = Watch()
+    pages = [watch.noted(PAGE, begun, [("forward", 0, 0, 7, 8, 0, -1, 0)]) for begun in (6.0, 6.5)]
+    first, second = ranks_of(pages, (9.0, 10.0, 11.0))
+    assert [work[:5] for work in first["works"][1:]] == [
+        ["reduce", None, None, 3, 4],
+        ["update", None, None, 4, 5],
+    ]
+    assert [work[3:5] for work in second["works"][1:]] == [[2.5, 3.5], [3.5, 4.5]]
+
+
+def test_a_step_that_is_not_seen_has_no_line():
+    assert ranks_of([PAGE, PAGE], (0.0, 0.0, 0.0)) == []
+
+
+def recorded(folder):
+    """Train 12 steps on two stages, and record them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    options = {"microbatches": 3, "stages": 2, "balance": [2, 2], "schedule": "1f1b"}
+    with ls.Trainer(model, nn.MSELoss(), optimizer, record=folder, **options) as trainer:
+        for _ in range(12):
+            trainer.step((torch.ones(6, 8), torch.ones(6, 8)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return the record of a run on two ranks."""
+    folder = tmp_path_factory.mktemp("watch") / "run"
+
+    def rank():
+        ls.init(timeout=60.0)
+        try:
+            recorded(folder)
+        finally:
+            ls.shutdown()
+
+    ls.launch(rank, nprocs=2, timeout=60.0)
+    return read(folder)
+
+
+def test_every_rank_records_what_the_schedule_says(run):
+    seen = timelines(run)
+    assert [one.title for one in seen] == [f"step {number}" for number in range(10)]
+    for one in seen:
+        for rank, actions in enumerate(one_f_one_b(2, 3)):
+            own = [work for work in one.works if work.rank == rank]
+            assert [Action(w.kind, w.stage, w.microbatch) for w in own[:-2]] == list(actions)
+            assert [work.kind for work in own[-2:]] == ["reduce", "update"]
+            assert all(before.end <= after.begin + 3e-6 for before, after in pairwise(own))
+
+
+def test_what_a_rank_gets_was_made_before_on_one_clock(run):
+    for one in timelines(run):
+        pairs = list(transfers(one))
+        assert len(pairs) == 6
+        for source, target in pairs:
+            assert target.source == source.rank
+            assert target.octets >= 2 * 8 * 4
+            assert source.begin <= target.begin + 1e-5
+
+
+def test_a_recorded_step_can_be_simulated(run):
+    one = timelines(run)[-1]
+    found = replay(one)
+    assert [work.rank for work in found.works] == [0] * 6 + [1] * 6
+    assert {work.kind for work in found.works} == {"forward", "backward"}
