@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench.sizes import spoken
+from lockstep.bench.sizes import format_size
 from lockstep.record.environment import environment
 
 HERE = Path(__file__).parent
@@ -55,7 +55,7 @@ def table(records: list[Record], collective: str, ranks: int) -> str:
     for size in dict.fromkeys(record["size_bytes"] for record in mine):
         found = {r["backend"]: cell(r) for r in mine if r["size_bytes"] == size}
         cells = [found.get(name, "") for name in names]
-        rows.append(f"| {spoken(size)} | " + " | ".join(cells) + " |")
+        rows.append(f"| {format_size(size)} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 

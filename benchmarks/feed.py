@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.bench.lineup import Lineup
+from lockstep.bench.start_barrier import StartBarrier
 
 __all__ = ["Feed"]
 
@@ -30,20 +30,24 @@ class Feed:
         for target, values in zip(self.batch, source, strict=True):
             target.copy_(values)
 
-    def timed(
-        self, step: Callable[[Batch], Any], calls: int, lineup: Lineup | None, settling: int = 0
+    def time_steps(
+        self,
+        step: Callable[[Batch], Any],
+        calls: int,
+        start_barrier: StartBarrier | None,
+        settling: int = 0,
     ) -> list[int]:
         """Time `calls` steps after some that only settle; return nanoseconds.
 
-        The ranks begin each step together at the `lineup`, where there is one.
+        The ranks begin each step together at the `start_barrier`, where there is one.
         """
         times, clock = [], time.perf_counter_ns
         gc.disable()
         try:
             for turn in range(settling + calls):
                 self.refill(turn)
-                if lineup is not None:
-                    lineup()
+                if start_barrier is not None:
+                    start_barrier.wait()
                 begun = clock()
                 step(self.batch)
                 times.append(clock() - begun)

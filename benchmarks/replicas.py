@@ -20,7 +20,7 @@ from torch import nn
 import lockstep as ls
 from lockstep.record.environment import environment
 
-ROUNDS, WARM_UP, STEPS = 5, 3, 12
+MIN_ROUNDS, WARM_UP, STEPS = 5, 3, 12
 BATCH, MICROBATCHES = 64, 8
 HERE = Path(__file__).parent
 
@@ -58,13 +58,15 @@ def measure() -> dict[str, Any]:
     """Return the speeds of each round, their ratios, and the digests."""
     speeds: dict[int, list[float]] = {1: [], 2: []}
     digests, backends = set(), set()
-    for turn in range(ROUNDS):
+    for turn in range(MIN_ROUNDS):
         for ranks in (1, 2) if turn % 2 == 0 else (2, 1):
             outcomes = ls.launch(train, nprocs=ranks, timeout=300.0)
             digests |= {digest for _, digest, _ in outcomes}
             backends |= {backend for _, _, backend in outcomes}
             speeds[ranks].append(BATCH / statistics.median(outcomes[0][0]))
-            print(f"round {turn + 1}/{ROUNDS}: {ranks} rank(s) {speeds[ranks][-1]:.1f} samples/s")
+            print(
+                f"round {turn + 1}/{MIN_ROUNDS}: {ranks} rank(s) {speeds[ranks][-1]:.1f} samples/s"
+            )
     ratios = [two / one for one, two in zip(speeds[1], speeds[2], strict=True)]
     return {
         "benchmark": "replicas",
@@ -91,7 +93,7 @@ def told(result: dict[str, Any]) -> str:
 A compute-bound convolutional network (0.4 M parameters, 64x64 pictures), global batch {BATCH},
 {MICROBATCHES} micro-batches, one thread a rank, backend {result["backend"]}.
 
-| ranks | samples/s (median of {ROUNDS} rounds) |
+| ranks | samples/s (median of {MIN_ROUNDS} rounds) |
 |---|---|
 | 1 | {one:.1f} |
 | 2 | {two:.1f} |

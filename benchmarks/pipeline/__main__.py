@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from benchmarks.clock import Clock, about
+from benchmarks.progress import Progress, about
 from lockstep.cli import run
-from lockstep.commands.bench_collective import described, save_text, spoken_command, status
+from lockstep.commands.bench_collective import command_line, describe_machine, save_text, status
 from lockstep.errors import UsageError, WorkError
 
 if TYPE_CHECKING:
     from benchmarks.pipeline.case import Case
-    from benchmarks.pipeline.race import Contender, Outcome
+    from benchmarks.pipeline.comparison import Outcome, PipelineParticipant
 
 __all__ = ["command"]
 
@@ -58,10 +58,10 @@ def command(**flags: Any) -> None:
     splits = checked(flags)
     names = contenders(flags["vs"])
     check_memory(flags, names)
-    machine, typed = described(), spoken_command()
+    machine, typed = describe_machine(), command_line()
     expected = estimate(flags, splits, names)
     click.echo(f"# {machine}\n# {typed}\n# {len(names) + 1} contenders: {about(expected)}")
-    everything = measured(flags, splits, names, Clock(expected))
+    everything = measured(flags, splits, names, Progress(expected))
     write(everything, flags, {"machine": machine, "command": typed})
     judge(everything)
 
@@ -94,20 +94,20 @@ def checked(flags: dict[str, Any]) -> list[int]:
 
 def contenders(text: str) -> list[str]:
     """Return the contenders asked for; UsageError for one that cannot be."""
-    from benchmarks.contenders import lacking, require
-    from benchmarks.pipeline.ways import COPIES, WAYS
+    from benchmarks.availability import require_available, unavailable
+    from benchmarks.pipeline.contenders import CONTENDERS, COPIES
 
-    without = lacking(WAYS)
+    without = unavailable(CONTENDERS)
     if text == EVERYBODY:
         if without:
             sentence = f"The backend 'lockstep' is not built here: without {', '.join(without)}."
             click.echo(sentence, err=True)
-        return [name for name in WAYS if name not in (COPIES, *without)]
+        return [name for name in CONTENDERS if name not in (COPIES, *without)]
     names = [name for name in dict.fromkeys(text.split(",")) if name not in ("", COPIES)]
     for name in names:
-        if name not in WAYS:
-            raise UsageError(f"--vs {name}: choose from {','.join(WAYS)}")
-        require(name, without)
+        if name not in CONTENDERS:
+            raise UsageError(f"--vs {name}: choose from {','.join(CONTENDERS)}")
+        require_available(name, without)
     return names
 
 
@@ -136,15 +136,15 @@ def repeats(flags: dict[str, Any], splits: int, most: int) -> int:
 def estimate(flags: dict[str, Any], splits: list[int], names: list[str]) -> float:
     """Return about how long all of it takes, in seconds."""
     from benchmarks.pipeline.case import MODELS
-    from benchmarks.pipeline.race import BLOCK, CHECKED
-    from benchmarks.pipeline.ways import WAYS
+    from benchmarks.pipeline.comparison import BLOCK, CHECKED
+    from benchmarks.pipeline.contenders import CONTENDERS
 
     whole = START * (len(names) + 1)
     single = MODELS[flags["model"]].seconds * flags["batch"] / 32
     if flags["model"] == "resnet50":
         single *= (flags["size"] / 128) ** 2
     for each in splits:
-        count = sum(WAYS[name].always or each == splits[-1] for name in names)
+        count = sum(CONTENDERS[name].always or each == splits[-1] for name in names)
         turns = repeats(flags, each, splits[-1])
         whole += (2 + 0.75 * count) * max(single, BLOCK) * turns
         whole += (1 + 0.75 * count) * (single * CHECKED + 0.5)
@@ -152,19 +152,19 @@ def estimate(flags: dict[str, Any], splits: list[int], names: list[str]) -> floa
 
 
 def measured(
-    flags: dict[str, Any], splits: list[int], names: list[str], say: Clock
+    flags: dict[str, Any], splits: list[int], names: list[str], say: Progress
 ) -> list[list[Outcome]]:
     """Measure and print one number of micro-batches after another."""
-    from benchmarks.pipeline import race, table
+    from benchmarks.pipeline import comparison, table
     from benchmarks.pipeline.case import Case
 
     everything = []
-    with race.contenders(names, flags["timeout"], say) as racing:
+    with comparison.start_participants(names, flags["timeout"], say) as participants:
         for each in splits:
             case = Case(flags["model"], each, flags["batch"], flags["size"])
             say.subject = f"{each} micro-batches: "
-            running = chosen(racing, case, splits[-1])
-            found = race.race(running, case, repeats(flags, each, splits[-1]), say)
+            running = chosen(participants, case, splits[-1])
+            found = comparison.measure_case(running, case, repeats(flags, each, splits[-1]), say)
             status("")
             click.echo("\n".join(["", table.heading(case), *table.rows(found)]))
             everything.append(found)
@@ -173,10 +173,12 @@ def measured(
     return everything
 
 
-def chosen(racing: list[Contender], case: Case, most: int) -> list[Contender]:
+def chosen(
+    participants: list[PipelineParticipant], case: Case, most: int
+) -> list[PipelineParticipant]:
     """Return who takes part with that many micro-batches."""
     everybody = case.splits == most or case.model == "tiny"
-    return [one for one in racing if everybody or (one.way.always and not one.alone)]
+    return [one for one in participants if everybody or (one.contender.always and not one.alone)]
 
 
 def write(everything: list[list[Outcome]], flags: dict[str, Any], said: dict[str, str]) -> None:
@@ -200,7 +202,7 @@ def judge(everything: list[list[Outcome]]) -> None:
     if wrong:
         raise WorkError(f"wrong answers: {'; '.join(wrong)}")
     if not any(one.times for one in outcomes):
-        raise WorkError(f"nothing could be measured: {outcomes[0].cannot}")
+        raise WorkError(f"nothing could be measured: {outcomes[0].error}")
 
 
 if __name__ == "__main__":

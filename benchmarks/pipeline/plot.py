@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 
-from benchmarks.pipeline.race import Outcome, ideal
+from benchmarks.pipeline.comparison import Outcome, ideal
+from benchmarks.pipeline.contenders import COPIES
 from benchmarks.pipeline.table import is_pipeline, median_of
-from benchmarks.pipeline.ways import COPIES
 from lockstep.report.picture import Dot, Label, Line, Picture, Point
 
 __all__ = ["draw"]
@@ -48,10 +48,10 @@ def draw(everything: list[list[Outcome]], machine: str, command: str) -> Picture
     named = []
     for name, curve in curves.items():
         points = [scale.point(m, value) for m, value in curve]
-        colour = COLOURS.get(name, SOFT)
-        picture.add(Line(points, colour, 1 if name == "ideal" else 2.5))
-        picture.add(*(Dot(*point, 4, colour) for point in points))
-        named.append((points[-1][1], name, curve[-1][1], colour))
+        color = COLOURS.get(name, SOFT)
+        picture.add(Line(points, color, 1 if name == "ideal" else 2.5))
+        picture.add(*(Dot(*point, 4, color) for point in points))
+        named.append((points[-1][1], name, curve[-1][1], color))
     names(picture, sorted(named))
     return picture
 
@@ -102,6 +102,6 @@ def frame(picture: Picture, scale: Scale, splits: list[int]) -> None:
 def names(picture: Picture, named: list[tuple[float, str, float, str]]) -> None:
     """Write the names beside the curves' ends, one below the other."""
     last = -math.inf
-    for y, name, value, colour in named:
+    for y, name, value, color in named:
         last = max(y, last + APART)
-        picture.add(Label(RIGHT + 16, last + 5, f"{name} {value:.2f}", 15, colour))
+        picture.add(Label(RIGHT + 16, last + 5, f"{name} {value:.2f}", 15, color))

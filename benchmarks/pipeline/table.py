@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.pipeline.case import Case
-from benchmarks.pipeline.race import Outcome, ideal
-from benchmarks.pipeline.ways import ALONE, COPIES, STAGES
+from benchmarks.pipeline.comparison import Outcome, ideal
+from benchmarks.pipeline.contenders import ALONE, COPIES, STAGES
 
 __all__ = ["caption", "heading", "overhead_lines", "records", "rows"]
 
@@ -34,8 +34,8 @@ def rows(outcomes: list[Outcome]) -> list[str]:
 
 def row(outcome: Outcome, single: float | None) -> str:
     """Return one contender's line."""
-    if outcome.cannot:
-        return f"{outcome.name:<{WIDTHS[0]}}  cannot: {outcome.cannot}"
+    if outcome.error:
+        return f"{outcome.name:<{WIDTHS[0]}}  error: {outcome.error}"
     if not outcome.times:
         return f"{outcome.name:<{WIDTHS[0]}}  was not measured"
     times = (spoken(outcome.quantile(share)) for share in (0.5, 0.1, 0.9))
@@ -116,7 +116,7 @@ def record(outcome: Outcome, single: float | None) -> dict[str, Any]:
         "losses": outcome.losses,
         "digest": outcome.digest or None,
         "wrong": outcome.wrong or None,
-        "cannot": outcome.cannot or None,
+        "error": outcome.error or None,
         "times": outcome.times,
     }
     if outcome.times:

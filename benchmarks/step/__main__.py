@@ -1,4 +1,4 @@
-"""`python -m benchmarks.step`: a whole training step, beside PyTorch's own ways."""
+"""`python -m benchmarks.step`: a whole training step, beside PyTorch's own methods."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from benchmarks.clock import Clock, about
-from lockstep.bench.sizes import spoken
+from benchmarks.progress import Progress, about
+from lockstep.bench.sizes import format_size
 from lockstep.cli import run
 from lockstep.commands.bench_collective import (
-    described,
-    numbers,
+    command_line,
+    describe_machine,
+    parse_rank_counts,
     save_text,
-    spoken_command,
     status,
 )
 from lockstep.errors import UsageError, WorkError
 
 if TYPE_CHECKING:
+    from benchmarks.step.comparison import Outcome
+    from benchmarks.step.contenders import Case
     from benchmarks.step.exactness import Exactness
-    from benchmarks.step.race import Outcome
-    from benchmarks.step.ways import Case
     from benchmarks.step.widths import Digests
 
 __all__ = ["command"]
@@ -62,17 +62,17 @@ def command(**flags: Any) -> None:
     the trainer's digest on 1, 2, 3 and 4 ranks. 100m and resnet50 take minutes.
     """
     check(flags)
-    counts, widths = numbers(flags["nprocs"]), numbers(flags["widths"])
+    counts, widths = parse_rank_counts(flags["nprocs"]), parse_rank_counts(flags["widths"])
     cases = wanted(flags)
     names = contenders(flags["vs"])
     check_memory(cases, names, max(counts))
-    machine, typed = described(), spoken_command()
+    machine, typed = describe_machine(), command_line()
     expected = estimate(cases, names, counts, widths, flags["seconds"])
     click.echo(f"# {machine}\n# {typed}\n# {told(cases, names, counts)}: {about(expected)}")
-    say = Clock(expected)
+    say = Progress(expected)
     outcomes: list[Outcome] = []
     for ranks in counts:
-        for each in races(cases, names, ranks, flags, say):
+        for each in measure_cases(cases, names, ranks, flags, say):
             outcomes += each
         click.echo("\n" + caption(ranks))
     costs = list(exactness(cases, counts, flags, say))
@@ -103,8 +103,8 @@ def check(flags: dict[str, Any]) -> None:
 
 def wanted(flags: dict[str, Any]) -> list[Case]:
     """Return every model with every optimizer."""
+    from benchmarks.step.contenders import Case
     from benchmarks.step.networks import NETWORKS, OPTIMIZERS, chosen
-    from benchmarks.step.ways import Case
 
     models = chosen("--models", flags["models"], NETWORKS)
     optimizers = chosen("--optimizers", flags["optimizers"], OPTIMIZERS)
@@ -114,21 +114,21 @@ def wanted(flags: dict[str, Any]) -> list[Case]:
 
 def contenders(text: str) -> list[str]:
     """Return the contenders asked for, the copies first; UsageError for one that cannot be."""
-    from benchmarks.contenders import lacking, require
+    from benchmarks.availability import require_available, unavailable
+    from benchmarks.step.contenders import CONTENDERS
     from benchmarks.step.networks import chosen
-    from benchmarks.step.ways import WAYS
 
-    without = lacking(WAYS)
+    without = unavailable(CONTENDERS)
     if text == EVERYBODY:
         if without:
             click.echo(
                 f"The backend 'lockstep' is not built here: without {', '.join(without)}, and "
                 "the trainer is on gloo.", err=True
             )  # fmt: skip
-        return [name for name in WAYS if name not in without]
-    names = chosen("--vs", text, WAYS)
+        return [name for name in CONTENDERS if name not in without]
+    names = chosen("--vs", text, CONTENDERS)
     for name in names:
-        require(name, without)
+        require_available(name, without)
     return list(dict.fromkeys([COPIES, *names]))
 
 
@@ -141,18 +141,18 @@ def check_memory(cases: list[Case], names: list[str], ranks: int) -> None:
     if needed > free:
         raise UsageError(
             f"{case.network} with {case.optimizer} on {ranks} ranks of {len(names)} contenders "
-            f"needs about {spoken(needed)} of memory, {spoken(free)} are free: choose fewer with "
-            "--vs ddp-gloo,trainer, or a smaller model"
+            f"needs about {format_size(needed)} of memory, {format_size(free)} are free: choose "
+            "fewer with --vs ddp-gloo,trainer, or a smaller model"
         )
 
 
 def need(case: Case, names: list[str], ranks: int) -> int:
     """Return about how many bytes the contenders of a case hold together."""
+    from benchmarks.step.contenders import CONTENDERS
     from benchmarks.step.networks import count
-    from benchmarks.step.ways import WAYS
 
     state = 2 if case.optimizer == "adamw" else 0
-    times = sum(WAYS[name].memory + state for name in names)
+    times = sum(CONTENDERS[name].memory + state for name in names)
     return round(4 * count(case.net) * times * ranks)
 
 
@@ -160,12 +160,12 @@ def estimate(
     cases: list[Case], names: list[str], counts: list[int], widths: list[int], seconds: float
 ) -> float:
     """Return about how long all of it takes, in seconds."""
-    from lockstep.bench.lineup import cores
+    from lockstep.show.machine import usable_cores
 
     whole = 10.0
     for case in cases:
         for ranks in counts:
-            crowd = max(1.0, ranks / cores())
+            crowd = max(1.0, ranks / usable_cores())
             step = 1.6 * case.net.step * crowd * case.samples / 32
             each = 1.0 * crowd + 9 * step + 1.4 * max(seconds, 10 * step)
             whole += each * (len(names) + 1)
@@ -179,16 +179,16 @@ def told(cases: list[Case], names: list[str], counts: list[int]) -> str:
     return f"{len(cases)} cases, {len(names) + 1} contenders, {ranks} ranks"
 
 
-def races(
-    cases: list[Case], names: list[str], ranks: int, flags: dict[str, Any], say: Clock
+def measure_cases(
+    cases: list[Case], names: list[str], ranks: int, flags: dict[str, Any], say: Progress
 ) -> Iterator[list[Outcome]]:
     """Measure and print one case after another."""
     from benchmarks.step import table
-    from benchmarks.step.race import race
+    from benchmarks.step.comparison import measure_case
 
     for case in cases:
         say.subject = f"{case.network}, {case.optimizer}, {ranks} ranks: "
-        outcomes = race(case, names, ranks, flags["seconds"], flags["timeout"], say)
+        outcomes = measure_case(case, names, ranks, flags["seconds"], flags["timeout"], say)
         status("")
         click.echo("\n".join(["", table.heading(outcomes), *table.rows(outcomes)]))
         yield outcomes
@@ -202,7 +202,7 @@ def caption(ranks: int) -> str:
 
 
 def exactness(
-    cases: list[Case], counts: list[int], flags: dict[str, Any], say: Clock
+    cases: list[Case], counts: list[int], flags: dict[str, Any], say: Progress
 ) -> Iterator[Exactness]:
     """Measure and print what the tree costs, once a model."""
     from benchmarks.step import table
@@ -220,14 +220,14 @@ def exactness(
 
 
 def same_digests(
-    cases: list[Case], names: list[str], widths: list[int], flags: dict[str, Any], say: Clock
+    cases: list[Case], names: list[str], widths: list[int], flags: dict[str, Any], say: Progress
 ) -> list[Digests]:
-    """Compare and print the digests of the ways that promise them."""
+    """Compare and print the digests of the contenders that promise them."""
     from benchmarks.step import table
     from benchmarks.step import widths as promise
-    from benchmarks.step.ways import WAYS
+    from benchmarks.step.contenders import CONTENDERS
 
-    if not any(WAYS[name].promised for name in names):
+    if not any(CONTENDERS[name].promised for name in names):
         return []
     say.subject = ""
     say(f"digests on {','.join(map(str, widths))} ranks")
@@ -262,7 +262,7 @@ def judge(outcomes: list[Outcome], found: list[Digests]) -> None:
     if bad := wrong(outcomes, found):
         raise WorkError(f"wrong parameters from {'; '.join(bad)}: see digest and error")
     if not any(outcome.times for outcome in outcomes):
-        raise WorkError(f"nothing could be measured: {outcomes[0].cannot}")
+        raise WorkError(f"nothing could be measured: {outcomes[0].error}")
 
 
 if __name__ == "__main__":

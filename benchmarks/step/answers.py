@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import lockstep
+from benchmarks.step.contenders import Case, Training, loss
 from benchmarks.step.networks import Batch, Network
-from benchmarks.step.ways import Case, Training, loss
 from lockstep.comm.exact import add_lists
 from lockstep.comm.tree import Fold
 from lockstep.data.microbatch import spans
@@ -30,7 +30,7 @@ CHECKED = 2
 """Steps from the beginning after which the parameters are compared."""
 
 LIMIT = 0.05
-"""How far parameters may be from the right ones, as a share of the way that those went.
+"""How far parameters may be from the right ones, as a share of the distance that those moved.
 
 AdamW divides a gradient by its size: where that is next to nothing, rounding decides its sign.
 """
@@ -57,10 +57,10 @@ class Expected:
     digest: str
 
     @classmethod
-    def of(cls, case: Case, ranks: int, folder: str, patience: float) -> Expected:
+    def of(cls, case: Case, ranks: int, folder: str, timeout: float) -> Expected:
         """Train in a process of its own, as `ranks` ranks have to, and keep what came of it."""
         begun, ended = Path(folder, "begun"), Path(folder, "ended")
-        lockstep.launch(train, (case, ranks, str(begun), str(ended)), timeout=patience)
+        lockstep.launch(train, (case, ranks, str(begun), str(ended)), timeout=timeout)
         return cls(case.net, begun, ended, file_digest(case.net, ended))
 
     def compare(self, file: str) -> Answer:

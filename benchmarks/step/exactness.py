@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from benchmarks.step.ways import Case
+from benchmarks.step.contenders import Case
 from lockstep.comm.bucket import Bucket, plan
 from lockstep.comm.exact import ExactSum, exact_sums, in_memory_order
 from lockstep.comm.tree import Node, nodes_of
@@ -28,7 +28,7 @@ from lockstep.data_parallel.gradients import BUCKET_BYTES
 __all__ = ["Exactness", "exactness"]
 
 BLOCK = 3  # calls of each in turn
-FEWEST = 15  # calls of each at least
+MIN_CALLS = 15  # calls of each at least
 
 Values = list[torch.Tensor | None]
 
@@ -49,9 +49,9 @@ class Exactness:
         return statistics.median(self.exact) / statistics.median(self.any_order) - 1
 
 
-def exactness(case: Case, ranks: int, seconds: float, patience: float) -> Exactness:
+def exactness(case: Case, ranks: int, seconds: float, timeout: float) -> Exactness:
     """Measure both on the gradients of a case, in turn; the slowest rank counts."""
-    told = lockstep.launch(alternate, (case, seconds), ranks, timeout=patience)
+    told = lockstep.launch(alternate, (case, seconds), ranks, timeout=timeout)
     backend = told[0][0]
     exact, any_order = (
         [max(times) for times in zip(*(each[1][name] for each in told), strict=True)]
@@ -74,7 +74,7 @@ def alternate(case: Case, seconds: float) -> tuple[str, dict[str, list[float]]]:
                 start = time.perf_counter()
                 call()
                 times[name].append(time.perf_counter() - start)
-        over = time.perf_counter() - begun > 2 * seconds and len(times["exact"]) >= FEWEST
+        over = time.perf_counter() - begun > 2 * seconds and len(times["exact"]) >= MIN_CALLS
         going.fill_(0 if over else 1)
         dist.broadcast(going, 0)
     lockstep.shutdown()

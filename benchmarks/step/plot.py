@@ -6,7 +6,7 @@ trainer     ████████ ▒▒├┤                 from a tenth t
 
 from __future__ import annotations
 
-from benchmarks.step.race import ALONE, Outcome
+from benchmarks.step.comparison import ALONE, Outcome
 from benchmarks.step.table import STOCK, baseline, beyond, milliseconds, named
 from lockstep.report.picture import Box, Label, Line, Picture, text_width
 
@@ -44,14 +44,14 @@ def draw(outcomes: list[Outcome], machine: str, command: str) -> Picture:
 
 
 def legend(picture: Picture, y: float) -> None:
-    """Say what the colours are."""
+    """Say what the colors are."""
     entries = (
         (COMPUTE, "as copies that exchange nothing"), (OURS, "beyond, on lockstep"),
         (THEIRS, "beyond, on gloo"), (STOCK_COLOUR, "beyond, freed memory not kept"),
     )  # fmt: skip
     at = float(MARGIN)
-    for colour, text in entries:
-        picture.add(Box(at, y - 11, 14, 12, colour), Label(at + 20, y, text, 14, INK))
+    for color, text in entries:
+        picture.add(Box(at, y - 11, 14, 12, color), Label(at + 20, y, text, 14, INK))
         at += text_width(text, 14) + 48
 
 
@@ -74,14 +74,14 @@ def bar(
     picture.add(Label(x, y + 12, outcome.name, 13, INK))
     left, middle = x + NAME, y + 8
     if not outcome.times:
-        picture.add(Label(left, y + 12, "cannot", 12, SOFT))
+        picture.add(Label(left, y + 12, "error", 12, SOFT))
         return
     copies, more = named(baseline(outcome), group), beyond(outcome, group)
     compute = min(copies.median, outcome.median) if copies and more is not None else outcome.median
     picture.add(Box(left, y, compute * scale, 16, COMPUTE))
     if outcome.median > compute:
         rest = (outcome.median - compute) * scale
-        picture.add(Box(left + compute * scale, y, rest, 16, colour(outcome)))
+        picture.add(Box(left + compute * scale, y, rest, 16, color(outcome)))
     low, high = (left + outcome.quantile(share) * scale for share in (0.1, 0.9))
     picture.add(Line([(low, middle), (high, middle)], INK, 1))
     picture.add(*(Line([(at, middle - 4), (at, middle + 4)], INK, 1) for at in (low, high)))
@@ -89,8 +89,8 @@ def bar(
     picture.add(Label(high + 8, y + 12, text, 12, SOFT))
 
 
-def colour(outcome: Outcome) -> str:
-    """Return the colour of what comes beyond computing."""
+def color(outcome: Outcome) -> str:
+    """Return the color of what comes beyond computing."""
     if outcome.name.startswith(STOCK):
         return STOCK_COLOUR
     return THEIRS if outcome.name in THEIR or outcome.name == ALONE else OURS

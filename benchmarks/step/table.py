@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.step.answers import LIMIT
+from benchmarks.step.comparison import ALONE, COPIES, Outcome
+from benchmarks.step.contenders import CONTENDERS
 from benchmarks.step.exactness import Exactness
 from benchmarks.step.networks import count
-from benchmarks.step.race import ALONE, COPIES, Outcome
-from benchmarks.step.ways import WAYS
 from benchmarks.step.widths import Digests
-from lockstep.bench.times import quantile
+from lockstep.bench.results import quantile
 
 __all__ = [
     "beyond", "caption", "exactness_line", "heading", "records", "rows", "widths_lines", "wrong",
@@ -43,8 +43,8 @@ def rows(outcomes: list[Outcome]) -> list[str]:
 
 def row(outcome: Outcome, outcomes: list[Outcome]) -> str:
     """Return one contender's line."""
-    if outcome.cannot:
-        return line((outcome.name,)) + f"  cannot: {outcome.cannot}"
+    if outcome.error:
+        return line((outcome.name,)) + f"  error: {outcome.error}"
     more, answer = beyond(outcome, outcomes), outcome.answer
     return line(
         (
@@ -109,7 +109,7 @@ def share_of_peer(outcome: Outcome, outcomes: list[Outcome]) -> float | None:
 def speedup(outcome: Outcome, outcomes: list[Outcome]) -> float | None:
     """Return how many times as long DistributedDataParallel on Gloo takes for a whole step."""
     peer = named(PEER, outcomes)
-    trains = outcome.name in WAYS and WAYS[outcome.name].average
+    trains = outcome.name in CONTENDERS and CONTENDERS[outcome.name].average
     return peer.median / outcome.median if peer and trains else None
 
 
@@ -121,7 +121,8 @@ def caption(ranks: int) -> str:
         f"nothing ({STOCK}*: than {STOCK}copies); faster: {PEER}'s step over this one\n"
         "MB: most that was held while training, beyond an idle rank; what ranks share counts once\n"
         "digest: of the parameters after two steps, = where all bits are those of one process of "
-        "plain PyTorch\nerror: their distance from those, as a share of the way that those went\n"
+        "plain PyTorch\nerror: their distance from those, as a share of the distance\n"
+        "that those moved\n"
         f"freed memory is kept in the process (lockstep.init does that) by all but {STOCK}*"
     )
 
@@ -137,9 +138,10 @@ def exactness_line(result: Exactness) -> str:
 
 
 def widths_lines(found: list[Digests]) -> list[str]:
-    """Return a line for each case and way: its digests on 1, 2, ... ranks."""
+    """Return a line for each case and contender: its digests on 1, 2, ... ranks."""
     return [
-        f"{each.case.network}, {each.case.optimizer}, {each.way}: plain {each.plain[:SHOWN]}, "
+        f"{each.case.network}, {each.case.optimizer}, {each.contender}: "
+        f"plain {each.plain[:SHOWN]}, "
         + ", ".join(f"{ranks}: {digest[:SHOWN]}" for ranks, digest in each.by_ranks.items())
         + ("  all equal" if each.are_equal else "  DIFFERENT")
         for each in found
@@ -152,10 +154,10 @@ def wrong(outcomes: Iterable[Outcome], found: Iterable[Digests]) -> list[str]:
         f"{each.name} ({each.case.network}, {each.case.optimizer})"
         for each in outcomes
         if each.answer
-        and (each.answer.error > LIMIT or (WAYS[each.name].promised and not each.answer.same))
+        and (each.answer.error > LIMIT or (CONTENDERS[each.name].promised and not each.answer.same))
     ]
     return names + [
-        f"{each.way} on {', '.join(map(str, each.by_ranks))} ranks "
+        f"{each.contender} on {', '.join(map(str, each.by_ranks))} ranks "
         f"({each.case.network}, {each.case.optimizer})"
         for each in found
         if not each.are_equal
@@ -185,7 +187,7 @@ def records(
                 key: getattr(each.case, key)
                 for key in ("network", "optimizer", "samples", "microbatches")
             },
-            "contender": each.way,
+            "contender": each.contender,
             "plain": each.plain,
             "ranks": {str(ranks): digest for ranks, digest in each.by_ranks.items()},
             "equal": each.are_equal,

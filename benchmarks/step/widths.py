@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import lockstep
 from benchmarks.step.answers import CHECKED, plain_digest, training_digest
-from benchmarks.step.ways import WAYS, Case, Fixed
+from benchmarks.step.contenders import CONTENDERS, Case, Fixed
 
 __all__ = ["Digests", "digests"]
 
@@ -21,10 +21,10 @@ SAMPLES, MICROBATCHES = 27, 8  # neither divides by 2, 3 and 4 alike
 
 @dataclass
 class Digests:
-    """The digests of one way in one case: plain PyTorch's, and those of each number of ranks."""
+    """The digests of one contender and of plain PyTorch in one case, by number of ranks."""
 
     case: Case
-    way: str
+    contender: str
     plain: str
     by_ranks: dict[int, str] = field(default_factory=dict)
 
@@ -35,31 +35,31 @@ class Digests:
 
 
 def digests(
-    cases: Sequence[Case], ways: Sequence[str], widths: Sequence[int], patience: float
+    cases: Sequence[Case], contenders: Sequence[str], widths: Sequence[int], timeout: float
 ) -> list[Digests]:
-    """Train every case in every way that promises bits, on each number of ranks in `widths`."""
+    """Train every case with every bit-identical contender, on each number of ranks."""
     fixed = [Fixed(case.network, case.optimizer, SAMPLES, MICROBATCHES) for case in cases]
-    promised = [name for name in ways if WAYS[name].promised]
-    plain = lockstep.launch(plain_digest, (fixed,), timeout=patience)[0]
+    promised = [name for name in contenders if CONTENDERS[name].promised]
+    plain = lockstep.launch(plain_digest, (fixed,), timeout=timeout)[0]
     found = [
         Digests(case, name, digest)
         for case, digest in zip(fixed, plain, strict=True)
         for name in promised
     ]
     for ranks in widths:
-        told = lockstep.launch(train, (fixed, promised), ranks, timeout=patience)[0]
+        told = lockstep.launch(train, (fixed, promised), ranks, timeout=timeout)[0]
         for each, digest in zip(found, told, strict=True):
             each.by_ranks[ranks] = digest
     return found
 
 
-def train(cases: Sequence[Case], ways: Sequence[str]) -> list[str]:
-    """Train in each way, one after another, and return the digests."""
+def train(cases: Sequence[Case], contenders: Sequence[str]) -> list[str]:
+    """Train in each contender, one after another, and return the digests."""
     ranks = lockstep.init(device="cpu").world_size
     found = []
     for case in cases:
-        for name in ways:
-            training = WAYS[name].make(case)
+        for name in contenders:
+            training = CONTENDERS[name].make(case)
             for turn in range(CHECKED):
                 training.step(case.batch(ranks, turn))
             found.append(training_digest(training))

@@ -56,7 +56,7 @@ def test_a_size_is_rounded_up_to_whole_parts(name, size, itemsize, ranks):
     if name == "barrier":
         assert actual == 0
     else:
-        parts = ranks if one.is_cut else 1
+        parts = ranks if one.has_part_per_rank else 1
         assert actual >= size
         assert actual - size < itemsize * parts or count == 1
         assert actual % (itemsize * parts) == 0
@@ -68,4 +68,4 @@ def test_a_size_is_rounded_up_to_whole_parts(name, size, itemsize, ranks):
      ("gather", 0.75), ("scatter", 0.75), ("broadcast", 1.0), ("reduce", 1.0), ("send_recv", 1.0)],
 )  # fmt: skip
 def test_bus_bandwidth_factors_are_those_of_nccl_tests(name, factor):
-    assert COLLECTIVES[name].factor(4) == factor
+    assert COLLECTIVES[name].bus_factor(4) == factor

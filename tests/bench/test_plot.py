@@ -1,4 +1,4 @@
-"""The picture: every contender in it, in either format."""
+"""Plot: every contender, as SVG and PNG."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from lockstep.bench.measure import Order
-from lockstep.bench.peers import CopyPeer
+from lockstep.bench.interleaved import Contender, Result
 from lockstep.bench.plot import check_format, draw, save
-from lockstep.bench.rounds import Contender, Result
+from lockstep.bench.runners import CopyRunner
+from lockstep.bench.workload import Workload
 from lockstep.errors import FileError, UsageError
 
 
@@ -24,13 +24,13 @@ def results(collective="all_reduce", widths=(2,), sizes=(4, 1024, 1 << 20)):
     found = []
     for ranks in widths:
         for size in sizes:
-            order = Order(collective, size // 4, "float32", "SUM")
+            workload = Workload(collective, size // 4, "float32", "SUM")
             for number, name in enumerate(("lockstep", "gloo", "mpi & co")):
                 time = (number + 1) * (1 + size / 1000)
                 times = (0.8 * time, time, 1.3 * time)
-                found.append(Result(Contender(name, Nobody()), order, ranks, size, times))
-            copy = Contender("memcpy", CopyPeer())
-            found.append(Result(copy, order, ranks, size, (max(size, 1) / 10_000,)))
+                found.append(Result(Contender(name, Nobody()), workload, ranks, size, times))
+            copy = Contender("memcpy", CopyRunner())
+            found.append(Result(copy, workload, ranks, size, (max(size, 1) / 10_000,)))
     return found
 
 
@@ -41,8 +41,8 @@ def texts(picture):
 
 @pytest.mark.parametrize(
     ("widths", "panels"),
-    [((2,), ["Time of a call", "Bus bandwidth"]),
-     ((2, 4), ["Time of a call, 2 ranks", "Time of a call, 4 ranks"])],
+    [((2,), ["Time per call", "Bus bandwidth"]),
+     ((2, 4), ["Time per call, 2 ranks", "Time per call, 4 ranks"])],
 )  # fmt: skip
 def test_panels_and_names_are_drawn(widths, panels):
     picture = draw(results(widths=widths), "a machine", "lockstep bench all_reduce")
@@ -74,11 +74,11 @@ def test_a_png_has_twice_the_points(tmp_path):
     assert Image.open(io.BytesIO(file.read_bytes())).size == (2400, 1350)
 
 
-def test_other_suffixes_are_said():
-    with pytest.raises(UsageError, match=r"--plot a.pdf: write a .svg or a .png"):
+def test_unknown_suffix_raises():
+    with pytest.raises(UsageError, match=r"--plot a.pdf: the suffix must be .svg or .png"):
         check_format(Path("a.pdf"))
 
 
-def test_a_file_that_cannot_be_written_is_said(tmp_path):
+def test_unwritable_file_raises(tmp_path):
     with pytest.raises(FileError, match="cannot be written"):
         save(draw(results(), "m", "c"), tmp_path / "nowhere" / "a.svg")

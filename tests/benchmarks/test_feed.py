@@ -14,9 +14,9 @@ def test_batches_come_by_turns_into_the_same_memory():
     feed = Feed(SOURCES)
     places = [each.data_ptr() for each in feed.batch]
     seen = []
-    times = feed.timed(
+    times = feed.time_steps(
         lambda batch: seen.append((batch[0][0, 0].item(), batch[1][0].item(), gc.isenabled())),
-        calls=2, lineup=None, settling=1,
+        calls=2, start_barrier=None, settling=1,
     )  # fmt: skip
     assert seen == [(0.0, 0, False), (1.0, 1, False), (0.0, 0, False)]
     assert len(times) == 2
@@ -30,5 +30,5 @@ def test_a_step_that_fails_leaves_the_collector_on():
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        Feed(SOURCES).timed(fail, 1, None)
+        Feed(SOURCES).time_steps(fail, 1, None)
     assert gc.isenabled()

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.bench.collectives import COLLECTIVES
-from lockstep.bench.measure import Order
-from lockstep.bench.peers import CopyPeer
-from lockstep.bench.rounds import Contender, Result
+from lockstep.bench.interleaved import Contender, Result
+from lockstep.bench.runners import CopyRunner
+from lockstep.bench.workload import Workload
 from lockstep.commands import bench, bench_collective
 from lockstep.errors import UsageError, WorkError
 
@@ -41,52 +41,55 @@ def test_a_measurement_from_flags_to_files(tmp_path):
     assert picture.read_text().startswith("<svg")
 
 
-def test_every_collective_is_a_command_with_its_sentence():
+def test_every_collective_is_a_command_with_its_description():
     listed = run("--help").output
     for name, collective in COLLECTIVES.items():
-        assert collective.sentence in listed
-        assert collective.sentence in " ".join(run(name, "--help").output.split())
+        assert collective.description in listed
+        assert collective.description in " ".join(run(name, "--help").output.split())
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["all_reduce", "-n", "0"], "-n 0: write a number of ranks"),
-        (["all_reduce", "-n", "2,x"], "-n 2,x: write a number of ranks"),
-        (["all_reduce", "-b", "4x"], "'4x' is no size"),
+        (["all_reduce", "-n", "0"], "-n 0: expected a number of ranks"),
+        (["all_reduce", "-n", "2,x"], "-n 2,x: expected a number of ranks"),
+        (["all_reduce", "-b", "4x"], "'4x' is not a size"),
         (["all_reduce", "-b", "8", "-e", "4"], "from 8 to 4 bytes"),
-        (["all_reduce", "--op", "band"], "BAND works on bits"),
-        (["all_reduce", "--op", "avg", "--dtype", "int32"], "AVG of int32"),
+        (["all_reduce", "--op", "band"], "BAND works on integers"),
+        (
+            ["all_reduce", "--op", "avg", "--dtype", "int32"],
+            "AVG needs a floating-point dtype, not int32",
+        ),
         (["all_reduce", "--seconds", "0"], "--seconds and --timeout"),
-        (["all_reduce", "--plot", "a.pdf"], "write a .svg or a .png"),
-        (["all_reduce", "--json", "nowhere/a.json"], "there is no folder nowhere"),
+        (["all_reduce", "--plot", "a.pdf"], "the suffix must be .svg or .png"),
+        (["all_reduce", "--json", "nowhere/a.json"], "no such folder: nowhere"),
         (["all_reduce", "--backend", "gloo", "--sizes", "900G"], "of memory"),
-        (["barrier", "--vs", "mpi", "--mpi-python", "/nowhere"], "/nowhere is no program"),
+        (["barrier", "--vs", "mpi", "--mpi-python", "/nowhere"], "/nowhere is not a program"),
     ],
 )
-def test_nonsense_is_used_wrongly(flags, sentence):
+def test_invalid_options_raise_usage_error(flags, sentence):
     error = run(*flags).exception
     assert isinstance(error, UsageError)
     assert sentence in str(error)
 
 
-def test_the_command_is_recorded_without_places_of_files(monkeypatch):
+def test_recorded_command_has_no_paths(monkeypatch):
     typed = ["x", "bench", "barrier", "--json", "/a/b", "-n", "2", "--plot=/c.svg", "--vs", "gloo"]
     monkeypatch.setattr("sys.argv", typed)
-    assert bench_collective.spoken_command() == "lockstep bench barrier -n 2 --vs gloo"
+    assert bench_collective.command_line() == "lockstep bench barrier -n 2 --vs gloo"
 
 
 def result(**more):
-    order = Order("all_reduce", 1, "float32", "SUM")
-    return Result(Contender("memcpy", CopyPeer()), order, 2, 4, **more)
+    workload = Workload("all_reduce", 1, "float32", "SUM")
+    return Result(Contender("memcpy", CopyRunner()), workload, 2, 4, **more)
 
 
-def test_wrong_answers_are_a_failure():
-    bench_collective.judge([result(times=(1.0,))])
-    with pytest.raises(WorkError, match="wrong answers from memcpy"):
-        bench_collective.judge([result(times=(1.0,), wrong=1)])
+def test_wrong_results_raise():
+    bench_collective.check_results([result(times=(1.0,))])
+    with pytest.raises(WorkError, match="wrong results of memcpy"):
+        bench_collective.check_results([result(times=(1.0,), wrong=1)])
 
 
-def test_nothing_measured_is_a_failure():
+def test_nothing_measured_raises():
     with pytest.raises(WorkError, match="nothing could be measured: no such dtype"):
-        bench_collective.judge([result(cannot="no such dtype")])
+        bench_collective.check_results([result(error="no such dtype")])

@@ -1,1 +1,1 @@
-"""Benchmarks: collectives beside their peers, in one run."""
+"""Benchmarks of collectives: several backends, measured in turn in one run."""

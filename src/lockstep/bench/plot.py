@@ -1,7 +1,7 @@
-"""The picture of a measurement: time and bandwidth over size, both logarithmic.
+"""The plot of a benchmark: time and bandwidth over size, on logarithmic axes.
 
 one number of ranks      time | bus bandwidth
-several                  time, a panel for each
+several                  time, one panel per number of ranks
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.bench.collectives import COLLECTIVES
-from lockstep.bench.peers import CopyPeer
-from lockstep.bench.rounds import Result
-from lockstep.bench.sizes import spoken
+from lockstep.bench.results import Result
+from lockstep.bench.runners import CopyRunner
+from lockstep.bench.sizes import format_size
 from lockstep.errors import FileError, UsageError
 from lockstep.formatting import format_bytes, format_duration
 from lockstep.report.axes import Axis, logarithmic
@@ -26,7 +26,7 @@ __all__ = ["check_format", "draw", "save"]
 
 WIDTH, HEIGHT, MARGIN = 1200, 675, 56
 INK, SOFT, FAINT, PAPER = "#16202e", "#5a6675", "#e4e8ee", "#ffffff"
-# the first backend, then the others; the memory copy is always grey
+# the first backend, then the others; the memory copy is always gray
 LINES = ("#0b6bb8", "#d1570c", "#157f4d", "#b9509a", "#8a5a00", "#5b4bb3")
 BANDS = ("#d6e6f3", "#f8e3d6", "#d8ece1", "#f2dfec", "#ece3d2", "#e2dff2")
 COPY, COPY_BAND = "#8793a1", "#eceff2"
@@ -36,10 +36,10 @@ LABELS = 6  # ticks of the size axis at most
 
 @dataclass(frozen=True)
 class Curve:
-    """One contender's medians over the sizes, with a tenth and nine tenths."""
+    """The medians of one contender over the sizes, with the quantiles 0.1 and 0.9."""
 
     name: str
-    colour: str
+    color: str
     band: str
     x: list[float]
     low: list[float]
@@ -49,7 +49,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves under one heading, with what the ordinate says."""
+    """Curves under one title, with the labels of the value axis."""
 
     title: str
     curves: list[Curve]
@@ -57,13 +57,13 @@ class Panel:
 
 
 def check_format(path: Path) -> None:
-    """Raise UsageError where the suffix is no picture's."""
+    """Raise UsageError unless the suffix is .svg or .png."""
     if path.suffix not in (".svg", ".png"):
-        raise UsageError(f"--plot {path}: write a .svg or a .png")
+        raise UsageError(f"--plot {path}: the suffix must be .svg or .png")
 
 
 def save(picture: Picture, path: Path) -> None:
-    """Write the picture as its suffix says; FileError where that cannot be done."""
+    """Write the plot in the format of the suffix."""
     try:
         if path.suffix == ".png":
             path.write_bytes(picture.png())
@@ -74,16 +74,16 @@ def save(picture: Picture, path: Path) -> None:
 
 
 def draw(results: list[Result], machine: str, command: str) -> Picture:
-    """Return the picture of all results of one collective."""
-    order = results[0].order
-    reduces = COLLECTIVES[order.collective].reduces
+    """Plot all results of one collective."""
+    workload = results[0].workload
+    is_reduction = COLLECTIVES[workload.collective].is_reduction
     widths = sorted({result.ranks for result in results})
     ranks = ", ".join(map(str, widths)) + (" rank" if widths == [1] else " ranks")
-    picture = Picture(WIDTH, HEIGHT, PAPER, f"{order.collective}, {ranks}")
-    kind = f"{order.dtype} {order.op}" if reduces else order.dtype
+    picture = Picture(WIDTH, HEIGHT, PAPER, f"{workload.collective}, {ranks}")
+    kind = f"{workload.dtype} {workload.op}" if is_reduction else workload.dtype
     room = WIDTH - 2 * MARGIN
     picture.add(
-        Label(MARGIN, 76, order.collective, 34, INK, bold=True),
+        Label(MARGIN, 76, workload.collective, 34, INK, bold=True),
         Label(MARGIN, 108, f"{ranks}, {kind} · {machine}", 17, SOFT, width=room),
         Label(MARGIN, HEIGHT - 24, command, 12, SOFT, width=room - 150),
         Label(WIDTH - MARGIN, HEIGHT - 24, "lockstep bench", 12, SOFT, "end"),
@@ -98,36 +98,36 @@ def draw(results: list[Result], machine: str, command: str) -> Picture:
 
 
 def make_panels(results: list[Result], widths: list[int]) -> list[Panel]:
-    """Return a panel for each number of ranks, or time and bandwidth of the only one."""
+    """Return one panel per number of ranks, or time and bandwidth if there is only one."""
     done = [result for result in results if result.times]
     if len(widths) > 1:
         return [
-            Panel(f"Time of a call, {n} ranks", time_curves(pick(done, n)), time_label)
+            Panel(f"Time per call, {n} ranks", time_curves(pick(done, n)), time_label)
             for n in widths[:PANELS]
         ]
-    panels = [Panel("Time of a call", time_curves(done), time_label)]
+    panels = [Panel("Time per call", time_curves(done), time_label)]
     if any(result.busbw for result in done):
         panels.append(Panel("Bus bandwidth", bandwidth_curves(done), bandwidth_label))
     return panels
 
 
 def pick(results: list[Result], ranks: int) -> list[Result]:
-    """Return those of one number of ranks."""
+    """Return the results with that number of ranks."""
     return [result for result in results if result.ranks == ranks]
 
 
 def time_label(microseconds: float) -> str:
-    """Return a time as the axis says it."""
+    """Format a time for the axis."""
     return format_duration(microseconds / 1e6)
 
 
 def bandwidth_label(gigabytes: float) -> str:
-    """Return a bandwidth as the axis says it."""
+    """Format a bandwidth for the axis."""
     return f"{format_bytes(gigabytes * 1e9)}/s"
 
 
 def time_curves(results: list[Result]) -> list[Curve]:
-    """Return each contender's times."""
+    """Return the time curve of each contender."""
 
     def values(result: Result) -> tuple[float, float, float]:
         return result.quantile(0.1), result.median, result.quantile(0.9)
@@ -136,7 +136,7 @@ def time_curves(results: list[Result]) -> list[Curve]:
 
 
 def bandwidth_curves(results: list[Result]) -> list[Curve]:
-    """Return each contender's bus bandwidths; the slow tenth is the lower edge."""
+    """Return the bus-bandwidth curve of each contender."""
 
     def values(result: Result) -> tuple[float, float, float]:
         factor = result.busbw * result.median
@@ -148,24 +148,24 @@ def bandwidth_curves(results: list[Result]) -> list[Curve]:
 def curves(
     results: list[Result], values: Callable[[Result], tuple[float, float, float]]
 ) -> list[Curve]:
-    """Return a curve for each contender, in order of appearance."""
+    """Return one curve per contender, in order of appearance."""
     found = []
-    for name, (colour, band) in colours(results).items():
+    for name, (color, band) in colors(results).items():
         mine = sorted((r for r in results if r.contender.name == name), key=lambda r: r.size)
         low, middle, high = map(list, zip(*map(values, mine), strict=True))
         x = [float(max(result.size, 1)) for result in mine]
-        found.append(Curve(name, colour, band, x, low, middle, high))
+        found.append(Curve(name, color, band, x, low, middle, high))
     return found
 
 
-def colours(results: list[Result]) -> dict[str, tuple[str, str]]:
-    """Return each contender's colour and that of its band."""
+def colors(results: list[Result]) -> dict[str, tuple[str, str]]:
+    """Return the color of each contender and of its band."""
     chosen: dict[str, tuple[str, str]] = {}
     for result in results:
         if result.contender.name in chosen:
             continue
-        number = sum(1 for colour, _ in chosen.values() if colour != COPY) % len(LINES)
-        is_copy = isinstance(result.contender.peer, CopyPeer)
+        number = sum(1 for color, _ in chosen.values() if color != COPY) % len(LINES)
+        is_copy = isinstance(result.contender.runner, CopyRunner)
         chosen[result.contender.name] = (
             (COPY, COPY_BAND) if is_copy else (LINES[number], BANDS[number])
         )
@@ -173,18 +173,16 @@ def colours(results: list[Result]) -> dict[str, tuple[str, str]]:
 
 
 def legend(picture: Picture, results: list[Result], y: float) -> None:
-    """Draw the contenders' names in a row."""
+    """Draw the names of the contenders in a row."""
     at = float(MARGIN)
-    for name, (colour, _) in colours([result for result in results if result.times]).items():
-        picture.add(
-            Line([(at, y - 5), (at + 22, y - 5)], colour, 3), Dot(at + 11, y - 5, 4, colour)
-        )
+    for name, (color, _) in colors([result for result in results if result.times]).items():
+        picture.add(Line([(at, y - 5), (at + 22, y - 5)], color, 3), Dot(at + 11, y - 5, 4, color))
         picture.add(Label(at + 30, y, name, 15, INK))
         at += text_width(name, 15) + 58
 
 
 def plot(picture: Picture, panel: Panel, x: float, y: float, width: float, height: float) -> None:
-    """Draw a panel into the box at (x, y)."""
+    """Draw a panel with its upper left corner at (x, y)."""
     left, top, right, bottom = x + 64, y + 22, x + width, y + height - 26
     across, up = size_axis(panel.curves), value_axis(panel)
     picture.add(Label(x, y + 4, panel.title, 17, INK, bold=True))
@@ -206,21 +204,21 @@ def plot(picture: Picture, panel: Panel, x: float, y: float, width: float, heigh
         picture.add(Area([*high, *reversed(low)], curve.band))
     for curve in panel.curves:
         middle = points(across, up, curve.x, curve.middle, box)
-        picture.add(Line(middle, curve.colour, 2.25))
-        picture.add(*(Dot(*point, 3.25, curve.colour) for point in middle))
+        picture.add(Line(middle, curve.color, 2.25))
+        picture.add(*(Dot(*point, 3.25, curve.color) for point in middle))
 
 
 def size_axis(curves: list[Curve]) -> Axis:
-    """Return an axis of the sizes, with some of them as ticks."""
+    """Return the axis of sizes, with at most LABELS ticks."""
     sizes = sorted({size for curve in curves for size in curve.x}) or [1.0]
     low, high = (sizes[0], sizes[-1]) if len(sizes) > 1 else (sizes[0] / 2, sizes[0] * 2)
     step = math.ceil(len(sizes) / LABELS)
     margin = (high / low) ** 0.03
-    return Axis(low / margin, high * margin, is_log=True).with_ticks(sizes[::step], spoken)
+    return Axis(low / margin, high * margin, is_log=True).with_ticks(sizes[::step], format_size)
 
 
 def value_axis(panel: Panel) -> Axis:
-    """Return an axis that holds all values."""
+    """Return an axis that covers all values."""
     lows = [value for curve in panel.curves for value in curve.low]
     highs = [value for curve in panel.curves for value in curve.high]
     return logarithmic(min(lows, default=1.0), max(highs, default=10.0), panel.label)
@@ -229,7 +227,7 @@ def value_axis(panel: Panel) -> Axis:
 def points(
     across: Axis, up: Axis, x: list[float], y: list[float], box: tuple[float, float, float, float]
 ) -> list[Point]:
-    """Return a curve's points in the picture's coordinates."""
+    """Return the points of a curve in the coordinates of the picture."""
     left, top, right, bottom = box
     columns = left + across.place(np.array(x)) * (right - left)
     rows = bottom - up.place(np.array(y)) * (bottom - top)

@@ -1,8 +1,7 @@
-"""`lockstep bench`: a benchmark by name, each in a module of its own.
+"""`lockstep bench`: the benchmarks of collectives and of startup.
 
-A benchmark is a line of BENCHMARKS: its name, the module that holds it as
-`command`, and its sentence. It is imported when it is called. The collectives
-share a module, which makes one command for each of them.
+BENCHMARKS maps each name to the module with its command and to its description. The module
+is imported when the benchmark runs. `bench_collective` makes one command per collective.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ __all__ = ["BENCHMARKS", "command"]
 
 COLLECTIVE = "lockstep.commands.bench_collective"
 
-# name -> the module that holds it, and what it measures
+# name -> module and description
 BENCHMARKS: dict[str, tuple[str, str]] = {
-    name: (COLLECTIVE, collective.sentence) for name, collective in COLLECTIVES.items()
+    name: (COLLECTIVE, collective.description) for name, collective in COLLECTIVES.items()
 }
 BENCHMARKS["startup"] = (
     "lockstep.commands.bench_startup",
-    "ranks that join a group and leave it, beside torchrun",
+    "the time to start ranks and join a group, compared with torchrun",
 )
 
 
 class Benchmarks(click.Group):
-    """The benchmarks by name."""
+    """The group of benchmarks, imported lazily."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in reading order."""
+        """Return the names in the order of the help."""
         return list(BENCHMARKS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -51,18 +50,20 @@ class Benchmarks(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the benchmarks without importing them."""
         with formatter.section("Benchmarks"):
-            formatter.write_dl([(name, sentence) for name, (_, sentence) in BENCHMARKS.items()])
+            formatter.write_dl(
+                [(name, description) for name, (_, description) in BENCHMARKS.items()]
+            )
 
 
 @click.group(cls=Benchmarks)
 @click.pass_context
 def command(ctx: click.Context) -> None:
-    """Measure, beside the peers, in one run."""
+    """Measure the backends of this machine against each other in one run."""
     if threading.current_thread() is threading.main_thread():
-        former = signal.signal(signal.SIGTERM, leave)
+        former = signal.signal(signal.SIGTERM, exit_on_signal)
         ctx.call_on_close(lambda: signal.signal(signal.SIGTERM, former))
 
 
-def leave(number: int, frame: FrameType | None) -> None:
-    """End as on Ctrl-C: with the ranks ended and their folders removed."""
+def exit_on_signal(number: int, frame: FrameType | None) -> None:
+    """Exit as on Ctrl-C: stop the ranks and remove their folders."""
     sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""`lockstep bench all_reduce` and its like: one command made for each collective."""
+"""`lockstep bench all_reduce` and the other collectives: one command per collective."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.bench import sizes as written
 from lockstep.bench.collectives import COLLECTIVES, Collective
+from lockstep.bench.sizes import format_size, parse_size, parse_sizes, size_range
 from lockstep.errors import FileError, UsageError, WorkError
 
 if TYPE_CHECKING:
-    from lockstep.bench.peers import Meeting
-    from lockstep.bench.rounds import Contender, Result
+    from lockstep.bench.results import Contender, Result
+    from lockstep.bench.runners import Rendezvous
 
 __all__ = ["make"]
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 COPY = "memcpy"
-PLACES = ("--json", "--plot", "--mpi-python")  # of this machine: nobody else's business
+PATH_OPTIONS = ("--json", "--plot", "--mpi-python")  # private, left out of recorded commands
 
 
 def make(name: str) -> click.Command:
@@ -36,77 +36,131 @@ def make(name: str) -> click.Command:
     def measure(**flags: Any) -> None:
         run(collective, flags)
 
-    command = click.command(name, help=explained(collective))(measure)
+    command = click.command(name, help=help_text(collective))(measure)
     for option in reversed(options(collective)):
         command = option(command)
     return command
 
 
-def explained(collective: Collective) -> str:
-    """Return the command's help."""
-    return f"""Measure {collective.name}: {collective.sentence}.
+def help_text(collective: Collective) -> str:
+    """Return the help of the command."""
+    return f"""Measure {collective.name}: {collective.description}.
 
-    Each backend has ranks of its own; they take turns, a block of calls each. The
-    input is written anew before each call, all ranks begin together, and the last
-    answer of each block is checked. Columns as nccl-tests prints them, but the
-    time is the slowest rank's, its median over the calls. {COPY} is one thread
-    that copies as many bytes.
+    Each backend has its own ranks, and the backends take turns with one block of
+    calls each. Inputs are rewritten before each call, all ranks start together, and
+    the last result of each block is checked. The columns are those of nccl-tests,
+    except that the time is the median over calls of the slowest rank's time.
+    {COPY} is one thread that copies as many bytes.
     """
 
 
 def options(collective: Collective) -> list[Any]:
     """Return the options of one collective."""
     chosen = [
-        click.option("-n", "--nprocs", default="2", show_default=True, help="Ranks: 2 or 2,4."),
-        click.option("--backend", help="The first line.  [default: lockstep where it is built]"),
-        click.option("--vs", default="", metavar="NAMES", help="Peers beside it: gloo,mpi."),
         click.option(
-            "--seconds", default=0.4, show_default=True, help="For each backend and size."
+            "-n", "--nprocs", default="2", show_default=True, help="Numbers of ranks: 2 or 2,4."
         ),
-        click.option("--timeout", default=120.0, show_default=True, help="Longest wait, seconds."),
-        click.option("--bind", is_flag=True, help="Keep each rank on one core, in turn."),
-        click.option("--mpi-python", metavar="PATH", help="A Python with mpi4py, for --vs mpi."),
-        click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write results."),
-        click.option("--plot", type=click.Path(path_type=Path), help="Draw a .svg or a .png."),
+        click.option(
+            "--backend",
+            help="The reference backend.  [default: lockstep if it is built, else gloo]",
+        ),
+        click.option(
+            "--vs",
+            default="",
+            metavar="NAMES",
+            help="Backends to compare with: gloo,mpi.  [default: none]",
+        ),
+        click.option(
+            "--seconds", default=0.4, show_default=True, help="Seconds per backend and size."
+        ),
+        click.option(
+            "--timeout",
+            default=120.0,
+            show_default=True,
+            help="Longest wait for an answer, in seconds.",
+        ),
+        click.option("--bind", is_flag=True, help="Bind each rank to one core, round-robin."),
+        click.option(
+            "--mpi-python",
+            metavar="PATH",
+            help="Python with mpi4py, for --vs mpi.  [default: $LOCKSTEP_MPI_PYTHON]",
+        ),
+        click.option(
+            "--json",
+            "json_file",
+            type=click.Path(path_type=Path),
+            help="Write the results to this file.",
+        ),
+        click.option(
+            "--plot",
+            type=click.Path(path_type=Path),
+            help="Write a plot to this .svg or .png file.",
+        ),
     ]
     if collective.name != "barrier":
         chosen += [
-            click.option("-b", "--begin", default="4", show_default=True, help="Smallest size."),
-            click.option("-e", "--end", default="64M", show_default=True, help="Largest size."),
             click.option(
-                "-f", "--factor", default=4.0, show_default=True, help="From size to size."
+                "-b",
+                "--begin",
+                default="4",
+                show_default=True,
+                help="Smallest size in bytes, with K, M or G.",
             ),
-            click.option("--sizes", help="Sizes by name, in their place: 4,64K,1M."),
             click.option(
-                "--dtype", type=click.Choice(DTYPES), default="float32", show_default=True
+                "-e",
+                "--end",
+                default="64M",
+                show_default=True,
+                help="Largest size in bytes, with K, M or G.",
+            ),
+            click.option(
+                "-f",
+                "--factor",
+                default=4.0,
+                show_default=True,
+                help="Factor from one size to the next.",
+            ),
+            click.option(
+                "--sizes", help="List of sizes: 4,64K,1M.  [default: from --begin to --end]"
+            ),
+            click.option(
+                "--dtype",
+                type=click.Choice(DTYPES),
+                default="float32",
+                show_default=True,
+                help="Data type of the elements.",
             ),
         ]
-    if collective.reduces:
+    if collective.is_reduction:
         ops = click.Choice(REDUCTIONS, case_sensitive=False)
-        chosen.append(click.option("--op", type=ops, default="SUM", show_default=True))
+        chosen.append(
+            click.option(
+                "--op", type=ops, default="SUM", show_default=True, help="Reduction operation."
+            )
+        )
     if collective.can_alias:
-        help_text = "The smaller buffer is a part of the larger."
-        chosen.append(click.option("--in-place", is_flag=True, help=help_text))
+        text = "Make the smaller buffer a part of the larger one."
+        chosen.append(click.option("--in-place", is_flag=True, help=text))
     return chosen
 
 
 def run(collective: Collective, flags: dict[str, Any]) -> None:
-    """Measure for each number of ranks; print, write, draw."""
-    counts = numbers(flags["nprocs"])
-    wanted = wanted_sizes(flags)
-    peers = [name for name in flags["vs"].split(",") if name]
-    check(collective, flags)
-    from lockstep.bench.peers import mpi_python
-    from lockstep.bench.table import record
+    """Measure with each number of ranks; print and write the results."""
+    counts = parse_rank_counts(flags["nprocs"])
+    sizes = requested_sizes(flags)
+    others = [name for name in flags["vs"].split(",") if name]
+    validate(collective, flags)
+    from lockstep.bench.results import record
+    from lockstep.bench.runners import mpi_python
 
-    python = mpi_python(flags["mpi_python"]) if "mpi" in [*peers, flags["backend"]] else ""
-    names = list(dict.fromkeys([flags["backend"] or own_backend(), *peers]))
-    machine, command = described(), spoken_command()
+    python = mpi_python(flags["mpi_python"]) if "mpi" in [*others, flags["backend"]] else ""
+    names = list(dict.fromkeys([flags["backend"] or default_backend(), *others]))
+    machine, command = describe_machine(), command_line()
     everything: list[Result] = []
     records: list[dict[str, Any]] = []
     click.echo(f"# {machine}\n# {command}")
     for ranks in counts:
-        found = race(collective, ranks, wanted, names, python, flags)
+        found = measure_sizes(collective, ranks, sizes, names, python, flags)
         for results in found:
             everything += results
             records += [record(one, results[0], machine, command) for one in results if one.times]
@@ -116,182 +170,182 @@ def run(collective: Collective, flags: dict[str, Any]) -> None:
         from lockstep.bench.plot import draw, save
 
         save(draw(everything, machine, command), flags["plot"])
-    judge(everything)
+    check_results(everything)
 
 
-def judge(everything: list[Result]) -> None:
-    """Raise WorkError where answers were wrong, or where nobody could do anything."""
+def check_results(everything: list[Result]) -> None:
+    """Raise WorkError if a result is wrong, or if nothing could be measured."""
     wrong = sorted({result.contender.name for result in everything if result.wrong})
     if wrong:
-        raise WorkError(f"wrong answers from {', '.join(wrong)}: see the column 'wrong'")
+        raise WorkError(f"wrong results of {', '.join(wrong)}: see the column 'wrong'")
     if not any(result.times for result in everything):
-        raise WorkError(f"nothing could be measured: {everything[0].cannot}")
+        raise WorkError(f"nothing could be measured: {everything[0].error}")
 
 
-def race(
+def measure_sizes(
     collective: Collective,
     ranks: int,
-    wanted: list[int],
+    sizes: list[int],
     names: list[str],
     python: str,
     flags: dict[str, Any],
 ) -> Iterator[list[Result]]:
-    """Start the peers on `ranks` ranks, and yield each size's results when they are printed."""
-    from lockstep.bench import table
-    from lockstep.bench.measure import Order
-    from lockstep.bench.pattern import itemsize
-    from lockstep.bench.rounds import measure
+    """Start the backends on `ranks` ranks; print and yield the results of each size."""
+    from lockstep.bench import results as tables
+    from lockstep.bench.interleaved import measure
+    from lockstep.bench.workload import Workload, itemsize
 
     dtype, op = flags.get("dtype", "uint8"), flags.get("op", "SUM").upper()
     in_place = bool(flags.get("in_place"))
     width = itemsize(dtype)
-    check_memory(max(wanted), ranks, len(names))
-    with contenders(collective, ranks, names, python, flags) as racing:
+    check_memory(max(sizes), ranks, len(names))
+    with start_contenders(collective, ranks, names, python, flags) as contenders:
         click.echo(f"\n# {collective.name} on {ranks} ranks" + (", in place" if in_place else ""))
-        click.echo(table.header())
+        click.echo(tables.header())
         done: set[int] = set()
         results: list[Result] = []
-        for size in wanted:
+        for size in sizes:
             count = collective.elements(size, width, ranks)
             if count in done:
                 continue
             done.add(count)
-            order = Order(collective.name, count, dtype, op, in_place)
+            workload = Workload(collective.name, count, dtype, op, in_place)
             actual = collective.bytes(count, width, ranks)
-            status(f"{collective.name}, {ranks} ranks, {written.spoken(actual)} ...")
-            results = measure(racing, order, ranks, actual, flags["seconds"])
+            status(f"{collective.name}, {ranks} ranks, {format_size(actual)} ...")
+            results = measure(contenders, workload, ranks, actual, flags["seconds"])
             status("")
-            click.echo("\n".join(table.rows(results)))
+            click.echo("\n".join(tables.rows(results)))
             yield results
-        click.echo(table.caption(results[0], racing[0].name))
+        click.echo(tables.caption(results[0], contenders[0].name))
 
 
 @contextmanager
-def contenders(
+def start_contenders(
     collective: Collective, ranks: int, names: list[str], python: str, flags: dict[str, Any]
 ) -> Iterator[list[Contender]]:
-    """Start a peer for each name, and end them all."""
-    from lockstep.bench.peers import CopyPeer, Meeting
-    from lockstep.bench.rounds import Contender
+    """Start the ranks of each backend, and stop all of them in the end."""
+    from lockstep.bench.results import Contender
+    from lockstep.bench.runners import CopyRunner, Rendezvous
 
     with ExitStack() as opened:
-        meeting = opened.enter_context(closing(Meeting(ranks, flags["timeout"])))
-        racing = []
+        rendezvous = opened.enter_context(closing(Rendezvous(ranks, flags["timeout"])))
+        contenders = []
         for name in names:
             status(f"starting {ranks} ranks of {name} ...")
-            peer = start(name, python, meeting)
-            opened.callback(peer.end)
+            runner = start_runner(name, python, rendezvous)
+            opened.callback(runner.end)
             if flags["bind"]:
-                peer.ask({"bind": True})
-            racing.append(Contender(name, peer))
+                runner.ask({"bind": True})
+            contenders.append(Contender(name, runner))
             if name == "lockstep" and collective.name != "barrier":
-                racing.append(Contender("lockstep (segment)", peer, segment=True))
+                contenders.append(Contender("lockstep (segment)", runner, shared_memory=True))
         if collective.name != "barrier":
-            racing.append(Contender(COPY, CopyPeer()))
+            contenders.append(Contender(COPY, CopyRunner()))
         status("")
-        yield racing
+        yield contenders
 
 
-def start(name: str, python: str, meeting: Meeting) -> Any:
-    """Start the ranks of one peer."""
-    from lockstep.bench.peers import MpiPeer, TorchPeer
+def start_runner(name: str, python: str, rendezvous: Rendezvous) -> Any:
+    """Start the ranks of one backend."""
+    from lockstep.bench.runners import MpiRunner, TorchRunner
 
-    return MpiPeer(python, meeting) if name == "mpi" else TorchPeer(name, meeting)
+    return MpiRunner(python, rendezvous) if name == "mpi" else TorchRunner(name, rendezvous)
 
 
-def own_backend() -> str:
-    """Return what this build uses for CPU tensors; say where it is not its own."""
+def default_backend() -> str:
+    """Return the default backend for CPU tensors, with a note if it is not `lockstep`."""
     from lockstep.launcher.world import cpu_backend
 
     name = cpu_backend()
     if name != "lockstep":
-        click.echo(f"The backend 'lockstep' is not built here: {name} comes first.", err=True)
+        click.echo(
+            f"The backend 'lockstep' is not built; the reference backend is {name}.", err=True
+        )
     return name
 
 
-def check(collective: Collective, flags: dict[str, Any]) -> None:
-    """Raise UsageError for flags that contradict each other."""
+def validate(collective: Collective, flags: dict[str, Any]) -> None:
+    """Raise UsageError for options that contradict each other."""
     op, dtype = flags.get("op", "SUM").upper(), flags.get("dtype", "uint8")
     if op.startswith("B") and "float" in dtype:
-        raise UsageError(f"--op {op} works on bits, not on {dtype}: take --dtype int32")
+        raise UsageError(f"--op {op} works on integers, not on {dtype}: use --dtype int32")
     if op == "AVG" and "float" not in dtype:
-        raise UsageError(f"--op AVG of {dtype} is no {dtype}: take --dtype float32")
+        raise UsageError(f"--op AVG needs a floating-point dtype, not {dtype}: use --dtype float32")
     if flags["seconds"] <= 0 or flags["timeout"] <= 0:
-        raise UsageError("--seconds and --timeout are positive numbers of seconds")
+        raise UsageError("--seconds and --timeout must be positive")
     if flags["bind"] and not hasattr(os, "sched_setaffinity"):
-        raise UsageError("--bind: this system does not let a program choose its core")
+        raise UsageError("--bind: this system cannot bind a process to a core")
     if flags["plot"]:
         from lockstep.bench.plot import check_format
 
         check_format(flags["plot"])
     for file in (flags["json_file"], flags["plot"]):
         if file and not file.absolute().parent.is_dir():
-            raise UsageError(f"{file} cannot be written: there is no folder {file.parent}")
+            raise UsageError(f"{file} cannot be written: no such folder: {file.parent}")
 
 
-def check_memory(size: int, ranks: int, peers: int) -> None:
-    """Raise UsageError where the buffers of all ranks would not fit into memory."""
+def check_memory(size: int, ranks: int, backends: int) -> None:
+    """Raise UsageError if the buffers of all ranks do not fit into memory."""
     import psutil
 
-    needed, free = size * 3 * ranks * (peers + 1), psutil.virtual_memory().available
+    needed, free = size * 3 * ranks * (backends + 1), psutil.virtual_memory().available
     if needed > free:
         raise UsageError(
-            f"{written.spoken(size)} on {ranks} ranks of {peers} backends needs about "
-            f"{written.spoken(needed)} of memory, {written.spoken(free)} are free: end at a "
-            "smaller size with -e"
+            f"{format_size(size)} on {ranks} ranks of {backends} backends needs about "
+            f"{format_size(needed)} of memory, but only {format_size(free)} are available: choose "
+            "a smaller size with -e"
         )
 
 
-def numbers(text: str) -> list[int]:
-    """Return the numbers of ranks of "2,4"."""
+def parse_rank_counts(text: str) -> list[int]:
+    """Return the rank counts of "2,4"."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = [0]
     if min(found) < 1:
-        raise UsageError(f"-n {text}: write a number of ranks from 1, or several: 2,4")
+        raise UsageError(f"-n {text}: expected a number of ranks of at least 1, or several: 2,4")
     return found
 
 
-def wanted_sizes(flags: dict[str, Any]) -> list[int]:
-    """Return the sizes asked for, in bytes; one of nothing for a barrier."""
+def requested_sizes(flags: dict[str, Any]) -> list[int]:
+    """Return the requested sizes in bytes; [0] for a barrier."""
     if "begin" not in flags:
         return [0]
     if flags["sizes"]:
-        return written.listed(flags["sizes"])
-    begin, end = written.parsed(flags["begin"]), written.parsed(flags["end"])
-    return written.between(begin, end, flags["factor"])
+        return parse_sizes(flags["sizes"])
+    begin, end = parse_size(flags["begin"]), parse_size(flags["end"])
+    return size_range(begin, end, flags["factor"])
 
 
-def described() -> str:
+def describe_machine() -> str:
     """Return the machine in one line."""
-    from lockstep.bench.lineup import cores
-    from lockstep.record.environment import processor
+    from lockstep.record.environment import processor, usable_cores
 
-    count, load = cores(), os.getloadavg()[0]
+    count, load = usable_cores(), os.getloadavg()[0]
     return f"{processor()}, {count} core{'s' if count > 1 else ''}, load {load:.1f} at the start"
 
 
-def spoken_command() -> str:
-    """Return the command as it was typed, without the places of files."""
+def command_line() -> str:
+    """Return the command as it was typed, without paths of files."""
     kept: list[str] = []
     given = iter(sys.argv[1:])
     for word in given:
-        if word in PLACES:
+        if word in PATH_OPTIONS:
             next(given, None)
-        elif not word.startswith(tuple(f"{place}=" for place in PLACES)):
+        elif not word.startswith(tuple(f"{place}=" for place in PATH_OPTIONS)):
             kept.append(word)
     return shlex.join(["lockstep", *kept])
 
 
 def status(text: str) -> None:
-    """Show on a terminal what is going on, on a line that the next one replaces."""
+    """Show the current activity on a terminal, on a line that the next status replaces."""
     if sys.stderr.isatty():
         click.echo(f"\r\x1b[K{text}", nl=False, err=True)
 
 
 def save_text(path: Path, text: str) -> None:
-    """Write a file; FileError where that cannot be done."""
+    """Write a text file, or raise FileError."""
     try:
         path.write_text(text)
     except OSError as error:

@@ -1,4 +1,8 @@
-"""`lockstep bench startup`: how long until ranks have met, beside torchrun."""
+"""`lockstep bench startup`: the time to start ranks and join a group, next to torchrun.
+
+All launchers run the same script in turn, so that other load on the machine affects all of
+them. Times are wall-clock seconds of the whole command.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,51 @@ import importlib.metadata
 import json
 import os
 import shlex
+import statistics
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
-from lockstep.bench.startup import measure
-from lockstep.errors import FileError, UsageError
+from lockstep.errors import FileError, UsageError, WorkError
+from lockstep.launcher.launch import launch
 from lockstep.record.environment import processor, usable_cores
 
 __all__ = ["command"]
 
+SCRIPT = """\
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+TIMEOUT = 120.0  # seconds per start
+
 
 @click.command()
-@click.option("-n", "--nprocs", multiple=True, type=int, default=(2, 4), show_default=True)
-@click.option("--repeats", default=5, show_default=True, help="Starts of each, in turn.")
-@click.option("--json", "file", type=click.Path(path_type=Path), help="Also write the times here.")
+@click.option(
+    "-n", "--nprocs", multiple=True, type=int, default=(2, 4), show_default=True,
+    help="Number of ranks; may be given several times.",
+)  # fmt: skip
+@click.option("--repeats", default=5, show_default=True, help="Measured starts per launcher.")
+@click.option(
+    "--json", "file", type=click.Path(path_type=Path), help="Write the times to this file."
+)
 def command(nprocs: tuple[int, ...], repeats: int, file: Path | None) -> None:
-    """Start ranks that join a Gloo group and leave it, with each launcher in turn.
+    """Start ranks that join and leave a Gloo group, with each launcher in turn.
 
-    "lockstep.launch, again" is a second launch from one program: a test, a
-    notebook's cell. Medians of the wall-clock seconds of the whole command.
+    Prints the median wall-clock seconds of the whole command. "lockstep.launch, again"
+    is a second launch from one program, as in a test or a notebook.
     """
     if repeats < 1 or min(nprocs) < 1:
-        raise UsageError("bench startup: --repeats and -n are numbers from 1")
+        raise UsageError("bench startup: --repeats and -n must be at least 1")
     context = {"machine": _machine(), "command": shlex.join(["lockstep", *sys.argv[1:]])}
     click.echo(f"# {context['machine']}\n# {context['command']}")
     records = []
@@ -38,7 +63,7 @@ def command(nprocs: tuple[int, ...], repeats: int, file: Path | None) -> None:
         torchrun = next(start.median for start in starts if start.launcher == "torchrun")
         click.echo(f"{count} ranks, median of {repeats} starts")
         for start in starts:
-            times = f"{start.median:6.2f} s   {start.median / torchrun:5.2f} of torchrun's"
+            times = f"{start.median:6.2f} s   {start.median / torchrun:5.2f} of torchrun"
             click.echo(f"    {start.launcher:<24}{times}")
         records += [{**start.record(), **context} for start in starts]
     if file is not None:
@@ -56,3 +81,66 @@ def _write(file: Path, text: str) -> None:
         file.write_text(text)
     except OSError as error:
         raise FileError(f"{file} cannot be written: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class StartTimes:
+    """The startup times of one launcher with `nprocs` ranks, in seconds."""
+
+    launcher: str
+    nprocs: int
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The median time."""
+        return statistics.median(self.seconds)
+
+    def record(self) -> dict[str, Any]:
+        """Return an object for the JSON file."""
+        return {"benchmark": "startup", **asdict(self), "median_seconds": self.median}
+
+
+def measure(nprocs: int, repeats: int) -> Iterator[StartTimes]:
+    """Time each launcher `repeats` times in turn, after a warm-up round.
+
+    Raises:
+        WorkError: A launcher failed; the message ends with the last line of its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "join.py")
+        script.write_text(SCRIPT)
+        starts = _starts(nprocs, script)
+        times: dict[str, list[float]] = {name: [] for name in starts}
+        for counted in [False] + [True] * repeats:
+            for name, start in starts.items():
+                began = time.perf_counter()
+                start()
+                if counted:
+                    times[name].append(time.perf_counter() - began)
+    for name, seconds in times.items():
+        yield StartTimes(name, nprocs, tuple(seconds))
+
+
+def _starts(nprocs: int, script: Path) -> dict[str, Callable[[], object]]:
+    lockstep = [sys.executable, "-m", "lockstep", "run"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    count = ["--nproc-per-node", str(nprocs)]
+    return {
+        "lockstep run": lambda: _run([*lockstep, *count, str(script)], script.parent),
+        "torchrun": lambda: _run([*torchrun, *count, str(script)], script.parent),
+        "lockstep.launch, again": lambda: launch(_join, nprocs=nprocs, timeout=TIMEOUT),
+    }
+
+
+def _run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT
+    )
+    if done.returncode != 0:
+        last = done.stdout.decode(errors="replace").strip().splitlines()[-1:]
+        raise WorkError(f"{' '.join(command)} failed with status {done.returncode}: {last}")
+
+
+def _join() -> None:
+    exec(SCRIPT, {})

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from benchmarks.pipeline import __main__ as program
 from benchmarks.pipeline.case import Case
-from benchmarks.pipeline.race import Outcome
+from benchmarks.pipeline.comparison import Outcome
 from lockstep.comm import backend
 from lockstep.errors import UsageError, WorkError
 
@@ -41,12 +41,12 @@ def test_a_measurement_from_flags_to_files(tmp_path):
         (["--splits", "5"], "--batch 32 cannot be cut into 5 micro-batches of one size"),
         (["--vs", "horovod"], "--vs horovod: choose from copies,rpc"),
         (["--timeout", "0"], "--timeout is a positive number"),
-        (["--plot", "a.pdf"], "write a .svg or a .png"),
+        (["--plot", "a.pdf"], "the suffix must be .svg or .png"),
         (["--json", "nowhere/a.json"], "there is no folder nowhere"),
         (["--batch", "32768"], "choose fewer with --vs, or a smaller --batch or --size"),
     ],
 )
-def test_nonsense_is_used_wrongly(flags, sentence):
+def test_invalid_options_raise_usage_error(flags, sentence):
     error = run(*flags).exception
     assert isinstance(error, UsageError), error
     assert sentence in str(error)
@@ -70,11 +70,11 @@ def test_the_estimate_grows_with_what_is_asked_for():
     assert some > 2 * program.estimate({**flags, "model": "tiny"}, [8], names)
 
 
-def test_wrong_answers_and_no_answer_are_failures():
+def test_wrong_or_missing_results_raise():
     case = Case("tiny", 4, 8, 32)
     right = Outcome("copies", case, [1.0])
     program.judge([[right]])
     with pytest.raises(WorkError, match="wrong answers: rpc at 4: losses"):
         program.judge([[right, Outcome("rpc", case, [1.0], wrong="losses ...")]])
     with pytest.raises(WorkError, match="nothing could be measured: no luck"):
-        program.judge([[Outcome("copies", case, cannot="no luck")]])
+        program.judge([[Outcome("copies", case, error="no luck")]])

@@ -1,8 +1,8 @@
 """The tables and the picture of pipelines, from outcomes written by hand."""
 
 from benchmarks.pipeline.case import Case
+from benchmarks.pipeline.comparison import Outcome
 from benchmarks.pipeline.plot import draw, speedups
-from benchmarks.pipeline.race import Outcome
 from benchmarks.pipeline.table import caption, heading, overhead_lines, records, rows
 
 
@@ -39,12 +39,12 @@ def test_a_pipeline_is_compared_with_the_copies_and_the_ideal():
     assert heading(MANY[0].case).startswith("# 8 micro-batches\n")
 
 
-def test_who_cannot_or_is_wrong_is_seen():
+def test_errors_and_wrong_results_are_shown():
     able, wrong, unable = outcomes(2, copies=[4.0], rpc=[4.0], torch_zb=[])
-    wrong.wrong, unable.cannot = "losses ...", "no luck"
+    wrong.wrong, unable.error = "losses ...", "no luck"
     lines = rows([able, wrong, unable])
     assert lines[1].endswith("WRONG")
-    assert lines[2].endswith("cannot: no luck")
+    assert lines[2].endswith("error: no luck")
 
 
 def test_the_cost_of_a_micro_batch_is_the_slope():

@@ -15,7 +15,7 @@ from benchmarks.step.answers import (
     training_digest,
     write,
 )
-from benchmarks.step.ways import Case, Fixed, loss
+from benchmarks.step.contenders import Case, Fixed, loss
 from lockstep.model.digest import digest
 
 

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.step import __main__ as program
-from benchmarks.step.ways import Case
+from benchmarks.step.contenders import Case
 from benchmarks.step.widths import Digests
 from lockstep.comm import backend
 from lockstep.errors import UsageError, WorkError
@@ -52,15 +52,15 @@ def test_a_measurement_from_flags_to_files(tmp_path):
         (["--models", "7b"], "--models 7b: choose from tiny,1m,25m,"),
         (["--optimizers", "lion"], "--optimizers lion: choose from sgd,adamw"),
         (["--vs", "horovod"], "--vs horovod: choose from copies,ddp-gloo"),
-        (["-n", "0"], "-n 0: write a number of ranks"),
+        (["-n", "0"], "-n 0: expected a number of ranks"),
         (["--batch", "32", "--microbatches", "5"], "--microbatches 5: a rank's samples"),
         (["--seconds", "0"], "--seconds and --timeout"),
-        (["--plot", "a.pdf"], "write a .svg or a .png"),
+        (["--plot", "a.pdf"], "the suffix must be .svg or .png"),
         (["--json", "nowhere/a.json"], "there is no folder nowhere"),
         (["-n", "999", "--models", "tiny,100m"], "100m with adamw on 999 ranks"),
     ],
 )
-def test_nonsense_is_used_wrongly(flags, sentence):
+def test_invalid_options_raise_usage_error(flags, sentence):
     error = run(*flags).exception
     assert isinstance(error, UsageError), error
     assert sentence in str(error)

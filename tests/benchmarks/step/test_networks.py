@@ -36,7 +36,7 @@ def test_a_batch_fits_its_model_and_repeats_with_its_seed(name):
         assert torch.equal(again[0], inputs) is other
 
 
-def test_names_that_are_not_there_are_said():
+def test_unknown_names_raise():
     assert chosen("--optimizers", "adamw,sgd,adamw", OPTIMIZERS) == ["adamw", "sgd"]
     with pytest.raises(UsageError, match="--optimizers lion: choose from sgd,adamw"):
         chosen("--optimizers", "sgd,lion", OPTIMIZERS)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
+from benchmarks.step.comparison import Outcome
+from benchmarks.step.contenders import Case
 from benchmarks.step.plot import COMPUTE, OURS, THEIRS, draw
-from benchmarks.step.race import Outcome
-from benchmarks.step.ways import Case
 
 
 def outcomes(network="25m", optimizer="sgd"):
     case = Case(network, optimizer, 32)
     steps = {"alone": 0.07, "copies": 0.08, "ddp-gloo": 0.18, "trainer": 0.1}
     found = [Outcome(name, case, 2, [0.9 * t, t, 1.2 * t]) for name, t in steps.items()]
-    return [*found, Outcome("fsdp-gloo", case, 2, cannot="no luck")]
+    return [*found, Outcome("fsdp-gloo", case, 2, error="no luck")]
 
 
 def elements(picture, kind):
@@ -22,8 +22,8 @@ def elements(picture, kind):
     ]
 
 
-def widths(picture, colour):
-    boxes = [each for each in elements(picture, "}rect") if each.attrib["fill"] == colour]
+def widths(picture, color):
+    boxes = [each for each in elements(picture, "}rect") if each.attrib["fill"] == color]
     return [float(box.attrib["width"]) for box in boxes][1:]  # the first is the legend's
 
 
@@ -41,7 +41,7 @@ def test_every_case_has_a_panel_within_the_frame():
     cases = [("1m", "sgd"), ("25m", "sgd"), ("25m", "adamw")]
     picture = draw([each for case in cases for each in outcomes(*case)], "m", "c")
     said = [each.text for each in elements(picture, "}text")]
-    for text in ("1m, sgd, 2 ranks", "25m, adamw, 2 ranks", "ddp-gloo", "180.0 ms", "cannot"):
+    for text in ("1m, sgd, 2 ranks", "25m, adamw, 2 ranks", "ddp-gloo", "180.0 ms", "error"):
         assert text in said
     for box in elements(picture, "}rect")[1:]:
         x, y = float(box.attrib["x"]), float(box.attrib["y"])

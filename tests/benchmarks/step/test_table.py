@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.step import table
 from benchmarks.step.answers import Answer
+from benchmarks.step.comparison import Outcome
+from benchmarks.step.contenders import Case
 from benchmarks.step.exactness import Exactness
-from benchmarks.step.race import Outcome
-from benchmarks.step.ways import Case
 from benchmarks.step.widths import Digests
 
 CASE = Case("25m", "sgd", 32)
@@ -55,9 +55,9 @@ def test_without_copies_or_gloo_there_is_nothing_to_compare_with():
     assert line.split()[4:7] == ["-", "-", "-"]
 
 
-def test_who_cannot_says_why():
-    (line,) = table.rows([Outcome("trainer", CASE, 2, cannot="no luck")])
-    assert line == "trainer  cannot: no luck".replace("trainer", f"{'trainer':<18}".rstrip())
+def test_error_is_shown_in_the_table():
+    (line,) = table.rows([Outcome("trainer", CASE, 2, error="no luck")])
+    assert line == "trainer  error: no luck".replace("trainer", f"{'trainer':<18}".rstrip())
 
 
 def test_the_trainer_must_hit_every_bit_and_others_come_near():

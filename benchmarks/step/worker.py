@@ -16,41 +16,41 @@ import torch.distributed as dist
 import lockstep
 from benchmarks.feed import Feed
 from benchmarks.step.answers import CHECKED, write
-from benchmarks.step.ways import WAYS, Case, Training, Way
-from lockstep.bench.lineup import Lineup
-from lockstep.bench.rank import LINEUP, converse
+from benchmarks.step.contenders import CONTENDERS, Case, Contender, Training
+from lockstep.bench.start_barrier import StartBarrier
+from lockstep.bench.worker import START_BARRIER, answer_requests
 
 __all__ = ["main"]
 
 NOWHERE = "/dev/null"
 
 
-def main(name: str, folder: str, peer: str, patience: float) -> None:
-    """Join a world as the way called `name` asks for, and answer until the end."""
-    way = WAYS[name]
-    if way.stock:
-        dist.init_process_group(way.backend, timeout=timedelta(seconds=patience))
+def main(name: str, folder: str, key: str, timeout: float) -> None:
+    """Join a world as contender `name` asks for, and answer until the end."""
+    contender = CONTENDERS[name]
+    if contender.stock:
+        dist.init_process_group(contender.backend, timeout=timedelta(seconds=timeout))
         torch.set_num_threads(1)
     else:
-        lockstep.init(backend=way.backend or None, timeout=patience, device="cpu")
+        lockstep.init(backend=contender.backend or None, timeout=timeout, device="cpu")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    lineup = Lineup(f"{folder}/{LINEUP}{peer}", rank, ranks, patience)
-    stepper = Stepper(way, lineup)
-    hello = {"hello": rank, "peer": peer, "library": f"torch {torch.__version__}"}
-    converse(stepper.answer, folder, hello)
+    start_barrier = StartBarrier(f"{folder}/{START_BARRIER}{key}", rank, ranks, timeout)
+    stepper = Stepper(contender, start_barrier)
+    hello = {"hello": rank, "runner": key, "library": f"torch {torch.__version__}"}
+    answer_requests(stepper.answer, folder, hello)
     stepper.close()
-    lineup.close()
-    if way.stock:
+    start_barrier.close()
+    if contender.stock:
         dist.destroy_process_group()
     else:
         lockstep.shutdown()
 
 
 class Stepper:
-    """One rank of a way, with the training that it was told to begin."""
+    """One rank of a contender, with the training that it was told to begin."""
 
-    def __init__(self, way: Way, lineup: Lineup) -> None:
-        self._way, self._lineup = way, lineup
+    def __init__(self, contender: Contender, start_barrier: StartBarrier) -> None:
+        self._contender, self._start_barrier = contender, start_barrier
         self._training: Training | None = None
         self._feed: Feed | None = None
 
@@ -63,9 +63,9 @@ class Stepper:
             return {"times": []}
         assert self._training is not None
         assert self._feed is not None
-        lineup = None if asked["alone"] else self._lineup
+        start_barrier = None if asked["alone"] else self._start_barrier
         step = self._training.step
-        return {"times": self._feed.timed(step, asked["block"], lineup, settling=1)}
+        return {"times": self._feed.time_steps(step, asked["block"], start_barrier, settling=1)}
 
     def close(self) -> None:
         """Let the training go."""
@@ -74,10 +74,10 @@ class Stepper:
     def _begin(self, case: Case, file: str) -> None:
         ranks = dist.get_world_size()
         self._feed = Feed([case.batch(ranks, turn) for turn in range(CHECKED)])
-        self._training = self._way.make(case)
+        self._training = self._contender.make(case)
         for turn in range(CHECKED):
             self._feed.refill(turn)
             self._training.step(self._feed.batch)
-        if self._way.average:
+        if self._contender.average:
             # All ranks gather what is sharded; one of them keeps it.
             write(self._training, file if dist.get_rank() == 0 else NOWHERE)

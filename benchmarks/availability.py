@@ -1,4 +1,4 @@
-"""The contenders of a race that need the backend lockstep, where it can't be used."""
+"""Contenders that need the backend "lockstep", if it is unavailable."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Protocol
 from lockstep.comm import backend
 from lockstep.errors import UsageError
 
-__all__ = ["lacking", "require"]
+__all__ = ["require_available", "unavailable"]
 
 
-class Way(Protocol):
-    """A way to train, on a backend."""
+class Contender(Protocol):
+    """A training method on a backend."""
 
     @property
     def backend(self) -> str:
         """The backend's name."""
 
 
-def lacking(ways: Mapping[str, Way]) -> list[str]:
-    """Return the names of the `ways` that cannot run here."""
+def unavailable(contenders: Mapping[str, Contender]) -> list[str]:
+    """Return the names of the `contenders` that cannot run here."""
     if backend.available():
         return []
-    return [name for name, way in ways.items() if way.backend == "lockstep"]
+    return [name for name, contender in contenders.items() if contender.backend == "lockstep"]
 
 
-def require(name: str, without: Collection[str]) -> None:
+def require_available(name: str, without: Collection[str]) -> None:
     """Raise UsageError where `name` is one of those that cannot run here."""
     if name in without:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The collectives as `torch.distributed` calls them, on the backend that the world has."""
+"""Workloads on tensors: the collectives of `torch.distributed` on the default group."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.bench.collectives import ROOT, partner
-from lockstep.bench.measure import CannotError, Order
-from lockstep.bench.pattern import Numbers
+from lockstep.bench.workload import UnsupportedError, Values, Workload
 
 __all__ = ["TorchLibrary"]
 
@@ -23,40 +22,40 @@ Call = Callable[[], object]
 
 
 class TorchLibrary:
-    """Buffers are tensors; where the order asks for it they lie in the shared segment."""
+    """Buffers as tensors, in shared memory if the workload asks for it."""
 
-    def new(self, count: int, order: Order) -> torch.Tensor:
-        """Return a vector of zeros, its pages touched."""
-        dtype = dtype_of(order)
-        if not order.segment:
+    def new(self, count: int, workload: Workload) -> torch.Tensor:
+        """Return a vector of zeros with its pages touched."""
+        dtype = dtype_of(workload)
+        if not workload.shared_memory:
             return torch.zeros(count, dtype=dtype)
         import lockstep
 
         if not hasattr(lockstep, "empty"):
-            raise CannotError("this build has no lockstep.empty")
+            raise UnsupportedError("this build has no lockstep.empty")
         tensor: torch.Tensor = lockstep.empty(count, dtype=dtype)
         return tensor.zero_()
 
-    def block(self, numbers: Numbers, order: Order) -> torch.Tensor:
-        """Return numbers as a tensor of the order's dtype."""
-        return torch.from_numpy(numbers).to(dtype_of(order))
+    def convert(self, values: Values, workload: Workload) -> torch.Tensor:
+        """Return the values as a tensor in the dtype of the workload."""
+        return torch.from_numpy(values).to(dtype_of(workload))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy, with broadcasting."""
+        """Copy `source` into `target`, broadcast."""
         target.copy_(source)
 
-    def wrong(self, got: torch.Tensor, expected: torch.Tensor, is_mean: bool) -> int:
-        """Count elements that differ."""
-        if is_mean and got.dtype.is_floating_point:
-            limit = 2 * torch.finfo(got.dtype).eps * expected.abs()
-            return int(((got - expected).abs() > limit).sum())
-        return int((got != expected).sum())
+    def count_wrong(self, actual: torch.Tensor, expected: torch.Tensor, is_mean: bool) -> int:
+        """Count the elements that differ."""
+        if is_mean and actual.dtype.is_floating_point:
+            limit = 2 * torch.finfo(actual.dtype).eps * expected.abs()
+            return int(((actual - expected).abs() > limit).sum())
+        return int((actual != expected).sum())
 
-    def call(self, order: Order, send: torch.Tensor, receive: torch.Tensor) -> Call:
-        """Return the call; the world is the default group's."""
-        op = getattr(dist.ReduceOp, order.op)
+    def call(self, workload: Workload, send: torch.Tensor, receive: torch.Tensor) -> Call:
+        """Return the call on the default group."""
+        op = getattr(dist.ReduceOp, workload.op)
         ranks = dist.get_world_size()
-        match order.collective:
+        match workload.collective:
             case "all_reduce":
                 return partial(dist.all_reduce, send, op)
             case "reduce":
@@ -77,23 +76,23 @@ class TorchLibrary:
                 return round_trip(dist.get_rank(), ranks, send, receive)
             case "barrier":
                 return dist.barrier
-        raise CannotError(f"no call for {order.collective}")
+        raise UnsupportedError(f"no call for {workload.collective}")
 
 
-def dtype_of(order: Order) -> torch.dtype:
-    """Return the dtype of that name."""
-    found: Any = getattr(torch, order.dtype)
+def dtype_of(workload: Workload) -> torch.dtype:
+    """Return the torch dtype of the workload."""
+    found: Any = getattr(torch, workload.dtype)
     assert isinstance(found, torch.dtype)
     return found
 
 
 def pieces(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor] | None:
-    """Return a tensor's part for each rank; None where this rank holds nothing."""
+    """Return one piece of a tensor per rank, or None for an empty tensor."""
     return list(tensor.chunk(ranks)) if len(tensor) else None
 
 
 def round_trip(rank: int, ranks: int, send: torch.Tensor, receive: torch.Tensor) -> Call:
-    """Return a message to the partner and one back; an odd last rank does nothing."""
+    """Return a round trip with the partner; an odd last rank has none."""
     other = partner(rank, ranks)
     if other is None:
         return lambda: None

@@ -1,4 +1,4 @@
-"""Patterns: what is left undone, or lands elsewhere, shows."""
+"""Input values: calls that do nothing and misplaced data are detected."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.bench.collectives import Part
-from lockstep.bench.pattern import OPS, PERIOD, itemsize, numbers
+from lockstep.bench.workload import OPS, PERIOD, expected_block, itemsize
 
 RANKS = st.integers(1, 64)
 
 
 def block(part: Part, ranks: int = 4, variant: int = 0, op: str = "SUM") -> np.ndarray:
-    return numbers(part, ranks, variant, op)
+    return expected_block(part, ranks, variant, op)
 
 
 @given(RANKS, st.sampled_from(list(OPS)))
@@ -30,7 +30,7 @@ def test_neighbouring_ranks_and_parts_differ():
 
 
 @given(st.sampled_from([1 << power for power in range(20)]))
-def test_a_piece_in_another_place_shows(shift):
+def test_shifted_block_differs(shift):
     assert (block(Part(0)) != np.roll(block(Part(0)), shift % PERIOD)).any()
 
 

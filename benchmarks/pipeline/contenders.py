@@ -1,4 +1,4 @@
-"""The ways to train a model in two stages, each written as its users write it.
+"""Contenders: training a model in two stages, each as its users write it.
 
     copies            two processes, each with the whole model: what computing alone costs
     rpc               the published tutorial's program, a master beside two workers
@@ -28,7 +28,7 @@ import lockstep
 from benchmarks.pipeline.case import Batch, Case
 from examples.rpc_pipeline import Master
 
-__all__ = ["ALONE", "COPIES", "STAGES", "WAYS", "Training", "Way"]
+__all__ = ["ALONE", "CONTENDERS", "COPIES", "STAGES", "Contender", "Training"]
 
 ALONE, COPIES = "alone", "copies"
 STAGES = 2
@@ -169,7 +169,7 @@ def driver() -> lockstep.Driver:
 
 
 @dataclass(frozen=True)
-class Way:
+class Contender:
     """A contender: its ranks, what they talk through, and what trains on each.
 
     `always` says that it is measured with every number of splits, not with the largest alone.
@@ -189,16 +189,16 @@ def pieces(model: nn.Module) -> list[nn.Module]:
 
 
 _ALL = (
-    Way(COPIES, "gloo", Whole, always=True),
-    Way("rpc", "", Remote, ranks=STAGES + 1, always=True),
-    Way("torch-gloo", "gloo", Stock, always=True),
-    Way("torch-lockstep", "lockstep", Stock, always=True),
-    Way("torch-zb", "lockstep", partial(Stock, zero_bubble=True)),
-    Way("lockstep-1", "lockstep", Ours, ranks=1),
-    Way("lockstep-1f1b", "lockstep", partial(Ours, schedule="1f1b"), always=True),
-    Way("lockstep-zb", "lockstep", partial(Ours, schedule="zero-bubble")),
-    Way("lockstep-1f1b-cut", "lockstep", partial(Ours, schedule="1f1b", measured=True)),
-    Way("lockstep-zb-cut", "lockstep", partial(Ours, schedule="zero-bubble", measured=True)),
-    Way("driver", "lockstep", Driven, ranks=1),
+    Contender(COPIES, "gloo", Whole, always=True),
+    Contender("rpc", "", Remote, ranks=STAGES + 1, always=True),
+    Contender("torch-gloo", "gloo", Stock, always=True),
+    Contender("torch-lockstep", "lockstep", Stock, always=True),
+    Contender("torch-zb", "lockstep", partial(Stock, zero_bubble=True)),
+    Contender("lockstep-1", "lockstep", Ours, ranks=1),
+    Contender("lockstep-1f1b", "lockstep", partial(Ours, schedule="1f1b"), always=True),
+    Contender("lockstep-zb", "lockstep", partial(Ours, schedule="zero-bubble")),
+    Contender("lockstep-1f1b-cut", "lockstep", partial(Ours, schedule="1f1b", measured=True)),
+    Contender("lockstep-zb-cut", "lockstep", partial(Ours, schedule="zero-bubble", measured=True)),
+    Contender("driver", "lockstep", Driven, ranks=1),
 )
-WAYS = {way.name: way for way in _ALL}
+CONTENDERS = {contender.name: contender for contender in _ALL}

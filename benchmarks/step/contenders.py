@@ -1,4 +1,4 @@
-"""The ways to train on several ranks: each contender's step, written as its users write it.
+"""Contenders: training on several ranks, each as its users write it.
 
     copies           every rank by itself, nothing is exchanged: what computing alone costs
     ddp-*, fsdp-*    torch's own, on Gloo and on the backend "lockstep"
@@ -8,7 +8,7 @@
     stock-*          in a process as torch leaves it: Lockstep's ranks keep freed memory,
                      and so do all the others here
 
-Every way computes the same micro-batches: a rank's part of the batch in as many
+Every contender computes the same micro-batches: a rank's part of the batch in as many
 backward passes as asked for.
 """
 
@@ -28,7 +28,7 @@ from torch import nn
 import lockstep
 from benchmarks.step.networks import NETWORKS, OPTIMIZERS, Batch, Network, blocks
 
-__all__ = ["WAYS", "Case", "Fixed", "Training", "Way", "loss", "part"]
+__all__ = ["CONTENDERS", "Case", "Contender", "Fixed", "Training", "loss", "part"]
 
 loss = nn.CrossEntropyLoss()
 
@@ -188,7 +188,7 @@ def averaged(case: Case) -> Training:
 
 
 @dataclass(frozen=True)
-class Way:
+class Contender:
     """A contender: its backend ("" for that of `lockstep.init`), and what makes its training.
 
     `average` is whether its parameters are those of one training on the global
@@ -208,32 +208,34 @@ class Way:
 
 
 _ALL = (
-    Way("copies", "plain PyTorch on every rank, nothing exchanged", "gloo", copies, average=False),
-    Way("ddp-gloo", "DistributedDataParallel on gloo", "gloo", distributed, 3.5),
-    Way(
+    Contender(
+        "copies", "plain PyTorch on every rank, nothing exchanged", "gloo", copies, average=False
+    ),
+    Contender("ddp-gloo", "DistributedDataParallel on gloo", "gloo", distributed, 3.5),
+    Contender(
         "ddp-lockstep", "DistributedDataParallel on lockstep, private buckets", "lockstep",
         distributed, 3.5,
     ),
-    Way(
+    Contender(
         "ddp-zero-copy", "the same, its buckets in shared memory", "lockstep",
         partial(distributed, shares=True), 3.5,
     ),
-    Way("fsdp-gloo", "FSDP2 (fully_shard) on gloo", "gloo", Sharded, 2.5),
-    Way("fsdp-lockstep", "FSDP2 (fully_shard) on lockstep", "lockstep", Sharded, 2.5),
-    Way("data-parallel", "lockstep.DistributedDataParallel", "", averaged, 4.0),
-    Way("trainer", "lockstep.Trainer", "", Trained, 4.0, promised=True),
-    Way(
+    Contender("fsdp-gloo", "FSDP2 (fully_shard) on gloo", "gloo", Sharded, 2.5),
+    Contender("fsdp-lockstep", "FSDP2 (fully_shard) on lockstep", "lockstep", Sharded, 2.5),
+    Contender("data-parallel", "lockstep.DistributedDataParallel", "", averaged, 4.0),
+    Contender("trainer", "lockstep.Trainer", "", Trained, 4.0, promised=True),
+    Contender(
         "shared", "lockstep.Trainer(shared=True)", "lockstep", partial(Trained, shared=True),
         3.0, promised=True,
     ),
-    Way(
+    Contender(
         "stock-copies", "copies as torch leaves a process", "gloo", copies,
         average=False, stock=True,
     ),
-    Way(
+    Contender(
         "stock-ddp-gloo", "ddp-gloo as torch leaves a process", "gloo", distributed, 3.5,
         stock=True,
     ),
 )  # fmt: skip
 
-WAYS = {way.name: way for way in _ALL}
+CONTENDERS = {contender.name: contender for contender in _ALL}

@@ -20,55 +20,55 @@ import torch.distributed as dist
 import lockstep
 from benchmarks.feed import Feed
 from benchmarks.pipeline.case import Case
-from benchmarks.pipeline.ways import WAYS, Driven, Training, Way, driver
+from benchmarks.pipeline.contenders import CONTENDERS, Contender, Driven, Training, driver
 from examples.rpc_pipeline import joined
-from lockstep.bench.lineup import Lineup
-from lockstep.bench.rank import LINEUP, converse
+from lockstep.bench.start_barrier import StartBarrier
+from lockstep.bench.worker import START_BARRIER, answer_requests
 
 __all__ = ["main"]
 
 BATCHES = 2  # by turns
 
 
-def main(name: str, folder: str, peer: str, patience: float) -> None:
-    """Join as the way called `name` asks for, and answer until the end."""
-    way = WAYS[name]
+def main(name: str, folder: str, key: str, timeout: float) -> None:
+    """Join as contender `name` asks for, and answer until the end."""
+    contender = CONTENDERS[name]
     rank = lockstep.rank()
-    lineup = Lineup(f"{folder}/{LINEUP}{peer}", rank, way.ranks, patience)
-    with world(way, f"{folder}/rpc-{peer}", patience):
-        stepper = Stepper(way, rank, lineup)
-        hello = {"hello": rank, "peer": peer, "library": f"torch {torch.__version__}"}
-        converse(stepper.answer, folder, hello)
-    lineup.close()
+    start_barrier = StartBarrier(f"{folder}/{START_BARRIER}{key}", rank, contender.ranks, timeout)
+    with world(contender, f"{folder}/rpc-{key}", timeout):
+        stepper = Stepper(contender, rank, start_barrier)
+        hello = {"hello": rank, "runner": key, "library": f"torch {torch.__version__}"}
+        answer_requests(stepper.answer, folder, hello)
+    start_barrier.close()
 
 
 @contextmanager
-def world(way: Way, rendezvous: str, patience: float) -> Iterator[None]:
-    """Join the world that a way needs, with one thread."""
-    if way.make is Driven:
+def world(contender: Contender, rendezvous: str, timeout: float) -> Iterator[None]:
+    """Join the world that a contender needs, with one thread."""
+    if contender.make is Driven:
         yield
         driver().close()
         return
-    if way.name.startswith("lockstep"):
-        lockstep.init(backend=way.backend, timeout=patience, device="cpu")
+    if contender.name.startswith("lockstep"):
+        lockstep.init(backend=contender.backend, timeout=timeout, device="cpu")
         yield
         lockstep.shutdown()
         return
     torch.set_num_threads(1)
-    if not way.backend:
-        with joined(lockstep.rank(), rendezvous, patience):
+    if not contender.backend:
+        with joined(lockstep.rank(), rendezvous, timeout):
             yield
         return
-    dist.init_process_group(way.backend, timeout=timedelta(seconds=patience))
+    dist.init_process_group(contender.backend, timeout=timedelta(seconds=timeout))
     yield
     dist.destroy_process_group()
 
 
 class Stepper:
-    """One rank of a way, with the training that it was told to begin."""
+    """One rank of a contender, with the training that it was told to begin."""
 
-    def __init__(self, way: Way, rank: int, lineup: Lineup) -> None:
-        self._way, self._rank, self._lineup = way, rank, lineup
+    def __init__(self, contender: Contender, rank: int, start_barrier: StartBarrier) -> None:
+        self._contender, self._rank, self._start_barrier = contender, rank, start_barrier
         self._training: Training | None = None
         self._feed: Feed | None = None
 
@@ -84,7 +84,7 @@ class Stepper:
     def _begin(self, case: Case, checked: int) -> dict[str, Any]:
         self._training = None  # the one before has to go first
         self._feed = Feed([case.batch(number) for number in range(BATCHES)])
-        self._training = self._way.make(case)
+        self._training = self._contender.make(case)
         losses = []
         for _ in range(checked):  # on the same batch: another one hardly shows what was learnt
             self._feed.refill(0)
@@ -94,10 +94,10 @@ class Stepper:
 
     def _block(self, calls: int, alone: bool) -> list[int]:
         """Time `calls` steps; return nanoseconds."""
-        served = not self._way.backend and self._rank > 0
+        served = not self._contender.backend and self._rank > 0
         if served or (alone and self._rank > 0):
             return []
         assert self._training is not None
         assert self._feed is not None
-        lineup = self._lineup if self._way.backend and not alone else None
-        return self._feed.timed(self._training.step, calls, lineup)
+        start_barrier = self._start_barrier if self._contender.backend and not alone else None
+        return self._feed.time_steps(self._training.step, calls, start_barrier)

@@ -1,13 +1,13 @@
-"""The table and the objects of the JSON file."""
+"""Results: the table and the JSON records."""
 
 from __future__ import annotations
 
-from lockstep.bench.measure import Order
-from lockstep.bench.peers import CopyPeer
-from lockstep.bench.rounds import Contender, Result
-from lockstep.bench.table import COLUMNS, header, record, rows
+from lockstep.bench.interleaved import Contender, Result
+from lockstep.bench.results import COLUMNS, header, record, rows
+from lockstep.bench.runners import CopyRunner
+from lockstep.bench.workload import Workload
 
-ORDER = Order("all_reduce", 262144, "float32", "SUM")
+WORKLOAD = Workload("all_reduce", 262144, "float32", "SUM")
 
 
 class Nobody:
@@ -15,7 +15,7 @@ class Nobody:
 
 
 def result(name, times, **more):
-    return Result(Contender(name, Nobody()), ORDER, 4, 1 << 20, times, **more)
+    return Result(Contender(name, Nobody()), WORKLOAD, 4, 1 << 20, times, **more)
 
 
 FIRST = result("lockstep", (100.0,) * 9)
@@ -26,14 +26,14 @@ def test_columns_are_those_of_nccl_tests_and_ours():
     assert header().splitlines()[0].split() == list(COLUMNS)
 
 
-def test_a_line_says_what_was_measured():
+def test_row_shows_size_and_times():
     first, second = rows([FIRST, SECOND])
     assert first.split() == ["1048576", "262144", "float32", "SUM", "lockstep",
                              "100.0", "100.0", "100.0", "10.49", "15.73", "0", "1.00"]  # fmt: skip
     assert second.split() == ["gloo", "1000.0", "840.0", "1160.0", "1.05", "1.57", "7", "10.00"]
 
 
-def test_every_cell_stands_under_its_heading():
+def test_cells_are_aligned_with_headers():
     heading, line = header().splitlines()[0], rows([FIRST])[0]
     for name, value in (("time", "100.0"), ("ratio", "1.00"), ("size", "1048576")):
         assert heading.index(name) + len(name) in (
@@ -42,13 +42,13 @@ def test_every_cell_stands_under_its_heading():
         )
 
 
-def test_who_cannot_says_why():
-    unable = Result(Contender("mpi", Nobody()), ORDER, 4, 4, cannot="MPI has no AVG")
-    assert rows([FIRST, unable])[1].split(maxsplit=1) == ["mpi", "cannot: MPI has no AVG"]
+def test_error_is_shown_in_the_table():
+    unable = Result(Contender("mpi", Nobody()), WORKLOAD, 4, 4, error="MPI has no AVG")
+    assert rows([FIRST, unable])[1].split(maxsplit=1) == ["mpi", "error: MPI has no AVG"]
     assert rows([unable, FIRST])[1].endswith("-")
 
 
-def test_a_record_names_everything():
+def test_json_record():
     found = record(SECOND, FIRST, "a machine", "lockstep bench all_reduce")
     assert found == {
         "backend": "gloo", "collective": "all_reduce", "size_bytes": 1 << 20, "count": 262144,
@@ -59,6 +59,6 @@ def test_a_record_names_everything():
     }  # fmt: skip
 
 
-def test_a_copy_has_no_bus():
-    copied = Result(Contender("memcpy", CopyPeer()), ORDER, 4, 1 << 20, (100.0,))
+def test_bus_bandwidth_of_a_copy_is_its_algorithm_bandwidth():
+    copied = Result(Contender("memcpy", CopyRunner()), WORKLOAD, 4, 1 << 20, (100.0,))
     assert copied.busbw == copied.algbw

@@ -1,4 +1,4 @@
-"""The race: contenders live through the run, prove their losses, and take turns.
+"""Measures cases: contenders live for the whole run, prove their losses, and take turns.
 
 start     the ranks of every contender; from here on they sleep when it is not their turn
 splits    1, 2, 4, 8 micro-batches, one after another:
@@ -14,28 +14,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 
+from benchmarks.participant import Participant
 from benchmarks.pipeline.case import Case
-from benchmarks.pipeline.rank import main
-from benchmarks.pipeline.ways import ALONE, COPIES, STAGES, WAYS, Way
-from benchmarks.runner import Runner
-from lockstep.bench.peers import Meeting, TorchPeer
-from lockstep.bench.rounds import rotation
-from lockstep.bench.times import Timed
+from benchmarks.pipeline.contenders import ALONE, CONTENDERS, COPIES, STAGES, Contender
+from benchmarks.pipeline.worker import main
+from lockstep.bench.interleaved import rotate
+from lockstep.bench.results import TimingResult
+from lockstep.bench.runners import Rendezvous, TorchRunner
 
-__all__ = ["CHECKED", "Contender", "Outcome", "contenders", "ideal", "race"]
+__all__ = [
+    "CHECKED",
+    "Outcome",
+    "PipelineParticipant",
+    "ideal",
+    "measure_case",
+    "start_participants",
+]
 
 CHECKED = 2  # steps whose losses are compared: the second knows the first one's gradients
 NEAR = 2e-3  # how far losses may be from the right ones: those add in another order
 BLOCK = 0.3  # seconds that a block should last
 LONG = 1.0  # seconds that a step may take and still be one of several in a block
-LONGEST = 200  # steps of a block at most
+MAX_BLOCK_CALLS = 200  # steps of a block at most
 
 Say = Callable[[str], None]
 
 
 @dataclass
-class Outcome(Timed):
-    """What a contender did in one case: seconds a step, ascending; `cannot` says why nothing."""
+class Outcome(TimingResult):
+    """What a contender did in one case: seconds a step, ascending; or the error."""
 
     name: str
     case: Case
@@ -43,15 +50,15 @@ class Outcome(Timed):
     losses: list[float] = field(default_factory=list)
     digest: str = ""
     wrong: str = ""
-    cannot: str = ""
+    error: str = ""
 
 
 @dataclass
-class Contender(Runner):
-    """Ranks that train in one way; of the copies also only the first of them."""
+class PipelineParticipant(Participant):
+    """The ranks of one contender, or only the first of them."""
 
-    way: Way
-    peer: TorchPeer
+    contender: Contender
+    runner: TorchRunner
     alone: bool = False
     calls: int = 1
     outcome: Outcome = field(init=False)  # of the case that is measured
@@ -59,58 +66,64 @@ class Contender(Runner):
     @property
     def name(self) -> str:
         """What the tables call it."""
-        return ALONE if self.alone else self.way.name
+        return ALONE if self.alone else self.contender.name
 
 
 @contextmanager
-def contenders(names: Sequence[str], patience: float, say: Say) -> Iterator[list[Contender]]:
+def start_participants(
+    names: Sequence[str], timeout: float, say: Say
+) -> Iterator[list[PipelineParticipant]]:
     """Start the ranks of each contender, the copies first, and end them all."""
     with ExitStack() as opened:
-        racing = []
+        participants = []
         for name in dict.fromkeys([COPIES, *names]):
-            way = WAYS[name]
-            say(f"starting {way.ranks} ranks of {name}")
-            meeting = opened.enter_context(closing(Meeting(way.ranks, patience)))
-            peer = TorchPeer(name, meeting, main)
-            opened.callback(peer.end)
+            contender = CONTENDERS[name]
+            say(f"starting {contender.ranks} ranks of {name}")
+            rendezvous = opened.enter_context(closing(Rendezvous(contender.ranks, timeout)))
+            runner = TorchRunner(name, rendezvous, main)
+            opened.callback(runner.end)
             if name == COPIES:
-                racing.append(Contender(way, peer, alone=True))
-            racing.append(Contender(way, peer))
-        yield racing
+                participants.append(PipelineParticipant(contender, runner, alone=True))
+            participants.append(PipelineParticipant(contender, runner))
+        yield participants
 
 
-def race(racing: Sequence[Contender], case: Case, repeats: int, say: Say) -> list[Outcome]:
-    """Measure one case on all of `racing`, `repeats` blocks each.
+def measure_case(
+    participants: Sequence[PipelineParticipant], case: Case, repeats: int, say: Say
+) -> list[Outcome]:
+    """Measure one case on all of `participants`, `repeats` blocks each.
 
     A rank that ends raises, and ends the measurement.
     """
-    for one in racing:
+    for one in participants:
         one.outcome = Outcome(one.name, case)
-    for one in racing:
+    for one in participants:
         if not one.alone:
             say(f"{one.name} trains its first steps")
             begin(one)
-    for number, one in enumerate(rotated(racing, repeats)):
-        if not one.outcome.cannot:
-            say(f"{one.name}, block {number + 1} of {len(racing) * repeats}")
+    for number, one in enumerate(rotated(participants, repeats)):
+        if not one.outcome.error:
+            say(f"{one.name}, block {number + 1} of {len(participants) * repeats}")
             one.outcome.times += one.block(one.calls)
             one.outcome.times.sort()
-    for one in racing:
+    for one in participants:
         if not one.alone:
             one.ask({"drop": True})
-    outcomes = [one.outcome for one in racing]
+    outcomes = [one.outcome for one in participants]
     judge(outcomes)
     return outcomes
 
 
-def rotated(racing: Sequence[Contender], repeats: int) -> Iterator[Contender]:
+def rotated(
+    participants: Sequence[PipelineParticipant], repeats: int
+) -> Iterator[PipelineParticipant]:
     """Give everybody's turns; each round begins with another contender."""
-    turns = rotation(len(racing))
-    for _ in range(len(racing) * repeats):
-        yield racing[next(turns)]
+    turns = rotate(len(participants))
+    for _ in range(len(participants) * repeats):
+        yield participants[next(turns)]
 
 
-def begin(one: Contender) -> None:
+def begin(one: PipelineParticipant) -> None:
     """Let a contender train its first steps, and find out how many make a block."""
     case = one.outcome.case
     answers = one.ask({"train": asdict(case), "checked": CHECKED})
@@ -118,11 +131,11 @@ def begin(one: Contender) -> None:
         one.outcome.losses = one.outcome.losses or each.get("losses", [])
         one.outcome.digest = one.outcome.digest or each.get("digest", "")
     one.calls = 1
-    if case.net.seconds < LONG and not one.outcome.cannot:
+    if case.net.seconds < LONG and not one.outcome.error:
         one.block(one.calls)  # it settles
         times = one.block(one.calls)
         if times:
-            one.calls = max(1, min(LONGEST, round(BLOCK / max(times[0], 1e-6))))
+            one.calls = max(1, min(MAX_BLOCK_CALLS, round(BLOCK / max(times[0], 1e-6))))
 
 
 def judge(outcomes: list[Outcome]) -> None:
@@ -130,7 +143,7 @@ def judge(outcomes: list[Outcome]) -> None:
     right = next(one.losses for one in outcomes if one.name == COPIES)
     digest = next((one.digest for one in outcomes if one.digest), "")
     for one in outcomes:
-        if one.name == ALONE or one.cannot:
+        if one.name == ALONE or one.error:
             continue
         if len(one.losses) != len(right) or not all(
             math.isclose(*pair, rel_tol=NEAR) for pair in zip(one.losses, right, strict=True)

@@ -1,4 +1,4 @@
-"""The start-up benchmark: it times what it says, and says what failed."""
+"""`lockstep bench startup`: measured launches, records, errors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from lockstep.bench import startup
-from lockstep.bench.startup import Start, measure
-from lockstep.commands.bench_startup import command
+from lockstep.commands import bench_startup
+from lockstep.commands.bench_startup import StartTimes, command, measure
 from lockstep.errors import FileError, UsageError, WorkError
 
 
@@ -21,12 +20,12 @@ def test_a_start_of_each_launcher_is_timed_and_written(tmp_path, monkeypatch):
         names = ("lockstep run", "torchrun")
         return {name: lambda name=name: counts.append(f"{name} {nprocs}") for name in names}
 
-    monkeypatch.setattr(startup, "_starts", starts)
+    monkeypatch.setattr(bench_startup, "_starts", starts)
     file = tmp_path / "startup.json"
     done = CliRunner().invoke(command, ["-n", "3", "--repeats", "2", "--json", str(file)])
     assert done.exit_code == 0, done.output
     assert "3 ranks, median of 2 starts" in done.output
-    assert "1.00 of torchrun's" in done.output
+    assert "1.00 of torchrun" in done.output
     assert counts == ["lockstep run 3", "torchrun 3"] * 3  # in turn, the first round not counted
     records = json.loads(file.read_text())
     assert all("cores" in record["machine"] and record["command"] for record in records)
@@ -38,8 +37,8 @@ def test_a_start_of_each_launcher_is_timed_and_written(tmp_path, monkeypatch):
 
 def test_each_launcher_joins_the_ranks_of_the_same_script(tmp_path):
     script = tmp_path / "join.py"
-    starts = startup._starts(2, script)
-    script.write_text(startup.SCRIPT + "open('joined', 'a').write('x')\n")
+    starts = bench_startup._starts(2, script)
+    script.write_text(bench_startup.SCRIPT + "open('joined', 'a').write('x')\n")
     for launcher in ("lockstep run", "torchrun"):
         starts[launcher]()
     assert (tmp_path / "joined").read_text() == "xxxx"
@@ -47,22 +46,22 @@ def test_each_launcher_joins_the_ranks_of_the_same_script(tmp_path):
 
 
 def test_a_launcher_that_fails_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(startup, "SCRIPT", "raise SystemExit('no luck')")
+    monkeypatch.setattr(bench_startup, "SCRIPT", "raise SystemExit('no luck')")
     with pytest.raises(WorkError, match=r"run --nproc-per-node 1 .* failed with status 1: .*log"):
         list(measure(1, 1))
 
 
 def test_the_median_is_the_middle():
-    assert Start("x", 2, (3.0, 1.0, 2.0)).record()["median_seconds"] == 2.0
+    assert StartTimes("x", 2, (3.0, 1.0, 2.0)).record()["median_seconds"] == 2.0
 
 
-def test_a_file_that_cannot_be_written_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(startup, "_starts", lambda nprocs, script: {"torchrun": int})
+def test_unwritable_file_raises(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_startup, "_starts", lambda nprocs, script: {"torchrun": int})
     result = CliRunner().invoke(command, ["-n", "1", "--json", str(tmp_path / "no" / "file")])
     assert isinstance(result.exception, FileError)
 
 
 @pytest.mark.parametrize("flags", [["--repeats", "0"], ["-n", "0"]])
-def test_nonsense_is_used_wrongly(flags):
+def test_invalid_options_raise_usage_error(flags):
     result = CliRunner().invoke(command, flags)
     assert isinstance(result.exception, UsageError)

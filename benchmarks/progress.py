@@ -6,7 +6,7 @@ import time
 
 from lockstep.commands.bench_collective import status
 
-__all__ = ["Clock", "about"]
+__all__ = ["Progress", "about"]
 
 
 def about(seconds: float) -> str:
@@ -14,7 +14,7 @@ def about(seconds: float) -> str:
     return "about a minute" if seconds < 90 else f"about {round(seconds / 60)} minutes"
 
 
-class Clock:
+class Progress:
     """Shows what goes on, and how long it has taken of the estimate."""
 
     def __init__(self, expected: float) -> None:

@@ -1,0 +1,147 @@
+"""Measures one case: contenders start, have their parameters checked, and take turns.
+
+start     the ranks of every contender; from here on they sleep when it is not their turn
+train     two steps; the parameters are compared with one process's (answers.py)
+rounds    alone  copies  ddp-gloo  trainer        a block of steps each, slowest rank
+          copies  ddp-gloo  trainer  alone        another one begins
+memory    a few steps more, watched, not timed
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field
+
+from benchmarks.participant import Participant
+from benchmarks.step.answers import Answer, Expected
+from benchmarks.step.contenders import CONTENDERS, Case, Contender
+from benchmarks.step.memory import Watch, proportional
+from benchmarks.step.worker import main
+from lockstep.bench.interleaved import rotate
+from lockstep.bench.results import TimingResult
+from lockstep.bench.runners import Rendezvous, TorchRunner
+
+__all__ = ["ALONE", "COPIES", "Outcome", "measure_case"]
+
+ALONE, COPIES = "alone", "copies"
+BLOCK = 0.4  # seconds that a block should last
+MAX_BLOCK_CALLS = 50  # steps of a block at most
+MIN_CALLS = 9  # steps of a contender at least
+MIN_ROUNDS = 3  # at least
+WATCHED = 3  # steps under watch
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Outcome(TimingResult):
+    """What a contender did in one case: seconds a step, ascending; memory in bytes.
+
+    `error` is set if it could not be measured. Memory is what the ranks held beyond what they
+    had before the model was built.
+    """
+
+    name: str
+    case: Case
+    ranks: int
+    times: list[float] = field(default_factory=list)
+    answer: Answer | None = None
+    rank_bytes: int = 0
+    host_bytes: int = 0
+    error: str = ""
+
+
+@dataclass
+class StepParticipant(Participant):
+    """A line of the table: ranks that train in one contender, all of them or only the first."""
+
+    outcome: Outcome
+    contender: Contender
+    runner: TorchRunner
+    alone: bool = False
+    calls: int = 1
+    rounds: int = 0
+
+    def is_done(self, seconds: float) -> bool:
+        """Return whether it has had its time, or has failed."""
+        times = self.outcome.times
+        enough = self.rounds >= MIN_ROUNDS and len(times) >= MIN_CALLS
+        return bool(self.outcome.error) or (enough and sum(times) >= seconds)
+
+
+def measure_case(
+    case: Case, names: Sequence[str], ranks: int, seconds: float, timeout: float, say: Say
+) -> list[Outcome]:
+    """Measure a case with the contenders in `names`, for at least `seconds` each.
+
+    `say` is told what goes on. A rank that ends raises, and ends the measurement.
+    """
+    with ExitStack() as opened:
+        rendezvous = opened.enter_context(closing(Rendezvous(ranks, timeout)))
+        say("one process, for the right answers")
+        expected = Expected.of(case, ranks, rendezvous.folder, timeout)
+        participants = []
+        for name in names:
+            say(f"starting {ranks} ranks of {name}")
+            runner = TorchRunner(name, rendezvous, main)
+            opened.callback(runner.end)
+            participants.append(
+                StepParticipant(Outcome(name, case, ranks), CONTENDERS[name], runner)
+            )
+        before = {
+            one.contender.name: [proportional(pid) for pid in one.runner.pids]
+            for one in participants
+        }
+        for one in participants:
+            say(f"building {one.contender.name}")
+            begin(one, expected, rendezvous.folder)
+        first = [one for one in participants if one.contender.name == COPIES]
+        for one in first:
+            alone = Outcome(ALONE, case, ranks, error=one.outcome.error)
+            participants.insert(0, StepParticipant(alone, one.contender, one.runner, alone=True))
+        take_turns(participants, seconds, say)
+        for one in participants:
+            if not one.outcome.error:
+                say(f"memory of {one.outcome.name}")
+                watch(one, before[one.contender.name])
+    return [one.outcome for one in participants]
+
+
+def begin(one: StepParticipant, expected: Expected, folder: str) -> None:
+    """Let a contender train its first steps, compare its parameters, and find its block's size."""
+    file = f"{folder}/{one.contender.name}"
+    one.ask({"train": asdict(one.outcome.case), "file": file})
+    if one.outcome.error:
+        return
+    if one.contender.average:
+        one.outcome.answer = expected.compare(file)
+        os.unlink(file)
+    if times := one.block(2):
+        one.calls = max(1, min(MAX_BLOCK_CALLS, round(BLOCK / statistics.median(times))))
+
+
+def take_turns(participants: list[StepParticipant], seconds: float, say: Say) -> None:
+    """Run blocks until each contender has had its time."""
+    for number in rotate(len(participants)):
+        left = [one for one in participants if not one.is_done(seconds)]
+        if not left:
+            return
+        one = participants[number]
+        if one not in left:
+            continue
+        say(f"{one.outcome.name}, {len(left)} of {len(participants)} go on")
+        one.outcome.times += one.block(one.calls)
+        one.outcome.times.sort()
+        one.rounds += 1
+
+
+def watch(one: StepParticipant, before: list[int]) -> None:
+    """Run a few steps while the memory of the ranks is looked at."""
+    pids = one.runner.pids[:1] if one.alone else one.runner.pids
+    with Watch(pids) as held:
+        one.block(WATCHED)
+    one.outcome.rank_bytes = max(0, held.rank - max(before[: len(pids)]))
+    one.outcome.host_bytes = max(0, held.host - sum(before[: len(pids)]))

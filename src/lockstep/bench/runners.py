@@ -1,0 +1,327 @@
+"""Runners: the ranks of torch's backends and of MPI, and the thread of the memory copy.
+
+The ranks of all runners connect to the socket of one rendezvous, and each runner has its
+own start barrier. Ranks sleep while they are not measured, so that several runners can be
+alive and take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import lockstep
+from lockstep.bench.numpy_libraries import CopyLibrary
+from lockstep.bench.start_barrier import StartBarrier
+from lockstep.bench.worker import SOCKET, START_BARRIER, torch_main
+from lockstep.bench.workload import PreparedWorkload, UnsupportedError, Workload
+from lockstep.errors import LockstepError, RankError, UsageError, WorkError
+
+__all__ = ["CopyRunner", "MpiRunner", "Rendezvous", "Runner", "TorchRunner", "mpi_python"]
+
+MPI_PYTHON = "LOCKSTEP_MPI_PYTHON"
+START_TIMEOUT = 60.0  # seconds until all ranks of a runner have connected
+END_TIMEOUT = 10.0  # seconds until they have exited
+PACKAGES = str(Path(lockstep.__file__).parent.parent)
+
+Answer = dict[str, Any]
+Main = Callable[[str, str, str, float], None]
+
+
+class Runner(Protocol):
+    """Something that measures workloads on a number of ranks."""
+
+    name: str
+    library: str
+
+    def ask(self, message: dict[str, Any]) -> list[Answer]:
+        """Send a request to every rank, and return the answers in rank order."""
+
+    def end(self) -> None:
+        """Stop the ranks."""
+
+
+class Rendezvous:
+    """The folder and the socket to which the ranks of all runners connect.
+
+    Args:
+        ranks: The number of ranks of each runner.
+        timeout: The longest wait for an answer, in seconds.
+    """
+
+    def __init__(self, ranks: int, timeout: float) -> None:
+        self.ranks = ranks
+        self.timeout = timeout
+        self.folder = tempfile.mkdtemp(prefix="lockstep-bench-")  # private to this user
+        self.listening = socket.socket(socket.AF_UNIX)
+        self.listening.bind(f"{self.folder}/{SOCKET}")
+        self.listening.listen(ranks)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self.listening.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class ProcessRunner:
+    """A runner whose ranks are processes; subclasses start and stop them."""
+
+    def __init__(self, name: str, rendezvous: Rendezvous) -> None:
+        self.name = name
+        self.library = ""
+        self._rendezvous = rendezvous
+        self._key = secrets.token_hex(4)
+        self._streams: dict[int, IO[str]] = {}
+        self._sockets: dict[int, socket.socket] = {}
+        StartBarrier.prepare(f"{rendezvous.folder}/{START_BARRIER}{self._key}", rendezvous.ranks)
+
+    def wait_for_ranks(self) -> None:
+        """Wait until every rank has connected."""
+        deadline = time.monotonic() + START_TIMEOUT
+        while len(self._streams) < self._rendezvous.ranks:
+            if select.select([self._rendezvous.listening], [], [], 0.2)[0]:
+                self._accept()
+            elif self.has_failed() or time.monotonic() > deadline:
+                missing = sorted(set(range(self._rendezvous.ranks)) - self._streams.keys())
+                raise self.explain_failure(
+                    f"ranks {missing} did not connect within {START_TIMEOUT:g} s"
+                )
+
+    def ask(self, message: dict[str, Any]) -> list[Answer]:
+        """Send a request to every rank, and return the answers in rank order."""
+        deadline = time.monotonic() + self._rendezvous.timeout
+        try:
+            for stream in self._streams.values():
+                stream.write(json.dumps(message) + "\n")
+                stream.flush()
+            return [self._answer(rank, deadline) for rank in range(self._rendezvous.ranks)]
+        except ConnectionError:
+            raise self.explain_failure("a rank has exited") from None
+
+    def end(self) -> None:
+        """Close the connections, which makes the ranks exit."""
+        for stream in self._streams.values():
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        for connection in self._sockets.values():
+            connection.close()
+        self._streams.clear()
+        self._sockets.clear()
+
+    def has_failed(self) -> bool:
+        """Return whether a rank has already exited."""
+        raise NotImplementedError
+
+    def explain_failure(self, what: str) -> LockstepError:
+        """Return an error that explains why a rank is missing."""
+        raise NotImplementedError
+
+    def _accept(self) -> None:
+        connection, _ = self._rendezvous.listening.accept()
+        stream = connection.makefile("rw", encoding="utf-8")
+        hello = json.loads(stream.readline())
+        self._streams[hello["hello"]], self._sockets[hello["hello"]] = stream, connection
+        self.library = hello["library"]
+
+    def _answer(self, rank: int, deadline: float) -> Answer:
+        stream = self._streams[rank]
+        left = max(0.0, deadline - time.monotonic())
+        if not select.select([self._sockets[rank]], [], [], left)[0]:
+            raise self.explain_failure(
+                f"rank {rank} did not answer within {self._rendezvous.timeout:g} s"
+            )
+        line = stream.readline()
+        if not line:
+            raise self.explain_failure(f"rank {rank} has exited")
+        answer: Answer = json.loads(line)
+        return answer
+
+
+class TorchRunner(ProcessRunner):
+    """Ranks of `torch.distributed` on one backend.
+
+    Args:
+        name: The name of the backend.
+        rendezvous: The rendezvous of the ranks.
+        main: The function of each rank: (name, folder, key, timeout).
+    """
+
+    def __init__(self, name: str, rendezvous: Rendezvous, main: Main = torch_main) -> None:
+        super().__init__(name, rendezvous)
+        arguments = (name, rendezvous.folder, self._key, rendezvous.timeout)
+        self._launched = lockstep.launch(main, arguments, rendezvous.ranks, join=False, daemon=True)
+        try:
+            self.wait_for_ranks()
+        except BaseException:
+            self._launched.terminate()
+            raise
+
+    def end(self) -> None:
+        """Let the ranks exit, and terminate those that do not."""
+        super().end()
+        try:
+            self._launched.join(END_TIMEOUT)
+        except (TimeoutError, RankError):
+            pass
+        finally:
+            self._launched.terminate()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the ranks, in rank order."""
+        return self._launched.processes
+
+    def has_failed(self) -> bool:
+        """Return whether a rank has already exited."""
+        return any(status is not None for status in self._launched.exitcodes)
+
+    def explain_failure(self, what: str) -> LockstepError:
+        """Return the error of the launcher, if it has one."""
+        try:
+            self._launched.join(3.0)
+        except RankError as error:
+            return error
+        except TimeoutError:
+            self._launched.terminate()
+        return WorkError(f"{self.name}: {what}")
+
+
+class MpiRunner(ProcessRunner):
+    """Ranks of `mpiexec`, in the environment of another Python."""
+
+    def __init__(self, python: str, rendezvous: Rendezvous) -> None:
+        super().__init__("mpi", rendezvous)
+        code = (
+            f"import sys; sys.path.append({PACKAGES!r}); "
+            "from lockstep.bench.worker import mpi_main; mpi_main()"
+        )
+        program = [python, "-c", code, rendezvous.folder, self._key, str(rendezvous.timeout)]
+        self._output = tempfile.TemporaryFile(  # noqa: SIM115 - closed in end()
+            "w+", encoding="utf-8", errors="replace"
+        )
+        self._process = subprocess.Popen(
+            [mpiexec(python), "-n", str(rendezvous.ranks), *program],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            env=mpi_environment(),
+            start_new_session=True,
+        )
+        try:
+            self.wait_for_ranks()
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Let the ranks exit, and terminate mpiexec and its processes if they do not."""
+        super().end()
+        try:
+            self._process.wait(END_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_TIMEOUT)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, 9)
+            self._process.wait()
+        self._output.close()
+
+    def has_failed(self) -> bool:
+        """Return whether mpiexec has already exited."""
+        return self._process.poll() is not None
+
+    def explain_failure(self, what: str) -> LockstepError:
+        """Return an error with the last line that mpiexec printed."""
+        self._output.seek(0)
+        lines = [line.strip() for line in self._output.read().splitlines() if line.strip()]
+        return WorkError(f"mpi: {what}" + (f"; last output: {lines[-1]}" if lines else ""))
+
+
+class CopyRunner:
+    """A thread of this process that copies the bytes of the message."""
+
+    name = "memcpy"
+    library = "numpy.copyto, one thread"
+
+    def __init__(self) -> None:
+        self._task: PreparedWorkload | None = None
+
+    def ask(self, message: dict[str, Any]) -> list[Answer]:
+        """Prepare or measure a copy, in this process."""
+        if "prepare" in message:
+            requested = message["workload"]
+            workload = Workload(
+                "send_recv", requested["count"], requested["dtype"], requested["op"]
+            )
+            try:
+                self._task = PreparedWorkload(CopyLibrary(), workload, 0, 2)
+            except UnsupportedError as error:
+                return [{"error": str(error)}]
+        elif "block" in message:
+            assert self._task is not None
+            times, _ = self._task.time_block(message["calls"], lambda: None)
+            return [{"times": times, "wrong": 0}]
+        else:
+            self._task = None
+        return [{}]
+
+    def end(self) -> None:
+        """Release the buffers."""
+        self._task = None
+
+
+def mpi_python(asked: str | None) -> str:
+    """Return a Python that has mpi4py, or raise UsageError with installation instructions."""
+    python = asked or os.environ.get(MPI_PYTHON)
+    if not python:
+        raise UsageError(
+            "--vs mpi needs a separate environment with mpi4py and an MPI: python3 -m venv mpi; "
+            "mpi/bin/pip install mpi4py mpich numpy; then --mpi-python mpi/bin/python or "
+            f"{MPI_PYTHON}=mpi/bin/python"
+        )
+    tried = subprocess.run(
+        [python, "-c", "import mpi4py, numpy"], capture_output=True, text=True, check=False
+    ) if shutil.which(python) else None  # fmt: skip
+    if tried is None or tried.returncode:
+        why = "is not a program" if tried is None else tried.stderr.strip().splitlines()[-1]
+        raise UsageError(
+            f"--vs mpi: {python} {why}; create it with python3 -m venv mpi; "
+            "mpi/bin/pip install mpi4py mpich numpy"
+        )
+    mpiexec(python)
+    return os.path.abspath(python)
+
+
+def mpiexec(python: str) -> str:
+    """Return the `mpiexec` next to that Python, or else the one on the path."""
+    beside = Path(os.path.abspath(python)).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise UsageError(
+            f"--vs mpi: there is no mpiexec next to {python}: run pip install mpich there"
+        )
+    return found
+
+
+def mpi_environment() -> dict[str, str]:
+    """Return the environment of mpiexec, without the variables of this Python."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    # Open MPI starts more ranks than cores only with these settings; others ignore them.
+    more = {
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMP_NUM_THREADS": "1",
+    }
+    return kept | more

@@ -1,0 +1,172 @@
+"""Runners: real ranks that answer requests, and errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+from contextlib import closing
+from dataclasses import asdict
+
+import pytest
+
+from lockstep.bench.collectives import COLLECTIVES
+from lockstep.bench.runners import (
+    CopyRunner,
+    MpiRunner,
+    Rendezvous,
+    TorchRunner,
+    mpi_python,
+    mpiexec,
+)
+from lockstep.bench.start_barrier import usable_cores
+from lockstep.bench.workload import Workload
+from lockstep.errors import RankError, UsageError, WorkError
+
+WORKLOADS = [
+    *(Workload(name, 0 if name == "barrier" else 1500, "float32", "SUM") for name in COLLECTIVES),
+    *(
+        Workload(name, 1500, "float32", "SUM", in_place=True)
+        for name, one in COLLECTIVES.items()
+        if one.can_alias
+    ),
+    Workload("all_reduce", 1500, "float32", "AVG"),
+    Workload("all_reduce", 1500, "int32", "BXOR"),
+]
+
+
+def one_block(runner, workload, calls=3):
+    """Return why it cannot, or the number wrong, after checking the form of the answers."""
+    answers = runner.ask({"prepare": "key", "workload": asdict(workload)})
+    if "error" in answers[0]:
+        return answers[0]["error"]
+    answers = runner.ask({"block": "key", "calls": calls})
+    for answer in answers:
+        assert len(answer["times"]) == calls, answer
+        assert min(answer["times"]) > 0
+    runner.ask({"drop": "key"})
+    return sum(answer["wrong"] for answer in answers)
+
+
+@pytest.fixture
+def rendezvous():
+    with closing(Rendezvous(3, timeout=20.0)) as made:
+        yield made
+    assert not os.path.exists(made.folder)
+
+
+def test_gloo_is_correct_for_every_workload(rendezvous):
+    with closing(Ending(TorchRunner("gloo", rendezvous))) as ending:
+        assert ending.runner.library.startswith("torch ")
+        assert {
+            workload: one_block(ending.runner, workload) for workload in WORKLOADS
+        } == dict.fromkeys(WORKLOADS, 0)
+        unable = Workload("all_reduce", 5, "int16", "SUM")
+        ending.runner.ask({"prepare": "int16", "workload": asdict(unable)})
+        answers = ending.runner.ask({"block": "int16", "calls": 1})
+        assert all("Invalid scalar type" in answer["error"] for answer in answers)
+
+
+class Ending:
+    """Ends a runner, as `closing` wants it."""
+
+    def __init__(self, runner):
+        self.runner = runner
+
+    def close(self):
+        self.runner.end()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no choice of cores here")
+@pytest.mark.parametrize("ranks", [1, 2, usable_cores() + 1])
+def test_bind_gives_each_rank_its_own_core_if_there_are_enough(ranks):
+    with (
+        closing(Rendezvous(ranks, 20.0)) as met,
+        closing(Ending(TorchRunner("gloo", met))) as ending,
+    ):
+        pids = ending.runner._launched.processes
+        allowed = sorted(os.sched_getaffinity(pids[0]))
+        assert ending.runner.ask({"bind": True}) == [{}] * ranks
+        bound = [os.sched_getaffinity(pid) for pid in pids]
+        enough = ranks <= len(allowed)
+        assert bound == [{core} for core in allowed[:ranks]] if enough else [set(allowed)] * ranks
+
+
+def test_error_names_killed_rank(rendezvous):
+    runner = TorchRunner("gloo", rendezvous)
+    try:
+        os.kill(runner._launched.processes[1], signal.SIGKILL)
+        with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+            one_block(runner, WORKLOADS[0], calls=1)
+    finally:
+        runner.end()
+
+
+def test_unknown_backend_raises(rendezvous):
+    with pytest.raises(RankError, match="nosuch"):
+        TorchRunner("nosuch", rendezvous)
+
+
+def test_a_copy_can_be_measured():
+    runner = CopyRunner()
+    assert one_block(runner, WORKLOADS[0]) == 0
+    assert "numpy has no bfloat16" in one_block(runner, Workload("broadcast", 5, "bfloat16", "SUM"))
+
+
+@pytest.mark.skipif(
+    "LOCKSTEP_MPI_PYTHON" not in os.environ,
+    reason="LOCKSTEP_MPI_PYTHON names no Python with mpi4py",
+)
+def test_mpi_is_correct_for_every_workload(rendezvous):
+    runner = MpiRunner(mpi_python(None), rendezvous)
+    with closing(Ending(runner)):
+        said = {workload: one_block(runner, workload) for workload in WORKLOADS}
+    unable = {workload: why for workload, why in said.items() if why}
+    assert {(workload.collective, workload.op) for workload in unable} == {
+        ("reduce_scatter", "SUM"),
+        ("all_reduce", "AVG"),
+    }
+    assert all("MPI has no" in why for why in unable.values())
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_error_contains_last_output_of_mpiexec(rendezvous, tmp_path):
+    script(tmp_path / "mpiexec", "echo started; echo 'no slots available' >&2; exit 1")
+    with pytest.raises(WorkError, match=r"mpi: ranks \[0, 1, 2\] .* output: no slots available"):
+        MpiRunner(str(tmp_path / "python"), rendezvous)
+
+
+def test_missing_mpi_raises_with_instructions(monkeypatch):
+    monkeypatch.delenv("LOCKSTEP_MPI_PYTHON", raising=False)
+    with pytest.raises(UsageError, match="pip install mpi4py mpich numpy"):
+        mpi_python(None)
+
+
+@pytest.mark.parametrize("made", [None, "exit 0", "echo 'No module named mpi4py' >&2; exit 1"])
+def test_unusable_mpi_python_raises(tmp_path, monkeypatch, made):
+    python = tmp_path / "python"
+    if made:
+        script(python, made)
+    monkeypatch.setenv("PATH", "/bin:/usr/bin")
+    if made == "exit 0":
+        if os.path.exists("/usr/bin/mpiexec"):
+            pytest.skip("this machine has an mpiexec of its own")
+        with pytest.raises(UsageError, match="no mpiexec next to"):
+            mpi_python(str(python))
+    else:
+        with pytest.raises(
+            UsageError, match="is not a program" if not made else "No module named mp"
+        ):
+            mpi_python(str(python))
+
+
+def test_mpiexec_next_to_python_is_preferred(tmp_path):
+    found = script(tmp_path / "mpiexec", "exit 0")
+    os.symlink(sys.executable, tmp_path / "python")
+    assert mpiexec(str(tmp_path / "python")) == str(found)
