@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.bench.sizes import format_size
-from lockstep.record.environment import environment
+from lockstep.record.environment import describe_environment
 
 HERE = Path(__file__).parent
 RANKS = (2, 4)
@@ -71,7 +71,7 @@ def short(microseconds: float) -> str:
 
 def page(records: list[Record], load: float) -> str:
     """Return the whole page."""
-    machine, libraries = environment(), {r["backend"]: r["library"] for r in records}
+    machine, libraries = describe_environment(), {r["backend"]: r["library"] for r in records}
     wrong = sum(record["wrong"] for record in records)
     lines = [
         "# Collectives",

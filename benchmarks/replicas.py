@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.record.environment import environment
+from lockstep.record.environment import describe_environment
 
 MIN_ROUNDS, WARM_UP, STEPS = 5, 3, 12
 BATCH, MICROBATCHES = 64, 8
@@ -71,7 +71,7 @@ def measure() -> dict[str, Any]:
     return {
         "benchmark": "replicas",
         "command": "python benchmarks/replicas.py",
-        "environment": environment(),
+        "environment": describe_environment(),
         "global_batch": BATCH,
         "microbatches": MICROBATCHES,
         "backend": " and ".join(sorted(backends)),

@@ -3,7 +3,7 @@
 import json
 import math
 
-from lockstep.record.recorder import FILE
+from lockstep.record.recorder import RECORD_FILE
 
 HEADER = {
     "kind": "run",
@@ -95,5 +95,5 @@ def write(folder, lines, tail=""):
     """Write lines as a record into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / FILE).write_text(text + tail)
+    (folder / RECORD_FILE).write_text(text + tail)
     return folder

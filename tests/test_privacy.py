@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 import records
 from lockstep.cli import cli
-from lockstep.record.environment import variables
+from lockstep.record.environment import recorded_variables
 from lockstep.report import doctor
-from lockstep.report.check_result import Question, good
+from lockstep.report.checks import Requirements, good
 
 TRAIN = """
 import os
@@ -159,19 +159,21 @@ def test_the_doctor_shows_no_secret(monkeypatch):
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 
-    def tell(question):
+    def tell(requirements):
         yield good("proxy", "http://me:planted-url@proxy:8080")
         raise KeyError(os.environ["LOCKSTEP_DRIVER_KEY"])
 
-    found = list(doctor.examine(Question(), {"network": tell}))
+    found = list(doctor.run_checks(Requirements(), {"network": tell}))
     assert len(found) == 2
-    text = doctor.block(found)
+    text = doctor.issue_block(found)
     assert "planted" not in text
     assert "      OMP_NUM_THREADS=1" in text
 
 
 def test_only_variables_that_matter_are_recorded():
-    assert variables(ENVIRONMENT | UNLISTED | {"CUDA_VISIBLE_DEVICES": "0", "HOME": "/"}) == {
+    assert recorded_variables(
+        ENVIRONMENT | UNLISTED | {"CUDA_VISIBLE_DEVICES": "0", "HOME": "/"}
+    ) == {
         "CUDA_VISIBLE_DEVICES": "0",
         "NCCL_CONF_FILE": "https://[redacted]@host/nccl.conf",
         "NCCL_NET_PASSWORD": "[redacted]",

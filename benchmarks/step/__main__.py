@@ -160,12 +160,12 @@ def estimate(
     cases: list[Case], names: list[str], counts: list[int], widths: list[int], seconds: float
 ) -> float:
     """Return about how long all of it takes, in seconds."""
-    from lockstep.record.environment import usable_cores
+    from lockstep.record.environment import count_usable_cores
 
     whole = 10.0
     for case in cases:
         for ranks in counts:
-            crowd = max(1.0, ranks / usable_cores())
+            crowd = max(1.0, ranks / count_usable_cores())
             step = 1.6 * case.net.step * crowd * case.samples / 32
             each = 1.0 * crowd + 9 * step + 1.4 * max(seconds, 10 * step)
             whole += each * (len(names) + 1)

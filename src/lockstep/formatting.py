@@ -12,6 +12,7 @@ __all__ = [
     "format_metric_value",
     "format_number",
     "format_percent",
+    "format_quantity",
     "is_ratio",
 ]
 
@@ -50,6 +51,11 @@ def format_number(value: float) -> str:
 def format_count(count: float) -> str:
     """Format an integer with thousands separators: "1,234,567"."""
     return f"{count:,.0f}" if math.isfinite(count) else "?"
+
+
+def format_quantity(count: float, thing: str, plural: str = "s") -> str:
+    """Format a number of things: "1 stage", "8 micro-batches" (with `plural="es"`)."""
+    return f"{format_count(count)} {thing}{'' if count == 1 else plural}"
 
 
 def format_percent(ratio: float) -> str:

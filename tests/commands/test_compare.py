@@ -24,8 +24,8 @@ def invoke(*arguments):
 
 def test_text_says_it_all():
     output = invoke("a", "b").output
-    assert "b and a end in the same weights, bit for bit" in output
-    assert "Their losses are the same bits at all 20 common steps." in output
+    assert "b and a have bit-identical final weights" in output
+    assert "Their losses are bit-identical at all 20 common steps." in output
     assert "2 replicas, 8 micro-batches, gloo, cpu" in output
     assert "options.who  a  b" in output
 
@@ -57,5 +57,5 @@ def test_open_makes_the_page_and_opens_it(place, monkeypatch):
 
 
 def test_one_run_is_too_few():
-    with pytest.raises(UsageError, match="needs two runs or more, and was given only a"):
+    with pytest.raises(UsageError, match="needs two or more runs, but only a was given"):
         invoke("a")

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from lockstep.cli import cli
 from lockstep.errors import UsageError
 from lockstep.report import doctor
-from lockstep.report.check_result import bad, good, note
+from lockstep.report.checks import bad, good, note
 
 
 def invoke(*arguments):
@@ -21,7 +21,7 @@ def checks(monkeypatch):
 
     def replace(*findings):
         given = {"all": lambda question: list(findings)}
-        monkeypatch.setattr(doctor.examine, "__defaults__", (given, lambda name: None))
+        monkeypatch.setattr(doctor.run_checks, "__defaults__", (given, lambda name: None))
 
     return replace
 
@@ -34,7 +34,7 @@ def test_all_good(checks):
         "good  torch            2.13\n"
         "note  cores            2\n"
         "                       -> be patient\n"
-        "\nNothing here would break a run.\n"
+        "\nAll checks passed.\n"
     )
     assert "\nnote  cores: 2\n" in done.output
     assert done.output.endswith("\n```\n")
@@ -44,7 +44,7 @@ def test_something_bad_is_exit_status_1(checks):
     checks(good("torch", "2.13"), bad("ports", "closed", "open them"))
     done = invoke()
     assert done.exit_code == 1
-    assert "One thing here would break a run" in done.output
+    assert "One check failed" in done.output
 
 
 @pytest.mark.parametrize("ill", [True, False])
@@ -67,5 +67,5 @@ def test_a_real_examination_finds_every_subject():
 
 @pytest.mark.parametrize("arguments", [("-n", "0"), ("--threads", "-1")])
 def test_less_than_one_is_refused(arguments):
-    with pytest.raises(UsageError, match="both are at least 1"):
+    with pytest.raises(UsageError, match="must be at least 1"):
         invoke(*arguments)

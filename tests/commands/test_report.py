@@ -57,7 +57,7 @@ def test_a_trace(place):
 
 def test_a_run_without_a_step_has_no_trace(place):
     records.write(place / "runs" / "young", [records.HEADER])
-    with pytest.raises(UsageError, match="young holds no steps yet"):
+    with pytest.raises(UsageError, match="young has no steps yet"):
         invoke("young", "--trace", "young.json")
 
 
@@ -78,7 +78,7 @@ def test_open_asks_the_browser(place, monkeypatch):
 def test_without_a_browser_the_place_is_said(monkeypatch):
     monkeypatch.setattr("webbrowser.open", lambda url: False)
     done = invoke("night", "--open")
-    assert "No browser could be started; open runs/night/report.html yourself." in done.stderr
+    assert "No browser could be started; open runs/night/report.html manually." in done.stderr
 
 
 def test_a_run_that_is_not_there(place):
@@ -90,7 +90,7 @@ def test_a_run_that_is_not_there(place):
 
 
 def test_a_place_that_cannot_be_written():
-    with pytest.raises(FileError, match="name another place with --output"):
+    with pytest.raises(FileError, match="choose another file with --output"):
         invoke("night", "-o", "/proc/report.html")
 
 

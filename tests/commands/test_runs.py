@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 import records
 from lockstep.cli import cli
+from lockstep.commands.runs import list_runs, runs_table
 from lockstep.errors import UsageError
 
 
@@ -14,7 +15,7 @@ def invoke(*arguments):
     return CliRunner().invoke(cli, ["runs", *arguments], catch_exceptions=False)
 
 
-def test_a_table_with_a_line_a_run(tmp_path):
+def test_a_table_with_one_line_per_run(tmp_path):
     for name in ("a", "b"):
         records.write(tmp_path / name, records.whole(name=name))
     lines = invoke(str(tmp_path)).output.splitlines()
@@ -32,6 +33,31 @@ def test_json_is_a_list(tmp_path):
 
 
 def test_an_empty_folder_and_none(tmp_path):
-    assert "holds no runs yet" in invoke(str(tmp_path)).output
+    assert "has no runs yet" in invoke(str(tmp_path)).output
     with pytest.raises(UsageError, match="there is no folder"):
         invoke(str(tmp_path / "nowhere"))
+
+
+def test_one_line_per_run_the_oldest_first(tmp_path):
+    records.write(tmp_path / "new", records.whole(started="2026-11-22T00:00:00+00:00"))
+    records.write(tmp_path / "old", records.whole(started="2026-11-20T00:00:00+00:00"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("")
+    names, rows = runs_table(list_runs(tmp_path))
+    assert [row[0] for row in rows] == ["old", "new"]
+    assert dict(zip(names, rows[0], strict=True)) == {
+        "run": "old", "state": "done", "recipe": "digits",
+        "layout": "2 replicas", "loss": "0.2500",
+        "accuracy": "91.2%", "samples/s": "2,207", "digest": "abababab",
+    }  # fmt: skip
+
+
+def test_an_unreadable_record_is_a_line_too(tmp_path):
+    records.write(tmp_path / "good", records.whole())
+    records.write(tmp_path / "bad", [], tail="PNG\n")
+    found = list_runs(tmp_path)
+    _, rows = runs_table(found)
+    assert [row[:2] for row in rows] == [["bad", "unreadable"], ["good", "done"]]
+    plain = json.loads(json.dumps([one.to_json() for one in found]))
+    assert "is not the record of a run" in plain[0]["message"]
+    assert plain[1]["metrics"] == {"accuracy": 0.9125}

@@ -12,9 +12,9 @@ from lockstep.model.ledger import Page
 from lockstep.model.watch import Watch, ranks_of
 from lockstep.pipeline.replay import replay
 from lockstep.pipeline.schedules import Action, one_f_one_b
-from lockstep.record.reader import read
-from lockstep.record.recorded import timelines
-from lockstep.report.trace import transfers
+from lockstep.record.reader import read_run
+from lockstep.record.timeline import read_timelines
+from lockstep.report.trace import find_transfers
 
 PAGE = Page([], [], 0.0, 0.0)
 
@@ -75,32 +75,32 @@ def run(tmp_path_factory):
             ls.shutdown()
 
     ls.launch(rank, nprocs=2, timeout=60.0)
-    return read(folder)
+    return read_run(folder)
 
 
 def test_every_rank_records_what_the_schedule_says(run):
-    seen = timelines(run)
+    seen = read_timelines(run)
     assert [one.title for one in seen] == [f"step {number}" for number in range(10)]
     for one in seen:
         for rank, actions in enumerate(one_f_one_b(2, 3)):
-            own = [work for work in one.works if work.rank == rank]
+            own = [work for work in one.spans if work.rank == rank]
             assert [Action(w.kind, w.stage, w.microbatch) for w in own[:-2]] == list(actions)
             assert [work.kind for work in own[-2:]] == ["reduce", "update"]
             assert all(before.end <= after.begin + 3e-6 for before, after in pairwise(own))
 
 
 def test_what_a_rank_gets_was_made_before_on_one_clock(run):
-    for one in timelines(run):
-        pairs = list(transfers(one))
+    for one in read_timelines(run):
+        pairs = list(find_transfers(one))
         assert len(pairs) == 6
         for source, target in pairs:
             assert target.source == source.rank
-            assert target.octets >= 2 * 8 * 4
+            assert target.num_bytes >= 2 * 8 * 4
             assert source.begin <= target.begin + 1e-5
 
 
 def test_a_recorded_step_can_be_simulated(run):
-    one = timelines(run)[-1]
+    one = read_timelines(run)[-1]
     found = replay(one)
-    assert [work.rank for work in found.works] == [0] * 6 + [1] * 6
-    assert {work.kind for work in found.works} == {"forward", "backward"}
+    assert [work.rank for work in found.spans] == [0] * 6 + [1] * 6
+    assert {work.kind for work in found.spans} == {"forward", "backward"}

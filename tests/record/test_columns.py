@@ -1,11 +1,11 @@
-"""Steps as columns, whatever the lines hold."""
+"""Steps as parse_block, whatever the lines hold."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.record.columns import columns, rank_rows
-from lockstep.record.recorder import PARTS
+from lockstep.record.columns import _rank_rows, parse_block
+from lockstep.record.recorder import TIME_CATEGORIES
 
 JSON = st.sampled_from(
     [
@@ -18,15 +18,15 @@ NAMES = st.sampled_from(["loss", "t", "step", "metrics", "ranks", "samples", "el
 
 @given(st.lists(st.dictionaries(NAMES, JSON, max_size=4), min_size=1, max_size=6))
 def test_whatever_a_step_says_its_columns_are_as_long(lines):
-    found = columns(lines)
+    found = parse_block(lines)
     assert {len(column) for column in found.scalars.values()} == {len(lines)}
     assert all(len(column) == len(lines) for column in found.metrics.values())
     assert found.ranks.shape[0] == len(lines)
-    assert found.ranks.shape[2] == len(PARTS)
+    assert found.ranks.shape[2] == len(TIME_CATEGORIES)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6))
 def test_rows_of_any_number_of_ranks_keep_their_place(worlds):
     row = [1.0, 2.0, 3.0, 4.0]
-    found = rank_rows([[row] * world for world in worlds])
+    found = _rank_rows([[row] * world for world in worlds])
     assert (~np.isnan(found[:, :, 3])).sum(axis=1).tolist() == worlds

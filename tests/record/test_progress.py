@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.record.meter import Meter
-from lockstep.record.progress import Progress, portions
+from lockstep.record.progress import Progress, ProgressMeter, apportion
 
 ROWS = [[0.6, 0.2, 0.1, 0.1]]
 DRIVE = """
@@ -201,35 +200,35 @@ def test_what_the_user_prints_stays_above_the_region():
 
 
 def test_the_estimate_counts_pauses_between_epochs():
-    clock, meter = Clock(), Meter(3, 10, 0.0)
+    clock, meter = Clock(), ProgressMeter(3, 10, 0.0)
     for epoch in range(2):
         for _ in range(10):
             clock.now += 0.75
             meter.step(clock.now, epoch, 0.5, 32, None, ())
         clock.now += 4.0
     clock.now -= 4.0
-    assert meter.left(clock.now) == pytest.approx(10 * 0.75 + 4.0)
+    assert meter.seconds_left(clock.now) == pytest.approx(10 * 0.75 + 4.0)
 
 
 def test_no_estimate_before_a_few_steps_are_known():
-    meter = Meter(3, 10, 0.0)
+    meter = ProgressMeter(3, 10, 0.0)
     meter.step(30.0, 0, 0.5, 32, None, ())  # the first step is slow, and says nothing
-    assert meter.left(30.0) is None
+    assert meter.seconds_left(30.0) is None
 
 
 def test_steps_of_an_epoch_are_learnt_where_they_are_not_known():
-    meter = Meter(2, None, 0.0)
+    meter = ProgressMeter(2, None, 0.0)
     for step in range(8):
         meter.step(float(step), 0, 0.5, 32, None, ())
-    assert (meter.place(), meter.fraction(), meter.left(8.0)) == ("8", None, None)
+    assert (meter.position(), meter.fraction(), meter.seconds_left(8.0)) == ("8", None, None)
     meter.step(8.0, 1, 0.5, 32, None, ())
-    assert meter.place() == "1/8"
-    assert meter.left(8.0) == pytest.approx(7.0)
+    assert meter.position() == "1/8"
+    assert meter.seconds_left(8.0) == pytest.approx(7.0)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=5).filter(sum), st.integers(0, 80))
 def test_a_bar_has_as_many_cells_as_it_should(weights, cells):
     shares = [weight / sum(weights) for weight in weights]
-    found = portions(shares, cells)
+    found = apportion(shares, cells)
     assert sum(found) == cells
     assert all(abs(n - share * cells) < 1 + 1e-9 for n, share in zip(found, shares, strict=True))

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from lockstep.errors import FileError, UsageError
-from lockstep.record import recorder as record
-from lockstep.record.environment import environment
-from lockstep.record.reader import read
-from lockstep.record.recorder import FILE, VERSION, Recorder, fresh_name
+from lockstep.record import recorder as recorder_module
+from lockstep.record.environment import describe_environment
+from lockstep.record.reader import read_run
+from lockstep.record.recorder import RECORD_FILE, RECORD_VERSION, Recorder, create_run_folder
 
 
 def lines_of(folder):
-    return [json.loads(line) for line in (folder / FILE).read_bytes().splitlines()]
+    return [json.loads(line) for line in (folder / RECORD_FILE).read_bytes().splitlines()]
 
 
 def test_first_line_carries_version_and_name(tmp_path):
@@ -28,7 +28,7 @@ def test_first_line_carries_version_and_name(tmp_path):
         recorder.write("run", recipe="digits")
     (line,) = lines_of(tmp_path / "night")
     assert line["kind"] == "run"
-    assert line["version"] == VERSION
+    assert line["version"] == RECORD_VERSION
     assert line["name"] == "night"
     assert line["recipe"] == "digits"
     assert line["started"].endswith("+00:00")
@@ -54,7 +54,7 @@ def test_a_loss_comes_back_with_the_same_bits(tmp_path):
     with Recorder(tmp_path) as recorder:
         for loss in losses:
             recorder.write("step", loss=loss)
-    assert read(tmp_path).steps.loss.tolist() == losses
+    assert read_run(tmp_path).steps.loss.tolist() == losses
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_a_number_beyond_64_bits_is_written_as_text(tmp_path):
 def test_a_folder_with_a_record_is_refused_and_left_alone(tmp_path):
     with Recorder(tmp_path) as recorder:
         recorder.write("step", step=7)
-    before = (tmp_path / FILE).read_bytes()
+    before = (tmp_path / RECORD_FILE).read_bytes()
     with pytest.raises(UsageError, match="already holds the record of a run"):
         Recorder(tmp_path)
-    assert (tmp_path / FILE).read_bytes() == before
+    assert (tmp_path / RECORD_FILE).read_bytes() == before
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):
@@ -100,14 +100,14 @@ def test_a_file_in_place_of_the_folder(tmp_path):
     with pytest.raises(FileError, match="is not a folder"):
         Recorder(tmp_path / "runs")
     with pytest.raises(FileError, match="is not a folder"):
-        fresh_name(tmp_path / "runs", "digits")
+        create_run_folder(tmp_path / "runs", "digits")
 
 
 def test_a_folder_that_cannot_be_made():
     with pytest.raises(FileError, match=r"/proc/runs.* cannot be created"):
         Recorder(Path("/proc/runs/a"))  # refuses even root
-    with pytest.raises(FileError, match="cannot be made"):
-        fresh_name(Path("/proc/runs"), "digits")
+    with pytest.raises(FileError, match="cannot be created"):
+        create_run_folder(Path("/proc/runs"), "digits")
 
 
 DISK_FILLS = """
@@ -133,18 +133,18 @@ def test_a_disk_that_fills_is_said_once_and_does_not_raise(tmp_path):
         timeout=60,
         check=True,
     )
-    assert os.path.getsize(tmp_path / FILE) == 1000, "the limit was not reached"
+    assert os.path.getsize(tmp_path / RECORD_FILE) == 1000, "the limit was not reached"
     assert done.stderr.count("cannot be written any more") == 1
     assert done.stderr.strip() == f"lockstep: {done.stdout.strip()}"
-    run = read(tmp_path)
+    run = read_run(tmp_path)
     assert run.state == "died"
     assert 10 < len(run.steps) < 100
-    assert run.remarks == ["The record's last line is cut off, and was skipped."]
+    assert run.remarks == ["The last line of the record is truncated and was skipped."]
 
 
 def test_a_write_that_takes_a_part_is_continued(tmp_path, monkeypatch):
     whole = os.write
-    monkeypatch.setattr(record.os, "write", lambda place, data: whole(place, data[:7]))
+    monkeypatch.setattr(recorder_module.os, "write", lambda place, data: whole(place, data[:7]))
     with Recorder(tmp_path) as recorder:
         recorder.write("step", step=7, loss=0.5)
     assert lines_of(tmp_path)[0]["loss"] == 0.5
@@ -160,14 +160,14 @@ def test_writing_after_closing_does_nothing(tmp_path):
 
 
 def test_fresh_names_differ_within_a_minute(tmp_path):
-    names = [fresh_name(tmp_path / "runs", "digits") for _ in range(4)]
+    names = [create_run_folder(tmp_path / "runs", "digits") for _ in range(4)]
     assert len(set(names)) == 4
     assert all(name.startswith("digits-20") for name in names)
     Recorder(tmp_path / "runs" / names[0]).close()
 
 
 def test_the_environment_fills_a_header(tmp_path):
-    found = environment()
+    found = describe_environment()
     with Recorder(tmp_path) as recorder:
         recorder.write("run", environment=found)
     assert lines_of(tmp_path)[0]["environment"] == found

@@ -1,13 +1,28 @@
-"""The timeline: its figures, from work written by hand."""
+"""Timelines: their figures, and reading them from a record."""
 
+import json
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lockstep.record.timeline import Timeline, Work, shared
+import records
+from lockstep.record.reader import read_run
+from lockstep.record.timeline import (
+    Span,
+    Timeline,
+    longest_duration,
+    parse_timeline,
+    read_timelines,
+    sum_steps,
+    typical_timeline,
+)
 
 
 def by_hand(*rows, ranks=2):
     """Return a timeline of (rank, kind, begin, end, stage, micro-batch)."""
-    return Timeline("by hand", ranks, tuple(Work(*row) for row in rows))
+    return Timeline("by hand", ranks, tuple(Span(*row) for row in rows))
 
 
 TWO = by_hand(
@@ -18,54 +33,124 @@ TWO = by_hand(
 )
 
 
-def test_length_bubble_and_balance():
-    assert TWO.length == 5
-    assert TWO.busy == [2, 3]
-    assert TWO.bubble == pytest.approx(1 - 5 / 10)
-    assert TWO.balance == pytest.approx(2.5 / 3)
+def test_duration_bubble_fraction_and_load_balance():
+    assert TWO.duration == 5
+    assert TWO.busy_times == [2, 3]
+    assert TWO.bubble_fraction == pytest.approx(1 - 5 / 10)
+    assert TWO.load_balance == pytest.approx(2.5 / 3)
 
 
-def test_waiting_is_no_work():
+def test_waiting_is_not_busy_time():
     waits = by_hand((0, "compute", 0, 2), (1, "compute", 0, 1), (1, "waiting", 1, 2))
-    assert waits.busy == [2, 1]
-    assert waits.bubble == pytest.approx(0.25)
+    assert waits.busy_times == [2, 1]
+    assert waits.bubble_fraction == pytest.approx(0.25)
 
 
-def test_nothing_has_no_length():
+def test_an_empty_timeline_has_no_duration():
     nothing = by_hand(ranks=0)
-    assert (nothing.length, nothing.bubble, nothing.balance) == (0, 0, 1)
-    assert shared([nothing, TWO]) == 5
+    assert (nothing.duration, nothing.bubble_fraction, nothing.load_balance) == (0, 0, 1)
+    assert longest_duration([nothing, TWO]) == 5
 
 
-def test_labels_tell_the_stages_of_a_rank_apart():
+def test_labels_have_a_letter_for_the_stage_of_a_rank():
     several = by_hand((0, "forward", 0, 1, 0, 3), (1, "forward", 1, 2, 1, 3), (0, "x", 2, 3, 2, 3))
-    assert [several.label(work) for work in several.works] == ["3a", "3a", "3b"]
-    assert TWO.label(TWO.works[0]) == "0"
-    assert TWO.label(Work(0, "update", 0, 1)) == ""
+    assert [several.label(work) for work in several.spans] == ["3a", "3a", "3b"]
+    assert TWO.label(TWO.spans[0]) == "0"
+    assert TWO.label(Span(0, "update", 0, 1)) == ""
 
 
 def test_replicas_share_their_stages():
     replicas = by_hand(
         *((rank, "forward", 0, 1, rank % 2, rank // 2) for rank in range(4)), ranks=4
     )
-    assert (replicas.stages, replicas.width) == (2, 2)
-    assert replicas.label(replicas.works[3]) == "1"
+    assert (replicas.num_stages, replicas.ranks_per_replica) == (2, 2)
+    assert replicas.label(replicas.spans[3]) == "1"
 
 
-def test_some_kinds_alone_begin_with_their_first_piece():
-    alone = TWO.only(["backward"])
-    assert [(work.begin, work.end) for work in alone.works] == [(0, 2), (2, 3)]
-    assert (alone.origin, alone.length) == (2, 3)
-    assert TWO.only([]).works == ()
+def test_selected_kinds_begin_at_zero():
+    alone = TWO.select(["backward"])
+    assert [(work.begin, work.end) for work in alone.spans] == [(0, 2), (2, 3)]
+    assert (alone.origin, alone.duration) == (2, 3)
+    assert TWO.select([]).spans == ()
 
 
-def test_kinds_come_in_their_order_and_unknown_ones_last():
+def test_unknown_kinds_are_last():
     mixed = by_hand((0, "zap", 0, 1), (0, "update", 1, 2), (0, "forward", 2, 3))
     assert mixed.kinds == ["forward", "update", "zap"]
 
 
-def test_work_in_words():
+def test_descriptions():
     assert (
-        Work(0, "input", 0, 1, 2, 3).words == "gradient of the inputs of micro-batch 3 on stage 2"
+        Span(0, "input", 0, 1, 2, 3).description
+        == "gradient of the inputs of micro-batch 3 on stage 2"
     )
-    assert Work(0, "update", 0, 1).words == "optimizer"
+    assert Span(0, "update", 0, 1).description == "optimizer"
+
+
+def test_ranks_are_on_one_clock():
+    found = parse_timeline(records.timeline(3))
+    begins = {(w.rank, w.kind, w.microbatch): w.begin for w in found.spans}
+    assert found.origin == pytest.approx(500.06)
+    assert begins[0, "forward", 0] == 0
+    assert begins[1, "forward", 0] == pytest.approx(2.6e-3)  # begun 0.1 ms after rank 0
+    assert (found.title, found.num_ranks, found.num_stages) == ("step 3", 2, 2)
+
+
+def test_waiting_has_its_source_and_bytes():
+    (work,) = (
+        w for w in parse_timeline(records.timeline(0)).spans if w.source == 1 and w.microbatch == 1
+    )
+    assert (work.waited, work.num_bytes) == (pytest.approx(1e-3), 1000)
+
+
+def test_short_entries_and_unknown_kinds_are_accepted():
+    line = {"ranks": [{"begin": 5, "works": [["dream", None, None, 0, 1]]}], "step": 1}
+    (work,) = parse_timeline(line).spans
+    assert (work.kind, work.begin, work.end, work.stage) == ("dream", 0, 1, None)
+
+
+ANYTHING = st.sampled_from([None, True, -1, 0, 1, 2.5, float("nan"), 1e308, "x", [], [[0]], {}])
+PIECE = st.lists(ANYTHING, min_size=4, max_size=9)
+RANK = st.fixed_dictionaries({}, optional={"begin": ANYTHING, "works": st.lists(PIECE) | ANYTHING})
+
+
+@given(st.lists(RANK | ANYTHING) | ANYTHING)
+def test_malformed_lines_do_not_raise(ranks):
+    found = parse_timeline({"kind": "timeline", "ranks": ranks})
+    if found is not None:
+        assert found.duration >= 0
+        assert all(work.begin >= 0 for work in found.spans)
+
+
+def test_steps_without_spans_are_drawn_from_their_sums(tmp_path):
+    run = read_run(records.write(tmp_path, records.whole()))
+    found = sum_steps(run, 12, 15)
+    assert found.title == "steps 12 to 14"
+    assert found.duration == pytest.approx(run.steps.ranks[12:15].sum(axis=2).max(axis=1).sum())
+    kinds = [work.kind for work in found.spans if work.rank == 1][:4]
+    assert kinds == ["data", "compute", "waiting", "communication"]
+    slow = [w for w in found.spans if w.kind == "waiting" and w.end - w.begin > 0.09]
+    assert [(work.rank, work.source) for work in slow] == [(0, 1)]
+
+
+def test_the_typical_timeline_has_median_duration_without_the_first(tmp_path):
+    lines = [records.timeline(n) for n in range(4)]
+    lines[0]["ranks"][0]["works"][-1][4] = 5.0
+    lines[1]["ranks"][0]["works"][-1][4] = 2.0
+    lines[2]["ranks"][0]["works"][-1][4] = 1.0
+    run = read_run(records.write(tmp_path, [records.HEADER, *lines]))
+    assert len(read_timelines(run)) == 4
+    assert typical_timeline(run).title == "step 2"
+
+
+def test_a_single_rank_has_no_typical_timeline(tmp_path):
+    alone = [records.step(number, ranks=[[0.006, 0, 0, 0]]) for number in range(3)]
+    assert typical_timeline(read_run(records.write(tmp_path, [records.HEADER, *alone]))) is None
+
+
+def test_steps_without_times_have_no_spans(tmp_path):
+    line = records.step(0, ranks=[[None] * 4, [None] * 4])
+    run = read_run(records.write(tmp_path, [records.HEADER, line]))
+    assert np.isnan(run.steps.ranks).all()
+    assert typical_timeline(run).spans == ()
+    assert json.dumps(typical_timeline(run).origin) == "0.0"

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 import records
-from lockstep.record.reader import read
+from lockstep.record.reader import read_run
 from lockstep.report import comparison
-from lockstep.report.comparison import compare, parting_of
+from lockstep.report.comparison import compare_runs
 
 
 @pytest.fixture
@@ -25,13 +25,17 @@ def run(tmp_path):
             lines[at]["loss"] = loss
         first = records.HEADER | {"name": name} | dict(header)
         ends = [] if end is None else [records.END | dict(end)]
-        return read(records.write(tmp_path / name, [first, *lines, *ends]))
+        return read_run(records.write(tmp_path / name, [first, *lines, *ends]))
 
     return write
 
 
+def first_difference(a, b):
+    return compare_runs([a, b]).pairs[0].losses.step
+
+
 def sentences(*runs):
-    return compare(list(runs)).against[0].sentences
+    return compare_runs(list(runs)).pairs[0].sentences
 
 
 def test_the_faster_run_is_named_whichever_comes_first(run):
@@ -50,36 +54,36 @@ def test_no_difference_is_an_answer(run):
 
 def test_equal_runs_agree_in_everything(run):
     said = sentences(run("a"), run("b"))
-    assert said[1] == "b and a end in the same weights, bit for bit: the digests agree."
-    assert said[2] == "Their losses are the same bits at all 60 common steps."
+    assert said[1] == "b and a have bit-identical final weights: the digests are equal."
+    assert said[2] == "Their losses are bit-identical at all 60 common steps."
     assert len(said) == 3
 
 
-def test_the_first_step_at_which_losses_part(run):
+def test_the_first_step_at_which_losses_differ(run):
     a, b = run("a"), run("b", losses={41: 0.5, 50: 0.25}, end={"digest": "ff"})
     said = sentences(a, b)
     assert "the digests differ" in said[1]
     ours = float(a.steps.loss[41])
-    assert said[2] == f"Their losses part at step 41: {ours!r} and 0.5 (60 steps compared)."
-    assert parting_of(a, b).step == 41
+    assert said[2] == f"Their losses first differ at step 41: {ours!r} and 0.5 (60 steps compared)."
+    assert first_difference(a, b) == 41
 
 
 def test_a_loss_that_is_nan_on_both_sides_is_the_same(run):
-    assert parting_of(run("a", losses={3: None}), run("b", losses={3: None})).step is None
-    assert parting_of(run("c", losses={3: None}), run("d")).step == 3
+    assert first_difference(run("a", losses={3: None}), run("b", losses={3: None})) is None
+    assert first_difference(run("c", losses={3: None}), run("d")) == 3
 
 
-def test_runs_of_other_lengths_are_compared_where_they_meet(tmp_path):
+def test_runs_of_different_lengths_are_compared_at_common_steps(tmp_path):
     lines = [records.HEADER, *map(records.step, range(20))]
-    a = read(records.write(tmp_path / "a", lines))
-    b = read(records.write(tmp_path / "b", [records.HEADER, *map(records.step, range(10, 30))]))
-    none = read(records.write(tmp_path / "c", [records.HEADER]))
-    assert parting_of(a, b).compared == 10
+    a = read_run(records.write(tmp_path / "a", lines))
+    b = read_run(records.write(tmp_path / "b", [records.HEADER, *map(records.step, range(10, 30))]))
+    none = read_run(records.write(tmp_path / "c", [records.HEADER]))
+    assert compare_runs([a, b]).pairs[0].losses.num_compared == 10
     assert "no steps in common" in sentences(a, none)[2]
 
 
 def test_a_run_without_an_end_has_no_digest_to_compare(run):
-    assert "not every run reached its end" in sentences(run("a"), run("b", end=None))[1]
+    assert "not all runs reached their end" in sentences(run("a"), run("b", end=None))[1]
 
 
 def test_the_first_tensor_that_differs_is_named(run):
@@ -88,30 +92,32 @@ def test_the_first_tensor_that_differs_is_named(run):
     save_file({"conv.bias": weight, "fc.bias": weight + 0}, a.folder / "weights.safetensors")
     save_file({"conv.bias": weight, "fc.bias": 2 * weight}, b.folder / "weights.safetensors")
     assert sentences(a, b)[3] == (
-        "In weights.safetensors the first tensor that differs is fc.bias: "
-        "it differs in 3 of 3 elements, by 1 at most."
+        "The first tensor in weights.safetensors that differs is fc.bias: "
+        "it differs in 3 of 3 elements, by at most 1."
     )
     (b.folder / "weights.safetensors").write_bytes(b"oops")
     assert "cannot be compared" in sentences(a, b)[3]
 
 
-def test_what_differs_in_settings_is_listed(run):
+def test_differing_settings_are_listed(run):
     layout = records.HEADER["layout"] | {"replicas": 4, "world_size": 4}
     environment = records.HEADER["environment"] | {"torch": "2.14.0"}
-    found = compare([run("a"), run("b", header={"layout": layout, "environment": environment})])
+    found = compare_runs(
+        [run("a"), run("b", header={"layout": layout, "environment": environment})]
+    )
     assert found.settings == {
         "layout.world_size": ["2", "4"],
         "layout.replicas": ["2", "4"],
         "torch": ["2.13.0", "2.14.0"],
     }
-    assert compare([run("c"), run("d")]).settings == {}
+    assert compare_runs([run("c"), run("d")]).settings == {}
 
 
-def test_every_form_holds_the_sentences(run):
-    found = compare([run("a"), run("b"), run("c", seconds=0.02)])
-    page, text = comparison.html(found), comparison.markdown(found)
-    plain = json.loads(json.dumps(comparison.plain(found)))
-    for one, listed in zip(found.against, plain["against"], strict=True):
+def test_all_formats_have_the_sentences(run):
+    found = compare_runs([run("a"), run("b"), run("c", seconds=0.02)])
+    page, text = comparison.comparison_html(found), comparison.comparison_markdown(found)
+    plain = json.loads(json.dumps(comparison.comparison_json(found)))
+    for one, listed in zip(found.pairs, plain["against"], strict=True):
         for sentence in one.sentences:
             assert sentence in page
             assert sentence in text
@@ -123,11 +129,11 @@ def test_every_form_holds_the_sentences(run):
 
 def test_a_runs_name_cannot_break_out_of_the_page(run):
     evil = "</script><script>alert(1)</script>"
-    page = comparison.html(compare([run("a", header={"name": evil}), run("b")]))
+    page = comparison.comparison_html(compare_runs([run("a", header={"name": evil}), run("b")]))
     assert "<script>alert" not in page
     assert page.count("</script>") == page.count("<script")
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(run):
+def test_runs_with_the_same_name_are_shown_by_their_folders(run):
     a, b = run("a", header={"name": "same"}), run("b", header={"name": "same"})
-    assert compare([a, b]).names == [str(a.folder), str(b.folder)]
+    assert compare_runs([a, b]).names == [str(a.folder), str(b.folder)]

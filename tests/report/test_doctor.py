@@ -9,34 +9,42 @@ import pytest
 
 from lockstep.errors import RankError
 from lockstep.report import doctor
-from lockstep.report.check_result import Question, bad, good, note
-from lockstep.report.checks import backends, machine, network, software
+from lockstep.report.checks import (
+    Requirements,
+    backends,
+    bad,
+    good,
+    machine,
+    network,
+    note,
+    software,
+)
 
-TWO = Question(2, 1)
+TWO = Requirements(2, 1)
 
 
-def verdicts(check, question=TWO):
-    return [(one.verdict, one.subject) for one in check(question)]
+def verdicts(check, requirements=TWO):
+    return [(one.verdict, one.subject) for one in check(requirements)]
 
 
-def only(check, question=TWO):
-    (found,) = check(question)
+def only(check, requirements=TWO):
+    (found,) = check(requirements)
     return found
 
 
 def test_a_check_that_raises_is_a_finding():
-    def broken(question):
+    def broken(requirements):
         yield good("before", "was fine")
         raise KeyError("oops")
 
-    found = list(doctor.examine(TWO, {"broken": broken, "next": lambda q: [note("next", "x")]}))
+    found = list(doctor.run_checks(TWO, {"broken": broken, "next": lambda q: [note("next", "x")]}))
     assert [one.verdict for one in found] == ["good", "bad", "note"]
     assert "the check failed with KeyError: 'oops'" in found[1].what
 
 
 def test_what_is_tried_is_said_before():
     begun = []
-    list(doctor.examine(TWO, {"a": lambda q: [], "b": lambda q: []}, begun.append))
+    list(doctor.run_checks(TWO, {"a": lambda q: [], "b": lambda q: []}, begun.append))
     assert begun == ["a", "b"]
 
 
@@ -45,7 +53,7 @@ def test_the_block_holds_every_finding_and_no_secret(monkeypatch):
     monkeypatch.setenv("TORCH_TOKEN", "hush")
     monkeypatch.setenv("HOME", "/home/ada")
     disk = good("disk", "/home/ada/work can be written")
-    text = doctor.block([good("torch", "2.13"), bad("ports", "closed", "open them"), disk])
+    text = doctor.issue_block([good("torch", "2.13"), bad("ports", "closed", "open them"), disk])
     assert text.startswith("```\n")
     assert "good  torch: 2.13" in text
     assert "bad   ports: closed" in text
@@ -56,9 +64,9 @@ def test_the_block_holds_every_finding_and_no_secret(monkeypatch):
 
 
 def test_two_ranks_add_on_gloo():
-    found = backends.backend("gloo")
+    found = backends.check_backend("gloo")
     assert found.verdict == "good"
-    assert found.what.startswith("2 ranks add 4 MiB in ")
+    assert found.what.startswith("all-reduce on 2 ranks: 4 MiB in ")
 
 
 def test_a_backend_that_fails_is_bad_and_says_why(monkeypatch):
@@ -66,77 +74,81 @@ def test_a_backend_that_fails_is_bad_and_says_why(monkeypatch):
         raise RankError("rank 1 was killed by SIGKILL")
 
     monkeypatch.setattr("lockstep.launcher.launch.launch", launch)
-    found = backends.backend("gloo")
+    found = backends.check_backend("gloo")
     assert (found.verdict, found.what) == ("bad", "2 ranks fail: rank 1 was killed by SIGKILL")
 
 
 def test_a_backend_that_adds_wrongly_is_bad(monkeypatch):
-    answers = [backends.Reduced(0, 0.1, 0.1), backends.Reduced(3, 0.1, 0.1)]
+    answers = [backends.AllReduceResult(0, 0.1, 0.1), backends.AllReduceResult(3, 0.1, 0.1)]
     monkeypatch.setattr("lockstep.launcher.launch.launch", lambda *a, **o: answers)
-    assert "3 elements are wrong" in backends.backend("gloo").what
+    assert "3 elements are wrong" in backends.check_backend("gloo").what
 
 
 def test_a_backend_that_someone_registers_is_tried_too(monkeypatch):
     import torch.distributed as dist
 
     monkeypatch.setattr(dist.Backend, "backend_list", ["undefined", "gloo", "mine"])
-    assert backends.present() == ["gloo", "mine"]
+    assert backends.available_backends() == ["gloo", "mine"]
 
 
 def test_ranks_at_once_are_measured(monkeypatch):
-    assert only(backends.together).subject == "ranks at once"
+    assert only(backends.check_ranks_at_once).subject == "ranks at once"
     rates = iter([[100.0], [55.0, 90.0]])
     monkeypatch.setattr("lockstep.launcher.launch.launch", lambda *a, **o: next(rates))
-    monkeypatch.setattr("lockstep.record.environment.usable_cores", lambda: 2)
-    found = only(backends.together)
+    monkeypatch.setattr("lockstep.record.environment.count_usable_cores", lambda: 2)
+    found = only(backends.check_ranks_at_once)
     assert found.verdict == "note"
-    assert "each at 55.0% of its speed alone" in found.what
+    assert "each at 55.0% of the speed of one rank alone" in found.what
 
 
 def test_more_ranks_than_cores_are_noted():
-    assert only(machine.cores, Question(1, 1)).verdict == "good"
-    found = only(machine.cores, Question(4096, 2))
+    assert only(machine.check_cores, Requirements(1, 1)).verdict == "good"
+    found = only(machine.check_cores, Requirements(4096, 2))
     assert found.verdict == "note"
-    assert "4,096 ranks of 2 threads want 8192" in found.what
+    assert "4,096 ranks with 2 threads each need 8192" in found.what
 
 
 def test_a_quota_counts_as_cores(monkeypatch, tmp_path):
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    found = only(machine.cores, Question(1, 1))
+    found = only(machine.check_cores, Requirements(1, 1))
     assert found.verdict == "note"
-    assert "limited to 0.5 cores' time" in found.what
+    assert "limited to the time of 0.5 cores" in found.what
 
 
 @pytest.mark.parametrize(
     ("ranks", "verdict", "words"),
-    [(2, "good", "4 micro-batches each"), (3, "note", "2.67 times"), (9, "note", "refused")],
+    [
+        (2, "good", "4 micro-batches each"),
+        (3, "note", "2.67 times"),
+        (9, "note", "which is an error"),
+    ],
 )
 def test_how_micro_batches_fall_on_replicas(ranks, verdict, words):
-    found = only(machine.microbatches, Question(ranks))
+    found = only(machine.check_microbatches, Requirements(ranks))
     assert found.verdict == verdict
     assert words in found.what
 
 
 def test_memory_that_does_not_hold_the_ranks_is_bad(monkeypatch, tmp_path):
-    assert only(machine.memory, Question(1)).verdict == "good"
-    assert only(machine.memory, Question(10**6)).verdict == "bad"
+    assert only(machine.check_memory, Requirements(1)).verdict == "good"
+    assert only(machine.check_memory, Requirements(10**6)).verdict == "bad"
     (tmp_path / "memory.max").write_text("500000000\n")
     (tmp_path / "memory.current").write_text("300000000\n")
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    found = only(machine.memory, Question(1))
+    found = only(machine.check_memory, Requirements(1))
     assert found.verdict == "bad"
     assert "200 MB left of the container's limit" in found.what
 
 
 def test_memory_speed_is_measured():
-    assert "one thread copies" in only(machine.memory_speed).what
+    assert "one thread copies" in only(machine.check_memory_speed).what
 
 
 def test_dockers_small_shared_memory_is_noted(monkeypatch):
     docker = types.SimpleNamespace(f_blocks=16384, f_frsize=4096, f_bavail=16384)
     monkeypatch.setattr(machine.os, "statvfs", lambda path: docker)
-    found = only(machine.shared_memory)
+    found = only(machine.check_shared_memory)
     assert found.verdict == "note"
     assert "67.1 MB of 67.1 MB free" in found.what
     assert "--shm-size" in found.advice
@@ -147,30 +159,30 @@ def test_a_segment_that_cannot_be_made_is_noted(monkeypatch):
         raise OSError(1, "Operation not permitted")
 
     monkeypatch.setattr(machine.os, "memfd_create", memfd_create)
-    found = next(iter(machine.shared_memory(TWO)))
+    found = next(iter(machine.check_shared_memory(TWO)))
     assert found.verdict == "note"
     assert "Operation not permitted" in found.what
 
 
 def test_a_folder_that_cannot_be_written_is_bad(monkeypatch):
-    assert verdicts(machine.disk) == [("good", "disk"), ("good", "temporary files")]
+    assert verdicts(machine.check_disk) == [("good", "disk"), ("good", "temporary files")]
     monkeypatch.chdir("/proc")  # not even root writes there
-    assert verdicts(machine.disk) == [("bad", "disk"), ("good", "temporary files")]
+    assert verdicts(machine.check_disk) == [("bad", "disk"), ("good", "temporary files")]
 
 
 @pytest.mark.parametrize(("soft", "verdict"), [(64, "bad"), (200, "note"), (4096, "good")])
 def test_open_files(monkeypatch, soft, verdict):
     monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (soft, 8192))
-    assert only(machine.open_files).verdict == verdict
+    assert only(machine.check_open_files).verdict == verdict
 
 
 def test_the_clock_is_read():
-    assert only(machine.clock).verdict in ("good", "note")
+    assert only(machine.check_clock).verdict in ("good", "note")
 
 
 def test_a_host_name_that_is_another_machine_is_noted(monkeypatch):
     monkeypatch.setattr(network.socket, "gethostname", lambda: "192.0.2.1")  # never ours
-    found = only(network.host_name)
+    found = only(network.check_host_name)
     assert found.verdict == "note"
     assert "192.0.2.1, which is not this machine" in found.what
 
@@ -180,7 +192,7 @@ def test_a_host_name_without_an_address_is_noted(monkeypatch):
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(network.socket, "getaddrinfo", getaddrinfo)
-    assert "cannot be resolved" in only(network.host_name).what
+    assert "cannot be resolved" in only(network.check_host_name).what
 
 
 @pytest.mark.parametrize(
@@ -195,64 +207,64 @@ def test_a_host_name_without_an_address_is_noted(monkeypatch):
 )
 def test_a_named_interface_must_be_up(monkeypatch, variable, value, verdict):
     monkeypatch.setenv(variable, value)
-    assert only(network.interfaces).verdict == verdict
+    assert only(network.check_interfaces).verdict == verdict
 
 
 def test_a_master_port_that_is_taken_is_noted(monkeypatch):
-    assert only(network.ports).verdict == "good"
+    assert only(network.check_ports).verdict == "good"
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-        assert only(network.ports).verdict == "note"
+        assert only(network.check_ports).verdict == "note"
 
 
 def test_a_loopback_that_refuses_is_bad(monkeypatch):
-    assert only(network.loopback).verdict in ("good", "note")
+    assert only(network.check_loopback).verdict in ("good", "note")
 
     def create_connection(*args, **options):
         raise ConnectionRefusedError(111, "Connection refused")
 
     monkeypatch.setattr(network.socket, "create_connection", create_connection)
-    assert only(network.ports).verdict == "bad"
-    assert only(network.loopback).verdict == "bad"
+    assert only(network.check_ports).verdict == "bad"
+    assert only(network.check_loopback).verdict == "bad"
 
 
 def test_contradicting_variables_are_bad(monkeypatch):
-    assert only(network.place).verdict == "good"
+    assert only(network.check_environment).verdict == "good"
     monkeypatch.setenv("RANK", "1")
-    found = only(network.place)
+    found = only(network.check_environment)
     assert found.verdict == "bad"
     assert "WORLD_SIZE" in found.what
 
 
 def test_versions(monkeypatch):
-    assert {one.verdict for one in software.python(TWO)} <= {"good", "note"}
-    assert only(software.torch_build).verdict == "good"
+    assert {one.verdict for one in software.check_python(TWO)} <= {"good", "note"}
+    assert only(software.check_torch).verdict == "good"
     monkeypatch.setattr(software.sys, "version_info", (3, 10))
-    assert next(iter(software.python(TWO))).verdict == "bad"
+    assert next(iter(software.check_python(TWO))).verdict == "bad"
     monkeypatch.setattr("torch.__version__", "2.4.1+cpu")
-    assert only(software.torch_build).verdict == "bad"
+    assert only(software.check_torch).verdict == "bad"
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert "cannot be imported" in only(software.torch_build).what
+    assert "cannot be imported" in only(software.check_torch).what
 
 
 def test_the_compiler_is_tried(monkeypatch, tmp_path):
-    assert only(software.compiler).verdict in ("good", "note")
+    assert only(software.check_compiler).verdict in ("good", "note")
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho 'no room' >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    found = only(software.compiler)
+    found = only(software.check_compiler)
     assert found.verdict == "note"
     assert "exit status 3, no room" in found.what
     monkeypatch.setenv("CXX", "/nowhere/c++")
-    assert "not found" in only(software.compiler).what
+    assert "not found" in only(software.check_compiler).what
 
 
 @pytest.mark.parametrize(
     ("script", "verdict", "words"),
     [
         ("echo rank 1; echo rank 0", "good", "starts 2 ranks"),
-        ("echo rank None; echo rank None", "note", "do not know their rank"),
+        ("echo rank None; echo rank None", "note", "do not find their rank"),
         ("echo '-----'; echo 'running as root is refused' >&2; exit 1", "note", "refused"),
     ],
 )
@@ -261,7 +273,7 @@ def test_mpiexec_is_tried(monkeypatch, tmp_path, script, verdict, words):
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    found = only(software.mpi)
+    found = only(software.check_mpi)
     assert found.verdict == verdict
     assert words in found.what
 
@@ -271,6 +283,6 @@ def test_a_driver_without_a_torch_that_uses_it_is_noted(monkeypatch, tmp_path):
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert only(software.gpus).verdict == "note"
+    assert only(software.check_gpus).verdict == "note"
     monkeypatch.setenv("PATH", "")
-    assert only(software.gpus).verdict == "good"
+    assert only(software.check_gpus).verdict == "good"

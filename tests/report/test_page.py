@@ -5,10 +5,13 @@ import pytest
 
 import browser
 import records
-from lockstep.record.reader import read
-from lockstep.report import comparison
-from lockstep.report import run_report as report
-from lockstep.report.page import band, dots, line
+from lockstep.formatting import format_number
+from lockstep.record.reader import read_run
+from lockstep.report.axes import Axis
+from lockstep.report.chart import Chart, Curve, Series
+from lockstep.report.comparison import compare_runs, comparison_html
+from lockstep.report.page import draw_panel
+from lockstep.report.run_report import report_html
 
 pytestmark = pytest.mark.timeout(120)
 needs_chromium = pytest.mark.skipif(
@@ -21,13 +24,13 @@ TIP = "document.querySelector('#chart-{} .tip')"
 def pages(tmp_path_factory):
     """Return a folder with a report, a report of many steps, and a comparison."""
     folder = tmp_path_factory.mktemp("pages")
-    short = read(records.write(folder / "short", records.whole()))
+    short = read_run(records.write(folder / "short", records.whole()))
     many = [records.step(n, per_epoch=1000, loss=1.0, seconds=0.01) for n in range(4000)]
     many[1234]["loss"] = 9.0
-    long = read(records.write(folder / "long", [records.HEADER, *many, records.END]))
-    (folder / "report.html").write_text(report.html(short))
-    (folder / "long.html").write_text(report.html(long))
-    (folder / "compare.html").write_text(comparison.html(comparison.compare([short, long])))
+    long = read_run(records.write(folder / "long", [records.HEADER, *many, records.END]))
+    (folder / "report.html").write_text(report_html(short))
+    (folder / "long.html").write_text(report_html(long))
+    (folder / "compare.html").write_text(comparison_html(compare_runs([short, long])))
     return folder
 
 
@@ -139,17 +142,29 @@ def test_the_comparison_shows_each_run_at_a_step(page, pages):
     assert page.evaluate(f"{TIP.format('loss')}.innerText").count("\n") == 1
 
 
-def test_a_line_breaks_where_a_value_is_missing():
-    x = np.array([0.0, 0.25, 0.5, 0.75, 1.0])
-    y = np.array([0.0, 1.0, np.nan, 1.0, 1.0])
-    assert line(x, y) == "M0 1000l1000-1000M3000 0l1000 0"
-    assert line(x, y * np.nan) == ""
+def paths(low, mean, high, role="line"):
+    """Return the paths, by kind, of a curve whose points are evenly spaced over a unit axis."""
+    x = np.linspace(0.0, 1.0, len(mean))
+    last = x + 1e-9 if low is not mean else x  # a bucket of several values has a band
+    curve = Curve(x, last, *(np.array(values) for values in (low, mean, high)))
+    unit = Axis(0.0, 1.0)
+    chart = Chart("loss", "Loss", (Series("a", curve, role),), unit, unit, None, format_number)
+    (scale,) = draw_panel(chart).scales
+    return {stroke.kind: stroke.path for stroke in scale.strokes}
 
 
-def test_a_band_goes_out_along_the_top_and_back_along_the_bottom():
-    x = np.array([0.0, 1.0])
-    assert band(x, np.array([0.0, 0.5]), np.array([1.0, 1.0])) == "M0 0l4000 0 0 500-4000 500z"
+def test_a_line_is_interrupted_at_missing_values():
+    y = [0.0, 1.0, np.nan, 1.0, 1.0]
+    assert paths(y, y, y) == {"line": "M0 1000l1000-1000M3000 0l1000 0"}
+    missing = [np.nan] * 5
+    assert paths(missing, missing, missing) == {}
 
 
-def test_dots_are_strokes_without_length():
-    assert dots(np.array([0.0, 1.0]), np.array([0.0, 1.0])) == "M0 1000h0M4000 0h0"
+def test_a_band_goes_along_the_maximum_and_back_along_the_minimum():
+    found = paths([0.0, 0.5], [0.5, 0.75], [1.0, 1.0])
+    assert found["band"] == "M0 0l4000 0 0 500-4000 500z"
+
+
+def test_dots_are_strokes_of_length_zero():
+    y = [0.0, 1.0]
+    assert paths(y, y, y, role="dots") == {"dots": "M0 1000h0M4000 0h0"}

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 import records
-from lockstep.record.reader import read
+from lockstep.record.reader import read_run
 from lockstep.report import slide
-from lockstep.report.picture import Area, Box, Dot, Label, Line, Picture, fitting, text_width
+from lockstep.report.picture import Area, Box, Dot, Label, Line, Picture, text_width
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -40,11 +40,17 @@ def test_every_shape_is_in_both_formats():
     assert text.getextrema()[0] < 100
 
 
+def font_size(label):
+    picture = Picture(100, 100, "#fff", "")
+    picture.add(label)
+    return float(ElementTree.fromstring(picture.svg()).find(f"{SVG}text").get("font-size"))
+
+
 def test_a_text_that_is_too_wide_is_made_smaller():
-    wide = Label(0, 0, "w" * 50, 20, "#000", width=100)
-    assert fitting(wide) < 20
-    assert text_width("w" * 50, fitting(wide)) == pytest.approx(100, rel=0.01)
-    assert fitting(Label(0, 0, "w", 20, "#000", width=100)) == 20
+    size = font_size(Label(0, 0, "w" * 50, 20, "#000", width=100))
+    assert size < 20
+    assert text_width("w" * 50, size) == pytest.approx(100, rel=0.01)
+    assert font_size(Label(0, 0, "w", 20, "#000", width=100)) == 20
 
 
 def test_names_cannot_break_the_drawing():
@@ -63,7 +69,7 @@ def test_a_slide_is_drawn_of_every_run(tmp_path, cut):
         "only the header": [records.HEADER],
         "many steps": [records.HEADER, *map(records.step, range(3000)), records.END],
     }[cut]
-    picture = slide.draw(read(records.write(tmp_path, lines)))
+    picture = slide.draw_slide(read_run(records.write(tmp_path, lines)))
     texts = [element.text for element in ElementTree.fromstring(picture.svg()).iter(f"{SVG}text")]
     assert "night" in texts
     assert ("".join(t for t in texts if t and set(t) == {"a", "b"}) == "ab" * 32) == (
@@ -73,7 +79,7 @@ def test_a_slide_is_drawn_of_every_run(tmp_path, cut):
 
 
 def test_a_slide_keeps_every_shape_within_its_frame(tmp_path):
-    picture = slide.draw(read(records.write(tmp_path, records.whole())))
+    picture = slide.draw_slide(read_run(records.write(tmp_path, records.whole())))
     for shape in picture.shapes:
         for x, y in getattr(shape, "points", None) or [(shape.x, shape.y)]:
             assert 0 <= x <= picture.width

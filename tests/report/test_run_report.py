@@ -7,46 +7,46 @@ import time
 import pytest
 
 import records
-from lockstep.record.reader import read
-from lockstep.record.recorder import FILE
-from lockstep.record.timeline import Timeline, Work
-from lockstep.report import run_report as report
-from lockstep.report import summary_text as sentences
-from lockstep.report.summary import slowest_rank, slowest_step, summarise
+from lockstep.record.reader import read_run
+from lockstep.record.recorder import RECORD_FILE
+from lockstep.record.timeline import Span, Timeline
+from lockstep.report.run_report import report_html, report_markdown
+from lockstep.report.summary import find_slowest_rank, find_slowest_step, summarize
+from lockstep.report.summary_text import headline, timing_sentences
 
 
 @pytest.fixture
 def run(tmp_path):
-    return read(records.write(tmp_path / "night", records.whole()))
+    return read_run(records.write(tmp_path / "night", records.whole()))
 
 
 def aged(folder):
     """Make a record look as if nothing had been written for a day."""
     then = time.time() - 86400
-    os.utime(folder / FILE, (then, then))
+    os.utime(folder / RECORD_FILE, (then, then))
     return folder
 
 
 def test_the_headline_says_how_well_where_and_how_fast(run):
-    well, fast = sentences.headline(run, summarise(run))
+    well, fast = headline(run, summarize(run))
     assert well == "digits: accuracy 91.2%, loss 0.2500 on held-out samples after 2 epochs."
     assert fast == (
         "Net of 21,840 parameters on 2 replicas, 8 micro-batches, gloo, cpu: 640 samples in "
-        "20 steps took 2.50 s, 2,207 samples/s while stepping."
+        "20 steps took 2.50 s, 2,207 samples/s during steps."
     )
 
 
 def test_without_evaluation_the_training_figures_are_named_as_such(tmp_path):
     lines = [line for line in records.whole() if line["kind"] != "epoch"]
-    run = read(records.write(tmp_path, lines))
-    well, _ = sentences.headline(run, summarise(run))
+    run = read_run(records.write(tmp_path, lines))
+    well, _ = headline(run, summarize(run))
     assert "in training after 0 of 2 epochs" in well
 
 
 def test_the_slowest_rank_and_step_are_named_with_their_cause(run):
-    rank, step = sentences.findings(run)
+    rank, step = timing_sentences(run)
     assert rank == (
-        "Rank 1 is the slowest: it works 11.6 ms a step, 31.1% more than the ranks' mean, "
+        "Rank 1 is the slowest: it works 11.6 ms per step, 31.1% more than the mean of the ranks, "
         "and the others wait for it."
     )
     assert step == (
@@ -56,24 +56,24 @@ def test_the_slowest_rank_and_step_are_named_with_their_cause(run):
 
 
 def test_waiting_is_never_the_cause_of_a_slow_step(run):
-    found = slowest_step(run)
+    found = find_slowest_step(run)
     assert (found.part, found.rank) == ("data", 1)  # rank 0 waited as long
 
 
 def test_no_cause_is_named_where_none_accounts_for_a_slow_step(tmp_path):
     lines = [records.HEADER, *map(records.step, range(10)), records.step(10, seconds=0.5)]
-    found = slowest_step(read(records.write(tmp_path, lines)))
+    found = find_slowest_step(read_run(records.write(tmp_path, lines)))
     assert (found.step, found.part) == (10, "")
 
 
 def test_equal_ranks_are_not_called_slow(tmp_path):
     rows = [[0.006, 0.002, 0.001, 0.0], [0.00605, 0.002, 0.0009, 0.0]]
     lines = [records.HEADER, *(records.step(n, ranks=rows) for n in range(5)), records.END]
-    assert slowest_rank(read(records.write(tmp_path, lines))) is None
+    assert find_slowest_rank(read_run(records.write(tmp_path, lines))) is None
 
 
 def test_the_page_is_whole(run):
-    page = report.html(run)
+    page = report_html(run)
     assert records.END["digest"] in page
     assert "lockstep train digits -n 2 --note &#39;two words&#39;" in page
     assert "OMP_NUM_THREADS" in page
@@ -84,32 +84,32 @@ def test_the_page_is_whole(run):
 
 
 def test_replicas_are_drawn_from_the_sums_of_their_steps(run):
-    page = report.html(run)
-    assert "Steps 10 to 15 took 150 ms; the ranks idled 35.6% of it" in page
+    page = report_html(run)
+    assert "Steps 10 to 15 took 150 ms; the ranks were idle for 35.6% of it" in page
     assert "<title>rank 0: waiting, 91.9 ms</title>" in page
-    assert page.count('class="card track"') == 1
+    assert page.count('class="card timeline"') == 1
 
 
 def test_a_run_of_one_rank_has_no_timeline(tmp_path):
     alone = [records.step(number, ranks=[[0.006, 0, 0, 0.0001]]) for number in range(20)]
-    page = report.html(read(records.write(tmp_path, [records.HEADER, *alone])))
+    page = report_html(read_run(records.write(tmp_path, [records.HEADER, *alone])))
     assert "Timeline" not in page
 
 
 def test_stages_are_drawn_as_they_were_and_as_simulated(tmp_path):
     lines = [records.HEADER, records.step(0), *(records.timeline(n) for n in range(3)), records.END]
-    run = read(records.write(tmp_path, lines))
-    simulated = Timeline("as simulated", 2, (Work(0, "forward", 0, 0.016, 0, 0),))
-    page = report.html(run, simulated)
-    assert page.count('class="card track"') == 2
-    assert "Step 2 took 18.1 ms; the ranks idled 33.7% of it" in page
-    assert "Simulated with the same times, and nothing ever on its way, they take 16.0 ms" in page
+    run = read_run(records.write(tmp_path, lines))
+    simulated = Timeline("as simulated", 2, (Span(0, "forward", 0, 0.016, 0, 0),))
+    page = report_html(run, simulated)
+    assert page.count('class="card timeline"') == 2
+    assert "Step 2 took 18.1 ms; the ranks were idle for 33.7% of it" in page
+    assert "zero communication latency they take 16.0 ms" in page
     assert (
         "<title>rank 0: backward of micro-batch 0 on stage 0, 4.00 ms, "
         "after waiting 4.00 ms for rank 1</title>"
     ) in page
     assert "5.00 ms, 2.00 kB" in page
-    text = report.markdown(run)
+    text = report_markdown(run)
     assert "| 0 |  | 5.00 ms, 2.00 kB |" in text
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({line.count("|") for line in table.splitlines()}) == 1
@@ -118,13 +118,13 @@ def test_stages_are_drawn_as_they_were_and_as_simulated(tmp_path):
 def test_a_timeline_cannot_break_out_of_the_page(tmp_path):
     line = records.timeline(0)
     line["step"] = line["ranks"][0]["works"][0][0] = "</title><img src=x>"
-    page = report.html(read(records.write(tmp_path, [records.HEADER, line])))
+    page = report_html(read_run(records.write(tmp_path, [records.HEADER, line])))
     assert "<img" not in page
     assert "&lt;img" in page
 
 
 def test_the_page_loads_nothing(run):
-    page = report.html(run)
+    page = report_html(run)
     assert not re.search(r"(src|href)=[\"'](?!data:)", page)
     assert "@import" not in page
     assert "url(" not in page
@@ -134,7 +134,7 @@ def test_what_a_record_says_cannot_break_out_of_the_page(tmp_path):
     evil = '</script><script>alert(1)</script><img src=x onerror="alert(2)">'
     line = records.step(0) | {"metrics": {evil: 0.5}}
     header = {"name": evil, "recipe": evil, "command": [evil], "options": {evil: evil}}
-    page = report.html(read(records.write(tmp_path, [records.HEADER | header, line])))
+    page = report_html(read_run(records.write(tmp_path, [records.HEADER | header, line])))
     assert "<script>alert" not in page
     assert "<img" not in page
     assert page.count("</script>") == page.count("<script")
@@ -144,19 +144,19 @@ def test_what_a_record_says_cannot_break_out_of_the_page(tmp_path):
     ("lines", "words"),
     [
         ([{**records.END, "state": "failed", "message": "rank 1 fell"}], "rank 1 fell"),
-        ([], "This run left no end: its last line came 40.0 ms after its start, in epoch 1"),
+        ([], "This run ended without a last line, 40.0 ms after its start, in epoch 1"),
     ],
 )
 def test_a_run_that_did_not_end_well_says_so(tmp_path, lines, words):
     steps = [records.step(number) for number in range(5)]
     folder = aged(records.write(tmp_path / "r", [records.HEADER, *steps, *lines]))
-    assert words in report.html(read(folder))
-    assert words in report.markdown(read(folder))
+    assert words in report_html(read_run(folder))
+    assert words in report_markdown(read_run(folder))
 
 
 def test_a_run_that_is_still_going_says_so(tmp_path):
     folder = records.write(tmp_path / "r", [records.HEADER, records.step(0)], tail='{"kind": "st')
-    assert "This run is still going" in report.html(read(folder))
+    assert "This run is still going" in report_html(read_run(folder))
 
 
 @pytest.mark.parametrize("keep", range(len(records.whole()) + 1))
@@ -166,9 +166,9 @@ def test_every_beginning_of_a_record_renders(tmp_path, keep):
     folder = aged(records.write(tmp_path / "r", lines[:keep], tail))
     if keep == 0:
         folder = aged(records.write(tmp_path / "r", []))
-    run = read(folder)
-    assert "</html>" in report.html(run)
-    assert report.markdown(run).startswith("## ")
+    run = read_run(folder)
+    assert "</html>" in report_html(run)
+    assert report_markdown(run).startswith("## ")
 
 
 @pytest.mark.parametrize("name", ["header", "step", "epoch", "end"])
@@ -179,19 +179,19 @@ def test_a_record_that_lacks_any_one_field_renders(tmp_path, name):
         if field != "kind":
             partial = {key: value for key, value in lines[at].items() if key != field}
             folder = records.write(tmp_path / field, [*lines[:at], partial, *lines[at + 1 :]])
-            assert "</html>" in report.html(read(folder))
+            assert "</html>" in report_html(read_run(folder))
 
 
 def test_a_newer_version_and_unknown_fields_are_shown_with_a_remark(tmp_path):
     lines = records.whole(version=7, shape_of_the_moon="full")
-    page = report.html(read(records.write(tmp_path, lines)))
-    assert "The record is of version 7" in page
+    page = report_html(read_run(records.write(tmp_path, lines)))
+    assert "The record has version 7" in page
     assert page.count('class="chart"') == 3
 
 
 def test_a_loss_that_is_nan_renders(tmp_path):
     lines = [records.HEADER, *(records.step(n, loss=None) for n in range(3)), records.END]
-    page = report.html(read(records.write(tmp_path, lines)))
+    page = report_html(read_run(records.write(tmp_path, lines)))
     assert 'id="chart-loss"' not in page
     assert 'id="chart-seconds"' in page
 
@@ -199,21 +199,21 @@ def test_a_loss_that_is_nan_renders(tmp_path):
 @pytest.mark.parametrize("loss", [1e308, -1e308, 1e-320, 0.0])
 def test_a_loss_of_any_size_renders(tmp_path, loss):
     lines = [records.HEADER, records.step(0, loss=loss), records.step(1), records.END]
-    assert 'id="chart-loss"' in report.html(read(records.write(tmp_path, lines)))
+    assert 'id="chart-loss"' in report_html(read_run(records.write(tmp_path, lines)))
 
 
 def test_many_ranks_and_epochs_are_cut_and_counted(tmp_path):
     rows = [[0.006 + rank / 1e5, 0.002, 0.0, 0.0] for rank in range(100)]
     lines = [records.HEADER, records.step(0, ranks=rows), *(records.epoch(n) for n in range(500))]
-    page = report.html(read(records.write(tmp_path, [*lines, records.END])))
+    page = report_html(read_run(records.write(tmp_path, [*lines, records.END])))
     assert "68 more ranks are not drawn" in page
-    assert "440 epochs between are not listed" in page
+    assert "440 epochs in the middle are not listed" in page
     assert ">rank 99<" in page  # the slowest is drawn
     assert len(page) < 100_000
 
 
 def test_markdown_holds_headline_tables_and_command(run):
-    text = report.markdown(run)
+    text = report_markdown(run)
     assert "| digest of the weights | " + records.END["digest"] + " |" in text
     assert "| 0 | 200 ms |" not in text
     assert re.search(r"\| 1 \| \S+ ms \| \d+\.\d% \|", text)
@@ -223,8 +223,8 @@ def test_markdown_holds_headline_tables_and_command(run):
 
 
 def test_an_hour_of_steps_stays_small(tmp_path):
-    """The curves are thinned to 400 points, so ten thousand steps stand for any number."""
+    """The curves are downsampled to 400 points, so ten thousand steps stand for any number."""
     lines = [records.step(n, per_epoch=100, loss=1 + n % 7 / 7) for n in range(10_000)]
     epochs = [records.epoch(n) for n in range(100)]
-    run = read(records.write(tmp_path, [records.HEADER, *lines, *epochs, records.END]))
-    assert len(report.html(run)) < 300_000
+    run = read_run(records.write(tmp_path, [records.HEADER, *lines, *epochs, records.END]))
+    assert len(report_html(run)) < 300_000

@@ -1,4 +1,4 @@
-"""Text on the terminal: folded between words, tables that fit or become blocks."""
+"""Text for the terminal: wrapping, and tables that fit or become blocks."""
 
 import pytest
 
@@ -11,12 +11,12 @@ ROWS = [["night", "done", "2 replicas, gloo", "abcd"], ["day", "died", "", ""]]
 @pytest.fixture
 def narrow(monkeypatch):
     def set_width(columns):
-        monkeypatch.setattr(terminal, "width", lambda: columns)
+        monkeypatch.setattr(terminal, "terminal_width", lambda: columns)
 
     return set_width
 
 
-def test_a_table_without_a_terminal_is_never_folded(capsys):
+def test_a_table_without_a_terminal_is_never_wrapped(capsys):
     terminal.print_table(NAMES, [["x" * 300, "done", "y" * 300, "z"]])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
@@ -30,9 +30,9 @@ def test_columns_line_up(capsys):
     assert set(rule) == {"─"}
 
 
-def test_spare_columns_go_first(narrow, capsys):
+def test_optional_columns_are_left_out_first(narrow, capsys):
     narrow(25)
-    terminal.print_table(NAMES, ROWS, spare=("layout", "digest"))
+    terminal.print_table(NAMES, ROWS, optional=("layout", "digest"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["run", "state", "digest"]
     assert max(map(len, lines)) <= 25
@@ -51,16 +51,16 @@ def test_a_table_that_cannot_fit_becomes_blocks(narrow, capsys):
     ]
 
 
-def test_sentences_fold_between_words(narrow):
+def test_sentences_are_wrapped_between_words(narrow):
     narrow(20)
-    assert terminal.folded("one two three four five six") == ["one two three four", "five six"]
-    assert terminal.folded("b c", "    ", "a   ") == ["a   b c"]
+    assert terminal.wrap("one two three four five six") == ["one two three four", "five six"]
+    assert terminal.wrap("b c", "    ", "a   ") == ["a   b c"]
 
 
-def test_colours_only_where_they_are_wanted(monkeypatch):
-    assert terminal.painted("good", "green") == "good"
+def test_colors_only_where_they_are_wanted(monkeypatch):
+    assert terminal.colorize("good", "green") == "good"
     monkeypatch.setattr(terminal.sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert terminal.painted("good", "green") == "\033[32mgood\033[0m"
+    assert terminal.colorize("good", "green") == "\033[32mgood\033[0m"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert terminal.painted("good", "green") == "good"
+    assert terminal.colorize("good", "green") == "good"

@@ -6,13 +6,15 @@ import json
 import pytest
 
 import records
-from lockstep.record.reader import read
-from lockstep.report.trace import trace
+from lockstep.record.reader import read_run
+from lockstep.report.trace import export_trace
 
 
 def traced(folder, *lines):
     """Return the trace of a run with these lines."""
-    return json.loads(trace(read(records.write(folder, [records.HEADER, *lines]))))["traceEvents"]
+    return json.loads(export_trace(read_run(records.write(folder, [records.HEADER, *lines]))))[
+        "traceEvents"
+    ]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep.errors import FileError
-from lockstep.report.weights import common_weights, first_difference
+from lockstep.report.weights import common_weights_file, first_difference
 
 
 @pytest.fixture
@@ -39,13 +39,16 @@ def test_the_first_tensor_by_name_and_its_distance(weights):
     other[1, 2] += 0.5
     changed = {"layer.10.weight": other, "layer.2.weight": torch.zeros(4, dtype=torch.bfloat16)}
     found = first_difference(weights("a", tensors()), weights("b", tensors(**changed)))
-    assert (found.tensor, found.how) == ("layer.2.weight", "differs")
+    assert (found.tensor, found.how) == (
+        "layer.2.weight",
+        "differs in 4 of 4 elements, by at most 1",
+    )
     assert (found.count, found.total) == (2, 3)
     found = first_difference(
         weights("c", tensors()), weights("d", tensors(**{"layer.10.weight": other}))
     )
     assert found.tensor == "layer.10.weight"
-    assert found.how == "differs in 1 of 6 elements, by 0.5 at most"
+    assert found.how == "differs in 1 of 6 elements, by at most 0.5"
 
 
 def test_minus_zero_and_nan_are_seen(weights):
@@ -74,14 +77,14 @@ def test_shapes_types_and_missing_tensors(weights):
 )
 def test_a_damaged_file_is_one_sentence(weights, tmp_path, content):
     (tmp_path / "x.safetensors").write_bytes(content)
-    with pytest.raises(FileError, match="damaged, or no safetensors file"):
+    with pytest.raises(FileError, match="damaged, or not a safetensors file"):
         first_difference(weights("a", tensors()), tmp_path / "x.safetensors")
 
 
 def test_a_truncated_file_is_one_sentence(weights):
     a, b = weights("a", tensors()), weights("b", tensors())
     b.write_bytes(b.read_bytes()[:-3])
-    with pytest.raises(FileError, match="damaged, or no safetensors file"):
+    with pytest.raises(FileError, match="damaged, or not a safetensors file"):
         first_difference(a, b)
 
 
@@ -91,8 +94,8 @@ def test_the_latest_file_that_both_keep(tmp_path):
         for file in files:
             (tmp_path / name / f"{file}.safetensors").write_bytes(b"")
     (tmp_path / "c").mkdir()
-    assert common_weights(tmp_path / "a", tmp_path / "b") == "step-10.safetensors"
-    assert common_weights(tmp_path / "a", tmp_path / "c") is None
+    assert common_weights_file(tmp_path / "a", tmp_path / "b") == "step-10.safetensors"
+    assert common_weights_file(tmp_path / "a", tmp_path / "c") is None
 
 
 def test_a_large_difference_does_not_overflow(weights):
@@ -100,4 +103,4 @@ def test_a_large_difference_does_not_overflow(weights):
     found = first_difference(
         weights("a", {"w": huge}), weights("b", {"w": -huge * np.float32(1.0)})
     )
-    assert "by 6e+38 at most" in found.how
+    assert "by at most 6e+38" in found.how

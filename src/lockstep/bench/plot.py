@@ -19,7 +19,7 @@ from lockstep.bench.runners import CopyRunner
 from lockstep.bench.sizes import format_size
 from lockstep.errors import FileError, UsageError
 from lockstep.formatting import format_bytes, format_duration
-from lockstep.report.axes import Axis, logarithmic
+from lockstep.report.axes import Axis, log_axis
 from lockstep.report.picture import Area, Dot, Label, Line, Picture, Point, text_width
 
 __all__ = ["check_format", "draw", "save"]
@@ -187,13 +187,13 @@ def plot(picture: Picture, panel: Panel, x: float, y: float, width: float, heigh
     across, up = size_axis(panel.curves), value_axis(panel)
     picture.add(Label(x, y + 4, panel.title, 17, INK, bold=True))
     for tick in up.ticks:
-        at = bottom - tick.place * (bottom - top)
+        at = bottom - tick.position * (bottom - top)
         picture.add(
             Line([(left, at), (right, at)], FAINT, 1),
             Label(left - 8, at + 4, tick.label, 12, SOFT, "end"),
         )
     for tick in across.ticks:
-        at = left + tick.place * (right - left)
+        at = left + tick.position * (right - left)
         picture.add(
             Line([(at, top), (at, bottom)], FAINT, 1),
             Label(at, bottom + 18, tick.label, 12, SOFT, "middle"),
@@ -221,7 +221,7 @@ def value_axis(panel: Panel) -> Axis:
     """Return an axis that covers all values."""
     lows = [value for curve in panel.curves for value in curve.low]
     highs = [value for curve in panel.curves for value in curve.high]
-    return logarithmic(min(lows, default=1.0), max(highs, default=10.0), panel.label)
+    return log_axis(min(lows, default=1.0), max(highs, default=10.0), panel.label)
 
 
 def points(
@@ -229,6 +229,6 @@ def points(
 ) -> list[Point]:
     """Return the points of a curve in the coordinates of the picture."""
     left, top, right, bottom = box
-    columns = left + across.place(np.array(x)) * (right - left)
-    rows = bottom - up.place(np.array(y)) * (bottom - top)
+    columns = left + across.positions(np.array(x)) * (right - left)
+    rows = bottom - up.positions(np.array(y)) * (bottom - top)
     return list(zip(columns.tolist(), rows.tolist(), strict=True))

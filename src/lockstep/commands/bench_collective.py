@@ -320,10 +320,12 @@ def requested_sizes(flags: dict[str, Any]) -> list[int]:
 
 def describe_machine() -> str:
     """Return the machine in one line."""
-    from lockstep.record.environment import processor, usable_cores
+    from lockstep.record.environment import count_usable_cores, processor_name
 
-    count, load = usable_cores(), os.getloadavg()[0]
-    return f"{processor()}, {count} core{'s' if count > 1 else ''}, load {load:.1f} at the start"
+    count, load = count_usable_cores(), os.getloadavg()[0]
+    return (
+        f"{processor_name()}, {count} core{'s' if count > 1 else ''}, load {load:.1f} at the start"
+    )
 
 
 def command_line() -> str:

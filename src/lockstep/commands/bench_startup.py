@@ -24,7 +24,7 @@ import click
 
 from lockstep.errors import FileError, UsageError, WorkError
 from lockstep.launcher.launch import launch
-from lockstep.record.environment import processor, usable_cores
+from lockstep.record.environment import count_usable_cores, processor_name
 
 __all__ = ["command"]
 
@@ -73,7 +73,8 @@ def command(nprocs: tuple[int, ...], repeats: int, file: Path | None) -> None:
 def _machine() -> str:
     torch = importlib.metadata.version("torch")
     load = os.getloadavg()[0]
-    return f"{processor()}, {usable_cores()} cores, torch {torch}, load {load:.1f} at the start"
+    machine = f"{processor_name()}, {count_usable_cores()} cores"
+    return f"{machine}, torch {torch}, load {load:.1f} at the start"
 
 
 def _write(file: Path, text: str) -> None:

@@ -85,13 +85,13 @@ def _report(verdict: Verdict) -> None:
 
 def _print(found: Comparison, script: str, steps: int) -> None:
     """Print the table, and below it what needs a sentence."""
-    from lockstep.report.terminal import folded, print_table
+    from lockstep.report.terminal import print_table, wrap
 
     click.echo()
-    print_table(COLUMNS, [_row(each) for each in found.verdicts], spare=("seconds",))
+    print_table(COLUMNS, [_row(each) for each in found.verdicts], optional=("seconds",))
     click.echo()
     for sentence in _sentences(found, script, steps):
-        click.echo("\n".join(folded(sentence)))
+        click.echo("\n".join(wrap(sentence)))
     details = next((each.run.details for each in found.verdicts if each.word == "failed"), "")
     if details:
         click.echo(f"\n{escape_control(details)}", err=True)

@@ -1,4 +1,4 @@
-"""`lockstep compare`: which run is faster, whether they agree, and what differs."""
+"""`lockstep compare`: compares the speed, results and settings of runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.commands.report import kind_of, place_of, save, show_page
+from lockstep.commands.report import find_run, format_of, open_in_browser, save
 from lockstep.errors import UsageError
 from lockstep.messages import escape_control
 
@@ -20,11 +20,16 @@ __all__ = ["command"]
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True)
-@click.option("--runs", "folder", default="runs", show_default=True, help="The folder of runs.")
-@click.option("--format", "kind", type=click.Choice(["text", "html", "md"]), help="What to make.")
-@click.option("-o", "--output", help="Where to write it; '-' is the standard output.")
-@click.option("--open", "opened", is_flag=True, help="Make the page and open it in the browser.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--runs", "folder", default="runs", show_default=True, help="Folder of runs.")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["text", "html", "md"]),
+    help="Format of the output; text by default.",
+)
+@click.option("-o", "--output", help="Output file; '-' is standard output.")
+@click.option("--open", "opened", is_flag=True, help="Write HTML and open it in the browser.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def command(
     runs: tuple[str, ...],
     folder: str,
@@ -33,46 +38,46 @@ def command(
     opened: bool,
     as_json: bool,
 ) -> None:
-    """Compare RUNS with the first of them, by name or folder.
+    """Compare two or more RUNS (names or folders) with the first one.
 
-    Says which is faster and by how much, or that the steps' spread does not allow
-    to tell; whether they end in the same weights, and if not at which step their
-    losses part and which tensor differs first; and what differs in command,
-    layout, options and environment.
+    Shows which run is faster, with a 95% interval, or that the difference is not
+    significant; whether the final weights are bit-identical, and if not, the first
+    step at which the losses differ and the first tensor that differs; and the
+    differences in command, layout, options, model and environment.
     """
     if len(runs) < 2:
-        raise UsageError(f"compare needs two runs or more, and was given only {runs[0]}")
-    from lockstep.record.reader import read
-    from lockstep.report import comparison as show
+        raise UsageError(f"compare needs two or more runs, but only {runs[0]} was given")
+    from lockstep.record.reader import read_run
+    from lockstep.report import comparison
 
-    found = show.compare([read(place_of(run, folder)) for run in runs])
+    found = comparison.compare_runs([read_run(find_run(run, folder)) for run in runs])
     if as_json:
-        click.echo(json.dumps(show.plain(found)))
+        click.echo(json.dumps(comparison.comparison_json(found)))
         return
-    kind = kind or ("html" if opened or (output and kind_of(output) == "html") else "text")
+    kind = kind or ("html" if opened or (output and format_of(output) == "html") else "text")
     if kind == "text" and output is None:
         print_text(found)
         return
-    content = show.html(found) if kind == "html" else show.markdown(found)
+    to_text = comparison.comparison_html if kind == "html" else comparison.comparison_markdown
     suffix = "html" if kind == "html" else "md"
-    place = save(content.encode(), output, Path(f"compare.{suffix}"))
+    place = save(to_text(found).encode(), output, Path(f"compare.{suffix}"))
     if opened and place is not None:
-        show_page(place)
+        open_in_browser(place)
 
 
 def print_text(found: Comparison) -> None:
     """Print the comparison on the terminal."""
-    from lockstep.report import comparison as show
-    from lockstep.report.terminal import folded, print_table
+    from lockstep.report.comparison import comparison_table
+    from lockstep.report.terminal import print_table, wrap
 
-    for one in found.against:
-        for sentence in one.sentences:
-            click.echo("\n".join(folded(sentence)))
+    for pair in found.pairs:
+        for sentence in pair.sentences:
+            click.echo("\n".join(wrap(sentence)))
         click.echo()
     for run in found.runs:
         for remark in run.remarks:
             click.echo(escape_control(f"{run.name}: {remark}"), err=True)
-    print_table(*show.table(found), spare=("state", "layout", "digest"))
+    print_table(*comparison_table(found), optional=("state", "layout", "digest"))
     if found.settings:
-        click.echo("\nWhat differs:")
+        click.echo("\nDifferences in settings:")
         print_table(["", *found.names], [[name, *row] for name, row in found.settings.items()])

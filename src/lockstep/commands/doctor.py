@@ -1,4 +1,4 @@
-"""`lockstep doctor`: tests what is here, and says what would break a run."""
+"""`lockstep doctor`: checks whether this machine has what a run needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict
 import click
 
 from lockstep.errors import UsageError
-from lockstep.report.check_result import Finding
+from lockstep.report.checks import CheckResult, Requirements
 
 __all__ = ["command"]
 
@@ -17,60 +17,60 @@ COLOURS = {"good": "green", "note": "yellow", "bad": "red"}
 
 
 @click.command()
-@click.option("-n", "--nprocs", "ranks", default=2, show_default=True, help="Ranks wanted.")
-@click.option("--threads", default=1, show_default=True, help="Threads of each rank.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("-n", "--nprocs", "ranks", default=2, show_default=True, help="Number of ranks.")
+@click.option("--threads", default=1, show_default=True, help="Threads per rank.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def command(ranks: int, threads: int, as_json: bool) -> None:
-    """Test what a run of N ranks needs here, in some ten seconds.
+    """Check whether this machine has what a run needs. Takes about ten seconds.
 
-    Starts ranks and reduces a tensor on each backend, measures memory and
-    loopback, compiles a program. Exit status 1 where something would break a run.
-    Ends with a block to paste into an issue.
+    Starts ranks and reduces a tensor with each backend, measures memory and the
+    loopback interface, and compiles a program. The exit status is 1 if a run would
+    fail. The output ends with a block for an issue.
     """
     if ranks < 1 or threads < 1:
-        raise UsageError(f"doctor for {ranks} ranks of {threads} threads: both are at least 1")
+        raise UsageError(f"doctor: --nprocs ({ranks}) and --threads ({threads}) must be at least 1")
     from lockstep.report import doctor
-    from lockstep.report.check_result import Question
 
     quiet = as_json or not sys.stdout.isatty()
-    findings: list[Finding] = []
-    for one in doctor.examine(Question(ranks, threads), begin=lambda name: trying(name, quiet)):
-        findings.append(one)
+    results: list[CheckResult] = []
+    requirements = Requirements(ranks, threads)
+    checks = doctor.run_checks(requirements, before_check=lambda name: show_progress(name, quiet))
+    for result in checks:
+        results.append(result)
         if not as_json:
-            trying("", quiet)
-            say(one)
-    trying("", quiet)
-    ill = [one for one in findings if one.verdict == "bad"]
+            show_progress("", quiet)
+            print_result(result)
+    show_progress("", quiet)
+    failed = [one for one in results if one.verdict == "bad"]
     if as_json:
-        click.echo(json.dumps({"ok": not ill, "findings": [asdict(one) for one in findings]}))
+        click.echo(json.dumps({"ok": not failed, "findings": [asdict(one) for one in results]}))
     else:
-        click.echo(f"\n{conclusion(len(ill))}\n\nTo report a problem, paste this:\n")
-        click.echo(doctor.block(findings))
-    if ill:
+        click.echo(f"\n{conclusion(len(failed))}\n\nTo report a problem, paste this:\n")
+        click.echo(doctor.issue_block(results))
+    if failed:
         raise SystemExit(1)
 
 
-def say(one: Finding) -> None:
-    """Print one finding, and beneath it what to do."""
-    from lockstep.report.terminal import folded, painted, width
+def print_result(one: CheckResult) -> None:
+    """Print one result, with the advice below it."""
+    from lockstep.report.terminal import colorize, terminal_width, wrap
 
-    indent = " " * (23 if width() >= 60 else 6)
-    found = folded(one.what, indent, f"{one.verdict:<4}  {one.subject:<15}  ")
-    mark = painted(found[0][:4], COLOURS[one.verdict])
-    advice = folded(one.advice, f"{indent}   ", f"{indent}-> ") if one.advice else []
+    indent = " " * (23 if terminal_width() >= 60 else 6)
+    found = wrap(one.what, indent, f"{one.verdict:<4}  {one.subject:<15}  ")
+    mark = colorize(found[0][:4], COLOURS[one.verdict])
+    advice = wrap(one.advice, f"{indent}   ", f"{indent}-> ") if one.advice else []
     print("\n".join([mark + found[0][4:], *found[1:], *advice]), flush=True)
 
 
-def trying(name: str, quiet: bool) -> None:
-    """Show on the terminal what is being tried; the next line takes its place."""
+def show_progress(name: str, quiet: bool) -> None:
+    """Show the name of the running check on the terminal; the next line replaces it."""
     if not quiet:
         click.echo(f"\r\033[K{'...   ' + name if name else ''}", nl=False)
 
 
-def conclusion(ill: int) -> str:
-    """Return the last word."""
-    if not ill:
-        return "Nothing here would break a run."
-    return (
-        f"{'One thing' if ill == 1 else f'{ill} things'} here would break a run: see 'bad' above."
-    )
+def conclusion(num_failed: int) -> str:
+    """Return the sentence about all checks."""
+    if not num_failed:
+        return "All checks passed."
+    checks = "One check" if num_failed == 1 else f"{num_failed} checks"
+    return f"{checks} failed: see 'bad' above."

@@ -1,4 +1,4 @@
-"""`lockstep report`: a run's record as a page, as Markdown or as a picture."""
+"""`lockstep report`: renders the record of a run as a page, as Markdown or as a picture."""
 
 from __future__ import annotations
 
@@ -16,94 +16,101 @@ if TYPE_CHECKING:
     from lockstep.record.reader import Run
     from lockstep.record.timeline import Timeline
 
-__all__ = ["command", "place_of", "save", "show_page"]
+__all__ = ["command", "find_run", "format_of", "open_in_browser", "save"]
 
 SUFFIXES = {"html": "html", "md": "md", "svg": "svg", "png": "png"}
 
 
 @click.command()
 @click.argument("run")
-@click.option("--runs", "folder", default="runs", show_default=True, help="The folder of runs.")
+@click.option("--runs", "folder", default="runs", show_default=True, help="Folder of runs.")
 @click.option(
-    "--format", "kind", type=click.Choice(list(SUFFIXES)), help="What to make; html by default."
+    "--format",
+    "kind",
+    type=click.Choice(list(SUFFIXES)),
+    help="Format, by default according to the suffix of --output, else html.",
 )
-@click.option("-o", "--output", help="Where to write it; '-' is the standard output.")
-@click.option("--trace", type=click.Path(), help="Write a trace for Perfetto here instead.")
-@click.option("--open", "opened", is_flag=True, help="Open it in the browser.")
+@click.option(
+    "-o", "--output", help="Output file, by default report.* in the run; '-' is standard output."
+)
+@click.option("--trace", type=click.Path(), help="Write a trace for Perfetto to this file instead.")
+@click.option("--open", "opened", is_flag=True, help="Open the result in the browser.")
 def command(
     run: str, folder: str, kind: str | None, output: str | None, trace: str | None, opened: bool
 ) -> None:
-    """Render the record of RUN, a run's name or folder.
+    """Write a report of RUN, the name or folder of a run.
 
-    The page is one file that loads nothing: runs/NAME/report.html. Runs that are
-    still going, failed or died are rendered as far as they came. md, svg and png
-    are for an issue or a slide. --trace writes the timeline of all ranks as JSON
-    that ui.perfetto.dev and chrome://tracing open.
+    The default is an HTML page in a single file, runs/NAME/report.html. Runs that
+    are still going, failed or died are rendered up to their last line. Use md, svg
+    or png for an issue or a slide. --trace writes the timelines of all ranks as
+    JSON for ui.perfetto.dev and chrome://tracing.
     """
-    from lockstep.record.reader import read
+    from lockstep.record.reader import read_run
 
-    found = read(place_of(run, folder))
+    found = read_run(find_run(run, folder))
     if trace is not None:
-        save(traced(found), trace)
+        save(_trace(found), trace)
         return
-    kind = kind or kind_of(output)
-    content = rendered(found, kind)
+    kind = kind or format_of(output)
+    content = _render(found, kind)
     place = save(content, output, found.folder / f"report.{SUFFIXES[kind]}")
     if opened and place is not None:
-        show_page(place)
+        open_in_browser(place)
 
 
-def rendered(run: Run, kind: str) -> bytes:
-    """Return a run's report as the bytes of a file of `kind`."""
-    from lockstep.report import run_report as report
-    from lockstep.report import slide
+def _render(run: Run, kind: str) -> bytes:
+    """Return the report of a run in the format `kind`."""
+    from lockstep.report import run_report, slide
 
     if kind == "md":
-        return report.markdown(run).encode()
+        return run_report.report_markdown(run).encode()
     if kind == "html":
-        return report.html(run, simulated(run)).encode()
-    picture = slide.draw(run)
+        return run_report.report_html(run, _simulate(run)).encode()
+    picture = slide.draw_slide(run)
     return picture.svg().encode() if kind == "svg" else picture.png()
 
 
-def simulated(run: Run) -> Timeline | None:
-    """Return the timeline that the report draws, simulated; None where it has no stages."""
+def _simulate(run: Run) -> Timeline | None:
+    """Return the simulation of the run's typical timeline; None if it has no stages."""
     from lockstep.pipeline.replay import replay
-    from lockstep.record.recorded import typical
+    from lockstep.record.timeline import typical_timeline
 
-    found = typical(run)
+    found = typical_timeline(run)
     return None if found is None else replay(found)
 
 
-def traced(run: Run) -> bytes:
-    """Return the run's trace; UsageError where it recorded no times."""
-    from lockstep.report.trace import trace
+def _trace(run: Run) -> bytes:
+    """Return the trace of a run; raise UsageError if it has no steps."""
+    from lockstep.report.trace import export_trace
 
     if not len(run.steps) and not run.timelines:
         raise UsageError(
-            f"the run {run.folder.name} holds no steps yet, so there is nothing to trace"
+            f"the run {run.folder.name} has no steps yet, so there is nothing to trace"
         )
-    return trace(run)
+    return export_trace(run)
 
 
-def kind_of(output: str | None) -> str:
-    """Return the format that a file's name asks for."""
+def format_of(output: str | None) -> str:
+    """Return the format of an output file by its suffix; "html" by default."""
     suffix = Path(output).suffix.lstrip(".") if output else ""
     return suffix if suffix in SUFFIXES else "html"
 
 
-def place_of(run: str, folder: str) -> Path:
-    """Return the folder (or file) of a run that is named by its path or by its name alone."""
+def find_run(run: str, folder: str) -> Path:
+    """Return the folder or file of a run that is given by path or by name."""
     as_path = Path(run)
     by_name = Path(folder) / run
     return by_name if not as_path.exists() and by_name.exists() else as_path
 
 
 def save(content: bytes, output: str | None, default: Path | None = None) -> Path | None:
-    """Write `content` and print where; nothing is printed for "-", the standard output.
+    """Write `content` to a file and print its path; return the path.
 
-    `output` is what the user named, which may be a link or a device; without one the
-    content replaces the file `default`.
+    Args:
+        content: The content of the file.
+        output: The file that the user named, which may be a link or a device. "-" is standard
+            output; the path is then not printed, and the result is None.
+        default: The file to replace if the user named none.
     """
     if output == "-":
         sys.stdout.buffer.write(content)
@@ -116,15 +123,15 @@ def save(content: bytes, output: str | None, default: Path | None = None) -> Pat
             file.write(content)
     except OSError as error:
         raise FileError(
-            f"{place} cannot be written ({error.strerror}); name another place with --output"
+            f"{place} cannot be written ({error.strerror}); choose another file with --output"
         ) from None
     click.echo(escape_control(f"{place}  ({len(content) / 1000:,.0f} kB)"))
     return place
 
 
-def show_page(place: Path) -> None:
-    """Open a file in the browser; say so where there is none."""
+def open_in_browser(place: Path) -> None:
+    """Open a file in the browser, or print its path if there is no browser."""
     import webbrowser
 
     if not webbrowser.open(place.resolve().as_uri()):
-        click.echo(f"No browser could be started; open {place} yourself.", err=True)
+        click.echo(f"No browser could be started; open {place} manually.", err=True)

@@ -1,36 +1,113 @@
-"""`lockstep runs`: the runs of a folder in a table."""
+"""`lockstep runs`: lists the runs of a folder."""
 
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
+
+if TYPE_CHECKING:
+    from lockstep.report.summary import Summary
 
 __all__ = ["command"]
 
 
 @click.command()
 @click.argument("folder", default="runs")
-@click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects.")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects instead.")
 def command(folder: str, as_json: bool) -> None:
-    """List the runs of FOLDER (runs by default): state, recipe, layout, how well, how fast."""
+    """List the runs in FOLDER, the oldest first.
+
+    FOLDER is `runs` by default. The table shows the state, recipe, layout, last loss and
+    metrics, the samples per second and the digest of the weights. Only the beginning and the
+    end of each record are read, so long runs are listed as fast as short ones.
+    """
     place = Path(folder)
     if not place.is_dir():
         raise UsageError(
-            f"there is no folder {folder}; runs are kept in the folder `runs` of the place "
-            f"where they were started, or where --runs said"
+            f"there is no folder {folder}; runs are stored in the folder `runs` where they were "
+            f"started, or in the folder given by --runs"
         )
-    from lockstep.report import listing
-
-    found = listing.of(place)
+    found = list_runs(place)
     if as_json:
-        click.echo(json.dumps([one.plain() for one in found]))
+        click.echo(json.dumps([run.to_json() for run in found]))
     elif not found:
-        click.echo(f"{folder} holds no runs yet.")
+        click.echo(f"{folder} has no runs yet.")
     else:
         from lockstep.report.terminal import print_table
 
-        print_table(*listing.table(found), spare=("recipe", "layout", "digest"))
+        print_table(*runs_table(found), optional=("recipe", "layout", "digest"))
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run of the list: its summary, or the reason why its record cannot be read."""
+
+    name: str
+    summary: Summary | None
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        if self.summary is None:
+            return {"name": self.name, "state": "unreadable", "message": self.error}
+        one = self.summary
+        return {
+            "name": self.name,
+            "state": one.state,
+            "recipe": one.recipe,
+            "layout": one.layout,
+            "started": one.started,
+            "loss": one.loss if math.isfinite(one.loss) else None,
+            "metrics": {k: v for k, v in one.metrics.items() if math.isfinite(v)},
+            "held_out": one.held_out,
+            "samples_per_second": one.speed if math.isfinite(one.speed) else None,
+            "digest": one.digest,
+        }
+
+
+def list_runs(folder: Path) -> list[ListedRun]:
+    """Return the runs in `folder`, the oldest first."""
+    from lockstep.record.reader import read_ends
+    from lockstep.record.recorder import RECORD_FILE
+    from lockstep.report.summary import summarize
+
+    found = []
+    for place in folder.iterdir():
+        if (place / RECORD_FILE).exists():
+            try:
+                found.append(ListedRun(place.name, summarize(read_ends(place))))
+            except LockstepError as error:
+                found.append(ListedRun(place.name, None, str(error)))
+    return sorted(found, key=lambda run: (run.summary.started if run.summary else "", run.name))
+
+
+def runs_table(runs: list[ListedRun]) -> tuple[list[str], list[list[str]]]:
+    """Return the names of the columns and the rows of the table of runs."""
+    metrics = list(
+        dict.fromkeys(name for run in runs if run.summary for name in run.summary.metrics)
+    )[:2]
+    names = ["run", "state", "recipe", "layout", "loss", *metrics, "samples/s", "digest"]
+    return names, [_table_row(run, metrics) for run in runs]
+
+
+def _table_row(run: ListedRun, metrics: list[str]) -> list[str]:
+    from lockstep.formatting import format_metric_value, format_number
+    from lockstep.report.summary_text import STATE_NAMES
+
+    if run.summary is None:
+        return [run.name, "unreadable"] + [""] * (5 + len(metrics))
+    summary = run.summary
+    values = ((name, summary.metrics.get(name, math.nan)) for name in metrics)
+    cells = [format_metric_value(*each) if math.isfinite(each[1]) else "" for each in values]
+    loss = f"{summary.loss:.4f}" if math.isfinite(summary.loss) else ""
+    speed = format_number(summary.speed) if math.isfinite(summary.speed) else ""
+    layout = summary.layout.split(", ")[0]  # the report shows the rest
+    figures = [loss, *cells, speed, summary.digest[:8]]
+    return [run.name, STATE_NAMES[summary.state], summary.recipe, layout, *figures]

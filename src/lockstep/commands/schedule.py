@@ -15,10 +15,9 @@ from lockstep.formatting import format_bytes, format_duration, format_number, fo
 from lockstep.pipeline.choice import Plan, plan
 from lockstep.pipeline.schedules import NAMES
 from lockstep.pipeline.simulation import Costs
-from lockstep.record.timeline import Timeline, Work
-from lockstep.report.lanes import legend, print_lanes, scale_of
-from lockstep.report.roll import roll
-from lockstep.report.terminal import folded, print_table
+from lockstep.record.timeline import Span, Timeline
+from lockstep.report.terminal import print_table, wrap
+from lockstep.report.timeline import draw_timelines, print_timeline, text_legend, text_scale
 
 if TYPE_CHECKING:
     from lockstep.record.reader import Run
@@ -89,7 +88,7 @@ def command(
                 "\nTimes: in those given, or in forwards of a rank. Peaks: in micro-batches."
             )
     if svg:
-        save(roll(drawn, title).svg().encode(), svg)
+        save(draw_timelines(drawn, title).svg().encode(), svg)
 
 
 def planned(
@@ -132,9 +131,9 @@ def costs_of(
 def read_costs(file: Path) -> Costs:
     """Read costs from a JSON file, or from the first line of a run's record."""
     if file.is_dir() or file.suffix == ".jsonl":
-        from lockstep.record.reader import read
+        from lockstep.record.reader import read_run
 
-        run = read(file)
+        run = read_run(file)
         found = run.header.get("costs")
         if found is None:
             return recorded_costs(run)
@@ -153,10 +152,10 @@ def read_costs(file: Path) -> Costs:
 def recorded_costs(run: Run) -> Costs:
     """Return what the stages of a run took in its typical step."""
     from lockstep.pipeline.replay import measured
-    from lockstep.record.recorded import typical
+    from lockstep.record.timeline import typical_timeline
 
-    step = typical(run)
-    if step is None or not step.stages:
+    step = typical_timeline(run)
+    if step is None or not step.num_stages:
         raise UsageError(f"the run {run.folder} holds no measured costs; only those with stages do")
     return measured(step)
 
@@ -173,13 +172,13 @@ def parsed(file: Path) -> Any:
 
 def timeline(one: Plan, time: Callable[[float], str]) -> Timeline:
     """Return a plan as what is drawn."""
-    works = tuple(
-        Work(s.rank, s.action.kind, s.begin, s.end, s.action.stage, s.action.microbatch)
+    spans = tuple(
+        Span(s.rank, s.action.kind, s.begin, s.end, s.action.stage, s.action.microbatch)
         for s in one.simulation.spans
     )
     title = f"{one.name} · bubble {format_percent(one.simulation.bubble)}"
     title += f" · takes {time(one.simulation.makespan)}"
-    return Timeline(title, len(one.schedule), works)
+    return Timeline(title, len(one.schedule), spans)
 
 
 def show(
@@ -189,18 +188,18 @@ def show(
     memory: Callable[[float], str],
 ) -> None:
     """Print the plans: each chart, what its signs mean, and the figures side by side."""
-    scale = scale_of(drawn)
+    scale = text_scale(drawn)
     for one in drawn:
         click.echo(one.title)
-        print_lanes(one, scale)
+        print_timeline(one, scale)
         click.echo()
-    signs = dict.fromkeys(sign for one in drawn for sign in legend(one))
-    click.echo("\n".join(folded("   ".join(signs))) + "\n")
+    signs = dict.fromkeys(sign for one in drawn for sign in text_legend(one))
+    click.echo("\n".join(wrap("   ".join(signs))) + "\n")
     base = next((one for one in plans if one.name == "1f1b"), plans[0])
     against = f"of {base.name}'s"
     names = ["schedule", "time", against, "bubble", "peak activations by rank", "blocks a stage"]
     rows = [row(one, base, time, memory) for one in plans]
-    print_table(names, rows, spare=("blocks a stage", against))
+    print_table(names, rows, optional=("blocks a stage", against))
 
 
 def row(

@@ -81,11 +81,11 @@ def command(
     """
     _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
     from lockstep.launcher.launch import launch
-    from lockstep.record.recorder import fresh_name
+    from lockstep.record.recorder import create_run_folder
 
     if recipe != "resnet50" and given["size"] is not None:
         raise UsageError(f"--size: the pictures of {recipe} have one size; leave it out")
-    folder = Path(runs) / (name or fresh_name(Path(runs), recipe))
+    folder = Path(runs) / (name or create_run_folder(Path(runs), recipe))
     if given["download"]:
         _download(recipe, given["data"])
     elif recipe == "resnet50" and given["data"] is None:

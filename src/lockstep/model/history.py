@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.ledger import Page
-from lockstep.record.recorder import Writer
+from lockstep.record.loggers import Logger
 from lockstep.redaction import redact
 
 __all__ = ["EpochResult", "History", "StepResult", "rank_times"]
@@ -79,7 +79,7 @@ class History:
 
     def __init__(
         self,
-        writers: Sequence[Writer],
+        writers: Sequence[Logger],
         on_step: Iterable[Callable[[StepResult], None]],
         on_epoch: Iterable[Callable[[EpochResult], None]],
     ) -> None:

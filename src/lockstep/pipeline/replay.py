@@ -18,7 +18,7 @@ from typing import get_args
 from lockstep.errors import LayoutError
 from lockstep.pipeline.schedules import Action, Kind, Schedule
 from lockstep.pipeline.simulation import Costs, simulate
-from lockstep.record.timeline import Timeline, Work
+from lockstep.record.timeline import Span, Timeline
 
 __all__ = ["measured", "replay"]
 
@@ -27,26 +27,26 @@ KINDS = get_args(Kind)
 
 def replay(recorded: Timeline) -> Timeline | None:
     """Return the simulated timeline of a recorded step; None where it had no stages."""
-    works = [w for w in recorded.works if w.kind in KINDS and None not in (w.stage, w.microbatch)]
-    width = recorded.width
-    if width < 2 or recorded.ranks % width:
+    works = [w for w in recorded.spans if w.kind in KINDS and None not in (w.stage, w.microbatch)]
+    width = recorded.ranks_per_replica
+    if width < 2 or recorded.num_ranks % width:
         return None
     costs = measured(recorded)
-    found: list[Work] = []
-    for first in range(0, recorded.ranks, width):
+    found: list[Span] = []
+    for first in range(0, recorded.num_ranks, width):
         own = [work for work in works if first <= work.rank < first + width]
         try:
             simulation = simulate(_schedule(own, first, width), costs)
         except LayoutError:  # not all ranks' work was recorded
             return None
         found += [
-            Work(
+            Span(
                 first + span.rank, span.action.kind, span.begin, span.end, span.action.stage,
                 span.action.microbatch,
             )
             for span in simulation.spans
         ]  # fmt: skip
-    return Timeline(f"{recorded.title}, simulated", recorded.ranks, tuple(found))
+    return Timeline(f"{recorded.title}, simulated", recorded.num_ranks, tuple(found))
 
 
 def measured(recorded: Timeline) -> Costs:
@@ -55,11 +55,11 @@ def measured(recorded: Timeline) -> Costs:
     Where a stage's backward was only whole, half of it counts for the weights.
     """
     times: defaultdict[tuple[str, int | None], list[float]] = defaultdict(list)
-    for work in recorded.works:
+    for work in recorded.spans:
         times[work.kind, work.stage].append(work.end - work.begin)
 
     def row(kind: str, otherwise: Callable[[int], float]) -> tuple[float, ...]:
-        stages = range(recorded.stages)
+        stages = range(recorded.num_stages)
         return tuple(median(times[kind, s]) if (kind, s) in times else otherwise(s) for s in stages)
 
     whole = row("backward", lambda _: 0.0)
@@ -69,7 +69,7 @@ def measured(recorded: Timeline) -> Costs:
     return Costs(row("forward", lambda _: 0.0), inputs, weights, backward=whole)
 
 
-def _schedule(works: list[Work], first: int, width: int) -> Schedule:
+def _schedule(works: list[Span], first: int, width: int) -> Schedule:
     """Return what the ranks of one replica did, in the order in which they did it."""
     lanes: list[list[Action]] = [[] for _ in range(width)]
     for work in sorted(works, key=lambda work: work.begin):

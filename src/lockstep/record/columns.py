@@ -1,4 +1,4 @@
-"""Steps as columns: a million of them in a few arrays, NaN where a line has no value."""
+"""The steps of a run as columns: a million steps in a few arrays."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.messages import escape_control
-from lockstep.record.recorder import PARTS
+from lockstep.record.recorder import TIME_CATEGORIES
 
-__all__ = ["Column", "Columns", "Line", "Steps", "columns", "join", "mapping", "number"]
+__all__ = ["Column", "Line", "StepBlock", "Steps", "as_dict", "as_float"]
+__all__ += ["concatenate_blocks", "parse_block"]
 
 Column = npt.NDArray[np.float64]
 Line = dict[str, Any]
@@ -27,7 +28,8 @@ SCALARS = ("t", "step", "epoch", "loss", "samples", "seconds", "lr")
 class Steps:
     """The steps of a run as columns of equal length; NaN where a line has no value.
 
-    `ranks` has the shape [steps, ranks, 4]: seconds a rank spent on each of `PARTS`.
+    `ranks` has the shape [steps, ranks, 4]: the seconds that a rank spent on each of
+    `TIME_CATEGORIES`.
     """
 
     t: Column
@@ -41,98 +43,93 @@ class Steps:
     ranks: Column
 
     def __len__(self) -> int:
-        """Return how many steps there are."""
+        """Return the number of steps."""
         return len(self.step)
 
 
 @dataclass(frozen=True)
-class Columns:
-    """One block of steps as columns; `ranks` is [steps, ranks, 4]."""
+class StepBlock:
+    """The columns of one block of steps; `ranks` has the shape [steps, ranks, 4]."""
 
     scalars: dict[str, Column]
     metrics: dict[str, Column]
     ranks: Column
 
 
-def columns(steps: list[Line]) -> Columns:
-    """Turn the lines of some steps into columns."""
-    scalars = {name: column(steps, name) for name in SCALARS}
-    metrics = column_dicts([line.get("metrics") for line in steps])
-    return Columns(scalars, metrics, rank_rows([line.get("ranks") for line in steps]))
+def parse_block(steps: list[Line]) -> StepBlock:
+    """Convert the lines of some steps to columns."""
+    scalars = {name: _column(steps, name) for name in SCALARS}
+    metrics = _metric_columns([line.get("metrics") for line in steps])
+    return StepBlock(scalars, metrics, _rank_rows([line.get("ranks") for line in steps]))
 
 
-def column(lines: list[Any], name: str) -> Column:
-    """Return one field of `lines` as numbers."""
+def _column(lines: list[Any], name: str) -> Column:
     try:
         return np.fromiter(map(itemgetter(name), lines), np.float64, len(lines))
-    except (KeyError, ValueError, TypeError):  # missing in places, or no number: one by one
-        return numbers([line.get(name) for line in lines])
+    except (KeyError, ValueError, TypeError):  # a value is missing or not a number: one by one
+        return _as_floats([line.get(name) for line in lines])
 
 
-def column_dicts(values: list[Any]) -> dict[str, Column]:
-    """Turn a list of dicts of numbers into columns by key, in order of appearance."""
-    dicts = values if all(type(value) is dict for value in values) else list(map(mapping, values))
+def _metric_columns(values: list[Any]) -> dict[str, Column]:
+    dicts = values if all(type(value) is dict for value in values) else list(map(as_dict, values))
     names = dict.fromkeys(chain.from_iterable(dicts))
-    return {escape_control(str(name)): column(dicts, name) for name in names}
+    return {escape_control(str(name)): _column(dicts, name) for name in names}
 
 
-def rank_rows(values: list[Any]) -> Column:
-    """Turn the rows of some steps' ranks into [steps, ranks, 4]; NaN where there is none."""
+def _rank_rows(values: list[Any]) -> Column:
     lists = [value if isinstance(value, list) else [] for value in values]
-    shape = (len(lists), max(map(len, lists)), len(PARTS))
+    width = len(TIME_CATEGORIES)
+    shape = (len(lists), max(map(len, lists)), width)
     rows = list(chain.from_iterable(lists))
     with contextlib.suppress(ValueError, TypeError):
-        if len(rows) == shape[0] * shape[1] and set(map(len, rows)) <= {len(PARTS)}:
+        if len(rows) == shape[0] * shape[1] and set(map(len, rows)) <= {width}:
             return np.fromiter(chain.from_iterable(rows), np.float64).reshape(shape)
-    ragged = np.full(shape, np.nan)  # ranks came or went, or some steps have none: row by row
+    ragged = np.full(shape, np.nan)  # the number of ranks changed, or a step has none: row by row
     for step, rows in enumerate(lists):
         for rank, row in enumerate(rows):
-            if isinstance(row, list) and len(row) == len(PARTS):
-                ragged[step, rank] = numbers(row)
+            if isinstance(row, list) and len(row) == width:
+                ragged[step, rank] = _as_floats(row)
     return ragged
 
 
-def numbers(values: list[Any]) -> Column:
-    """Return `values` as float64; NaN for what is no number."""
-    return np.array([number(value) for value in values], np.float64)
+def _as_floats(values: list[Any]) -> Column:
+    return np.array([as_float(value) for value in values], np.float64)
 
 
-def number(value: Any) -> float:
-    """Return `value` as a float; NaN if it is no number."""
+def as_float(value: Any) -> float:
+    """Return `value` as a float; NaN if it is not a number."""
     try:
         return float(value)
     except (ValueError, TypeError):
         return math.nan
 
 
-def join(blocks: list[Columns]) -> Steps:
-    """Put blocks of columns together."""
+def as_dict(value: Any) -> Line:
+    """Return `value` if it is a dict, else an empty dict."""
+    return value if isinstance(value, dict) else {}
+
+
+def concatenate_blocks(blocks: list[StepBlock]) -> Steps:
+    """Concatenate blocks; metrics and ranks that a block does not have are NaN in it."""
     names = dict.fromkeys(chain.from_iterable(block.metrics for block in blocks))
     world = max((block.ranks.shape[1] for block in blocks), default=0)
+    empty = np.empty((0, 0, len(TIME_CATEGORIES)))
+    ranks = [_pad_ranks(block.ranks, world) for block in blocks]
     return Steps(
-        **{name: concatenated([block.scalars[name] for block in blocks]) for name in SCALARS},
+        **{name: _concatenate([block.scalars[name] for block in blocks]) for name in SCALARS},
         metrics={
-            name: concatenated(
+            name: _concatenate(
                 [block.metrics.get(name, np.full(len(block.ranks), np.nan)) for block in blocks]
             )
             for name in names
         },
-        ranks=np.concatenate([widened(block.ranks, world) for block in blocks])
-        if blocks
-        else np.empty((0, 0, len(PARTS))),
+        ranks=np.concatenate(ranks) if ranks else empty,
     )
 
 
-def concatenated(parts: list[Column]) -> Column:
-    """Concatenate, also nothing."""
+def _concatenate(parts: list[Column]) -> Column:
     return np.concatenate(parts) if parts else np.empty(0)
 
 
-def widened(rows: Column, world: int) -> Column:
-    """Give [steps, ranks, 4] more ranks, filled with NaN."""
+def _pad_ranks(rows: Column, world: int) -> Column:
     return np.pad(rows, ((0, 0), (0, world - rows.shape[1]), (0, 0)), constant_values=np.nan)
-
-
-def mapping(value: Any) -> Line:
-    """Return `value` if it is a dict, else an empty one."""
-    return value if isinstance(value, dict) else {}

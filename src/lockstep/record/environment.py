@@ -1,7 +1,7 @@
-"""What a run ran on: the versions, the machine, and the variables that can change its result.
+"""The environment of a run: versions, machine, and variables that can change its result.
 
-Of the environment only variables that are listed here are recorded: a list of what is
-secret would never be complete.
+Only the environment variables that are listed here are recorded, because no list of secret
+ones would be complete.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.redaction import redact
 
-__all__ = ["environment", "processor", "variables"]
+__all__ = [
+    "count_usable_cores",
+    "describe_environment",
+    "processor_name",
+    "recorded_variables",
+]
 
-# Libraries whose variables are all settings of computation, memory or communication.
+# All variables of these libraries configure computation, memory or communication.
 PREFIXES = (
     "DNNL_", "GLOO_", "GOMP_", "KMP_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "ONEDNN_", "OPENBLAS_",
     "TORCH_NCCL_",
@@ -41,8 +47,8 @@ NAMES = {
 }  # fmt: skip
 
 
-def environment() -> dict[str, Any]:
-    """Return the `environment` of a record's first line. Imports torch."""
+def describe_environment() -> dict[str, Any]:
+    """Return the field `environment` of a record's first line. Imports torch."""
     import psutil
     import torch
 
@@ -53,18 +59,18 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": processor(),
+        "processor": processor_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "cores": usable_cores(),
+        "cores": count_usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "hostname": os.uname().nodename,
-        "gpus": gpus(),
-        "variables": variables(os.environ),
+        "gpus": gpu_names(),
+        "variables": recorded_variables(os.environ),
     }
 
 
-def processor() -> str:
-    """Return the processor's model name, as its maker writes it."""
+def processor_name() -> str:
+    """Return the model name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(errors="replace").splitlines():
@@ -78,15 +84,15 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
+def count_usable_cores() -> int:
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def gpus() -> list[str]:
-    """Return the names of the GPUs that torch sees."""
+def gpu_names() -> list[str]:
+    """Return the names of the GPUs that are visible to torch."""
     import torch
 
     if not torch.cuda.is_available():
@@ -94,8 +100,8 @@ def gpus() -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
-def variables(environ: Any) -> dict[str, str]:
-    """Return the variables that can change a run's speed or bits; none that holds a secret."""
+def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that can change the speed or the bits of a run, without secrets."""
     return {
         name: redact(value, name)
         for name, value in sorted(environ.items())

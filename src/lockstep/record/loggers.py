@@ -1,15 +1,16 @@
-"""Dashboards: the same lines, sent to TensorBoard, Weights & Biases or MLflow as well.
+"""Loggers: they receive the lines of the record.
 
     Trainer(..., record=["runs/night", ls.TensorBoard("tensorboard/night")])
 
-All three get the same names:
+Besides the record itself and the progress display, the lines can be sent to TensorBoard,
+Weights & Biases and MLflow. All three use the same names:
 
-    loss, lr, seconds, samples_per_second, and the metrics by their names    each step
-    compute, communication, waiting, data      seconds, mean over the ranks  each step
-    held_out/loss, held_out/accuracy, ...                                    each epoch
+    loss, lr, seconds, samples_per_second, and metrics by name        per step
+    compute, communication, waiting, data    seconds, rank mean       per step
+    held_out/loss, held_out/accuracy, ...                             per epoch
 
-A dashboard is opened by the first line it gets, which only rank 0 writes. One
-that fails says so once and is left out; the training goes on.
+A logger for a dashboard opens its run when it receives the first line, and only rank 0
+writes lines. If it fails it prints one message and is disabled; the training continues.
 """
 
 from __future__ import annotations
@@ -20,44 +21,66 @@ import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lockstep.errors import UsageError
 from lockstep.messages import say
-from lockstep.record.recorder import PARTS
+from lockstep.record.recorder import TIME_CATEGORIES
 
-__all__ = ["Dashboard", "MLflow", "TensorBoard", "WandB", "scalars"]
+__all__ = ["DashboardLogger", "Logger", "MLflow", "TensorBoard", "WandB", "collect_scalars"]
 
 
-def scalars(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line under the names that every dashboard shows."""
+class Logger(Protocol):
+    """An object that receives the lines of a record: a recorder, a progress display, ..."""
+
+    def write(self, kind: str, /, **fields: Any) -> None:
+        """Write one line.
+
+        Args:
+            kind: "run", "step", "epoch", "timeline", "warning" or "end".
+            fields: The fields of the line.
+        """
+
+    def close(self) -> None:
+        """Close the logger. Calling it again does nothing."""
+
+
+def collect_scalars(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line under the names that dashboards show."""
     if kind == "epoch":
         evaluation = fields.get("evaluation") or {}
         found = {"loss": evaluation.get("loss"), **(evaluation.get("metrics") or {})}
-        return numbers({f"held_out/{name}": value for name, value in found.items()})
+        return _drop_missing({f"held_out/{name}": value for name, value in found.items()})
     if kind != "step":
         return {}
     found = {name: fields.get(name) for name in ("loss", "lr", "seconds")}
     seconds = fields.get("seconds") or 0
     if seconds > 0:
         found["samples_per_second"] = fields.get("samples", 0) / seconds
-    return numbers(found | dict(fields.get("metrics") or {}) | parts(fields.get("ranks") or ()))
+    times = _mean_times(fields.get("ranks") or ())
+    return _drop_missing(found | dict(fields.get("metrics") or {}) | times)
 
 
-def parts(rows: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the means over the ranks of what a step's seconds were spent on."""
-    return {name: sum(row[at] for row in rows) / len(rows) for at, name in enumerate(PARTS) if rows}
+def _mean_times(rows: Sequence[Sequence[float]]) -> dict[str, float]:
+    if not rows:
+        return {}
+    columns = zip(*rows, strict=True)
+    means = (sum(column) / len(rows) for column in columns)
+    return dict(zip(TIME_CATEGORIES, means, strict=False))
 
 
-def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Keep what is a number."""
+def _drop_missing(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-class Dashboard(abc.ABC):
-    """A writer of the record's lines to a dashboard; `every` thins the steps' lines.
+class DashboardLogger(abc.ABC):
+    """Base class of the loggers that send to a dashboard.
 
-    Raises UsageError at once where the dashboard's package is not installed.
+    Args:
+        every: Send every n-th step.
+
+    Raises:
+        UsageError: The package of the dashboard is not installed.
     """
 
     package = ""
@@ -70,63 +93,72 @@ class Dashboard(abc.ABC):
                 f"pip install 'torch-lockstep[{self.extra}]'"
             )
         if every < 1:
-            raise UsageError(f"{type(self).__name__}(every={every}): every first step is the most")
+            raise UsageError(
+                f"{type(self).__name__}(every={every}): every must be at least 1 (every step)"
+            )
         self.every = every
         self.failure: str | None = None
-        """The sentence that was printed when the dashboard could no longer be written."""
-        self._opened = False
+        """The message that was printed when the dashboard failed."""
+        self._is_open = False
         self._step = 0
 
     def write(self, kind: str, /, **fields: Any) -> None:
-        """Take a line as the record does. Never raises."""
+        """Write one line. Never raises."""
         if self.failure is not None:
             return
         try:
-            self._take(kind, fields)
+            self._write(kind, fields)
         except Exception as error:
             self.failure = (
-                f"{type(self).__name__} is left out from here on, "
-                f"the training goes on ({type(error).__name__}: {error})"
+                f"{type(self).__name__} failed and is disabled, the training continues "
+                f"({type(error).__name__}: {error})"
             )
             say(self.failure)
 
     def close(self) -> None:
-        """Close the dashboard's run, as interrupted if it had no end."""
+        """Close the dashboard's run, as interrupted if it has no end."""
         self.write("close")
 
-    def _take(self, kind: str, fields: dict[str, Any]) -> None:
-        if not self._opened and kind != "close":
+    def _write(self, kind: str, fields: dict[str, Any]) -> None:
+        if not self._is_open and kind != "close":
             self.open(fields if kind == "run" else {})
-            self._opened = True
+            self._is_open = True
         if kind == "step":
             self._step = fields.get("step", self._step + 1)
-        if (found := scalars(kind, fields)) and (kind != "step" or self._step % self.every == 0):
-            self.log(found, self._step)
+        scalars = collect_scalars(kind, fields)
+        if scalars and (kind != "step" or self._step % self.every == 0):
+            self.log_scalars(scalars, self._step)
         if kind == "warning":
-            self.say("warning", f"rank {fields.get('rank')}: {fields.get('message')}", self._step)
-        if kind in ("end", "close") and self._opened:
-            self._opened = False
+            message = f"rank {fields.get('rank')}: {fields.get('message')}"
+            self.log_text("warning", message, self._step)
+        if kind in ("end", "close") and self._is_open:
+            self._is_open = False
             self.finish(fields.get("state") == "done", str(fields.get("digest") or ""))
 
     @abc.abstractmethod
     def open(self, header: dict[str, Any]) -> None:
-        """Open the dashboard's run; `header` is the record's first line."""
+        """Open the dashboard's run; `header` holds the fields of the record's first line."""
 
     @abc.abstractmethod
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Show numbers at a step."""
+    def log_scalars(self, values: dict[str, float], step: int) -> None:
+        """Log the numbers of a step."""
 
     @abc.abstractmethod
-    def say(self, name: str, sentence: str, step: int) -> None:
-        """Show a sentence."""
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Log a text."""
 
     @abc.abstractmethod
     def finish(self, done: bool, digest: str) -> None:
-        """Close the run; `done` is false for one that failed or was interrupted."""
+        """Close the run; `done` is False if it failed or was interrupted."""
 
 
-class TensorBoard(Dashboard):
-    """Writes TensorBoard's event files into `folder`."""
+class TensorBoard(DashboardLogger):
+    """Writes TensorBoard's event files.
+
+    Args:
+        folder: The folder of the event files.
+        every: Write every n-th step.
+    """
 
     package, extra = "tensorboard", "tensorboard"
 
@@ -135,21 +167,21 @@ class TensorBoard(Dashboard):
         self.folder = Path(folder)
 
     def open(self, header: dict[str, Any]) -> None:
-        """Open the event file and show the header as text."""
+        """Open the event file and write the header as texts."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(self.folder))
-        for name, value in settings(header).items():
+        for name, value in _flatten_header(header).items():
             self._writer.add_text(f"run/{name}", str(value), 0)
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Add scalars; a value that is not finite is shown as TensorBoard shows it."""
+    def log_scalars(self, values: dict[str, float], step: int) -> None:
+        """Add scalars, non-finite ones included."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def say(self, name: str, sentence: str, step: int) -> None:
+    def log_text(self, name: str, text: str, step: int) -> None:
         """Add a text."""
-        self._writer.add_text(name, sentence, step)
+        self._writer.add_text(name, text, step)
 
     def finish(self, done: bool, digest: str) -> None:
         """Add the digest and close the file."""
@@ -158,8 +190,13 @@ class TensorBoard(Dashboard):
         self._writer.close()
 
 
-class WandB(Dashboard):
-    """Sends to Weights & Biases; `options` go to `wandb.init` (project, entity, mode, ...)."""
+class WandB(DashboardLogger):
+    """Sends to Weights & Biases.
+
+    Args:
+        every: Send every n-th step.
+        options: Passed to `wandb.init`: `project`, `entity`, `mode`, ...
+    """
 
     package, extra = "wandb", "wandb"
 
@@ -170,27 +207,29 @@ class WandB(Dashboard):
     def open(self, header: dict[str, Any]) -> None:
         """Start a run whose config is the header."""
         wandb: Any = importlib.import_module("wandb")
-        self._run: Any = wandb.init(config=settings(header), **self.options)
+        self._run: Any = wandb.init(config=_flatten_header(header), **self.options)
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Log numbers at a step."""
+    def log_scalars(self, values: dict[str, float], step: int) -> None:
+        """Log numbers."""
         self._run.log(values, step=step)
 
-    def say(self, name: str, sentence: str, step: int) -> None:
-        """Put a sentence into the summary."""
-        self._run.summary[f"{name} at step {step}"] = sentence
+    def log_text(self, name: str, text: str, step: int) -> None:
+        """Add a text to the run's summary."""
+        self._run.summary[f"{name} at step {step}"] = text
 
     def finish(self, done: bool, digest: str) -> None:
-        """Put the digest into the summary and finish the run."""
+        """Add the digest to the run's summary and finish the run."""
         self._run.summary["digest"] = digest
         self._run.finish(exit_code=0 if done else 1)
 
 
-class MLflow(Dashboard):
-    """Sends to MLflow, wherever its tracking URI points; `options` go to `start_run`.
+class MLflow(DashboardLogger):
+    """Sends to MLflow, at its tracking URI.
 
-    Each line is a transaction of some milliseconds, so by default every tenth step
-    is sent.
+    Args:
+        every: Send every n-th step. The default is 10, since each line is a transaction of
+            some milliseconds.
+        options: Passed to `mlflow.start_run`.
     """
 
     package, extra = "mlflow", "mlflow"
@@ -203,25 +242,25 @@ class MLflow(Dashboard):
         """Start a run whose parameters are the header."""
         self._mlflow: Any = importlib.import_module("mlflow")
         self._mlflow.start_run(**self.options)
-        self._mlflow.log_params(settings(header))
+        self._mlflow.log_params(_flatten_header(header))
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Log metrics at a step; MLflow has no place for what is not finite."""
+    def log_scalars(self, values: dict[str, float], step: int) -> None:
+        """Log metrics; MLflow cannot store non-finite ones."""
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         self._mlflow.log_metrics(finite, step=step)
 
-    def say(self, name: str, sentence: str, step: int) -> None:
+    def log_text(self, name: str, text: str, step: int) -> None:
         """Set a tag."""
-        self._mlflow.set_tag(f"{name} at step {step}", sentence)
+        self._mlflow.set_tag(f"{name} at step {step}", text)
 
     def finish(self, done: bool, digest: str) -> None:
-        """Tag the run with its digest and end it."""
+        """Set the digest as a tag and end the run."""
         self._mlflow.set_tag("digest", digest)
         self._mlflow.end_run("FINISHED" if done else "FAILED")
 
 
-def settings(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the header's settings under dotted names, as dashboards want parameters."""
+def _flatten_header(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the header's settings under dotted names, the form of a dashboard's parameters."""
     found: dict[str, Any] = {}
     for name in ("recipe", "command", "epochs", "steps_per_epoch", "samples"):
         if name in header:

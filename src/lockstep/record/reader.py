@@ -1,10 +1,10 @@
-"""Reading a record back, also one that is still being written, or whose run died.
+"""Reading a record, also of a run that is still going or whose process died.
 
-A reader forgives: a truncated last line, lines that are no JSON, kinds and
-fields that it does not know, missing fields, a newer version. What it passed
-over it says in `Run.remarks`. Secrets that an older version wrote are redacted
-here, and control characters made visible. The steps come as columns, for there
-may be a million of them (2.5 s, 240 MB of text).
+The reader tolerates a truncated last line, lines that are not JSON, unknown kinds and
+fields, missing fields and newer versions, and lists what it skipped in `Run.remarks`.
+Secrets that an older version wrote are redacted, and control characters are escaped.
+Steps are parsed in blocks and kept as columns, since a run may have millions of them
+(a million steps are 240 MB of text and take 2.5 s).
 """
 
 from __future__ import annotations
@@ -23,22 +23,33 @@ import orjson
 
 from lockstep.errors import FileError, UsageError
 from lockstep.messages import escape_control
-from lockstep.record.columns import Columns, Line, Steps, columns, join, mapping
-from lockstep.record.recorder import FILE, VERSION
+from lockstep.record.columns import (
+    Line,
+    StepBlock,
+    Steps,
+    as_dict,
+    concatenate_blocks,
+    parse_block,
+)
+from lockstep.record.recorder import RECORD_FILE, RECORD_VERSION
 from lockstep.redaction import redact
 
-__all__ = ["Run", "State", "glance", "read"]
+__all__ = ["Run", "State", "read_ends", "read_run"]
 
 State = Literal["done", "failed", "running", "died"]
 
-BLOCK = 1 << 17  # bytes read at a time: what they are parsed into stays in the cache
-TAIL = 1 << 17  # bytes at a record's end that a glance reads
-YOUNG = 120.0  # seconds without a line after which a run on another host counts as dead
+BLOCK_BYTES = 1 << 17  # read at a time: the parsed lines of a block stay in the cache
+TAIL_BYTES = 1 << 17  # of a record's end that `read_ends` reads
+STALE_SECONDS = 120.0  # without a new line after which a run on another host counts as dead
 
 
 @dataclass(frozen=True)
 class Run:
-    """A record, read. `state` is "running" while its writer lives, "died" if it left no end."""
+    """A run as its record describes it.
+
+    `state` is "running" while the writing process lives, and "died" if it ended without
+    writing a last line.
+    """
 
     folder: Path
     header: Line
@@ -52,62 +63,65 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The run's name: its folder's."""
+        """The name of the run, which is also the name of its folder."""
         return str(self.header.get("name") or escape_control(self.folder.name))
 
     @property
     def layout(self) -> Line:
-        """The header's `layout`, or an empty one."""
-        return mapping(self.header.get("layout"))
+        """The field `layout` of the header; empty if it is missing."""
+        return as_dict(self.header.get("layout"))
 
     @property
     def environment(self) -> Line:
-        """The header's `environment`, or an empty one."""
-        return mapping(self.header.get("environment"))
+        """The field `environment` of the header; empty if it is missing."""
+        return as_dict(self.header.get("environment"))
 
 
-def read(folder: Path) -> Run:
-    """Read the record of the run in `folder` (or the record's own path).
+def read_run(folder: Path) -> Run:
+    """Read the record of a run.
+
+    Args:
+        folder: The folder of the run, or the path of its record.
 
     Raises:
-        UsageError: there is no record.
-        FileError: it cannot be read, or holds not one line of a record.
+        UsageError: There is no record.
+        FileError: The record cannot be read, or the file is not a record.
     """
-    with patient_collector():
-        return run_of(folder, Gathered.take_all)
+    with _garbage_collection_paused():
+        return _parse_record(folder, RecordParser.parse_all)
 
 
-def glance(folder: Path) -> Run:
-    """Read the first line of a record and its last ones only: fast, however long it is.
+def read_ends(folder: Path) -> Run:
+    """Read only the first line and the last 128 KiB of a record.
 
-    The run's `steps` and `epochs` are then the last few. Raises as `read` does.
+    This is fast for records of any length. `steps` and `epochs` are then the last few.
+    Raises the same errors as `read_run`.
     """
-    return run_of(folder, Gathered.take_ends)
+    return _parse_record(folder, RecordParser.parse_ends)
 
 
-def run_of(folder: Path, take: Callable[[Gathered, BinaryIO], None]) -> Run:
-    """Open a record, let `take` read it, and return the run."""
+def _parse_record(folder: Path, parse: Callable[[RecordParser, BinaryIO], None]) -> Run:
     path = Path(folder)
-    path = path / FILE if path.is_dir() else path
-    gathered = Gathered()
+    path = path / RECORD_FILE if path.is_dir() else path
+    parser = RecordParser()
     try:
         with path.open("rb") as file:
-            take(gathered, file)
-            locked = is_locked(file.fileno())
+            parse(parser, file)
+            locked = _is_locked(file.fileno())
             age = time.time() - os.fstat(file.fileno()).st_mtime
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
-            f"there is no run at {folder} ({path} does not exist); `lockstep runs` lists them"
+            f"there is no run at {folder} ({path} does not exist); `lockstep runs` lists the runs"
         ) from None
     except OSError as error:
         raise FileError(f"{path} cannot be read ({error.strerror})") from None
-    if gathered.bad and not gathered.good:
-        raise FileError(f"{path} is not the record of a run: none of its lines is one of a record")
-    return gathered.run(path.parent, locked, age)
+    if parser.num_bad and not parser.num_good:
+        raise FileError(f"{path} is not the record of a run: it has no line that a record has")
+    return parser.run(path.parent, locked, age)
 
 
-class Gathered:
-    """What the lines read so far amount to."""
+class RecordParser:
+    """Collects the lines of a record."""
 
     def __init__(self) -> None:
         self.header: Line = {}
@@ -115,31 +129,30 @@ class Gathered:
         self.warnings: list[Line] = []
         self.end: Line | None = None
         self.timelines: list[Line] = []
-        self.blocks: list[Columns] = []
-        self.good = 0
-        self.bad = 0
-        self.truncated = False
+        self.blocks: list[StepBlock] = []
+        self.num_good = 0
+        self.num_bad = 0
+        self.is_truncated = False
 
-    def take_ends(self, file: BinaryIO) -> None:
-        """Read the first line, and the lines that begin in the last bytes of `file`."""
+    def parse_ends(self, file: BinaryIO) -> None:
+        """Parse the first line of `file`, and the lines that begin in its last bytes."""
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
-        if size > 2 * TAIL:
-            self.take(self.objects([file.readline()]))
-            file.seek(size - TAIL)
+        if size > 2 * TAIL_BYTES:
+            self._add(self._load([file.readline()]))
+            file.seek(size - TAIL_BYTES)
             file.readline()  # the rest of a line that began before
-        self.take_all(file)
+        self.parse_all(file)
 
-    def take_all(self, file: BinaryIO) -> None:
-        """Read `file` to its end, a block of lines at a time."""
-        while lines := file.readlines(BLOCK):
-            if not lines[-1].endswith(b"\n") and not is_json(lines[-1]):
-                self.truncated = True
+    def parse_all(self, file: BinaryIO) -> None:
+        """Parse `file` from its position to its end, one block of lines at a time."""
+        while lines := file.readlines(BLOCK_BYTES):
+            if not lines[-1].endswith(b"\n") and not _is_json(lines[-1]):
+                self.is_truncated = True
                 lines.pop()
-            self.take(self.objects(lines))
+            self._add(self._load(lines))
 
-    def objects(self, lines: list[bytes]) -> list[Any]:
-        """Parse lines; those that are no JSON are counted and skipped."""
+    def _load(self, lines: list[bytes]) -> list[Any]:
         with contextlib.suppress(orjson.JSONDecodeError):
             found: list[Any] = orjson.loads(b"[" + b",".join(lines) + b"]")
             return found
@@ -148,91 +161,99 @@ class Gathered:
             try:
                 found.append(orjson.loads(line))
             except orjson.JSONDecodeError:
-                self.bad += bool(line.strip())
+                self.num_bad += bool(line.strip())
         return found
 
-    def take(self, objects: list[Any]) -> None:
-        """Sort one block of parsed lines by kind."""
+    def _add(self, objects: list[Any]) -> None:
         kinds = [line.get("kind") if type(line) is dict else None for line in objects]
-        self.bad += kinds.count(None)
-        self.good += len(kinds) - kinds.count(None)
+        self.num_bad += kinds.count(None)
+        self.num_good += len(kinds) - kinds.count(None)
         steps = objects
         if kinds.count("step") < len(kinds):
             steps = [line for kind, line in zip(kinds, objects, strict=True) if kind == "step"]
             for kind, line in zip(kinds, objects, strict=True):
                 if kind not in ("step", None):
-                    self.take_other(kind, line)
+                    self._add_other(kind, line)
         if steps:
-            self.blocks.append(columns(steps))
+            self.blocks.append(parse_block(steps))
 
-    def take_other(self, kind: str, line: Line) -> None:
-        """Take a line that is no step; an unknown kind is passed over."""
+    def _add_other(self, kind: str, line: Line) -> None:
+        """Add a line that is not a step; unknown kinds are ignored."""
         if kind == "run" and not self.header:
-            self.header = cleaned(line)
+            self.header = _clean(line)
         elif kind == "epoch":
-            self.epochs.append(cleaned(line))
+            self.epochs.append(_clean(line))
         elif kind == "warning":
-            self.warnings.append(cleaned(line))
+            self.warnings.append(_clean(line))
         elif kind == "end":
-            self.end = cleaned(line)
+            self.end = _clean(line)
         elif kind == "timeline":
             self.timelines.append(line)
 
     def run(self, folder: Path, locked: bool | None, age: float) -> Run:
-        """Return the run, with its state and remarks."""
-        state = self.state(locked, age)
+        """Return the run.
+
+        Args:
+            folder: The folder of the run.
+            locked: Whether a process holds the lock of the record; None if that is unknown.
+            age: Seconds since the record was written last.
+        """
+        state = self._state(locked, age)
         return Run(
-            folder, self.header, join(self.blocks), self.epochs, self.warnings, self.end, state,
-            list(self.remarks(state)), self.timelines,
-        )  # fmt: skip
+            folder=folder,
+            header=self.header,
+            steps=concatenate_blocks(self.blocks),
+            epochs=self.epochs,
+            warnings=self.warnings,
+            end=self.end,
+            state=state,
+            remarks=list(self._remarks(state)),
+            timelines=self.timelines,
+        )
 
-    def state(self, locked: bool | None, age: float) -> State:
-        """Tell how the run stands.
+    def _state(self, locked: bool | None, age: float) -> State:
+        """Return the state of the run.
 
-        The lock is the truth on the host that wrote the record, and whenever it is
-        held; otherwise (another host, a file system without locks) a young last
-        line means a run that is still going.
+        A held lock always means that the run is going. A lock that is not held decides only
+        on the host that wrote the record; elsewhere, and on file systems without locks, the
+        age of the last line decides.
         """
         if self.end is not None:
             return "done" if self.end.get("state") == "done" else "failed"
-        here = mapping(self.header.get("environment")).get("hostname") == os.uname().nodename
-        if locked or (not (here and locked is False) and age < YOUNG):
+        here = as_dict(self.header.get("environment")).get("hostname") == os.uname().nodename
+        if locked or (not (here and locked is False) and age < STALE_SECONDS):
             return "running"
         return "died"
 
-    def remarks(self, state: State) -> Iterator[str]:
-        """Say what was passed over in reading."""
-        version = self.header.get("version", VERSION)
-        if isinstance(version, (int, float)) and version > VERSION:
+    def _remarks(self, state: State) -> Iterator[str]:
+        version = self.header.get("version", RECORD_VERSION)
+        if isinstance(version, (int, float)) and version > RECORD_VERSION:
             yield (
-                f"The record is of version {version}, this lockstep reads version {VERSION}: "
-                f"what is new in it is not shown. A newer lockstep shows it."
+                f"The record has version {version}, and this lockstep reads version "
+                f"{RECORD_VERSION}: newer content is not shown. Upgrade lockstep to see it."
             )
         if not self.header:
-            yield "The record has no first line about the run itself."
-        if self.truncated and state != "running":
-            yield "The record's last line is cut off, and was skipped."
-        if self.bad:
-            yield f"{self.bad} lines of the record could not be read, and were skipped."
+            yield "The record has no first line that describes the run."
+        if self.is_truncated and state != "running":
+            yield "The last line of the record is truncated and was skipped."
+        if self.num_bad:
+            yield f"{self.num_bad} lines of the record could not be read and were skipped."
 
 
-def cleaned(line: Line) -> Line:
-    """Return a line without secrets and without control characters."""
-    found: Line = escaped(redact(line))
+def _clean(line: Line) -> Line:
+    found: Line = _escape(redact(line))
     return found
 
 
-def escaped(value: Any) -> Any:
-    """Return `value` with control characters made visible in all of its texts."""
+def _escape(value: Any) -> Any:
     if isinstance(value, str):
         return escape_control(value)
     if isinstance(value, dict):
-        return {escape_control(name): escaped(each) for name, each in value.items()}
-    return [escaped(each) for each in value] if isinstance(value, list) else value
+        return {escape_control(name): _escape(each) for name, each in value.items()}
+    return [_escape(each) for each in value] if isinstance(value, list) else value
 
 
-def is_json(line: bytes) -> bool:
-    """Whether a last line without its newline is whole nevertheless."""
+def _is_json(line: bytes) -> bool:
     try:
         orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -240,8 +261,8 @@ def is_json(line: bytes) -> bool:
     return True
 
 
-def is_locked(descriptor: int) -> bool | None:
-    """Whether a recorder holds the file; None where the file system cannot tell."""
+def _is_locked(descriptor: int) -> bool | None:
+    """Return whether a recorder holds the file; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -252,12 +273,12 @@ def is_locked(descriptor: int) -> bool | None:
 
 
 @contextlib.contextmanager
-def patient_collector() -> Iterator[None]:
-    """Keep the garbage collector from walking a million young dicts again and again."""
-    was = gc.isenabled()
+def _garbage_collection_paused() -> Iterator[None]:
+    """Keep the garbage collector from traversing the dicts of all lines again and again."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()

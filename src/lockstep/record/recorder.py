@@ -1,15 +1,15 @@
-"""The record: what a run writes while it works, and everything else reads later.
+"""The recorder: writes the record of a run.
 
-    rank 0 ── write("step", loss=...) ──> runs/NAME/record.jsonl ── read() ──> Run
-                                          one JSON object a line       ├─> report, compare, runs
-                                                                       └─> whatever a user likes
+    rank 0 ── write("step", loss=...) ──> runs/NAME/record.jsonl ── read_run() ──> Run
+                                          one JSON object per line         ├─> report, compare, runs
+                                                                           └─> your own programs
 
-`Recorder` never raises into a training step. A line is one system call, so that
-a killed run loses at most the line it was writing. While it lives, the recorder
-holds a lock on its file; the kernel drops the lock with the process, and that is
-how a reader tells a run that is still going from one that died.
+`Recorder` never raises during a training step. Each line is one system call, so a killed
+run loses at most the line that it was writing. The recorder holds a lock on its file, which
+the kernel releases when the process ends: this is how a reader distinguishes a run that is
+still going from one that died.
 
-A number that is not finite is written as null, and read back as NaN.
+Non-finite numbers are written as null and read back as NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -30,48 +30,41 @@ from lockstep.errors import FileError, UsageError
 from lockstep.files import create_file, make_folder
 from lockstep.messages import say
 
-__all__ = ["FILE", "PARTS", "VERSION", "Recorder", "Writer", "fresh_name"]
+__all__ = ["RECORD_FILE", "RECORD_VERSION", "TIME_CATEGORIES", "Recorder", "create_run_folder"]
 
-FILE = "record.jsonl"
-VERSION = 1
-PARTS = ("compute", "communication", "waiting", "data")
-"""What a step's seconds are spent on, in the order of a row of `ranks`."""
+RECORD_FILE = "record.jsonl"
+RECORD_VERSION = 1
+TIME_CATEGORIES = ("compute", "communication", "waiting", "data")
+"""The categories of a step's time, in the order of a row of `ranks`."""
 
-OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-
-
-class Writer(Protocol):
-    """Whatever takes the lines of a record: the recorder, the progress, a dashboard."""
-
-    def write(self, kind: str, /, **fields: Any) -> None:
-        """Take one line: its kind ("run", "step", "epoch", "warning", "end") and its fields."""
-
-    def close(self) -> None:
-        """Finish; calling it again does nothing."""
+JSON_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
 class Recorder:
-    """Writes the record of one run, on rank 0.
+    """The logger that writes the record of one run, on rank 0.
 
-    `write` adds what every line needs: `t`, seconds since the recorder was made,
-    and for the line "run" its `version`, `name` and `started`. A step's line
-    takes some 5 microseconds.
+    `write` adds the field `t` to each line, the seconds since the recorder was created, and
+    `version`, `name` and `started` to the line "run". Writing the line of a step takes about
+    5 microseconds.
+
+    Args:
+        folder: The folder of the run, which is created if it does not exist.
 
     Raises:
-        UsageError: the folder already holds a record.
-        FileError: the folder cannot be made, or the file cannot be created in it.
+        UsageError: The folder already holds a record.
+        FileError: The folder or the record cannot be created.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        self.path = self.folder / FILE
+        self.path = self.folder / RECORD_FILE
         self.failure: str | None = None
-        """The sentence that was printed when the record could no longer be written."""
-        self._descriptor = create(self.path)
+        """The message that was printed when the record could not be written any more."""
+        self._descriptor = _create_file(self.path)
         self._began = time.perf_counter()
 
     def write(self, kind: str, /, **fields: Any) -> None:
-        """Append one line. Never raises: a disk that fills ends the record, not the run."""
+        """Append one line. Never raises: a full disk ends the record, not the run."""
         if self._descriptor < 0:
             return
         line = {"kind": kind, "t": round(time.perf_counter() - self._began, 6), **fields}
@@ -80,68 +73,69 @@ class Recorder:
         elif kind == "run":
             line = self._header(fields)
         try:
-            text = orjson.dumps(line, plain, OPTIONS)
-        except TypeError:  # a whole number beyond 64 bits, a cycle of containers, ...
-            text = json.dumps(printable(line)).encode() + b"\n"
+            text = orjson.dumps(line, _to_json, JSON_OPTIONS)
+        except TypeError:  # an integer of more than 64 bits, a cycle of containers, ...
+            text = json.dumps(_stringify_unsupported(line)).encode() + b"\n"
         try:
             written = os.write(self._descriptor, text)
-            while written < len(text):  # a disk that fills takes a part first
+            while written < len(text):  # a disk that is almost full accepts only a part
                 written += os.write(self._descriptor, text[written:])
         except OSError as error:
             self._fail(error)
 
     def close(self) -> None:
-        """Close the file and let go of its lock."""
+        """Close the file and release its lock."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = -1
 
     def __enter__(self) -> Recorder:
-        """Return itself."""
+        """Return the recorder."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close."""
+        """Close the recorder."""
         self.close()
 
     def _header(self, fields: dict[str, Any]) -> dict[str, Any]:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        own = {"kind": "run", "version": VERSION, "name": self.folder.name, "started": now}
+        own = {"kind": "run", "version": RECORD_VERSION, "name": self.folder.name, "started": now}
         return own | fields
 
     def _fail(self, error: OSError) -> None:
         self.failure = (
-            f"{self.path}: the record ends here, it cannot be written any more ({error.strerror}); "
-            f"the training goes on without it, and the run will end with exit status 1"
+            f"{self.path}: the record ends here, because it cannot be written any more "
+            f"({error.strerror}); the training continues without it, and the run will end with "
+            f"exit status 1"
         )
         self.close()
         with contextlib.suppress(OSError, ValueError):
             say(self.failure)
 
 
-def create(path: Path) -> int:
-    """Create the record's file with its lock; return its descriptor."""
+def _create_file(path: Path) -> int:
+    """Create and lock the file of the record; return its descriptor."""
     try:
         make_folder(path.parent)
         descriptor = create_file(path, os.O_APPEND)
     except FileExistsError:
         if path.exists():
             raise UsageError(
-                f"{path.parent} already holds the record of a run; give the run another name"
+                f"{path.parent} already holds the record of a run; choose another name for the run"
             ) from None
         raise FileError(f"{path.parent} is not a folder, so no run can be recorded in it") from None
     except OSError as error:
         raise FileError(
-            f"{path} cannot be created ({error.strerror}); name a folder that can be written"
+            f"{path} cannot be created ({error.strerror}); choose a folder that is writable"
         ) from None
-    with contextlib.suppress(OSError):  # a file system without locks: readers go by its age
+    with contextlib.suppress(OSError):  # no locks on this file system: readers use the file's age
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
 
-def plain(value: Any) -> Any:
-    """Return a value that JSON has in place of one that it has not (a tensor, a path)."""
+def _to_json(value: Any) -> Any:
+    """Return a JSON value for one that JSON does not have, such as a tensor or a path."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, (set, frozenset)) or (
@@ -152,25 +146,29 @@ def plain(value: Any) -> Any:
     return tolist() if callable(tolist) else str(value)
 
 
-def printable(line: dict[str, Any]) -> dict[str, Any]:
-    """Return `line` with every value that cannot be JSON as text."""
+def _stringify_unsupported(line: dict[str, Any]) -> dict[str, Any]:
+    """Return `line` with the values that cannot be written as JSON converted to text."""
     values: dict[str, Any] = {}
     for name, value in line.items():
         try:
-            orjson.dumps(value, default=plain, option=OPTIONS)
+            orjson.dumps(value, default=_to_json, option=JSON_OPTIONS)
             values[name] = value
         except TypeError:
             values[name] = str(value)
     return values
 
 
-def fresh_name(folder: Path, recipe: str) -> str:
-    """Return an unused name for a run, such as "digits-2026-11-21-0752", and make its folder.
+def create_run_folder(folder: Path, recipe: str) -> str:
+    """Create a folder for a new run and return its name, such as "digits-2026-11-21-0752".
 
-    Making the folder is what keeps two runs that start together apart.
+    Runs that start at the same time get different folders.
+
+    Args:
+        folder: The folder of runs.
+        recipe: The first part of the name.
 
     Raises:
-        FileError: the folder cannot be written.
+        FileError: The folder cannot be created.
     """
     stem = f"{recipe}-{datetime.datetime.now():%Y-%m-%d-%H%M}"
     name, number = stem, 1
@@ -184,8 +182,8 @@ def fresh_name(folder: Path, recipe: str) -> str:
             name = f"{stem}-{number}"
         except OSError as error:
             raise FileError(
-                f"{folder / name} cannot be made ({error.strerror}); "
-                f"name a folder that can be written"
+                f"{folder / name} cannot be created ({error.strerror}); "
+                f"choose a folder that is writable"
             ) from None
         else:
             return name

@@ -1,10 +1,16 @@
-"""The timeline: who computed what, when; planned, or as it was.
+"""The timeline: which rank computed what, and when.
 
-    rank 0   ▓0▓1▓2▓3    ██0██▓4██1██▓5      one lane a rank, pieces of work in time
+    rank 0   ▓0▓1▓2▓3    ██0██▓4██1██▓5      one lane per rank, spans of work over time
     rank 1      ▓0▓1▓2██0██▓3██1██▓4
 
-Plain values. Where they come from (a simulation, a record) and where they are
-drawn (terminal, picture, page, trace) is elsewhere.
+A timeline is planned (a simulated schedule), or read from a record:
+
+    {"kind": "timeline", "step": 7, "ranks": [{"begin": 812.1, "works": [[...], ...]}, ...]}
+    {"kind": "step", "ranks": [[compute, communication, waiting, data], ...]}
+
+Runs without pipeline stages record no spans. Their steps are drawn from the sums in
+the lines of steps, in the order in which a rank spends the time: data, compute, waiting,
+communication.
 """
 
 from __future__ import annotations
@@ -12,10 +18,27 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-__all__ = ["KINDS", "Timeline", "Work", "shared"]
+import numpy as np
 
-KINDS = {
+from lockstep.messages import escape_control
+from lockstep.record.columns import Line, as_dict, as_float
+from lockstep.record.reader import Run
+from lockstep.record.recorder import TIME_CATEGORIES
+
+__all__ = [
+    "KIND_NAMES",
+    "Span",
+    "Timeline",
+    "longest_duration",
+    "parse_timeline",
+    "read_timelines",
+    "sum_steps",
+    "typical_timeline",
+]
+
+KIND_NAMES = {
     "forward": "forward",
     "backward": "backward",
     "input": "gradient of the inputs",
@@ -27,15 +50,27 @@ KINDS = {
     "reduce": "sum over the replicas",
     "update": "optimizer",
 }
-"""The kinds of work that are known, in words; others are shown by their own name."""
+"""The known kinds of work and their display names; other kinds are shown as recorded."""
+
+TYPICAL_STEPS = 6  # steps in a timeline that is drawn from sums
+MAX_SECONDS = 1e9  # a record with longer times is damaged
+SUM_ORDER = ("data", "compute", "waiting", "communication")
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """A piece of work of one rank, from `begin` to `end` in the timeline's unit of time.
+class Span:
+    """Work of one rank from `begin` to `end`, in the timeline's unit of time.
 
-    `stage` and `microbatch` say of what, where it is of one. Before it the rank waited
-    for `waited`, for what rank `source` sent it: `octets` bytes.
+    Args:
+        rank: The rank that worked.
+        kind: What it did, a key of `KIND_NAMES` or another name.
+        begin: When the work began.
+        end: When it ended.
+        stage: The pipeline stage; None if the work belongs to no stage.
+        microbatch: The micro-batch; None if the work belongs to no micro-batch.
+        waited: How long the rank waited before `begin`.
+        source: The rank that it waited for.
+        num_bytes: How many bytes `source` sent.
     """
 
     rank: int
@@ -46,91 +81,196 @@ class Work:
     microbatch: int | None = None
     waited: float = 0.0
     source: int | None = None
-    octets: int = 0
+    num_bytes: int = 0
 
-    def moved(self, by: float) -> Work:
-        """Return it `by` later."""
+    def shift(self, by: float) -> Span:
+        """Return the span moved to `by` later."""
         return replace(self, begin=self.begin + by, end=self.end + by)
 
     @property
-    def words(self) -> str:
-        """What it is, as a phrase."""
-        found = KINDS.get(self.kind, self.kind)
+    def description(self) -> str:
+        """The work as a phrase, such as "forward of micro-batch 3 on stage 1"."""
+        found = KIND_NAMES.get(self.kind, self.kind)
         found += "" if self.microbatch is None else f" of micro-batch {self.microbatch}"
         return found + ("" if self.stage is None else f" on stage {self.stage}")
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The work of all ranks, each rank's in order; times begin at 0.
+    """The spans of all ranks, in order for each rank; times begin at 0.
 
-    `origin` is when that was, on the clock of the run; 0 where it is a plan.
+    `origin` is the time of 0 on the clock of the run; it is 0 for a planned timeline.
     """
 
     title: str
-    ranks: int
-    works: tuple[Work, ...]
+    num_ranks: int
+    spans: tuple[Span, ...]
     origin: float = 0.0
 
     @property
-    def length(self) -> float:
-        """When the last work ends."""
-        return max((work.end for work in self.works), default=0.0)
+    def duration(self) -> float:
+        """When the last span ends."""
+        return max((span.end for span in self.spans), default=0.0)
 
     @property
-    def busy(self) -> list[float]:
+    def busy_times(self) -> list[float]:
         """How long each rank works."""
-        found = [0.0] * self.ranks
-        for work in self.works:
-            if work.kind != "waiting":
-                found[work.rank] += work.end - work.begin
+        found = [0.0] * self.num_ranks
+        for span in self.spans:
+            if span.kind != "waiting":
+                found[span.rank] += span.end - span.begin
         return found
 
     @property
-    def bubble(self) -> float:
-        """The share, 0 to 1, of all ranks' time in which a rank does nothing."""
-        whole = self.length * self.ranks
-        return max(0.0, 1 - math.fsum(self.busy) / whole) if whole > 0 else 0.0
+    def bubble_fraction(self) -> float:
+        """The fraction of all ranks' time in which a rank is idle, 0 to 1."""
+        total = self.duration * self.num_ranks
+        return max(0.0, 1 - math.fsum(self.busy_times) / total) if total > 0 else 0.0
 
     @property
-    def balance(self) -> float:
-        """The ranks' mean work over the most loaded one's: 1 where all work alike."""
-        most = max(self.busy, default=0.0)
-        return math.fsum(self.busy) / self.ranks / most if most > 0 else 1.0
+    def load_balance(self) -> float:
+        """The mean of the ranks' busy times divided by their maximum; 1 if all are equal."""
+        most = max(self.busy_times, default=0.0)
+        return math.fsum(self.busy_times) / self.num_ranks / most if most > 0 else 1.0
 
     @property
-    def stages(self) -> int:
-        """How many stages there are."""
-        return 1 + max((w.stage for w in self.works if w.stage is not None), default=-1)
+    def num_stages(self) -> int:
+        """The number of pipeline stages."""
+        return 1 + max((span.stage for span in self.spans if span.stage is not None), default=-1)
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of work that occur, the known ones in their order."""
-        found = {work.kind for work in self.works}
-        return [kind for kind in KINDS if kind in found] + sorted(found - KINDS.keys())
-
-    def label(self, work: Work) -> str:
-        """Return what is written on a piece: its micro-batch, and which of the rank's stages."""
-        if work.microbatch is None:
-            return ""
-        chunk = (work.stage or 0) // self.width
-        several = self.stages > self.width
-        return f"{work.microbatch}{chr(ord('a') + chunk % 26)}" if several else f"{work.microbatch}"
+        """The kinds of work that occur: known kinds in the order of `KIND_NAMES`, then others."""
+        found = {span.kind for span in self.spans}
+        return [kind for kind in KIND_NAMES if kind in found] + sorted(found - KIND_NAMES.keys())
 
     @property
-    def width(self) -> int:
-        """How many ranks a replica has: those that hold the first chunk of its stages."""
-        holders = {work.rank for work in self.works if work.stage == 0}
-        return max(1, self.ranks // len(holders)) if holders else 1
+    def ranks_per_replica(self) -> int:
+        """The number of ranks that hold one copy of the model."""
+        holders = {span.rank for span in self.spans if span.stage == 0}
+        return max(1, self.num_ranks // len(holders)) if holders else 1
 
-    def only(self, kinds: Collection[str]) -> Timeline:
-        """Return the timeline of the work of some kinds, from its first piece on."""
-        works = [work for work in self.works if work.kind in kinds]
-        begin = min((work.begin for work in works), default=0.0)
-        moved = tuple(work.moved(-begin) for work in works)
-        return replace(self, works=moved, origin=self.origin + begin)
+    def chunk(self, span: Span) -> int:
+        """Return which of its rank's stages a span belongs to, from 0."""
+        return (span.stage or 0) // self.ranks_per_replica
+
+    def label(self, span: Span) -> str:
+        """Return the micro-batch of a span, with a letter for the chunk where there are several."""
+        if span.microbatch is None:
+            return ""
+        if self.num_stages <= self.ranks_per_replica:
+            return f"{span.microbatch}"
+        return f"{span.microbatch}{chr(ord('a') + self.chunk(span) % 26)}"
+
+    def select(self, kinds: Collection[str]) -> Timeline:
+        """Return the timeline of some kinds of work, which begins with the first such span."""
+        spans = [span for span in self.spans if span.kind in kinds]
+        begin = min((span.begin for span in spans), default=0.0)
+        shifted = tuple(span.shift(-begin) for span in spans)
+        return replace(self, spans=shifted, origin=self.origin + begin)
 
 
-def shared(timelines: Sequence[Timeline]) -> float:
-    """Return the length of the longest: what timelines side by side are drawn to."""
-    return max((timeline.length for timeline in timelines), default=0.0)
+def longest_duration(timelines: Sequence[Timeline]) -> float:
+    """Return the duration of the longest timeline, the common scale of several."""
+    return max((timeline.duration for timeline in timelines), default=0.0)
+
+
+def typical_timeline(run: Run) -> Timeline | None:
+    """Return the recorded step of median duration, or the sums of a few steps.
+
+    The first recorded step is left out where there are others. Returns None for a run
+    of one rank and for a run without times.
+    """
+    found = sorted(read_timelines(run)[1:] or read_timelines(run), key=lambda one: one.duration)
+    if found:
+        return found[len(found) // 2]
+    steps, ranks = run.steps.ranks.shape[:2]
+    if steps == 0 or ranks < 2:
+        return None
+    middle = max(0, min(steps - TYPICAL_STEPS, steps // 2))
+    return sum_steps(run, middle, middle + TYPICAL_STEPS)
+
+
+def read_timelines(run: Run) -> list[Timeline]:
+    """Return the timeline of each step whose spans were recorded."""
+    return [found for line in run.timelines if (found := parse_timeline(line))]
+
+
+def parse_timeline(line: Line) -> Timeline | None:
+    """Return the timeline of one line of a record, which begins with the first span.
+
+    Malformed spans are skipped. Returns None if none is left.
+    """
+    rows = _as_list(line.get("ranks"))
+    spans = [
+        span
+        for rank, row in enumerate(map(as_dict, rows))
+        for entry in _as_list(row.get("works"))
+        if (span := _parse_span(rank, as_float(row.get("begin", 0)), entry))
+    ]
+    if not spans:
+        return None
+    origin = min(span.begin - span.waited for span in spans)
+    shifted = tuple(span.shift(-origin) for span in spans)
+    return Timeline(escape_control(f"step {line.get('step')}"), len(rows), shifted, origin)
+
+
+def _parse_span(rank: int, start: float, entry: Any) -> Span | None:
+    if not isinstance(entry, list) or len(entry) < 5:
+        return None
+    kind, stage, microbatch, begin, end, waited, source, num_bytes = [*entry, 0, None, 0][:8]
+    times = (start + as_float(begin), start + as_float(end), as_float(waited or 0))
+    is_valid = all(abs(time) < MAX_SECONDS for time in times)
+    if not (is_valid and times[0] <= times[1] and times[2] >= 0):
+        return None
+    return Span(
+        rank=rank,
+        kind=escape_control(str(kind)),
+        begin=times[0],
+        end=times[1],
+        stage=_as_index(stage),
+        microbatch=_as_index(microbatch),
+        waited=times[2],
+        source=_as_index(source),
+        num_bytes=_as_index(num_bytes) or 0,
+    )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _as_index(value: Any) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None
+
+
+def sum_steps(run: Run, first: int, last: int) -> Timeline:
+    """Return the timeline of the steps at the positions `first` to `last` - 1, from their sums."""
+    steps = run.steps
+    rows = np.nan_to_num(steps.ranks[first:last])
+    ranks = rows.shape[1]
+    compute, data = TIME_CATEGORIES.index("compute"), TIME_CATEGORIES.index("data")
+    spans: list[Span] = []
+    begin = 0.0
+    for row in rows:
+        slowest = int(np.argmax(row[:, compute] + row[:, data]))
+        for rank in range(ranks):
+            spans += _rank_spans(rank, row[rank].tolist(), begin, slowest)
+        begin += float(row.sum(axis=1).max())
+    names = steps.step[first:last]
+    title = f"step {names[0]:,.0f}"
+    if len(names) > 1:
+        title = f"steps {names[0]:,.0f} to {names[-1]:,.0f}"
+    origin = float(np.nan_to_num(steps.t[first])) - float(rows[0].sum(axis=1).max())
+    return Timeline(title, ranks, tuple(spans), origin)
+
+
+def _rank_spans(rank: int, row: list[float], begin: float, slowest: int) -> list[Span]:
+    seconds = dict(zip(TIME_CATEGORIES, row, strict=True))
+    found = []
+    for kind in SUM_ORDER:
+        if seconds[kind] > 0:
+            source = slowest if kind == "waiting" else None
+            found.append(Span(rank, kind, begin, begin + seconds[kind], source=source))
+            begin += seconds[kind]
+    return found

@@ -1,29 +1,38 @@
-"""A run taken apart: time by rank, memory by rank, epochs."""
+"""Breakdowns of a run: time and memory by rank, waiting between ranks, epochs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lockstep.formatting import format_duration, format_number, format_percent, is_ratio
-from lockstep.record.columns import mapping
+from lockstep.formatting import (
+    format_bytes,
+    format_duration,
+    format_metric_value,
+    format_number,
+    format_percent,
+)
+from lockstep.record.columns import Column, as_dict
 from lockstep.record.reader import Run
-from lockstep.record.recorder import PARTS
-from lockstep.report.summary import real, reals
+from lockstep.record.recorder import TIME_CATEGORIES
+from lockstep.record.timeline import Timeline, read_timelines
+from lockstep.report.summary import number_or, numbers_of
 
-__all__ = ["EPOCHS", "RANKS", "EpochTable", "RankMemory", "RankSplit"]
-__all__ += ["epoch_table", "memory", "rank_splits", "shares"]
+__all__ = ["MAX_EPOCHS", "MAX_RANKS", "EpochTable", "RankMemory", "RankTime", "WaitMatrix"]
+__all__ += ["epoch_table", "peak_memory", "time_by_rank", "time_shares", "wait_matrix"]
 
-RANKS = 32  # ranks drawn at most
-EPOCHS = 60  # epochs listed at most
+MAX_RANKS = 32  # ranks that are drawn
+MAX_MATRIX_RANKS = 16  # ranks in the matrix of waiting
+MAX_EPOCHS = 60  # epochs that are listed
 
 
 @dataclass(frozen=True)
-class RankSplit:
-    """How one rank's time splits; `length` is its time as a share of the longest rank's."""
+class RankTime:
+    """How one rank spent its time; `length` is its time relative to the longest rank's."""
 
     rank: int
     seconds: float
@@ -31,94 +40,163 @@ class RankSplit:
     shares: dict[str, float]
 
     @property
-    def words(self) -> str:
-        """The split as a phrase."""
+    def description(self) -> str:
+        """The shares as a phrase."""
         return ", ".join(f"{name} {format_percent(share)}" for name, share in self.shares.items())
 
 
-def rank_splits(run: Run) -> list[RankSplit]:
-    """Return the split of each rank's time; where they are too many, the busiest come first."""
+def time_by_rank(run: Run) -> list[RankTime]:
+    """Return how each rank spent its time; if they are many, the busiest rank comes first."""
     totals = np.nansum(run.steps.ranks, axis=0)
     longest = totals.sum(axis=1).max(initial=0.0)
     if not longest > 0:
         return []
     found = []
     for rank, row in enumerate(totals):
-        whole = float(row.sum())
-        parts = (row / whole if whole else row).tolist()
-        split = dict(zip(PARTS, parts, strict=True))
-        found.append(RankSplit(rank, whole, whole / float(longest), split))
-    if len(found) > RANKS:
+        total = float(row.sum())
+        shares = (row / total if total else row).tolist()
+        by_name = dict(zip(TIME_CATEGORIES, shares, strict=True))
+        found.append(RankTime(rank, total, total / float(longest), by_name))
+    if len(found) > MAX_RANKS:
         found.sort(key=lambda one: -one.seconds * one.shares["compute"])
     return found
 
 
-def shares(run: Run) -> dict[str, float]:
-    """Return how the time of all ranks together splits; empty where nothing is known."""
+def time_shares(run: Run) -> dict[str, float]:
+    """Return the fraction of all ranks' time per category; empty if no times were recorded."""
     totals = np.nansum(run.steps.ranks, axis=(0, 1))
-    whole = totals.sum()
-    return dict(zip(PARTS, (totals / whole).tolist(), strict=True)) if whole > 0 else {}
+    total = totals.sum()
+    if not total > 0:
+        return {}
+    return dict(zip(TIME_CATEGORIES, (totals / total).tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class WaitMatrix:
+    """Who waited for whom, as means per step.
+
+    `seconds[r, s]` is how long rank r waited for rank s, and `num_bytes[r, s]` how many bytes
+    it received from it; both have the shape [ranks, ranks].
+    """
+
+    steps: int
+    seconds: Column
+    num_bytes: Column
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the columns of `rows`."""
+        return ["rank", *(f"for rank {rank}" for rank in range(self._shown_ranks))]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The matrix as text, each row beginning with its rank."""
+        ranks = range(self._shown_ranks)
+        return [[f"{rank}", *(self._cell(rank, source) for source in ranks)] for rank in ranks]
+
+    @property
+    def _shown_ranks(self) -> int:
+        return min(len(self.seconds), MAX_MATRIX_RANKS)
+
+    def _cell(self, rank: int, source: int) -> str:
+        seconds = float(self.seconds[rank, source])
+        num_bytes = float(self.num_bytes[rank, source])
+        parts = [format_duration(seconds)] if seconds > 0 or num_bytes > 0 else []
+        return ", ".join([*parts, *([format_bytes(num_bytes)] if num_bytes > 0 else [])])
+
+
+def wait_matrix(run: Run) -> WaitMatrix | None:
+    """Return who waited for whom; None if no rank waited or no times were recorded."""
+    recorded = read_timelines(run)
+    found = _waits_of_timelines(recorded) if recorded else _waits_of_steps(run)
+    return found if found and (found.seconds.any() or found.num_bytes.any()) else None
+
+
+def _waits_of_timelines(recorded: Sequence[Timeline]) -> WaitMatrix:
+    ranks = max(one.num_ranks for one in recorded)
+    seconds, num_bytes = np.zeros((ranks, ranks)), np.zeros((ranks, ranks))
+    for one in recorded:
+        for span in one.spans:
+            if span.source is not None and span.source < ranks:
+                seconds[span.rank, span.source] += span.waited
+                num_bytes[span.rank, span.source] += span.num_bytes
+    return WaitMatrix(len(recorded), seconds / len(recorded), num_bytes / len(recorded))
+
+
+def _waits_of_steps(run: Run) -> WaitMatrix | None:
+    """Add up the waiting of the steps, in which all wait for the rank that works longest."""
+    rows = np.nan_to_num(run.steps.ranks)
+    steps, ranks = rows.shape[:2]
+    if steps == 0 or ranks < 2:
+        return None
+    compute, data, waiting = map(TIME_CATEGORIES.index, ("compute", "data", "waiting"))
+    slowest = (rows[:, :, compute] + rows[:, :, data]).argmax(axis=1)
+    seconds = np.zeros((ranks, ranks))
+    np.add.at(seconds.T, slowest, rows[:, :, waiting])
+    np.fill_diagonal(seconds, 0.0)
+    return WaitMatrix(steps, seconds / steps, np.zeros((ranks, ranks)))
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Peak resident bytes of a rank, and as a share of the highest."""
+    """The peak resident memory of a rank, in bytes and relative to the highest."""
 
     rank: int
-    octets: float
+    num_bytes: float
     share: float
 
 
-def memory(run: Run) -> list[RankMemory]:
-    """Return each rank's peak memory over the epochs."""
+def peak_memory(run: Run) -> list[RankMemory]:
+    """Return the peak memory of each rank over all epochs."""
     peaks: dict[int, float] = {}
     for line in run.epochs:
         values = line.get("memory_bytes")
         for rank, value in enumerate(values if isinstance(values, list) else []):
-            peaks[rank] = max(peaks.get(rank, 0.0), real(value, 0.0))
+            peaks[rank] = max(peaks.get(rank, 0.0), number_or(value, 0.0))
     highest = max(peaks.values(), default=0.0)
     found = [RankMemory(rank, peak, peak / highest) for rank, peak in peaks.items() if highest]
-    return sorted(found, key=lambda one: -one.octets)[:RANKS] if len(found) > RANKS else found
+    if len(found) <= MAX_RANKS:
+        return found
+    return sorted(found, key=lambda one: -one.num_bytes)[:MAX_RANKS]
 
 
 @dataclass(frozen=True)
 class EpochTable:
-    """The epochs as rows of text; `hidden` counts those left out in the middle."""
+    """The epochs as rows of text; `num_hidden` epochs in the middle are left out."""
 
     names: list[str]
     rows: list[list[str]]
-    hidden: int
+    num_hidden: int
 
 
 def epoch_table(run: Run) -> EpochTable:
-    """Return the table of epochs; of very many, the first and the last."""
+    """Return the table of epochs; if they are many, only the first and the last of them."""
     lines = run.epochs
-    if len(lines) > EPOCHS:
-        lines = lines[: EPOCHS // 2] + lines[-EPOCHS // 2 :]
-    metrics = list(dict.fromkeys(name for line in lines for name in reals(line.get("metrics"))))
+    if len(lines) > MAX_EPOCHS:
+        lines = lines[: MAX_EPOCHS // 2] + lines[-MAX_EPOCHS // 2 :]
+    metrics = list(
+        dict.fromkeys(name for line in lines for name in numbers_of(line.get("metrics")))
+    )
     held_out = any(isinstance(line.get("evaluation"), dict) for line in lines)
     extra = ["held-out loss", *(f"held-out {name}" for name in metrics)] if held_out else []
     names = ["epoch", "loss", *metrics, *extra, "samples/s", "time"]
-    rows = [epoch_row(line, metrics, held_out) for line in lines]
+    rows = [_epoch_row(line, metrics, held_out) for line in lines]
     return EpochTable(names, rows, len(run.epochs) - len(lines))
 
 
-def epoch_row(line: dict[str, Any], metrics: list[str], held_out: bool) -> list[str]:
-    """Return one epoch as text."""
-    evaluation = mapping(line.get("evaluation"))
-    seconds = real(line.get("seconds"))
-    row = [f"{real(line.get('epoch')) + 1:.0f}", *quality_cells(line, metrics)]
-    row += quality_cells(evaluation, metrics) if held_out else []
-    speed = real(line.get("samples")) / seconds if seconds > 0 else math.nan
+def _epoch_row(line: dict[str, Any], metrics: list[str], held_out: bool) -> list[str]:
+    evaluation = as_dict(line.get("evaluation"))
+    seconds = number_or(line.get("seconds"))
+    row = [f"{number_or(line.get('epoch')) + 1:.0f}", *_quality_cells(line, metrics)]
+    row += _quality_cells(evaluation, metrics) if held_out else []
+    speed = number_or(line.get("samples")) / seconds if seconds > 0 else math.nan
     return [*row, format_number(speed), format_duration(seconds)]
 
 
-def quality_cells(line: dict[str, Any], metrics: list[str]) -> list[str]:
-    """Return a loss and metrics as text."""
-    loss, values = real(line.get("loss")), reals(line.get("metrics"))
+def _quality_cells(line: dict[str, Any], metrics: list[str]) -> list[str]:
+    loss, values = number_or(line.get("loss")), numbers_of(line.get("metrics"))
     cells = [f"{loss:.4f}" if math.isfinite(loss) else ""]
     for name in metrics:
         value = values.get(name, math.nan)
-        shown = format_percent(value) if is_ratio(name) else format_number(value)
-        cells.append(shown if math.isfinite(value) else "")
+        cells.append(format_metric_value(name, value) if math.isfinite(value) else "")
     return cells

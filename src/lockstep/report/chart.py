@@ -1,7 +1,13 @@
-"""Charts as plain values: which curves, which axes, which words. Nothing here draws.
+"""Charts as plain values: curves, axes and labels, which page.py and slide.py draw.
 
-Run(s) ──> Chart ──┬─> page.py     inline SVG for a page, with hover and log scale
-                   └─> picture.py  one picture for a slide (SVG or PNG)
+A curve of a million steps is downsampled to a few hundred points, without losing a peak:
+
+    values    . . ' . . , . . | . ' . . . . ^ . | ...        n values
+    buckets   [low, mean, high] [low, mean, high] ...        at most `buckets`
+
+Each bucket keeps its minimum and maximum beside its mean, so that an outlier of one step in
+a million is drawn at its full height. Non-finite values are ignored; a bucket without finite
+values is NaN.
 """
 
 from __future__ import annotations
@@ -14,35 +20,61 @@ from typing import Any
 import numpy as np
 
 from lockstep.formatting import format_duration, format_number, format_percent, is_ratio
-from lockstep.record.columns import mapping
+from lockstep.record.columns import as_dict
 from lockstep.record.reader import Run
-from lockstep.report.axes import Axis, Column, linear, logarithmic, spanning
-from lockstep.report.downsampling import Thinned, thin
-from lockstep.report.summary import real, reals
+from lockstep.report.axes import Axis, Column, exact_axis, linear_axis, log_axis
+from lockstep.report.summary import number_or, numbers_of
 
-__all__ = ["Chart", "Series", "curves", "overlaid"]
+__all__ = ["Chart", "Curve", "Series", "comparison_charts", "downsample", "run_charts"]
 
-BUCKETS = 400
-METRICS = 6  # charts of metrics at most
-UTMOST = 1e300  # an axis ends here: beyond it a range is no longer a number
+MAX_POINTS = 400  # of a curve
+MAX_METRICS = 6  # that have a chart
+MAX_VALUE = 1e300  # of an axis: a longer range overflows
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A downsampled curve; `first` and `last` are the ends of each bucket in x."""
+
+    first: Column
+    last: Column
+    low: Column
+    mean: Column
+    high: Column
+
+    @property
+    def x(self) -> Column:
+        """The middle of each bucket."""
+        return self.first / 2 + self.last / 2
+
+    @property
+    def is_downsampled(self) -> bool:
+        """Whether a bucket holds more than one value."""
+        return bool(np.any(self.first < self.last))
+
+    def __len__(self) -> int:
+        """Return the number of points."""
+        return len(self.first)
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. `role` is "line" (steps, drawn with its band) or "dots" (evaluations).
+    """One curve of a chart.
 
-    `colour` numbers the palette, so that one thing keeps its colour in every chart.
+    `role` is "line" (steps, drawn with a band from minimum to maximum) or "dots"
+    (evaluations). `colour` is an index into the palette, so that a series has the same color
+    in every chart.
     """
 
     name: str
-    curve: Thinned
+    curve: Curve
     role: str = "line"
     colour: int = 0
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Some curves over the steps; `log` is None where a logarithm makes no sense."""
+    """Curves over the steps; `log` is the logarithmic axis, None if the chart has none."""
 
     key: str
     title: str
@@ -53,44 +85,51 @@ class Chart:
     label: Callable[[float], str]
 
 
-def curves(run: Run) -> list[Chart]:
-    """Return the charts of one run: loss, metrics, seconds a step."""
+def run_charts(run: Run) -> list[Chart]:
+    """Return the charts of one run: loss, metrics, and the duration of a step."""
     charts = [
-        chart("loss", "Loss", [trained("training", run, run.steps.loss), held_out(run, None)])
+        _chart(
+            "loss",
+            "Loss",
+            [_step_series("training", run, run.steps.loss), _evaluation_series(run, None)],
+        )
     ]
-    for name in metric_names([run]):
+    for name in _metric_names([run]):
         label = format_percent if is_ratio(name) else format_number
-        series = [trained("training", run, metric_column(name, run)), held_out(run, name)]
-        charts.append(chart(f"metric-{name}", title(name), series, label, log=False))
-    seconds = [trained("a step", run, run.steps.seconds)]
-    charts.append(chart("seconds", "Time of a step", seconds, format_duration))
+        series = [
+            _step_series("training", run, _metric_column(name, run)),
+            _evaluation_series(run, name),
+        ]
+        charts.append(_chart(f"metric-{name}", _metric_title(name), series, label, log=False))
+    seconds = [_step_series("a step", run, run.steps.seconds)]
+    charts.append(_chart("seconds", "Duration of a step", seconds, format_duration))
     return [drawn for drawn in charts if drawn.series]
 
 
-def overlaid(runs: list[Run], names: list[str]) -> list[Chart]:
-    """Return the charts of several runs, their curves laid over one another."""
-    charts = [chart("loss", "Loss", overlay(runs, names, lambda run: run.steps.loss))]
-    for name in metric_names(runs):
+def comparison_charts(runs: list[Run], names: list[str]) -> list[Chart]:
+    """Return the charts of several runs, each with one curve per run."""
+    charts = [_chart("loss", "Loss", _overlay(runs, names, lambda run: run.steps.loss))]
+    for name in _metric_names(runs):
         label = format_percent if is_ratio(name) else format_number
-        series = overlay(runs, names, partial(metric_column, name))
-        charts.append(chart(f"metric-{name}", title(name), series, label, log=False))
-    seconds = overlay(runs, names, lambda run: run.steps.seconds)
-    charts.append(chart("seconds", "Time of a step", seconds, format_duration))
+        series = _overlay(runs, names, partial(_metric_column, name))
+        charts.append(_chart(f"metric-{name}", _metric_title(name), series, label, log=False))
+    seconds = _overlay(runs, names, lambda run: run.steps.seconds)
+    charts.append(_chart("seconds", "Duration of a step", seconds, format_duration))
     return [drawn for drawn in charts if drawn.series]
 
 
-def overlay(runs: list[Run], names: list[str], column: Callable[[Run], Column]) -> list[Series]:
-    """Return one column of each run as a curve in a colour of its own."""
+def _overlay(runs: list[Run], names: list[str], column: Callable[[Run], Column]) -> list[Series]:
+    """Return one column of each run as a curve in its own color."""
     numbered = enumerate(zip(names, runs, strict=True))
-    return [trained(name, run, column(run), colour) for colour, (name, run) in numbered]
+    return [_step_series(name, run, column(run), colour) for colour, (name, run) in numbered]
 
 
-def metric_column(name: str, run: Run) -> Column:
-    """Return the steps' values of one metric; nothing where a run has none."""
+def _metric_column(name: str, run: Run) -> Column:
+    """Return the values of one metric per step; empty if the run does not have it."""
     return run.steps.metrics.get(name, np.empty(0))
 
 
-def chart(
+def _chart(
     key: str,
     heading: str,
     series: Iterable[Series],
@@ -102,7 +141,7 @@ def chart(
     kept = tuple(one for one in series if np.isfinite(one.curve.mean).any())
     lows = np.concatenate([one.curve.low for one in kept] or [np.array([0.0])])
     highs = np.concatenate([one.curve.high for one in kept] or [np.array([1.0])])
-    lows, highs = np.clip(lows, -UTMOST, UTMOST), np.clip(highs, -UTMOST, UTMOST)
+    lows, highs = np.clip(lows, -MAX_VALUE, MAX_VALUE), np.clip(highs, -MAX_VALUE, MAX_VALUE)
     first = min((one.curve.first[0] for one in kept), default=0.0)
     last = max((one.curve.last[-1] for one in kept), default=1.0)
     low, high = float(np.nanmin(lows)), float(np.nanmax(highs))
@@ -112,58 +151,85 @@ def chart(
         key=key,
         title=heading,
         series=kept,
-        x=spanning(float(first), float(last)),
-        linear=linear(low, high, label),
-        log=logarithmic(float(positive.min()), high, label) if has_log else None,
+        x=exact_axis(float(first), float(last)),
+        linear=linear_axis(low, high, label),
+        log=log_axis(float(positive.min()), high, label) if has_log else None,
         label=label,
     )
 
 
-def trained(name: str, run: Run, values: Column, colour: int = 0) -> Series:
-    """Return a column of a run's steps as a curve; a column that is not there is empty."""
-    x = places(run)
+def _step_series(name: str, run: Run, values: Column, colour: int = 0) -> Series:
+    """Return a column of a run's steps as a curve; an empty column gives an empty curve."""
+    x = _step_numbers(run)
     if len(values) != len(x):
         x = values = np.empty(0)
-    return Series(name, thin(x, values, BUCKETS), "line", colour)
+    return Series(name, downsample(x, values, MAX_POINTS), "line", colour)
 
 
-def held_out(run: Run, metric: str | None) -> Series:
+def _evaluation_series(run: Run, metric: str | None) -> Series:
     """Return the evaluations of a run, each at the last step of its epoch."""
-    ends = epoch_ends(run)
+    ends = _epoch_ends(run)
     points = []
     for line in run.epochs:
-        evaluation = mapping(line.get("evaluation"))
-        found = reals(evaluation.get("metrics")) | {None: real(evaluation.get("loss"))}
-        point = (ends.get(real(line.get("epoch")), np.nan), found.get(metric, np.nan))
+        evaluation = as_dict(line.get("evaluation"))
+        found = numbers_of(evaluation.get("metrics")) | {None: number_or(evaluation.get("loss"))}
+        point = (ends.get(number_or(line.get("epoch")), np.nan), found.get(metric, np.nan))
         points += [point] if np.isfinite(point).all() else []
     x, y = np.array(points, np.float64).reshape(-1, 2).T
-    return Series("held out", thin(x, y, BUCKETS), "dots", 1)
+    return Series("held out", downsample(x, y, MAX_POINTS), "dots", 1)
 
 
-def epoch_ends(run: Run) -> dict[float, float]:
+def _epoch_ends(run: Run) -> dict[float, float]:
     """Return the last step of each epoch that has steps."""
-    epochs, x = run.steps.epoch, places(run)
+    epochs, x = run.steps.epoch, _step_numbers(run)
     ends = np.flatnonzero(np.append(np.diff(epochs) != 0, len(epochs) > 0))
     return dict(zip(epochs[ends].tolist(), x[ends].tolist(), strict=True))
 
 
-def places(run: Run) -> Column:
-    """Return the steps' numbers, or their order where the record numbers them badly."""
+def _step_numbers(run: Run) -> Column:
+    """Return the numbers of the steps, or their positions if the numbers do not ascend."""
     steps = run.steps.step
     ascends = np.isfinite(steps).all() and bool(np.all(np.diff(steps) > 0))
     return steps if ascends else np.arange(len(steps), dtype=np.float64)
 
 
-def metric_names(runs: list[Run]) -> list[str]:
+def _metric_names(runs: list[Run]) -> list[str]:
     """Return the names of the metrics that any of `runs` has, in order of appearance."""
     names: dict[str, Any] = {}
     for run in runs:
         names |= dict.fromkeys(run.steps.metrics)
         for line in run.epochs:
-            names |= dict.fromkeys(reals(mapping(line.get("evaluation")).get("metrics")))
-    return list(names)[:METRICS]
+            names |= dict.fromkeys(numbers_of(as_dict(line.get("evaluation")).get("metrics")))
+    return list(names)[:MAX_METRICS]
 
 
-def title(name: str) -> str:
-    """Return a metric's name as a heading."""
+def _metric_title(name: str) -> str:
+    """Return the name of a metric as a title."""
     return name[:1].upper() + name[1:].replace("_", " ")
+
+
+def downsample(x: Column, y: Column, buckets: int) -> Curve:
+    """Downsample the curve y(x) to at most `buckets` points.
+
+    All buckets hold the same number of values, plus or minus one.
+
+    Args:
+        x: The positions, ascending.
+        y: The values, as many as positions.
+        buckets: The maximum number of points.
+    """
+    if len(x) != len(y):
+        raise ValueError(f"{len(x)} positions for {len(y)} values")
+    if len(x) == 0:
+        return Curve(x, x, y, y, y)
+    starts = np.unique(np.arange(buckets) * len(x) // buckets)
+    ends = np.append(starts[1:], len(x)) - 1
+    finite = np.isfinite(y)
+    known = np.add.reduceat(finite, starts, dtype=np.int64)
+    low = np.minimum.reduceat(np.where(finite, y, np.inf), starts)
+    high = np.maximum.reduceat(np.where(finite, y, -np.inf), starts)
+    total = np.add.reduceat(np.where(finite, y, 0.0), starts)
+    empty = known == 0
+    mean = np.clip(total / np.where(empty, 1, known), low, high)
+    low, mean, high = (np.where(empty, np.nan, part) for part in (low, mean, high))
+    return Curve(x[starts], x[ends], low, mean, high)

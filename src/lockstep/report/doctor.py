@@ -1,82 +1,96 @@
-"""The doctor: tries out what a run needs here, and says what to do about what fails.
+"""The doctor: checks whether this machine has what a run needs.
 
-    checks ── Question ──> Findings (good, note, bad) ──┬─> lines, as they come
-                                                        └─> a block to paste into an issue
+    Requirements ──> checks ──> CheckResults (good, note, bad) ──┬─> lines, one after the other
+                                                                 └─> a block for an issue
 
-A check that itself raises is a finding too: the doctor never falls ill.
+A check that raises an exception is reported as a bad result.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import lockstep
 from lockstep.messages import escape_control
-from lockstep.record.environment import variables
+from lockstep.record.environment import recorded_variables
 from lockstep.redaction import redact
-from lockstep.report import markdown
-from lockstep.report.check_result import Finding, Question, bad
-from lockstep.report.checks import backends, machine, network, software
+from lockstep.report.checks import (
+    CheckResult,
+    Requirements,
+    backends,
+    bad,
+    machine,
+    network,
+    software,
+)
+from lockstep.report.markdown import fenced_block
 
-__all__ = ["CHECKS", "block", "examine"]
+__all__ = ["CHECKS", "issue_block", "run_checks"]
 
-Check = Callable[[Question], Iterable[Finding]]
+Check = Callable[[Requirements], Iterable[CheckResult]]
 
-# What is tried, in reading order: the name that is shown while it is tried, and the check.
+# The checks in order, with the name that is shown while a check runs.
 CHECKS: dict[str, Check] = {
-    "python": software.python,
-    "torch": software.torch_build,
-    "environment": network.place,
-    "cores": machine.cores,
-    "micro-batches": machine.microbatches,
-    "memory": machine.memory,
-    "memory speed": machine.memory_speed,
-    "shared memory": machine.shared_memory,
-    "disk": machine.disk,
-    "open files": machine.open_files,
-    "clock": machine.clock,
-    "host name": network.host_name,
-    "interface": network.interfaces,
-    "ports": network.ports,
-    "loopback": network.loopback,
-    "compiler": software.compiler,
-    "gpu": software.gpus,
-    "mpi": software.mpi,
-    "backends": backends.backends,
-    "ranks at once": backends.together,
+    "python": software.check_python,
+    "torch": software.check_torch,
+    "environment": network.check_environment,
+    "cores": machine.check_cores,
+    "micro-batches": machine.check_microbatches,
+    "memory": machine.check_memory,
+    "memory speed": machine.check_memory_speed,
+    "shared memory": machine.check_shared_memory,
+    "disk": machine.check_disk,
+    "open files": machine.check_open_files,
+    "clock": machine.check_clock,
+    "host name": network.check_host_name,
+    "interface": network.check_interfaces,
+    "ports": network.check_ports,
+    "loopback": network.check_loopback,
+    "compiler": software.check_compiler,
+    "gpu": software.check_gpus,
+    "mpi": software.check_mpi,
+    "backends": backends.check_backends,
+    "ranks at once": backends.check_ranks_at_once,
 }
 
 
-def examine(
-    question: Question,
-    checks: dict[str, Check] = CHECKS,
-    begin: Callable[[str], None] = lambda name: None,
-) -> Iterator[Finding]:
-    """Yield what each check finds; `begin` is told the name of a check before it is tried."""
+def run_checks(
+    requirements: Requirements,
+    checks: Mapping[str, Check] = MappingProxyType(CHECKS),
+    before_check: Callable[[str], None] = lambda name: None,
+) -> Iterator[CheckResult]:
+    """Yield the results of all checks.
+
+    Args:
+        requirements: The run that the machine is checked for.
+        checks: The checks by name.
+        before_check: Called with the name of each check before it runs.
+    """
     for name, check in checks.items():
-        begin(name)
+        before_check(name)
         try:
-            yield from map(shown, check(question))
+            yield from map(_clean, check(requirements))
         except Exception as error:
             what = f"the check failed with {type(error).__name__}: {error}"
-            yield shown(bad(name, what, "report this, with the block below"))
+            yield _clean(bad(name, what, "report this with the block below"))
 
 
-def shown(found: Finding) -> Finding:
-    """Return a finding without secrets and control characters."""
+def _clean(found: CheckResult) -> CheckResult:
+    """Return a result without secrets and control characters."""
     what, advice = (escape_control(redact(text)) for text in (found.what, found.advice))
     return replace(found, what=what, advice=advice)
 
 
-def block(findings: Iterable[Finding]) -> str:
-    """Return the findings as Markdown, to paste into an issue; the home folder is a "~"."""
+def issue_block(results: Iterable[CheckResult]) -> str:
+    """Return the results as Markdown for an issue, with "~" for the home folder."""
     lines = [f"lockstep {lockstep.__version__} doctor", ""]
-    lines += [f"{one.verdict:<5} {one.subject}: {one.what}" for one in findings]
-    found = variables(os.environ)
+    lines += [f"{one.verdict:<5} {one.subject}: {one.what}" for one in results]
+    found = recorded_variables(os.environ)
     lines += [f"      {name}={value}" for name, value in found.items()]
     home = str(Path.home())
     text = "\n".join(lines)
-    return "\n".join(markdown.block(text.replace(home, "~" if len(home) > 1 else home)))
+    return "\n".join(fenced_block(text.replace(home, "~" if len(home) > 1 else home)))

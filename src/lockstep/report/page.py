@@ -1,11 +1,11 @@
-"""Pages: charts as inline SVG, and one self-contained HTML file around them.
+"""HTML pages: charts as inline SVG within one self-contained file.
 
-A page loads nothing. Each scale of a chart is drawn here, so the page is whole
-without a script; the script adds hover and the switch between the scales.
+A page loads nothing. Each scale of a chart is drawn here, so the page is complete without
+its script, which adds the hover and the switch between linear and logarithmic scale.
 
-    frame of a chart     text keeps its size whatever the width:
-      y labels │ svg (stretched to the width)     labels are HTML, placed in per cent,
-               └ x labels                         strokes do not scale
+    frame of a chart     text has the same size at any width:
+      y labels │ svg (stretched to the width)     labels are HTML, positioned in percent,
+               └ x labels                         and the width of strokes does not scale
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lockstep.formatting import format_bytes, format_duration, format_percent
 from lockstep.report.axes import Axis, Column, Tick
 from lockstep.report.chart import Chart, Series
 
-__all__ = ["Panel", "Stroke", "panel", "render"]
+__all__ = ["Panel", "Stroke", "draw_panel", "render_template"]
 
-WIDTH, HEIGHT = 4000, 1000  # of the drawing's own coordinates
-DOTS = 60  # evaluations up to which each is a dot; more are a line
+WIDTH, HEIGHT = 4000, 1000  # of the coordinates of a chart, which the page stretches
+MAX_DOTS = 60  # evaluations drawn as dots; more are drawn as a line
 
 
 @dataclass(frozen=True)
 class Stroke:
-    """One path: what it is ("band", "line", "dots"), its colour's number, its outline."""
+    """One path: its kind ("band", "line" or "dots"), the index of its color, its outline."""
 
     kind: str
     colour: int
@@ -49,7 +49,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart as its template wants it; `data` is what the hover reads, as JSON."""
+    """A chart as the template draws it; `data` is JSON with the values for the hover."""
 
     key: str
     title: str
@@ -59,63 +59,67 @@ class Panel:
     data: str
 
 
-def panel(chart: Chart) -> Panel:
-    """Draw `chart` on each of its scales."""
+def draw_panel(chart: Chart) -> Panel:
+    """Draw a chart on each of its scales."""
     axes = [("linear", chart.linear)] + ([("log", chart.log)] if chart.log else [])
-    scales = (Scale(name, axis.ticks, strokes(chart, axis)) for name, axis in axes)
-    return Panel(chart.key, chart.title, chart.x.ticks, tuple(scales), chart.series, hover(chart))
+    scales = (Scale(name, axis.ticks, _strokes(chart, axis)) for name, axis in axes)
+    return Panel(
+        chart.key, chart.title, chart.x.ticks, tuple(scales), chart.series, _hover_data(chart)
+    )
 
 
-def strokes(chart: Chart, y: Axis) -> tuple[Stroke, ...]:
+def _strokes(chart: Chart, y: Axis) -> tuple[Stroke, ...]:
     """Return the paths of a chart, bands below lines below dots."""
     found = [
-        stroke for one in chart.series for stroke in series_strokes(one, chart.x, y) if stroke.path
+        stroke for one in chart.series for stroke in _series_strokes(one, chart.x, y) if stroke.path
     ]
     return tuple(sorted(found, key=lambda stroke: ("band", "line", "dots").index(stroke.kind)))
 
 
-def series_strokes(series: Series, x: Axis, y: Axis) -> list[Stroke]:
+def _series_strokes(series: Series, x: Axis, y: Axis) -> list[Stroke]:
     """Return the paths of one series."""
     curve = series.curve
-    across = x.place(curve.x)
-    middle = y.place(curve.mean)
+    across = x.positions(curve.x)
+    middle = y.positions(curve.mean)
     if series.role == "dots":
-        kind = "dots" if len(curve) <= DOTS else "line"
-        drawn = dots(across, middle) if kind == "dots" else line(across, middle)
+        kind = "dots" if len(curve) <= MAX_DOTS else "line"
+        drawn = _dots_path(across, middle) if kind == "dots" else _line_path(across, middle)
         return [Stroke(kind, series.colour, drawn)]
     if np.isfinite(middle).sum() == 1:
-        return [Stroke("dots", series.colour, dots(across, middle))]
-    found = [Stroke("line", series.colour, line(across, middle))]
-    if curve.is_thinned:
-        outline = band(across, y.place(curve.low), y.place(curve.high))
+        return [Stroke("dots", series.colour, _dots_path(across, middle))]
+    found = [Stroke("line", series.colour, _line_path(across, middle))]
+    if curve.is_downsampled:
+        outline = _band_path(across, y.positions(curve.low), y.positions(curve.high))
         found.insert(0, Stroke("band", series.colour, outline))
     return found
 
 
-def line(x: Column, y: Column) -> str:
-    """Return the path through the points, broken where one is not finite."""
+def _line_path(x: Column, y: Column) -> str:
+    """Return the path through the points, interrupted at non-finite ones."""
     return "".join(
-        "M{} {}".format(*points[0]) + steps_from(points) for points in stretches(x, y) if points
+        "M{} {}".format(*points[0]) + _relative_moves(points)
+        for points in _finite_runs(x, y)
+        if points
     )
 
 
-def band(x: Column, low: Column, high: Column) -> str:
+def _band_path(x: Column, low: Column, high: Column) -> str:
     """Return the outline of the area between two curves."""
     bottom = np.where(np.isfinite(high), np.nan_to_num(low, nan=0.0), np.nan)
     found = []
-    for over, under in zip(stretches(x, high), stretches(x, bottom), strict=True):
+    for over, under in zip(_finite_runs(x, high), _finite_runs(x, bottom), strict=True):
         points = over + under[::-1]
-        found.append("M{} {}".format(*points[0]) + steps_from(points) + "z")
+        found.append("M{} {}".format(*points[0]) + _relative_moves(points) + "z")
     return "".join(found)
 
 
-def dots(x: Column, y: Column) -> str:
-    """Return a path of strokes without length, which round caps turn into dots."""
-    return "".join(f"M{at} {to}h0" for points in stretches(x, y) for at, to in points)
+def _dots_path(x: Column, y: Column) -> str:
+    """Return a path of strokes of length zero, which round caps turn into dots."""
+    return "".join(f"M{at} {to}h0" for points in _finite_runs(x, y) for at, to in points)
 
 
-def stretches(x: Column, y: Column) -> list[list[tuple[int, int]]]:
-    """Return the stretches of finite points, in the drawing's coordinates."""
+def _finite_runs(x: Column, y: Column) -> list[list[tuple[int, int]]]:
+    """Return the runs of finite points, in the coordinates of the chart."""
     finite = np.isfinite(x) & np.isfinite(y)
     across = np.rint(np.where(finite, x, 0) * WIDTH).astype(int).tolist()
     down = np.rint(HEIGHT - np.where(finite, y, 0) * HEIGHT).astype(int).tolist()
@@ -123,52 +127,52 @@ def stretches(x: Column, y: Column) -> list[list[tuple[int, int]]]:
     return [list(zip(across[first:last], down[first:last], strict=True)) for first, last in ends]
 
 
-def steps_from(points: list[tuple[int, int]]) -> str:
-    """Return the points after the first as relative moves: fewer bytes than absolute ones."""
+def _relative_moves(points: list[tuple[int, int]]) -> str:
+    """Return the points after the first as relative moves, which are shorter than absolute ones."""
     moves = [f"{x1 - x0} {y1 - y0}" for (x0, y0), (x1, y1) in pairwise(points)]
     return "l" + " ".join(moves).replace(" -", "-") if moves else "h0"
 
 
-def hover(chart: Chart) -> str:
-    """Return the values that the hover shows, as JSON that is safe inside a page."""
+def _hover_data(chart: Chart) -> str:
+    """Return the values that the hover shows, as JSON that is safe within a page."""
     kinds = {format_percent: "percent", format_duration: "seconds"}
     values = {
         "low": chart.x.low,
         "high": chart.x.high,
         "kind": kinds.get(chart.label, "number"),
-        "series": [series_values(one) for one in chart.series],
+        "series": [_series_data(one) for one in chart.series],
     }
     return json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def series_values(series: Series) -> dict[str, Any]:
-    """Return one series' values; what a thinned curve alone has is left out elsewhere."""
+def _series_data(series: Series) -> dict[str, Any]:
+    """Return the values of one series; only downsampled curves have minimum and maximum."""
     curve = series.curve
-    values = {"name": series.name, "colour": series.colour, "first": rounded(curve.first, 12)}
-    values["mean"] = rounded(curve.mean)
-    if curve.is_thinned:
+    values = {"name": series.name, "colour": series.colour, "first": _rounded(curve.first, 12)}
+    values["mean"] = _rounded(curve.mean)
+    if curve.is_downsampled:
         values |= {
-            "last": rounded(curve.last, 12),
-            "low": rounded(curve.low),
-            "high": rounded(curve.high),
+            "last": _rounded(curve.last, 12),
+            "low": _rounded(curve.low),
+            "high": _rounded(curve.high),
         }
     return values
 
 
-def rounded(values: Column, digits: int = 5) -> list[float | int | None]:
-    """Return numbers with few digits; None where there is none."""
+def _rounded(values: Column, digits: int = 5) -> list[float | int | None]:
+    """Return numbers rounded to `digits` significant digits; None for non-finite ones."""
     short = [float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in values]
     return [int(v) if v is not None and v.is_integer() else v for v in short]
 
 
-def render(template: str, **values: Any) -> str:
-    """Return the page that `template` makes of `values`; everything is escaped."""
-    return templates().get_template(template).render(**values)
+def render_template(template: str, **values: Any) -> str:
+    """Render a template with `values`, which are escaped."""
+    return _templates().get_template(template).render(**values)
 
 
 @cache
-def templates() -> jinja2.Environment:
-    """Return the environment of the templates, with the filters that they use."""
+def _templates() -> jinja2.Environment:
+    """Return the environment of the templates, with their filters."""
     found = jinja2.Environment(
         loader=jinja2.PackageLoader("lockstep.report"),
         autoescape=True,

@@ -1,7 +1,7 @@
-"""Pictures: a few plain shapes, written as SVG or painted as PNG.
+"""Pictures of simple shapes, as SVG or, drawn with Pillow, as PNG.
 
-A picture is a list of shapes in points, the origin at the top left. The two
-writers know the same shapes, so that a slide looks alike in either format.
+Coordinates are in points, with the origin at the top left. Both formats support the same
+shapes, so a slide looks the same in either of them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from PIL import Image, ImageDraw, ImageFont
 __all__ = ["Area", "Box", "Dot", "Label", "Line", "Picture", "text_width"]
 
 Point = tuple[float, float]
-FINE = 2  # pixels a point in a PNG
-OVER = 2  # painted this much larger, then scaled down: smooth edges
-WIDER = 1.12  # how much wider than Pillow's a viewer's font may be
+PIXELS_PER_POINT = 2  # in a PNG
+OVERSAMPLING = 2  # draw larger and scale down: smooth edges
+FONT_MARGIN = 1.12  # a viewer's font may be this much wider than Pillow's
 FONT = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
 
 
@@ -64,7 +64,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Label:
-    """A line of text; `y` is its baseline. `width` shrinks a text that would be wider."""
+    """A line of text with the baseline at `y`, shrunk if it would be wider than `width`."""
 
     x: float
     y: float
@@ -81,41 +81,44 @@ Shape = Box | Line | Area | Dot | Label
 
 @dataclass
 class Picture:
-    """Shapes on a ground of `width` by `height` points."""
+    """Shapes on a background of `width` by `height` points."""
 
     width: int
     height: int
-    ground: str
+    background: str
     title: str
     shapes: list[Shape] = field(default_factory=list)
 
     def add(self, *shapes: Shape) -> None:
-        """Put shapes on top of those already there."""
+        """Add shapes on top of the existing ones."""
         self.shapes.extend(shapes)
 
     def svg(self) -> str:
-        """Return the picture as one SVG document."""
+        """Return the picture as an SVG document."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'width="{self.width}" height="{self.height}" font-family="{FONT}" role="img">'
-            f"<title>{escape(printable(self.title))}</title>"
-            f'<rect width="100%" height="100%" fill="{self.ground}"/>'
+            f"<title>{escape(_printable(self.title))}</title>"
+            f'<rect width="100%" height="100%" fill="{self.background}"/>'
         )
-        return "\n".join([head, *map(element, self.shapes), "</svg>"]) + "\n"
+        return "\n".join([head, *map(_svg_element, self.shapes), "</svg>"]) + "\n"
 
     def png(self) -> bytes:
-        """Return the picture as a PNG of twice its size in pixels."""
-        scale = FINE * OVER
-        image = Image.new("RGB", (self.width * scale, self.height * scale), self.ground)
+        """Return the picture as a PNG with two pixels per point."""
+        scale = PIXELS_PER_POINT * OVERSAMPLING
+        image = Image.new("RGB", (self.width * scale, self.height * scale), self.background)
         brush = ImageDraw.Draw(image)
         for shape in self.shapes:
-            paint(brush, shape, scale)
-        small = image.resize((self.width * FINE, self.height * FINE), Image.Resampling.LANCZOS)
+            _paint(brush, shape, scale)
+        small = image.resize(
+            (self.width * PIXELS_PER_POINT, self.height * PIXELS_PER_POINT),
+            Image.Resampling.LANCZOS,
+        )
         small.save(file := io.BytesIO(), "PNG", optimize=True)
         return file.getvalue()
 
 
-def element(shape: Shape) -> str:
+def _svg_element(shape: Shape) -> str:
     """Return a shape as an SVG element."""
     match shape:
         case Box(x, y, width, height, fill, corner):
@@ -125,34 +128,34 @@ def element(shape: Shape) -> str:
             )
         case Line(points, stroke, width):
             return (
-                f'<polyline points="{listed(points)}" fill="none" stroke="{stroke}" '
+                f'<polyline points="{_svg_points(points)}" fill="none" stroke="{stroke}" '
                 f'stroke-width="{width:g}" stroke-linejoin="round"/>'
             )
         case Area(points, fill):
-            return f'<polygon points="{listed(points)}" fill="{fill}"/>'
+            return f'<polygon points="{_svg_points(points)}" fill="{fill}"/>'
         case Dot(x, y, radius, fill):
             return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" fill="{fill}"/>'
         case Label():
-            return text_element(shape)
+            return _svg_text(shape)
 
 
-def text_element(label: Label) -> str:
-    """Return a label as an SVG element, no wider than it may be."""
+def _svg_text(label: Label) -> str:
+    """Return a label as an SVG element."""
     weight = ' font-weight="600"' if label.bold else ""
-    size = fitting(label)
+    size = _fitting_size(label)
     return (
         f'<text x="{label.x:.1f}" y="{label.y:.1f}" font-size="{size:g}" fill="{label.fill}" '
-        f"text-anchor={quoteattr(label.anchor)}{weight}>{escape(printable(label.text))}</text>"
+        f"text-anchor={quoteattr(label.anchor)}{weight}>{escape(_printable(label.text))}</text>"
     )
 
 
-def listed(points: Sequence[Point]) -> str:
-    """Return points as SVG lists them."""
+def _svg_points(points: Sequence[Point]) -> str:
+    """Return points in the format of SVG."""
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
-def paint(brush: ImageDraw.ImageDraw, shape: Shape, scale: int) -> None:
-    """Paint a shape, `scale` pixels a point."""
+def _paint(brush: ImageDraw.ImageDraw, shape: Shape, scale: int) -> None:
+    """Paint a shape with `scale` pixels per point."""
     match shape:
         case Box(x, y, width, height, fill, corner):
             corners = (x * scale, y * scale, (x + max(width, 0)) * scale, (y + height) * scale)
@@ -165,16 +168,16 @@ def paint(brush: ImageDraw.ImageDraw, shape: Shape, scale: int) -> None:
         case Dot(x, y, radius, fill):
             brush.circle((x * scale, y * scale), radius * scale, fill)
         case Label():
-            paint_text(brush, shape, scale)
+            _paint_text(brush, shape, scale)
 
 
-def paint_text(brush: ImageDraw.ImageDraw, label: Label, scale: int) -> None:
-    """Paint a label; Pillow's own font has one weight, a thin stroke makes it bold."""
+def _paint_text(brush: ImageDraw.ImageDraw, label: Label, scale: int) -> None:
+    """Paint a label; Pillow's font has a single weight, so bold text gets a thin stroke."""
     anchor = {"start": "ls", "middle": "ms", "end": "rs"}[label.anchor]
-    size = fitting(label)
+    size = _fitting_size(label)
     brush.text(
         (label.x * scale, label.y * scale),
-        printable(label.text),
+        _printable(label.text),
         label.fill,
         ImageFont.load_default(size * scale),
         anchor,
@@ -183,8 +186,8 @@ def paint_text(brush: ImageDraw.ImageDraw, label: Label, scale: int) -> None:
     )
 
 
-def fitting(label: Label) -> float:
-    """Return the label's size, smaller where its text would be wider than allowed."""
+def _fitting_size(label: Label) -> float:
+    """Return the size of a label's font, reduced if the text would be too wide."""
     if label.width is None:
         return label.size
     return round(
@@ -193,10 +196,10 @@ def fitting(label: Label) -> float:
 
 
 def text_width(text: str, size: float) -> float:
-    """Return about how wide `text` is, in points; for an SVG's font, at most that."""
-    return WIDER * ImageFont.load_default(100).getlength(printable(text)) * size / 100
+    """Return an estimate of the width of `text` in points, an upper bound for most fonts."""
+    return FONT_MARGIN * ImageFont.load_default(100).getlength(_printable(text)) * size / 100
 
 
-def printable(text: str) -> str:
-    """Return text without what XML forbids."""
+def _printable(text: str) -> str:
+    """Return text without the characters that XML does not allow."""
     return "".join(char if char.isprintable() else " " for char in text)

@@ -1,7 +1,7 @@
-"""The report of one run: its sentences and figures, as a page or as Markdown.
+"""The report of one run, as an HTML page or as Markdown.
 
-Run ──┬─> summary, sentences, breakdown, settings ──┬─> html(run)       one self-contained page
-      └─> charts ───────────────────────────────────┴─> markdown(run)   for an issue
+Run ──┬─> summary, summary_text, breakdown ──┬─> report_html(run)       one self-contained page
+      └─> charts, timeline ──────────────────┴─> report_markdown(run)   for an issue
 """
 
 from __future__ import annotations
@@ -11,160 +11,171 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lockstep
-from lockstep.formatting import format_duration, format_number, format_percent, is_ratio
-from lockstep.record.reader import Run
-from lockstep.record.recorded import typical
-from lockstep.record.recorder import FILE, PARTS
-from lockstep.record.timeline import Timeline
-from lockstep.report.breakdown import EPOCHS, RANKS, epoch_table, memory, rank_splits, shares
-from lockstep.report.chart import curves
-from lockstep.report.markdown import block, text
-from lockstep.report.markdown import table as markdown_table
-from lockstep.report.page import panel, render
-from lockstep.report.settings import command, facts
-from lockstep.report.summary import Summary, summarise
-from lockstep.report.summary_text import (
-    STATES,
-    findings,
-    headline,
-    moments,
-    trouble,
-    waited,
-    warning,
+from lockstep.formatting import (
+    format_duration,
+    format_metric_value,
+    format_number,
+    format_percent,
+    format_quantity,
 )
-from lockstep.report.track import tracks
-from lockstep.report.waits import Waits, table, waits
+from lockstep.record.reader import Run
+from lockstep.record.recorder import RECORD_FILE, TIME_CATEGORIES
+from lockstep.record.timeline import Timeline, typical_timeline
+from lockstep.report.breakdown import (
+    MAX_EPOCHS,
+    MAX_RANKS,
+    WaitMatrix,
+    epoch_table,
+    peak_memory,
+    time_by_rank,
+    time_shares,
+    wait_matrix,
+)
+from lockstep.report.chart import run_charts
+from lockstep.report.markdown import escape_markdown, fenced_block, markdown_table
+from lockstep.report.page import draw_panel, render_template
+from lockstep.report.summary import Summary, summarize
+from lockstep.report.summary_text import (
+    STATE_NAMES,
+    command_line,
+    headline,
+    settings_groups,
+    state_sentence,
+    timeline_sentences,
+    timing_sentences,
+    warning_sentence,
+)
+from lockstep.report.timeline import layout_timelines
 
-__all__ = ["html", "markdown"]
+__all__ = ["report_html", "report_markdown"]
 
-WARNINGS = 50  # warnings listed at most
+MAX_WARNINGS = 50  # that are listed
 
 
-def html(run: Run, simulated: Timeline | None = None) -> str:
-    """Return the report of `run` as one self-contained HTML page.
+def report_html(run: Run, simulated: Timeline | None = None) -> str:
+    """Return the report of a run as one self-contained HTML page.
 
-    `simulated` is drawn below the timeline: what it was to be.
+    Args:
+        run: The run.
+        simulated: The simulation of the run's typical timeline, drawn below it.
     """
-    real, found = typical(run), waits(run)
-    summary = summarise(run)
-    charts = {chart.key: panel(chart) for chart in curves(run)}
-    split = rank_splits(run)
-    return render(
+    recorded, waits = typical_timeline(run), wait_matrix(run)
+    summary = summarize(run)
+    panels = {chart.key: draw_panel(chart) for chart in run_charts(run)}
+    times = time_by_rank(run)
+    return render_template(
         "report.html",
         summary=summary,
-        state_word=STATES[run.state],
+        state_name=STATE_NAMES[run.state],
         headline=headline(run, summary),
-        trouble=trouble(run, summary),
+        state_sentence=state_sentence(run, summary),
         remarks=run.remarks,
-        tiles=tiles(run, summary),
-        pace=charts.pop("seconds", None),
-        curves=list(charts.values()),
-        findings=findings(run),
-        split=split[:RANKS],
-        hidden_ranks=max(0, len(split) - RANKS),
-        total_shares=shares(run),
-        tracks=tracks([one for one in (real, simulated) if one]),
-        moments=moments(real, simulated),
-        waits=found and Matrix.of(found),
-        memory=memory(run),
+        tiles=_tiles(run, summary),
+        duration_panel=panels.pop("seconds", None),
+        panels=list(panels.values()),
+        timing_sentences=timing_sentences(run),
+        times=times[:MAX_RANKS],
+        num_hidden_ranks=max(0, len(times) - MAX_RANKS),
+        total_shares=time_shares(run),
+        timelines=layout_timelines([one for one in (recorded, simulated) if one]),
+        timeline_sentences=timeline_sentences(recorded, simulated),
+        waits=waits,
+        waits_sentence=waits and _waits_sentence(waits),
+        memory=peak_memory(run),
         epochs=epoch_table(run),
-        warnings=[warning(line) for line in run.warnings[:WARNINGS]],
-        hidden_warnings=max(0, len(run.warnings) - WARNINGS),
-        command=command(run),
-        facts=facts(run),
+        warnings=[warning_sentence(line) for line in run.warnings[:MAX_WARNINGS]],
+        num_hidden_warnings=max(0, len(run.warnings) - MAX_WARNINGS),
+        command=command_line(run),
+        settings=settings_groups(run),
         version=lockstep.__version__,
-        path=str(Path(run.folder.name) / FILE),
+        path=str(Path(run.folder.name) / RECORD_FILE),
+    )
+
+
+def _waits_sentence(waits: WaitMatrix) -> str:
+    return (
+        "Each row is one rank: how long it waits for each other rank per step, and how many "
+        f"bytes it receives from it (means of {format_quantity(waits.steps, 'step')})."
     )
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """Who waits for whom, as a table of text with its sentence."""
-
-    names: list[str]
-    rows: list[list[str]]
-    words: str
-
-    @classmethod
-    def of(cls, found: Waits) -> Matrix:
-        """Return the table of `found`."""
-        return cls(*table(found), waited(found))
-
-
-@dataclass(frozen=True)
 class Tile:
-    """One key figure and its name."""
+    """A key figure with its name."""
 
     name: str
     value: str
 
 
-def tiles(run: Run, summary: Summary) -> list[Tile]:
-    """Return the key figures."""
+def _tiles(run: Run, summary: Summary) -> list[Tile]:
+    """Return the key figures of a run."""
     place = "held out" if summary.held_out else "training"
     metrics = [
-        Tile(f"{name}, {place}", format_percent(value) if is_ratio(name) else format_number(value))
+        Tile(f"{name}, {place}", format_metric_value(name, value))
         for name, value in list(summary.metrics.items())[:2]
     ]
     figures = [
         Tile(f"loss, {place}", f"{summary.loss:.4f}" if math.isfinite(summary.loss) else "?"),
-        Tile("samples a second", format_number(summary.speed)),
-        Tile("a step (median)", format_duration(summary.step_seconds)),
+        Tile("samples per second", format_number(summary.speed)),
+        Tile("per step (median)", format_duration(summary.step_seconds)),
         Tile("the whole run", format_duration(summary.seconds)),
     ]
     return metrics + figures
 
 
-def markdown(run: Run) -> str:
-    """Return the report of `run` in Markdown, for an issue."""
-    summary = summarise(run)
-    lines = [f"## {text(summary.name)} ({STATES[run.state]})", ""]
-    lines += map(text, headline(run, summary))
-    remarks = [trouble(run, summary), *run.remarks]
-    lines += [f"\n> {text(sentence)}" for sentence in remarks if sentence]
-    figures = [(tile.name, tile.value) for tile in tiles(run, summary)]
+def report_markdown(run: Run) -> str:
+    """Return the report of a run in Markdown."""
+    summary = summarize(run)
+    lines = [f"## {escape_markdown(summary.name)} ({STATE_NAMES[run.state]})", ""]
+    lines += map(escape_markdown, headline(run, summary))
+    remarks = [state_sentence(run, summary), *run.remarks]
+    lines += [f"\n> {escape_markdown(sentence)}" for sentence in remarks if sentence]
+    figures = [(tile.name, tile.value) for tile in _tiles(run, summary)]
     if summary.digest:
         figures.append(("digest of the weights", summary.digest))
     lines += ["", *markdown_table(("figure", "value"), figures)]
-    sentences = [*findings(run), *moments(typical(run), None)]
-    lines += ["", *(f"- {text(sentence)}" for sentence in sentences)]
-    lines += split_table(run)
-    lines += waits_table(run)
-    lines += epoch_lines(run)
+    sentences = [*timing_sentences(run), *timeline_sentences(typical_timeline(run), None)]
+    lines += ["", *(f"- {escape_markdown(sentence)}" for sentence in sentences)]
+    lines += _time_table(run)
+    lines += _waits_table(run)
+    lines += _epoch_table(run)
     if run.warnings:
         lines += ["", "### Warnings", ""]
-        lines += [f"- {text(warning(line))}" for line in run.warnings[:WARNINGS]]
-    if command(run):
-        lines += ["", "### Command", "", *block(command(run))]
-    for group in facts(run):
+        lines += [
+            f"- {escape_markdown(warning_sentence(line))}" for line in run.warnings[:MAX_WARNINGS]
+        ]
+    if command := command_line(run):
+        lines += ["", "### Command", "", *fenced_block(command)]
+    for group in settings_groups(run):
         lines += ["", f"<details><summary>{group.name}</summary>", ""]
-        lines += [*markdown_table(("", ""), list(group.facts.items())), "", "</details>"]
+        lines += [*markdown_table(("", ""), list(group.values.items())), "", "</details>"]
     return "\n".join(lines) + "\n"
 
 
-def split_table(run: Run) -> list[str]:
-    """Return the split of the ranks' time as a Markdown table."""
+def _time_table(run: Run) -> list[str]:
+    """Return how the ranks spent their time, as a Markdown table."""
     rows = [
         [str(one.rank), format_duration(one.seconds), *map(format_percent, one.shares.values())]
-        for one in rank_splits(run)[:RANKS]
+        for one in time_by_rank(run)[:MAX_RANKS]
     ]
-    return ["", *markdown_table(("rank", "time", *PARTS), rows)] if rows else []
+    return ["", *markdown_table(("rank", "time", *TIME_CATEGORIES), rows)] if rows else []
 
 
-def waits_table(run: Run) -> list[str]:
+def _waits_table(run: Run) -> list[str]:
     """Return who waits for whom as a Markdown table."""
-    found = waits(run)
-    if found is None:
+    waits = wait_matrix(run)
+    if waits is None:
         return []
-    return ["", text(waited(found)), "", *markdown_table(*table(found))]
+    sentence = escape_markdown(_waits_sentence(waits))
+    return ["", sentence, "", *markdown_table(waits.names, waits.rows)]
 
 
-def epoch_lines(run: Run) -> list[str]:
+def _epoch_table(run: Run) -> list[str]:
     """Return the epochs as a Markdown table."""
     table = epoch_table(run)
     if not table.rows:
         return []
     rows = list(table.rows)
-    if table.hidden:
-        rows.insert(EPOCHS // 2, [f"... {table.hidden} more"])
+    if table.num_hidden:
+        rows.insert(MAX_EPOCHS // 2, [f"... {table.num_hidden} more"])
     return ["", *markdown_table(table.names, rows)]

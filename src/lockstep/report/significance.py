@@ -1,18 +1,16 @@
-"""Which of two runs is faster, judged by the spread of their steps.
+"""Whether the speeds of two runs differ significantly.
 
-Steps that follow one another are alike (a busy machine is busy for a while), so
-they are no independent samples: a test that took them so would find differences
-that are not there. Hence
+Consecutive steps are correlated (a busy machine stays busy for a while), so a test that
+treats them as independent samples finds differences that do not exist. Therefore:
 
-    1. seconds a sample, step by step; the first steps, which warm up, are dropped
-    2. how long steps remember: the integrated autocorrelation time of their ranks
-       (ranks, so that one step of a minute does not hide the rest)
-    3. blocks of steps longer than that memory, each reduced to its median
-    4. the ratio of the medians of the blocks, its 95% interval by resampling the
-       blocks, and the chance of so large a ratio if the blocks were exchangeable
+    1. Take the seconds per sample of each step, without the warm-up steps.
+    2. Estimate the integrated autocorrelation time of their ranks (of ranks, so that a
+       single step of a minute does not hide the rest).
+    3. Divide the steps into blocks longer than that, and take the median of each block.
+    4. Compare the medians of the blocks: their ratio, its 95% bootstrap interval, and the
+       p-value of a permutation test.
 
-A difference between two single runs is also a difference between two moments of
-a machine; only repeated runs tell these apart.
+Two single runs also differ by the load of the machine; only repeated runs show that.
 """
 
 from __future__ import annotations
@@ -25,21 +23,21 @@ import numpy.typing as npt
 
 from lockstep.record.reader import Run
 
-__all__ = ["Pace", "Verdict", "compare_paces", "memory_of", "pace"]
+__all__ = ["Significance", "StepTimes", "autocorrelation_time", "compare_speeds", "step_times"]
 
 Column = npt.NDArray[np.float64]
 
-WARM = 0.05  # share of the steps that are taken as warming up,
-WARM_AT_MOST = 20  # and how many at most
-BLOCKS = 100  # blocks at most
-ENOUGH = 6  # blocks below which nothing is said
-DRAWS = 4000  # resamplings
-CHANCE = 0.05
+WARMUP_FRACTION = 0.05  # of the steps, which are dropped
+MAX_WARMUP_STEPS = 20
+MAX_BLOCKS = 100
+MIN_BLOCKS = 6  # for a conclusion
+NUM_RESAMPLES = 4000
+MAX_P_VALUE = 0.05  # of a significant difference
 
 
 @dataclass(frozen=True)
-class Pace:
-    """A run's pace: median seconds a sample and a step, and the medians of its blocks."""
+class StepTimes:
+    """Median seconds per sample and per step, and the medians of the blocks of steps."""
 
     per_sample: float
     per_step: float
@@ -47,56 +45,58 @@ class Pace:
 
     @property
     def speed(self) -> float:
-        """Samples a second."""
+        """Samples per second."""
         return 1 / self.per_sample if self.per_sample > 0 else math.nan
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How the second run's speed compares: `ratio` is second / first, with its 95% interval.
+class Significance:
+    """The speed of the second run divided by that of the first, with its 95% interval.
 
-    `chance` is how often a ratio as far from 1 turns up where there is no
-    difference. `known` is false where the steps are too few to tell.
+    `p_value` is the probability of a ratio at least as far from 1 if there is no difference.
+    `is_known` is False if there are too few steps for a conclusion.
     """
 
     ratio: float
     low: float
     high: float
-    chance: float
-    known: bool
+    p_value: float
+    is_known: bool
 
     @property
-    def significant(self) -> bool:
-        """Whether the difference is more than the steps' spread explains."""
-        return self.known and self.chance < CHANCE and not self.low <= 1 <= self.high
+    def is_significant(self) -> bool:
+        """Whether the difference is larger than the variation of the steps explains."""
+        return self.is_known and self.p_value < MAX_P_VALUE and not self.low <= 1 <= self.high
 
 
-def pace(run: Run) -> Pace:
-    """Return the pace of `run`."""
+def step_times(run: Run) -> StepTimes:
+    """Return the durations of the steps of a run."""
     steps = run.steps
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         samples = np.where(np.isfinite(steps.samples), steps.samples, 1.0)
         cost = steps.seconds / samples
-    cost = cost[min(WARM_AT_MOST, math.ceil(WARM * len(cost))) :]
+    cost = cost[min(MAX_WARMUP_STEPS, math.ceil(WARMUP_FRACTION * len(cost))) :]
     cost = cost[np.isfinite(cost) & (cost > 0)]
     if not len(cost):
-        return Pace(math.nan, math.nan, cost)
+        return StepTimes(math.nan, math.nan, cost)
     seconds = steps.seconds[np.isfinite(steps.seconds)]
-    return Pace(float(np.median(cost)), float(np.median(seconds)), block_medians(cost))
+    return StepTimes(float(np.median(cost)), float(np.median(seconds)), _block_medians(cost))
 
 
-def block_medians(values: Column) -> Column:
-    """Return the medians of blocks that are longer than the values' memory."""
-    length = max(math.ceil(2 * memory_of(values)), math.ceil(len(values) / BLOCKS), 1)
+def _block_medians(values: Column) -> Column:
+    """Return the medians of blocks that are longer than twice the autocorrelation time."""
+    length = max(
+        math.ceil(2 * autocorrelation_time(values)), math.ceil(len(values) / MAX_BLOCKS), 1
+    )
     count = max(1, len(values) // length)
     return np.array([np.median(block) for block in np.array_split(values, count)])
 
 
-def memory_of(values: Column) -> float:
-    """Return how many steps long the values remember: their integrated autocorrelation time.
+def autocorrelation_time(values: Column) -> float:
+    """Return the integrated autocorrelation time of the ranks of `values`, in steps.
 
-    1 for independent values. Taken of the values' ranks, up to the first lag
-    that exceeds five times the sum so far.
+    It is 1 for independent values. The sum ends at the first lag that exceeds five times the
+    sum so far.
     """
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts + 1) / 2)[which] - (len(values) - 1) / 2
@@ -111,34 +111,38 @@ def memory_of(values: Column) -> float:
     return max(1.0, float(sums[beyond[0]] if len(beyond) else sums[-1]))
 
 
-def compare_paces(first: Pace, second: Pace) -> Verdict:
-    """Compare two paces; the same input gives the same answer, the resampling is seeded."""
-    known = min(len(first.blocks), len(second.blocks)) >= ENOUGH
+def compare_speeds(first: StepTimes, second: StepTimes) -> Significance:
+    """Compare the speeds of two runs; resampling is seeded, so the result is reproducible."""
+    is_known = min(len(first.blocks), len(second.blocks)) >= MIN_BLOCKS
     if not len(first.blocks) or not len(second.blocks):
-        return Verdict(math.nan, math.nan, math.nan, 1.0, known=False)
+        return Significance(math.nan, math.nan, math.nan, 1.0, is_known=False)
     ours, theirs = np.log(first.blocks), np.log(second.blocks)
-    # Seconds a sample: a smaller second is a faster one, hence first - second.
+    # Fewer seconds per sample are a higher speed, hence first - second.
     observed = float(np.median(ours) - np.median(theirs))
-    draw = np.random.default_rng(0)
-    spread = resampled(draw, ours) - resampled(draw, theirs)
+    generator = np.random.default_rng(0)
+    spread = _bootstrap_medians(generator, ours) - _bootstrap_medians(generator, theirs)
     low, high = np.quantile(spread, [0.025, 0.975])
-    return Verdict(
-        math.exp(observed), math.exp(low), math.exp(high), chance(draw, ours, theirs), known
+    return Significance(
+        math.exp(observed),
+        math.exp(low),
+        math.exp(high),
+        _permutation_p_value(generator, ours, theirs),
+        is_known,
     )
 
 
-def resampled(draw: np.random.Generator, values: Column) -> Column:
-    """Return the medians of `values` drawn again with replacement, many times."""
-    drawn = draw.integers(0, len(values), (DRAWS, len(values)))
+def _bootstrap_medians(generator: np.random.Generator, values: Column) -> Column:
+    """Return the medians of many bootstrap samples of `values`."""
+    drawn = generator.integers(0, len(values), (NUM_RESAMPLES, len(values)))
     return np.asarray(np.median(values[drawn], axis=1), np.float64)
 
 
-def chance(draw: np.random.Generator, first: Column, second: Column) -> float:
-    """Return how often a random relabelling parts the medians as far as they are."""
+def _permutation_p_value(generator: np.random.Generator, first: Column, second: Column) -> float:
+    """Return how often random relabeling separates the medians at least as far."""
     together = np.concatenate([first, second])
     observed = abs(float(np.median(first) - np.median(second)))
-    mixed = draw.permuted(np.broadcast_to(together, (DRAWS, len(together))), axis=1)
+    mixed = generator.permuted(np.broadcast_to(together, (NUM_RESAMPLES, len(together))), axis=1)
     apart = np.abs(
         np.median(mixed[:, : len(first)], axis=1) - np.median(mixed[:, len(first) :], axis=1)
     )
-    return float((np.sum(apart >= observed - 1e-12) + 1) / (DRAWS + 1))
+    return float((np.sum(apart >= observed - 1e-12) + 1) / (NUM_RESAMPLES + 1))

@@ -1,6 +1,6 @@
-"""A run in a few figures: what was trained, where, how well, how fast.
+"""The summary of a run in a few figures: layout, quality, duration and speed.
 
-Report, compare and the table of runs all say the same, because they ask here.
+`lockstep report`, `compare` and `runs` all show these figures.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.formatting import format_count
+from lockstep.formatting import format_quantity
 from lockstep.record.reader import Run
-from lockstep.record.recorder import PARTS
+from lockstep.record.recorder import TIME_CATEGORIES
 
-__all__ = ["Summary", "layout_words", "slowest_rank", "slowest_step", "summarise"]
+__all__ = ["SlowRank", "SlowStep", "Summary", "as_text", "find_slowest_rank", "find_slowest_step"]
+__all__ += ["last_time", "number_or", "numbers_of", "summarize"]
 
-ALIKE = 0.02  # ranks whose times differ by less are called equal
+MIN_EXCESS = 0.02  # a rank is called slow if it works longer than the mean by more than this
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run's figures; NaN or "" where the record does not say.
+    """The figures of a run; NaN or "" where the record does not have them.
 
-    `loss` and `metrics` are those of the last evaluation if there was one
-    (`held_out`), else of the last epoch, else of the last steps. `seconds` is
-    the run's, `speed` samples a second while stepping.
+    `loss` and `metrics` are those of the last evaluation if there is one (`held_out`), else
+    those of the last epoch, else the means of the last steps. `seconds` is the duration of
+    the run, `speed` the samples per second during steps, and `step_seconds` the median
+    duration of a step.
     """
 
     name: str
@@ -48,87 +50,101 @@ class Summary:
     started: str
 
 
-def summarise(run: Run) -> Summary:
-    """Return the figures of `run`."""
+def summarize(run: Run) -> Summary:
+    """Return the summary of a run."""
     end = run.end or {}
-    loss, metrics, held_out = quality(run)
+    loss, metrics, held_out = _final_quality(run)
     stepping = float(np.nansum(run.steps.seconds))
     samples = float(np.nansum(run.steps.samples))
     return Summary(
         name=run.name,
         state=run.state,
-        message=text(end.get("message")),
-        recipe=text(run.header.get("recipe")),
-        layout=layout_words(run),
+        message=as_text(end.get("message")),
+        recipe=as_text(run.header.get("recipe")),
+        layout=_describe_layout(run),
         epochs=len(run.epochs),
         steps=len(run.steps),
         samples=samples,
         loss=loss,
         metrics=metrics,
         held_out=held_out,
-        seconds=real(end.get("seconds"), last_time(run)),
+        seconds=number_or(end.get("seconds"), last_time(run)),
         speed=samples / stepping if stepping > 0 else math.nan,
-        step_seconds=median(run.steps.seconds),
-        digest=text(end.get("digest")),
-        optimizer_digest=text(end.get("optimizer_digest")),
-        started=text(run.header.get("started")),
+        step_seconds=_finite_median(run.steps.seconds),
+        digest=as_text(end.get("digest")),
+        optimizer_digest=as_text(end.get("optimizer_digest")),
+        started=as_text(run.header.get("started")),
     )
 
 
-def quality(run: Run) -> tuple[float, dict[str, float], bool]:
-    """Return a run's loss, metrics, and whether they are of held-out samples."""
+def _final_quality(run: Run) -> tuple[float, dict[str, float], bool]:
+    """Return the loss, the metrics, and whether they are those of held-out samples."""
     for epoch in reversed(run.epochs):
         evaluation = epoch.get("evaluation")
         if isinstance(evaluation, dict):
-            return real(evaluation.get("loss")), reals(evaluation.get("metrics")), True
+            return number_or(evaluation.get("loss")), numbers_of(evaluation.get("metrics")), True
     if run.epochs:
-        return real(run.epochs[-1].get("loss")), reals(run.epochs[-1].get("metrics")), False
+        return (
+            number_or(run.epochs[-1].get("loss")),
+            numbers_of(run.epochs[-1].get("metrics")),
+            False,
+        )
     recent = slice(-20, None)
-    means = {name: mean(column[recent]) for name, column in run.steps.metrics.items()}
-    return mean(run.steps.loss[recent]), means, False
+    means = {name: _finite_mean(column[recent]) for name, column in run.steps.metrics.items()}
+    return _finite_mean(run.steps.loss[recent]), means, False
 
 
-def layout_words(run: Run) -> str:
-    """Return the layout in words: "2 replicas × 1 stage, 8 micro-batches, gloo, cpu"."""
+def _describe_layout(run: Run) -> str:
+    """Return the layout as a phrase: "2 replicas × 2 stages, 8 micro-batches, gloo, cpu"."""
     layout = run.layout
     parts = []
     if "replicas" in layout:
-        parts.append(many(layout["replicas"], "replica"))
-        if real(layout.get("stages"), 1) != 1:
-            parts[0] += f" × {many(layout['stages'], 'stage')}"
+        parts.append(format_quantity(number_or(layout["replicas"]), "replica"))
+        if number_or(layout.get("stages"), 1) != 1:
+            parts[0] += f" × {format_quantity(number_or(layout['stages']), 'stage')}"
     elif "world_size" in layout:
-        parts.append(many(layout["world_size"], "rank"))
+        parts.append(format_quantity(number_or(layout["world_size"]), "rank"))
     if "microbatches" in layout:
-        parts.append(many(layout["microbatches"], "micro-batch", "es"))
-    parts += [text(layout[name]) for name in ("backend", "device") if layout.get(name)]
+        parts.append(format_quantity(number_or(layout["microbatches"]), "micro-batch", "es"))
+    parts += [as_text(layout[name]) for name in ("backend", "device") if layout.get(name)]
     return ", ".join(parts)
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """The rank the others wait for: its working seconds a step, and how far above the mean."""
+    """The rank that the others wait for.
+
+    `seconds` is its mean working time per step, and `excess` how much that is above the mean
+    of all ranks, as a fraction.
+    """
 
     rank: int
     seconds: float
     excess: float
 
 
-def slowest_rank(run: Run) -> SlowRank | None:
-    """Return the rank that works longest (compute and data), if one stands out."""
+def find_slowest_rank(run: Run) -> SlowRank | None:
+    """Return the rank that works longest (compute and data) if it is clearly above the mean."""
     if run.steps.ranks.shape[1] < 2:
         return None
-    busy = run.steps.ranks[:, :, [PARTS.index("compute"), PARTS.index("data")]].sum(axis=2)
-    means = np.array([mean(busy[:, rank]) for rank in range(busy.shape[1])])
+    busy = run.steps.ranks[
+        :, :, [TIME_CATEGORIES.index("compute"), TIME_CATEGORIES.index("data")]
+    ].sum(axis=2)
+    means = np.array([_finite_mean(busy[:, rank]) for rank in range(busy.shape[1])])
     if not np.isfinite(means).any() or not np.nanmean(means) > 0:
         return None
     rank = int(np.nanargmax(means))
     excess = float(means[rank] / np.nanmean(means) - 1)
-    return SlowRank(rank, float(means[rank]), excess) if excess > ALIKE else None
+    return SlowRank(rank, float(means[rank]), excess) if excess > MIN_EXCESS else None
 
 
 @dataclass(frozen=True)
 class SlowStep:
-    """The longest step: its number, seconds, how many medians that is, and what filled it."""
+    """The longest step.
+
+    `medians` is its duration divided by the median duration. `part` and `rank` name the
+    category and the rank that account for most of the excess; `part` is "" if none does.
+    """
 
     step: int
     epoch: int
@@ -138,14 +154,14 @@ class SlowStep:
     rank: int
 
 
-def slowest_step(run: Run) -> SlowStep | None:
-    """Return the step that took longest, with the part that was longer than usual."""
+def find_slowest_step(run: Run) -> SlowStep | None:
+    """Return the longest step and what made it long."""
     seconds = run.steps.seconds
     if not np.isfinite(seconds).any():
         return None
     at = int(np.nanargmax(seconds))
-    usual = median(seconds)
-    part, rank = cause(run, at, float(seconds[at]) - usual)
+    usual = _finite_median(seconds)
+    part, rank = _find_cause(run, at, float(seconds[at]) - usual)
     return SlowStep(
         step=int(np.nan_to_num(run.steps.step[at])),
         epoch=int(np.nan_to_num(run.steps.epoch[at])),
@@ -156,58 +172,52 @@ def slowest_step(run: Run) -> SlowStep | None:
     )
 
 
-def cause(run: Run, at: int, excess: float) -> tuple[str, int]:
-    """Return the part and rank that account for most of a step's excess; ("", 0) if none does.
+def _find_cause(run: Run, at: int, excess: float) -> tuple[str, int]:
+    """Return the category and rank that account for most of a step's excess, or ("", 0).
 
-    Waiting is never the cause: a rank waits for what another one does.
+    Waiting is never the cause, because a rank waits for the work of another rank.
     """
     rows = run.steps.ranks
     near = rows[max(0, at - 500) : at + 500]
     if not np.isfinite(rows[at]).any():
         return "", 0
     above = np.nan_to_num(rows[at] - np.median(np.nan_to_num(near), axis=0))
-    above[:, PARTS.index("waiting")] = 0.0
+    above[:, TIME_CATEGORIES.index("waiting")] = 0.0
     rank, part = (int(index) for index in np.unravel_index(np.argmax(above), above.shape))
-    return (PARTS[part], rank) if above[rank, part] > excess / 2 else ("", 0)
+    return (TIME_CATEGORIES[part], rank) if above[rank, part] > excess / 2 else ("", 0)
 
 
 def last_time(run: Run) -> float:
-    """Return the time of the last line that has one."""
-    times = [real(line.get("t")) for line in (*run.epochs[-1:], *run.warnings[-1:])]
+    """Return the largest time `t` of the last lines, in seconds since the run began."""
+    times = [number_or(line.get("t")) for line in (*run.epochs[-1:], *run.warnings[-1:])]
     times += run.steps.t[-1:].tolist()
     known = [time for time in times if math.isfinite(time)]
     return max(known, default=math.nan)
 
 
-def many(number: Any, thing: str, plural: str = "s") -> str:
-    """Return a number of things: "1 stage", "8 micro-batches"."""
-    value = real(number)
-    return f"{format_count(value)} {thing}{'' if value == 1 else plural}"
-
-
-def median(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
-    """Return the median of what is finite; NaN of nothing."""
+def _finite_median(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    """Return the median of the finite values; NaN if there are none."""
     known = values[np.isfinite(values)]
     return float(np.median(known)) if len(known) else math.nan
 
 
-def mean(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
-    """Return the mean of what is finite; NaN of nothing."""
+def _finite_mean(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    """Return the mean of the finite values; NaN if there are none."""
     known = values[np.isfinite(values)]
     return float(np.mean(known)) if len(known) else math.nan
 
 
-def real(value: Any, otherwise: float = math.nan) -> float:
-    """Return `value` if it is a number, else `otherwise`."""
+def number_or(value: Any, default: float = math.nan) -> float:
+    """Return `value` if it is a number, else `default`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number else otherwise
+    return float(value) if is_number else default
 
 
-def reals(value: Any) -> dict[str, float]:
-    """Return a dict's numbers."""
-    return {str(k): real(v) for k, v in value.items()} if isinstance(value, dict) else {}
+def numbers_of(value: Any) -> dict[str, float]:
+    """Return the values of a dict as numbers; empty if `value` is not a dict."""
+    return {str(k): number_or(v) for k, v in value.items()} if isinstance(value, dict) else {}
 
 
-def text(value: Any) -> str:
-    """Return `value` as text; nothing for None."""
+def as_text(value: Any) -> str:
+    """Return `value` as text; "" for None."""
     return "" if value is None else str(value)

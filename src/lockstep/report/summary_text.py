@@ -1,48 +1,54 @@
-"""A run in sentences: how well, where and how fast, what became of it, what stands out."""
+"""The text about a run: sentences on quality, speed, state and timing, and its settings."""
 
 from __future__ import annotations
 
 import math
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.formatting import (
+    format_bytes,
     format_count,
     format_duration,
     format_metric,
     format_number,
     format_percent,
+    format_quantity,
 )
-from lockstep.record.columns import mapping
+from lockstep.record.columns import as_dict
 from lockstep.record.reader import Run
 from lockstep.record.timeline import Timeline
 from lockstep.report.summary import (
     Summary,
+    as_text,
+    find_slowest_rank,
+    find_slowest_step,
     last_time,
-    many,
-    real,
-    slowest_rank,
-    slowest_step,
-    text,
+    number_or,
 )
-from lockstep.report.waits import Waits
 
-__all__ = ["STATES", "findings", "headline", "moments", "trouble", "waited", "warning"]
+__all__ = ["STATE_NAMES", "SettingsGroup", "command_line", "flatten_settings", "format_setting"]
+__all__ += ["headline", "settings_groups", "state_sentence", "timeline_sentences"]
+__all__ += ["timing_sentences", "warning_sentence"]
 
-STATES = {"done": "done", "failed": "failed", "running": "still running", "died": "died"}
+STATE_NAMES = {"done": "done", "failed": "failed", "running": "still running", "died": "died"}
 
 
 def headline(run: Run, summary: Summary) -> list[str]:
-    """Say in two sentences what was trained and how well, and where and how fast."""
-    return [how_well(run, summary), where_and_how_fast(run, summary)]
+    """Return two sentences: the quality of the model, and the speed of the run."""
+    return [_quality_sentence(run, summary), _speed_sentence(run, summary)]
 
 
-def how_well(run: Run, summary: Summary) -> str:
-    """Return the first sentence: "digits: accuracy 97.2%, loss 0.0931 on held-out samples ..."."""
-    what = summary.recipe or text(mapping(run.header.get("model")).get("class")) or summary.name
-    planned = real(run.header.get("epochs"))
-    after = many(summary.epochs, "epoch")
+def _quality_sentence(run: Run, summary: Summary) -> str:
+    """Return a sentence: "digits: accuracy 97.2%, loss 0.0931 on held-out samples ..."."""
+    what = summary.recipe or as_text(as_dict(run.header.get("model")).get("class")) or summary.name
+    planned = number_or(run.header.get("epochs"))
+    after = format_quantity(summary.epochs, "epoch")
     if planned > summary.epochs:
-        after = f"{summary.epochs} of {many(planned, 'epoch')}"
+        after = f"{summary.epochs} of {format_quantity(planned, 'epoch')}"
     found = [format_metric(*item) for item in summary.metrics.items() if math.isfinite(item[1])]
     found += [f"loss {summary.loss:.4f}"] if math.isfinite(summary.loss) else []
     if not found:
@@ -51,50 +57,52 @@ def how_well(run: Run, summary: Summary) -> str:
     return f"{what}: {', '.join(found)} {place} after {after}."
 
 
-def where_and_how_fast(run: Run, summary: Summary) -> str:
-    """Return the second sentence: model, layout, samples, time, speed."""
-    model = mapping(run.header.get("model"))
+def _speed_sentence(run: Run, summary: Summary) -> str:
+    """Return a sentence with model, layout, samples, duration and speed."""
+    model = as_dict(run.header.get("model"))
     parts = []
     if model.get("class"):
-        size = real(model.get("parameters"))
+        size = number_or(model.get("parameters"))
         of = f" of {format_count(size)} parameters" if math.isfinite(size) else ""
         parts.append(f"{model['class']}{of}")
     parts += [f"on {summary.layout}"] if summary.layout else []
     sentence = " ".join(parts)
-    work = f"{format_count(summary.samples)} samples in {many(summary.steps, 'step')}"
+    work = f"{format_count(summary.samples)} samples in {format_quantity(summary.steps, 'step')}"
     sentence += f": {work}" if sentence else work
     sentence += f" took {format_duration(summary.seconds)}" if summary.seconds > 0 else ""
     if math.isfinite(summary.speed):
-        sentence += f", {format_number(summary.speed)} samples/s while stepping"
+        sentence += f", {format_number(summary.speed)} samples/s during steps"
     return sentence + "."
 
 
-def trouble(run: Run, summary: Summary) -> str:
-    """Say what became of a run that is not done; nothing for one that is."""
+def state_sentence(run: Run, summary: Summary) -> str:
+    """Return the sentence about a run that is not done; "" for one that is."""
     at = format_duration(last_time(run))
     place = ""
     if len(run.steps):
         place = f", in epoch {run.steps.epoch[-1] + 1:.0f}, step {run.steps.step[-1]:,.0f}"
     return {
         "done": "",
-        "failed": summary.message or "The run failed, and its record does not say why.",
-        "running": f"This run is still going; this is how it stood {at} after its start{place}.",
-        "died": f"This run left no end: its last line came {at} after its start{place}. "
-        f"It was killed, or its machine went down.",
+        "failed": summary.message or "The run failed; its record has no message.",
+        "running": f"This run is still going; its last line was written {at} after its "
+        f"start{place}.",
+        "died": f"This run ended without a last line, {at} after its start{place}: "
+        f"it was killed, or its machine went down.",
     }[run.state]
 
 
-def findings(run: Run) -> list[str]:
-    """Say what stands out in the times: the slowest rank, the slowest step."""
+def timing_sentences(run: Run) -> list[str]:
+    """Return sentences on the slowest rank and the slowest step."""
     found = []
-    rank, step = slowest_rank(run), slowest_step(run)
+    rank, step = find_slowest_rank(run), find_slowest_step(run)
     if rank is not None:
         found.append(
-            f"Rank {rank.rank} is the slowest: it works {format_duration(rank.seconds)} a step, "
-            f"{format_percent(rank.excess)} more than the ranks' mean, and the others wait for it."
+            f"Rank {rank.rank} is the slowest: it works {format_duration(rank.seconds)} per "
+            f"step, {format_percent(rank.excess)} more than the mean of the ranks, and the "
+            "others wait for it."
         )
     elif run.steps.ranks.shape[1] > 1:
-        found.append("No rank stands out as slow.")
+        found.append("No rank is slower than the others.")
     if step is not None and len(run.steps) > 1:
         much = f", {format_number(step.medians)} times the median" if step.medians > 1.5 else ""
         cause = (
@@ -107,38 +115,88 @@ def findings(run: Run) -> list[str]:
     return found
 
 
-def moments(real: Timeline | None, simulated: Timeline | None) -> list[str]:
-    """Say how busy the ranks were in the timeline that is shown, and how busy they were to be."""
-    if real is None:
+def timeline_sentences(recorded: Timeline | None, simulated: Timeline | None) -> list[str]:
+    """Return sentences on how busy the ranks were, as recorded and as simulated."""
+    if recorded is None:
         return []
-    took = f"{real.title} took {format_duration(real.length)}".capitalize()
-    idle = f"the ranks idled {format_percent(real.bubble)} of it"
-    balance = f"their work is balanced to {format_percent(real.balance)} (mean over most loaded)"
+    took = f"{recorded.title} took {format_duration(recorded.duration)}".capitalize()
+    idle = f"the ranks were idle for {format_percent(recorded.bubble_fraction)} of it"
+    balance = f"their load balance is {format_percent(recorded.load_balance)} (mean / maximum)"
     found = [f"{took}; {idle}, and {balance}."]
     if simulated is not None:
-        same = real.only(simulated.kinds)
+        same = recorded.select(simulated.kinds)
         found.append(
-            f"Its forwards and backwards took {format_duration(same.length)} with "
-            f"{format_percent(same.bubble)} idle. Simulated with the same times, and nothing ever "
-            f"on its way, they take {format_duration(simulated.length)} with "
-            f"{format_percent(simulated.bubble)} idle; the rest is transfers, overhead and "
-            "unevenness."
+            f"Its forwards and backwards took {format_duration(same.duration)} with "
+            f"{format_percent(same.bubble_fraction)} idle. In a simulation with the same "
+            f"durations and zero communication latency they take "
+            f"{format_duration(simulated.duration)} with "
+            f"{format_percent(simulated.bubble_fraction)} idle; the difference is transfers, "
+            "overhead and variation."
         )
     return found
 
 
-def waited(found: Waits) -> str:
-    """Say what the matrix of waiting shows."""
-    return (
-        f"A row a rank: how long it waits in a step for each other rank, and how many bytes it "
-        f"gets from it; means of {many(found.steps, 'step')}."
-    )
-
-
-def warning(line: dict[str, Any]) -> str:
-    """Return a warning's line as a sentence."""
-    at, rank = real(line.get("t")), line.get("rank")
+def warning_sentence(line: dict[str, Any]) -> str:
+    """Return the line of a warning as a sentence."""
+    at, rank = number_or(line.get("t")), line.get("rank")
     when = f"after {format_duration(at)}" if math.isfinite(at) else ""
     who = "" if rank is None else f"rank {rank}"
     place = ", ".join(filter(None, (who, when)))
-    return f"{place}: {text(line.get('message'))}" if place else text(line.get("message"))
+    return f"{place}: {as_text(line.get('message'))}" if place else as_text(line.get("message"))
+
+
+def command_line(run: Run) -> str:
+    """Return the command as it is typed in a shell; "" if the record does not have it."""
+    command = run.header.get("command")
+    if not isinstance(command, list) or not command:
+        return ""
+    first, *rest = map(str, command)
+    if os.path.basename(first) == "__main__.py":
+        return shlex.join(["python", "-m", os.path.basename(os.path.dirname(first)), *rest])
+    return shlex.join([os.path.basename(first) if first.endswith("/lockstep") else first, *rest])
+
+
+@dataclass(frozen=True)
+class SettingsGroup:
+    """Settings under one heading, as text."""
+
+    name: str
+    values: dict[str, str]
+
+
+def settings_groups(run: Run) -> list[SettingsGroup]:
+    """Return environment, layout, options, model and variables, as far as they are recorded."""
+    environment = dict(run.environment)
+    variables = as_dict(environment.pop("variables", None))
+    memory = number_or(environment.pop("memory_bytes", None))
+    if math.isfinite(memory):
+        environment["memory"] = format_bytes(memory)
+    started = {"started": run.header["started"]} if run.header.get("started") else {}
+    groups = {
+        "Environment": started | environment,
+        "Layout": run.layout,
+        "Options": as_dict(run.header.get("options")),
+        "Model": as_dict(run.header.get("model")),
+        "Environment variables": variables,
+    }
+    flat = {name: dict(flatten_settings(values)) for name, values in groups.items()}
+    return [SettingsGroup(name, values) for name, values in flat.items() if values]
+
+
+def flatten_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield nested settings as text under dotted names; empty ones are left out."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flatten_settings(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            if value:
+                yield f"{prefix}{name}", ", ".join(map(str, value))
+        elif value is not None and value != "":
+            yield f"{prefix}{name}", format_setting(value)
+
+
+def format_setting(value: Any) -> str:
+    """Return the value of one setting as text."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return format_count(value) if isinstance(value, int) and abs(value) >= 10000 else str(value)

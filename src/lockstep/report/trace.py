@@ -1,12 +1,11 @@
-"""The trace: timelines as the JSON that Perfetto and chrome://tracing open.
+"""Timelines as JSON in the Trace Event Format, for Perfetto and chrome://tracing.
 
     process   the run                 thread   a rank
-    slice     (ph X) a step; in it its pieces of work, and the waiting between them
-    arrow     (ph s, f) from the piece that made an output or gradient to the one that
-              took it on another rank
+    slice     (ph X) a step; within it its spans of span, and the waiting between them
+    arrow     (ph s, f) from the span that computed an output or gradient to the span on
+              another rank that used it
 
-Times are microseconds from the first piece of work. The format is described in
-Google's document "Trace Event Format".
+Times are microseconds from the first span.
 """
 
 from __future__ import annotations
@@ -17,145 +16,149 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.record.reader import Run
-from lockstep.record.recorded import of_steps, timelines
-from lockstep.record.timeline import Timeline, Work
+from lockstep.record.timeline import Span, Timeline, read_timelines, sum_steps
 
-__all__ = ["events", "trace"]
+__all__ = ["export_trace", "find_transfers"]
 
-PROCESS = 1
-STEPS = 2000  # steps at most that are written from their sums
+PROCESS_ID = 1
+MAX_SUMMED_STEPS = 2000
 COLOURS = {
     "forward": "thread_state_running",
     "backward": "rail_response",
     "input": "rail_response",
     "weight": "rail_animation",
     "waiting": "grey",
-}  # names that chrome://tracing knows; Perfetto chooses by itself
+}  # color names of chrome://tracing; Perfetto chooses its own
 
 
-def trace(run: Run) -> bytes:
-    """Return the trace of all that was recorded of a run, as a JSON object.
+def export_trace(run: Run) -> bytes:
+    """Return the trace of all recorded timelines of a run as JSON.
 
-    Without recorded pieces of work these are the run's steps by their sums, the last
-    2,000 of them.
+    If there are none, the trace has the sums of the last 2,000 steps.
     """
-    recorded = timelines(run) or list(sums(run))
+    recorded = read_timelines(run) or list(_summed_steps(run))
     found = {
-        "traceEvents": [*names(run.name, recorded), *events(recorded)],
+        "traceEvents": [*_metadata(run.name, recorded), *_events(recorded)],
         "displayTimeUnit": "ms",
         "otherData": {"run": run.name, "made by": "lockstep"},
     }
     return json.dumps(found, separators=(",", ":")).encode()
 
 
-def sums(run: Run) -> Iterator[Timeline]:
-    """Yield the last steps by their sums, each after the one before."""
+def _summed_steps(run: Run) -> Iterator[Timeline]:
+    """Yield the timelines of the last steps, each after the previous one."""
     count, end = len(run.steps), 0.0
-    for at in range(max(0, count - STEPS), count if run.steps.ranks.size else 0):
-        step = of_steps(run, at, at + 1)
+    for at in range(max(0, count - MAX_SUMMED_STEPS), count if run.steps.ranks.size else 0):
+        step = sum_steps(run, at, at + 1)
         step = replace(step, origin=max(end, step.origin))
-        end = step.origin + step.length
+        end = step.origin + step.duration
         yield step
 
 
-def names(name: str, recorded: Sequence[Timeline]) -> list[dict[str, Any]]:
+def _metadata(name: str, recorded: Sequence[Timeline]) -> list[dict[str, Any]]:
     """Return the events that name the process and its threads."""
-    ranks = max((one.ranks for one in recorded), default=0)
+    ranks = max((one.num_ranks for one in recorded), default=0)
     given: list[tuple[str, int, dict[str, Any]]] = []
     given.append(("process_name", 0, {"name": f"lockstep: {name}"}))
     for rank in range(ranks):
         given.append(("thread_name", rank, {"name": f"rank {rank}"}))
         given.append(("thread_sort_index", rank, {"sort_index": rank}))
     return [
-        {"ph": "M", "name": what, "pid": PROCESS, "tid": thread, "args": arguments}
+        {"ph": "M", "name": what, "pid": PROCESS_ID, "tid": thread, "args": arguments}
         for what, thread, arguments in given
     ]
 
 
-def events(recorded: Sequence[Timeline]) -> Iterator[dict[str, Any]]:
-    """Yield the slices and arrows of some timelines, placed on one clock."""
+def _events(recorded: Sequence[Timeline]) -> Iterator[dict[str, Any]]:
+    """Yield the slices and arrows of all timelines, on one clock."""
     start = min((one.origin for one in recorded), default=0.0)
     arrow = 0
     for one in recorded:
         at = one.origin - start
-        for rank in range(one.ranks):
-            own = [work for work in one.works if work.rank == rank]
-            yield from slices(one.title, rank, own, at)
-        for source, target in transfers(one):
+        for rank in range(one.num_ranks):
+            own = [span for span in one.spans if span.rank == rank]
+            yield from _slices(one.title, rank, own, at)
+        for source, target in find_transfers(one):
             arrow += 1
-            yield from arrows(source.moved(at), target.moved(at), arrow)
+            yield from _arrows(source.shift(at), target.shift(at), arrow)
 
 
-def slices(title: str, rank: int, works: Sequence[Work], at: float) -> Iterator[dict[str, Any]]:
-    """Yield one rank's step, and within it the work and the waiting."""
-    if not works:
+def _slices(title: str, rank: int, spans: Sequence[Span], at: float) -> Iterator[dict[str, Any]]:
+    """Yield the step of one rank, and within it the work and the waiting."""
+    if not spans:
         return
-    begin = min(work.begin - work.waited for work in works)
-    end = max(work.end for work in works)
-    yield piece(title, "step", rank, at + begin, at + end, {})
-    before = begin
-    for work in sorted(works, key=lambda work: work.begin):
-        waiting = min(work.waited, work.begin - before)
+    begin = min(span.begin - span.waited for span in spans)
+    end = max(span.end for span in spans)
+    yield _slice(title, "step", rank, at + begin, at + end, {})
+    previous_end = begin
+    for span in sorted(spans, key=lambda span: span.begin):
+        waiting = min(span.waited, span.begin - previous_end)
         if waiting > 0:
-            whom = "" if work.source is None else f" for rank {work.source}"
-            times = (at + work.begin - waiting, at + work.begin)
-            yield piece(f"waiting{whom}", "waiting", rank, *times, {})
-        before = max(before, work.end)
-        yield piece(work.words, work.kind, rank, at + work.begin, at + work.end, about(work))
+            whom = "" if span.source is None else f" for rank {span.source}"
+            times = (at + span.begin - waiting, at + span.begin)
+            yield _slice(f"waiting{whom}", "waiting", rank, *times, {})
+        previous_end = max(previous_end, span.end)
+        yield _slice(
+            span.description, span.kind, rank, at + span.begin, at + span.end, _arguments(span)
+        )
 
 
-def piece(
-    name: str, kind: str, rank: int, begin: float, end: float, about: dict[str, Any]
+def _slice(
+    name: str, kind: str, rank: int, begin: float, end: float, arguments: dict[str, Any]
 ) -> dict[str, Any]:
     """Return one slice; times in seconds."""
-    ts = microseconds(begin)
+    ts = _microseconds(begin)
     found = {
-        "ph": "X", "name": name, "cat": kind, "pid": PROCESS, "tid": rank, "ts": ts,
-        "dur": round(max(0.0, microseconds(end) - ts), 3), "args": about,
+        "ph": "X", "name": name, "cat": kind, "pid": PROCESS_ID, "tid": rank, "ts": ts,
+        "dur": round(max(0.0, _microseconds(end) - ts), 3), "args": arguments,
     }  # fmt: skip
     return found | ({"cname": COLOURS[kind]} if kind in COLOURS else {})
 
 
-def about(work: Work) -> dict[str, Any]:
-    """Return what is known of a piece of work beside its times."""
+def _arguments(span: Span) -> dict[str, Any]:
+    """Return the arguments of a span's slice, which viewers list."""
     given = {
-        "micro-batch": work.microbatch,
-        "stage": work.stage,
-        "from rank": work.source,
-        "bytes": work.octets or None,
+        "micro-batch": span.microbatch,
+        "stage": span.stage,
+        "from rank": span.source,
+        "bytes": span.num_bytes or None,
     }
     return {name: value for name, value in given.items() if value is not None}
 
 
-def transfers(timeline: Timeline) -> Iterator[tuple[Work, Work]]:
-    """Yield who made what another rank took: outputs go a stage up, gradients one down."""
-    made: dict[tuple[str, int, int], Work] = {}
-    taken: list[tuple[tuple[str, int, int], Work]] = []
-    for work in timeline.works:
-        if work.stage is None or work.microbatch is None:
+def find_transfers(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
+    """Yield pairs of spans: one that computed an output or gradient, one that used it.
+
+    Outputs go to the next stage and gradients to the previous one; only pairs on different
+    ranks are transfers.
+    """
+    computed: dict[tuple[str, int, int], Span] = {}
+    used: list[tuple[tuple[str, int, int], Span]] = []
+    for span in timeline.spans:
+        if span.stage is None or span.microbatch is None:
             continue
-        if work.kind == "forward":
-            made["output", work.stage, work.microbatch] = work
-            taken.append((("output", work.stage - 1, work.microbatch), work))
-        elif work.kind in ("backward", "input"):
-            made["gradient", work.stage, work.microbatch] = work
-            taken.append((("gradient", work.stage + 1, work.microbatch), work))
-    for key, work in taken:
-        if key in made and made[key].rank != work.rank:
-            yield made[key], work
+        if span.kind == "forward":
+            computed["output", span.stage, span.microbatch] = span
+            used.append((("output", span.stage - 1, span.microbatch), span))
+        elif span.kind in ("backward", "input"):
+            computed["gradient", span.stage, span.microbatch] = span
+            used.append((("gradient", span.stage + 1, span.microbatch), span))
+    for key, span in used:
+        if key in computed and computed[key].rank != span.rank:
+            yield computed[key], span
 
 
-def arrows(source: Work, target: Work, number: int) -> list[dict[str, Any]]:
+def _arrows(source: Span, target: Span, number: int) -> list[dict[str, Any]]:
     """Return the two ends of an arrow, each within its slice."""
-    given = {"name": "transfer", "cat": "transfer", "id": number, "pid": PROCESS}
+    given = {"name": "transfer", "cat": "transfer", "id": number, "pid": PROCESS_ID}
     # The beginning of an arrow belongs to the slice that encloses it.
-    leaves = microseconds((source.begin + source.end) / 2)
+    leaves = _microseconds((source.begin + source.end) / 2)
     return [
         {"ph": "s", **given, "tid": source.rank, "ts": leaves},
-        {"ph": "f", "bp": "e", **given, "tid": target.rank, "ts": microseconds(target.begin)},
+        {"ph": "f", "bp": "e", **given, "tid": target.rank, "ts": _microseconds(target.begin)},
     ]
 
 
-def microseconds(seconds: float) -> float:
-    """Return seconds as the trace has them."""
+def _microseconds(seconds: float) -> float:
+    """Return seconds in the unit of the trace."""
     return round(1e6 * seconds, 3)

@@ -1,121 +1,99 @@
-"""Kept weights, compared tensor by tensor, as bytes: the first that differs, and by how much.
-
-Reads the safetensors layout itself, so that every dtype is compared and no
-tensor is copied whole:
-
-    8 bytes little-endian n │ n bytes of JSON {name: {dtype, shape, data_offsets}} │ data
-"""
+"""Comparison of saved weights, tensor by tensor."""
 
 from __future__ import annotations
 
-import json
-import mmap
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import FileError
 
-__all__ = ["Difference", "common_weights", "first_difference"]
+if TYPE_CHECKING:
+    import torch
 
-FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
-HEADER_AT_MOST = 100 << 20
+__all__ = ["WeightsDifference", "common_weights_file", "first_difference"]
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Where two files of weights part.
+class WeightsDifference:
+    """How two files of weights differ.
 
-    `tensor` is the first that differs in order of names, `how` says in words how
-    it differs; `count` of `total` tensors differ.
+    `tensor` is the first differing one in order of names and `how` describes the difference;
+    `count` of `total` tensors differ.
     """
 
-    file: str
     tensor: str
     how: str
     count: int
     total: int
 
 
-def common_weights(first: Path, second: Path) -> str | None:
-    """Return the name of a file of weights that two run folders both keep, the last by name."""
+def common_weights_file(first: Path, second: Path) -> str | None:
+    """Return the name of a weights file that two run folders both have, the last by name."""
     names = {file.name for file in first.glob("*.safetensors")}
     names &= {file.name for file in second.glob("*.safetensors")}
-    return max(names, key=natural, default=None)
+    return max(names, key=_natural_order, default=None)
 
 
-def first_difference(first: Path, second: Path) -> Difference | None:
-    """Compare two files of weights; None where all tensors are the same bytes.
+def first_difference(first: Path, second: Path) -> WeightsDifference | None:
+    """Compare two files of weights; return None if all tensors are bit-identical.
+
+    The tensors are mapped into memory and compared one at a time.
 
     Raises:
-        FileError: a file that cannot be read or is no safetensors file.
+        FileError: A file cannot be read, or is not a complete safetensors file.
     """
-    ours, theirs = Weights(first), Weights(second)
-    names = sorted({*ours.tensors, *theirs.tensors}, key=natural)
-    found = [(name, how) for name in names if (how := difference(ours, theirs, name))]
+    ours, theirs = _open(first), _open(second)
+    names = sorted({*ours.keys(), *theirs.keys()}, key=_natural_order)
+    found = [(name, how) for name in names if (how := _describe_difference(ours, theirs, name))]
     if not found:
         return None
-    return Difference(first.name, *found[0], count=len(found), total=len(names))
+    return WeightsDifference(*found[0], count=len(found), total=len(names))
 
 
-class Weights:
-    """A safetensors file: its tensors' entries, and their bytes."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length if length < HEADER_AT_MOST else 0))
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            header.pop("__metadata__", None)
-            ends = [entry["data_offsets"][1] for entry in header.values()]
-            if 8 + length + max(ends, default=0) != len(self._data):
-                raise ValueError("cut off")
-        except OSError as error:
-            raise FileError(f"{path} cannot be read ({error.strerror})") from None
-        except (ValueError, AttributeError, LookupError, TypeError):
-            raise FileError(f"{path} is damaged, or no safetensors file") from None
-        self.tensors: dict[str, dict[str, Any]] = header
-        self._start = 8 + length
-
-    def bytes_of(self, name: str) -> memoryview:
-        """Return the bytes of one tensor."""
-        begin, end = self.tensors[name]["data_offsets"]
-        return memoryview(self._data)[self._start + begin : self._start + end]
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except OSError as error:
+        raise FileError(f"{path} cannot be read ({error.strerror or error})") from None
+    except SafetensorError:
+        raise FileError(f"{path} is damaged, or not a safetensors file") from None
 
 
-def difference(ours: Weights, theirs: Weights, name: str) -> str:
-    """Say how a tensor differs between two files; "" if it does not."""
-    for weights, which in ((ours, "first"), (theirs, "second")):
-        if name not in weights.tensors:
+def _describe_difference(ours: Any, theirs: Any, name: str) -> str:
+    """Describe how a tensor differs between two files; "" if it does not."""
+    for names, which in ((ours.keys(), "first"), (theirs.keys(), "second")):
+        if name not in names:
             return f"is not in the {which} run"
-    a, b = ours.tensors[name], theirs.tensors[name]
-    for what in ("dtype", "shape"):
-        if a[what] != b[what]:
-            return f"has {what} {a[what]} in the first run and {b[what]} in the second"
-    if ours.bytes_of(name) == theirs.bytes_of(name):
+    a, b = ours.get_slice(name), theirs.get_slice(name)
+    for what, of in (("dtype", "get_dtype"), ("shape", "get_shape")):
+        if (one := getattr(a, of)()) != (other := getattr(b, of)()):
+            return f"has {what} {one} in the first run and {other} in the second"
+    return _describe_distance(ours.get_tensor(name), theirs.get_tensor(name))
+
+
+def _describe_distance(a: torch.Tensor, b: torch.Tensor) -> str:
+    import torch
+
+    if torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
         return ""
-    return how_far(ours.bytes_of(name), theirs.bytes_of(name), a["dtype"])
-
-
-def how_far(ours: memoryview, theirs: memoryview, dtype: str) -> str:
-    """Say how far two tensors of one dtype and shape are apart."""
-    if dtype not in FLOATS:
+    if not a.dtype.is_floating_point:
         return "differs"
-    a, b = (np.frombuffer(data, FLOATS[dtype]).astype(np.float64) for data in (ours, theirs))
-    apart = ~((a == b) | (np.isnan(a) & np.isnan(b)))
-    if not apart.any():
+    a, b = a.double(), b.double()
+    differs = ~((a == b) | (a.isnan() & b.isnan()))
+    if not differs.any():
         return "differs in the sign of a zero or the bits of a NaN"
-    with np.errstate(invalid="ignore"):
-        most = float(np.nanmax(np.abs(np.where(apart, a - b, 0.0))))
-    return f"differs in {apart.sum():,} of {len(a):,} elements, by {most:.3g} at most"
+    distances = (a[differs] - b[differs]).abs()
+    largest = distances[~distances.isnan()].max().item() if not distances.isnan().all() else "NaN"
+    largest = largest if isinstance(largest, str) else f"{largest:.3g}"
+    return f"differs in {int(differs.sum()):,} of {a.numel():,} elements, by at most {largest}"
 
 
-def natural(name: str) -> list[tuple[int, int | str]]:
-    """Order names as people do: layer 2 before layer 10."""
+def _natural_order(name: str) -> list[tuple[int, int | str]]:
+    """Return a sort key that orders layer 2 before layer 10."""
     parts: Iterator[str] = filter(None, re.split(r"(\d+)", name))
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]

@@ -11,22 +11,23 @@ from torch import nn
 
 from lockstep.launcher.world import World
 from lockstep.model.parallel_context import Setting
-from lockstep.record.environment import environment
-from lockstep.record.recorder import Recorder, Writer
+from lockstep.record.environment import describe_environment
+from lockstep.record.loggers import Logger
+from lockstep.record.recorder import Recorder
 
 __all__ = ["Record", "folder_of", "header", "opened"]
 
-Record = str | Path | Writer
+Record = str | Path | Logger
 """Where a run is recorded: its folder, or whatever takes the lines."""
 
 
-def opened(record: Record | Sequence[Record]) -> list[Writer]:
+def opened(record: Record | Sequence[Record]) -> list[Logger]:
     """Return the writers that `record` names; a folder gets a recorder."""
     given: Sequence[Any] = record if isinstance(record, (list, tuple)) else [record]
     return [Recorder(Path(each)) if isinstance(each, (str, Path)) else each for each in given]
 
 
-def folder_of(writers: Sequence[Writer]) -> Path | None:
+def folder_of(writers: Sequence[Logger]) -> Path | None:
     """Return the run's folder, if some writer has one."""
     return next((each.folder for each in writers if isinstance(each, Recorder)), None)
 
@@ -46,7 +47,7 @@ def header(
             "backend": world.backend,
             "device": str(world.device),
         },
-        "environment": environment(),
+        "environment": describe_environment(),
         "model": {
             "class": type(module).__name__,
             "parameters": sum(parameter.numel() for parameter in module.parameters()),

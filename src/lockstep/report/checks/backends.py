@@ -1,4 +1,4 @@
-"""Backends: two ranks for each that is present, which reduce a tensor and time it."""
+"""Checks of the backends: all-reduce on two ranks, and ranks that compute at the same time."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING
 from lockstep.comm import backend as native
 from lockstep.errors import LockstepError
 from lockstep.formatting import format_duration, format_percent
-from lockstep.report.check_result import Finding, Question, bad, good, note
+from lockstep.report.checks import CheckResult, Requirements, bad, good, note
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["backends", "present", "together"]
+__all__ = ["available_backends", "check_backend", "check_backends", "check_ranks_at_once"]
 
-PATIENCE = 60.0  # seconds for two ranks to start, reduce and leave
-ELEMENTS = 1 << 20  # 4 MiB of float32
-BUSY = 0.15  # seconds of arithmetic, alone and together
+TIMEOUT = 60.0  # seconds for two ranks to start, reduce and end
+NUM_ELEMENTS = 1 << 20  # 4 MiB of float32
+COMPUTE_SECONDS = 0.15  # alone and at the same time
 
 
-def present() -> list[str]:
-    """Return the names of the backends that two ranks of this host can use now.
+def available_backends() -> list[str]:
+    """Return the names of the backends that two ranks on this host can use.
 
-    Those that torch has, and those that anything else has registered with it.
+    These are torch's backends and those that other packages registered.
     """
     import torch
     import torch.distributed as dist
@@ -36,26 +36,30 @@ def present() -> list[str]:
         found.append("nccl")
     known = {"undefined", "fake", "gloo", "nccl", "mpi", "ucc", "xccl", "hccl"}
     if not native.available():
-        known.add("lockstep")  # it has its name also where it was not built
+        known.add("lockstep")  # the name is registered even if the extension was not built
     return found + [name for name in dist.Backend.backend_list if name not in known]
 
 
-def backends(question: Question) -> Iterator[Finding]:
-    """Reduce a tensor on two ranks with each backend that is present."""
-    names = present()
+def check_backends(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check each available backend."""
+    names = available_backends()
     if not names:
-        yield bad("backend", "torch has none that works here", "install a torch build with gloo")
+        yield bad(
+            "backend",
+            "torch has none that works on this machine",
+            "install a torch build with gloo",
+        )
     for name in names:
-        yield backend(name)
+        yield check_backend(name)
 
 
-def backend(name: str) -> Finding:
-    """Start two ranks, let them add 4 MiB, check every element, and say how long it took."""
+def check_backend(name: str) -> CheckResult:
+    """Start two ranks, all-reduce 4 MiB, and check and time the result."""
     from lockstep.launcher.launch import launch
 
     began = time.perf_counter()
     try:
-        answers: list[Reduced] = launch(reduce_once, (name,), 2, timeout=PATIENCE)
+        answers: list[AllReduceResult] = launch(_measure_all_reduce, (name,), 2, timeout=TIMEOUT)
     except LockstepError as error:
         advice = "no run of two ranks will work; `lockstep run -n 2` shows more"
         return bad(name, f"2 ranks fail: {str(error).splitlines()[0]}", advice)
@@ -63,44 +67,44 @@ def backend(name: str) -> Finding:
     wrong = sum(answer.wrong for answer in answers)
     if wrong:
         advice = "do not train with this backend"
-        return bad(name, f"2 ranks add 4 MiB, and {wrong:,} elements are wrong", advice)
+        return bad(name, f"all-reduce of 4 MiB on 2 ranks: {wrong:,} elements are wrong", advice)
     slowest = max(answer.seconds for answer in answers)
     latency = max(answer.latency for answer in answers)
     return good(
         name,
-        f"2 ranks add 4 MiB in {format_duration(slowest)}, 4 B in {format_duration(latency)} "
-        f"(started, done and gone in {whole})",
+        f"all-reduce on 2 ranks: 4 MiB in {format_duration(slowest)}, "
+        f"4 B in {format_duration(latency)} ({whole} with start and end)",
     )
 
 
 @dataclass(frozen=True)
-class Reduced:
-    """What a rank saw: wrong elements, median seconds of 4 MiB and of 4 bytes."""
+class AllReduceResult:
+    """The results of one rank: wrong elements, median seconds for 4 MiB and for 4 bytes."""
 
     wrong: int
     seconds: float
     latency: float
 
 
-def reduce_once(name: str) -> Reduced:
-    """Run on each of two ranks: all-reduce a tensor a few times and check the sum."""
+def _measure_all_reduce(name: str) -> AllReduceResult:
+    """All-reduce a tensor and check the sum; runs on each of two ranks."""
     import torch
 
     import lockstep
 
-    world = lockstep.init(backend=name, timeout=PATIENCE / 2)
+    world = lockstep.init(backend=name, timeout=TIMEOUT / 2)
     try:
         device = world.device if name == "nccl" else torch.device("cpu")
-        values = torch.arange(ELEMENTS, dtype=torch.float32, device=device) + world.rank
-        expected = 2 * torch.arange(ELEMENTS, dtype=torch.float32, device=device) + 1
-        seconds, total = timed(values)
-        latency, _ = timed(values[:1])
-        return Reduced(int(torch.ne(total, expected).sum()), seconds, latency)
+        values = torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=device) + world.rank
+        expected = 2 * torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=device) + 1
+        seconds, total = _time_all_reduce(values)
+        latency, _ = _time_all_reduce(values[:1])
+        return AllReduceResult(int(torch.ne(total, expected).sum()), seconds, latency)
     finally:
         lockstep.shutdown()
 
 
-def timed(values: torch.Tensor) -> tuple[float, torch.Tensor]:
+def _time_all_reduce(values: torch.Tensor) -> tuple[float, torch.Tensor]:
     """All-reduce copies of a tensor; return the median seconds and the last sum."""
     import torch
     import torch.distributed as dist
@@ -117,36 +121,40 @@ def timed(values: torch.Tensor) -> tuple[float, torch.Tensor]:
     return statistics.median(seconds), total
 
 
-def together(question: Question) -> Iterator[Finding]:
-    """Let the ranks compute alone and at the same time: are the cores really there?"""
+def check_ranks_at_once(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check that ranks that compute at the same time are as fast as one rank alone."""
     from lockstep.launcher.launch import launch
-    from lockstep.record.environment import usable_cores
+    from lockstep.record.environment import count_usable_cores
 
-    ranks = min(question.ranks, usable_cores())
+    ranks = min(requirements.ranks, count_usable_cores())
     if ranks < 2:
         return
     try:
-        (alone,) = launch(work_rate, (0.0,), 1, timeout=PATIENCE)
-        rates = launch(work_rate, (time.time() + 1.0,), ranks, timeout=PATIENCE)
+        (alone,) = launch(_products_per_second, (0.0,), 1, timeout=TIMEOUT)
+        rates = launch(_products_per_second, (time.time() + 1.0,), ranks, timeout=TIMEOUT)
     except LockstepError as error:
-        yield bad("ranks at once", f"{ranks} ranks fail: {str(error).splitlines()[0]}", "see above")
+        yield bad(
+            "ranks at once",
+            f"{ranks} ranks fail: {str(error).splitlines()[0]}",
+            "see the results above",
+        )
         return
     share = min(rates) / alone
     pace = format_percent(min(share, 1.0))
-    what = f"{ranks} ranks compute at the same time, each at {pace} of its speed alone"
+    what = f"{ranks} ranks compute at the same time, each at {pace} of the speed of one rank alone"
     if share < 0.75:
         yield note(
             "ranks at once",
             what,
-            "the cores are shared (hyper-threads, a quota, other programs): "
-            "more ranks will not be that much faster",
+            "the cores are shared (hyper-threads, a quota, other programs), "
+            "so more ranks will not be proportionally faster",
         )
     else:
         yield good("ranks at once", what)
 
 
-def work_rate(start: float) -> float:
-    """Multiply matrices for a moment from `start` (wall clock) on; return products a second."""
+def _products_per_second(start: float) -> float:
+    """Multiply matrices from the wall-clock time `start` on; return products per second."""
     import torch
 
     torch.set_num_threads(1)
@@ -155,7 +163,7 @@ def work_rate(start: float) -> float:
     while time.time() < start:
         pass
     began, done = time.perf_counter(), 0
-    while (passed := time.perf_counter() - began) < BUSY:
+    while (passed := time.perf_counter() - began) < COMPUTE_SECONDS:
         matrix @ matrix
         done += 1
     return done / passed

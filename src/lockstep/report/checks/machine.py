@@ -1,4 +1,4 @@
-"""The machine: cores, memory and its speed, shared memory, disk, open files, clock."""
+"""Checks of the machine: cores, memory, shared memory, disk, open files, clock."""
 
 from __future__ import annotations
 
@@ -13,79 +13,73 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.formatting import format_bytes, format_duration, format_number
-from lockstep.record.environment import processor, usable_cores
-from lockstep.report.check_result import Finding, Question, bad, good, note
-from lockstep.report.summary import many
+from lockstep.formatting import format_bytes, format_duration, format_number, format_quantity
+from lockstep.record.environment import count_usable_cores, processor_name
+from lockstep.report.checks import CheckResult, Requirements, bad, good, note
 
-__all__ = [
-    "clock",
-    "cores",
-    "disk",
-    "memory",
-    "memory_speed",
-    "microbatches",
-    "open_files",
-    "shared_memory",
-]
+__all__ = ["check_clock", "check_cores", "check_disk", "check_memory", "check_memory_speed"]
+__all__ += ["check_microbatches", "check_open_files", "check_shared_memory"]
 
-RANK_BYTES = 400e6  # what a rank takes with torch loaded, before any model
+RANK_BYTES = 400e6  # memory of a rank that has imported torch, before any model
 CGROUP = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
-SHM_ENOUGH = 1 << 30
-MICROBATCHES = 8  # as the Trainer's default
-COPIED = 64 << 20
-FILES_A_RANK = 64
-FILES_BESIDES = 128
-DISK_ENOUGH = 100e6
+MIN_SHM_BYTES = 1 << 30
+MICROBATCHES = 8  # the Trainer's default
+COPY_BYTES = 64 << 20
+FILES_PER_RANK = 64
+OTHER_FILES = 128
+MIN_DISK_BYTES = 100e6
 
 
-def cores(question: Question) -> Iterator[Finding]:
-    """Check that the cores that may be used suffice for ranks times threads."""
-    usable, quota = usable_cores(), cpu_quota()
-    what = f"{usable} of {processor()}"
-    wanted = question.ranks * question.threads
-    asked = f"{many(question.ranks, 'rank')} of {many(question.threads, 'thread')}"
+def check_cores(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check that there is a usable core for each thread of each rank."""
+    usable, quota = count_usable_cores(), cpu_quota()
+    what = f"{usable} of {processor_name()}"
+    wanted = requirements.ranks * requirements.threads
+    threads = format_quantity(requirements.threads, "thread")
+    asked = f"{format_quantity(requirements.ranks, 'rank')} with {threads} each"
     if quota is not None and quota < usable:
-        what += f", limited to {quota:.1f} cores' time"
+        what += f", limited to the time of {quota:.1f} cores"
     if min(usable, quota or usable) < wanted:
         yield note(
             "cores",
-            f"{what}; {asked} want {wanted}",
-            "ranks will take turns: correct, but no faster than fewer ranks",
+            f"{what}; {asked} need {wanted}",
+            "ranks will share cores: results are correct, but not faster than with fewer ranks",
         )
     else:
         yield good("cores", f"{what}; enough for {asked}")
 
 
-def microbatches(question: Question) -> Iterator[Finding]:
-    """Say how evenly the default number of micro-batches falls on that many replicas."""
-    busiest = math.ceil(MICROBATCHES / question.ranks)
+def check_microbatches(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check how evenly the default number of micro-batches is divided among the replicas."""
+    busiest = math.ceil(MICROBATCHES / requirements.ranks)
     gain = MICROBATCHES / busiest
-    what = f"{MICROBATCHES} (the default) on {many(question.ranks, 'replica')}"
-    if question.ranks > MICROBATCHES:
-        advice = f"give at least as many: --microbatches {question.ranks}"
-        yield note("micro-batches", f"{what}: some would have none, which is refused", advice)
-    elif MICROBATCHES % question.ranks:
+    what = f"{MICROBATCHES} (the default) on {format_quantity(requirements.ranks, 'replica')}"
+    if requirements.ranks > MICROBATCHES:
+        advice = f"use at least one per replica: --microbatches {requirements.ranks}"
+        yield note(
+            "micro-batches", f"{what}: some replicas would have none, which is an error", advice
+        )
+    elif MICROBATCHES % requirements.ranks:
         yield note(
             "micro-batches",
-            f"{what}: at best {format_number(gain)} times one replica's speed",
-            "a number of replicas that divides the micro-batches keeps all of them busy",
+            f"{what}: at most {format_number(gain)} times the speed of one replica",
+            "a number of replicas that divides the number of micro-batches keeps all of them busy",
         )
     else:
-        yield good("micro-batches", f"{what}: {many(busiest, 'micro-batch', 'es')} each")
+        yield good("micro-batches", f"{what}: {format_quantity(busiest, 'micro-batch', 'es')} each")
 
 
 def cpu_quota() -> float | None:
-    """Return the cores' worth of time that the container may use; None without a limit."""
+    """Return the container's limit of CPU time, in cores; None if there is none."""
     with contextlib.suppress(OSError, ValueError):
         share, period = (CGROUP / "cpu.max").read_text().split()
         return int(share) / int(period)
     return None
 
 
-def memory(question: Question) -> Iterator[Finding]:
-    """Check that the free memory holds the ranks, within the container's limit."""
+def check_memory(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check that there is enough free memory for the ranks, within the container's limit."""
     import psutil
 
     free = float(psutil.virtual_memory().available)
@@ -93,52 +87,53 @@ def memory(question: Question) -> Iterator[Finding]:
     what = f"{format_bytes(free)} free"
     if limit is not None and limit < free:
         what, free = f"{format_bytes(limit)} left of the container's limit", limit
-    needed = question.ranks * RANK_BYTES
-    wanted = f"{many(question.ranks, 'rank')} take about {format_bytes(needed)}"
+    needed = requirements.ranks * RANK_BYTES
+    wanted = f"{format_quantity(requirements.ranks, 'rank')} take about {format_bytes(needed)}"
     if free < needed:
         yield bad(
             "memory",
             f"{what}; {wanted} before any model",
-            "start fewer ranks, or end other programs",
+            "start fewer ranks, or stop other programs",
         )
     else:
         yield good(
-            "memory", f"{what}; {many(question.ranks, 'rank')} take about {format_bytes(needed)}"
+            "memory",
+            f"{what}; {wanted}",
         )
 
 
 def memory_limit() -> float | None:
-    """Return the bytes left within the container's limit; None without a limit."""
+    """Return the bytes left within the container's limit; None if there is none."""
     with contextlib.suppress(OSError, ValueError):
         limit = int((CGROUP / "memory.max").read_text())
         return float(limit - int((CGROUP / "memory.current").read_text()))
     return None
 
 
-def memory_speed(question: Question) -> Iterator[Finding]:
-    """Copy 64 MiB a few times with one thread."""
+def check_memory_speed(requirements: Requirements) -> Iterator[CheckResult]:
+    """Measure the speed of copying 64 MiB with one thread."""
     import numpy as np
 
-    source = np.ones(COPIED, np.uint8)
+    source = np.ones(COPY_BYTES, np.uint8)
     target = np.zeros_like(source)
     seconds = []
     for _ in range(7):
         began = time.perf_counter()
         np.copyto(target, source)
         seconds.append(time.perf_counter() - began)
-    speed = COPIED / statistics.median(seconds)
+    speed = COPY_BYTES / statistics.median(seconds)
     what = f"one thread copies {format_bytes(speed)}/s"
     if speed < 1e9:
-        yield note("memory speed", what, "very slow: is the machine busy or emulated?")
+        yield note("memory speed", what, "this is very slow: is the machine busy or emulated?")
     else:
         yield good("memory speed", what)
 
 
-def shared_memory(question: Question) -> Iterator[Finding]:
-    """Make a shared segment, and look at the size of /dev/shm."""
+def check_shared_memory(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check that shared memory can be allocated, and the size of /dev/shm."""
     if refusal := segment_refusal():
-        advice = "ranks of one host will talk through sockets, which is slower"
-        yield note("shared memory", f"a segment cannot be made ({refusal})", advice)
+        advice = "ranks on one host will communicate through sockets, which is slower"
+        yield note("shared memory", f"a segment cannot be created ({refusal})", advice)
     if sys.platform != "linux":
         return
     if not SHM.is_dir():
@@ -147,7 +142,7 @@ def shared_memory(question: Question) -> Iterator[Finding]:
     status = os.statvfs(SHM)
     total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     what = f"{SHM} has {format_bytes(free)} of {format_bytes(total)} free"
-    if free < min(SHM_ENOUGH, total // 2) or total < SHM_ENOUGH // 2:
+    if free < min(MIN_SHM_BYTES, total // 2) or total < MIN_SHM_BYTES // 2:
         advice = "data loader workers may run out of it; in Docker start with --shm-size=1g"
         yield note("shared memory", what, advice)
     else:
@@ -155,7 +150,7 @@ def shared_memory(question: Question) -> Iterator[Finding]:
 
 
 def segment_refusal() -> str:
-    """Make a shared segment of 1 MiB; return why it cannot be made, "" if it can."""
+    """Create a shared segment of 1 MiB; return the reason if that fails, else ""."""
     if sys.platform != "linux":
         return ""
     try:
@@ -169,8 +164,8 @@ def segment_refusal() -> str:
     return ""
 
 
-def disk(question: Question) -> Iterator[Finding]:
-    """Write a file where runs are recorded, and where temporary files go."""
+def check_disk(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check that a file can be written in the current folder and in that of temporary files."""
     for place, use in ((Path.cwd(), "runs are recorded here"), (None, "temporary files")):
         name = "disk" if place else "temporary files"
         try:
@@ -184,35 +179,37 @@ def disk(question: Question) -> Iterator[Finding]:
             yield bad(
                 name,
                 f"{where} cannot be written ({error.strerror})",
-                "start from a folder of your own, or give --runs" if place else "set TMPDIR",
+                "start in a writable folder, or use --runs" if place else "set TMPDIR",
             )
             continue
         free = status.f_bavail * status.f_frsize
         what = f"{where} can be written, {format_bytes(free)} free ({use})"
-        if free < DISK_ENOUGH:
-            yield bad(name, what, "make room: a record or a checkpoint will not fit")
+        if free < MIN_DISK_BYTES:
+            yield bad(name, what, "free some space: a record or a checkpoint will not fit")
         else:
             yield good(name, what)
 
 
-def open_files(question: Question) -> Iterator[Finding]:
-    """Check the limit on open files, which the ranks inherit."""
+def check_open_files(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check the limit of open files, which the ranks inherit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES_BESIDES + FILES_A_RANK * question.ranks
+    wanted = OTHER_FILES + FILES_PER_RANK * requirements.ranks
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         limit = "no limit" if soft == resource.RLIM_INFINITY else f"up to {soft:,}"
         yield good("open files", limit)
         return
     room = "" if hard == resource.RLIM_INFINITY else f" (up to {hard:,} are allowed)"
-    advice = f"raise it: ulimit -n 4096{room}"
-    found = bad if soft < FILES_BESIDES else note
+    advice = f"raise the limit: ulimit -n 4096{room}"
+    found = bad if soft < OTHER_FILES else note
     yield found(
-        "open files", f"up to {soft:,}; {many(question.ranks, 'rank')} may want {wanted}", advice
+        "open files",
+        f"up to {soft:,}; {format_quantity(requirements.ranks, 'rank')} may need {wanted}",
+        advice,
     )
 
 
-def clock(question: Question) -> Iterator[Finding]:
-    """Check that reading the clock is cheap, and that the disk agrees about the time."""
+def check_clock(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check that reading the clock is fast, and that the clock of the disk agrees."""
     began = time.perf_counter()
     for _ in range(10_000):
         time.perf_counter()
@@ -221,15 +218,19 @@ def clock(question: Question) -> Iterator[Finding]:
         apart = os.fstat(file.fileno()).st_mtime - time.time()
     if time.gmtime().tm_year < 2025:
         yield note(
-            "clock", f"says {time.strftime('%Y-%m-%d')}", "set it: names of runs carry the date"
+            "clock",
+            f"the date is {time.strftime('%Y-%m-%d')}",
+            "set it: names of runs contain the date",
         )
     elif abs(apart) > 2:
-        yield note("clock", f"the disk's clock is {apart:+.0f} s away", "set both by NTP")
+        yield note(
+            "clock", f"the clock of the disk differs by {apart:+.0f} s", "synchronize both with NTP"
+        )
     elif cost > 2e-6:
         yield note(
             "clock",
             f"reading it takes {format_duration(cost)}",
-            "times of steps cost more than they should; a clock source other than tsc?",
+            "measuring steps is slow; is the clock source not tsc?",
         )
     else:
         yield good("clock", f"reading it takes {cost * 1e9:.0f} ns")

@@ -1,4 +1,4 @@
-"""The network, as far as one host can try it: names, interfaces, ports, loopback."""
+"""Checks of the network on one host: environment, host name, interfaces, ports, loopback."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from collections.abc import Iterator
 
 from lockstep.errors import LockstepError
 from lockstep.formatting import format_bytes, format_duration
-from lockstep.report.check_result import Finding, Question, bad, good, note
+from lockstep.report.checks import CheckResult, Requirements, bad, good, note
 
-__all__ = ["host_name", "interfaces", "loopback", "place", "ports"]
+__all__ = ["check_environment", "check_host_name", "check_interfaces", "check_loopback"]
+__all__ += ["check_ports"]
 
-PATIENCE = 10.0  # seconds a socket may take
-SENT = 64 << 20
-PINGS = 200
+TIMEOUT = 10.0  # seconds for each socket operation
+TRANSFER_BYTES = 64 << 20
+NUM_ROUND_TRIPS = 200
 
 
-def host_name(question: Question) -> Iterator[Finding]:
-    """Resolve this host's name, and see that the address is its own."""
+def check_host_name(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check that the name of this host resolves to its own address."""
     name = socket.gethostname()
     advice = f"add a line '127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME"
     try:
@@ -35,13 +36,13 @@ def host_name(question: Question) -> Iterator[Finding]:
         with socket.socket(family) as probe:
             probe.bind((address, 0))
     except OSError:
-        yield note("host name", f"{name} is {address}, which is not this machine", advice)
+        yield note("host name", f"{name} resolves to {address}, which is not this machine", advice)
         return
-    yield good("host name", f"{name} is {address}")
+    yield good("host name", f"{name} resolves to {address}")
 
 
-def interfaces(question: Question) -> Iterator[Finding]:
-    """List the interfaces that are up; check the variables that name one."""
+def check_interfaces(requirements: Requirements) -> Iterator[CheckResult]:
+    """List the interfaces that are up, and check the variables that select one."""
     import psutil
 
     up = [name for name, state in psutil.net_if_stats().items() if state.isup]
@@ -59,109 +60,109 @@ def interfaces(question: Question) -> Iterator[Finding]:
             wrong = True
             yield bad(
                 "interface",
-                f"{variable} is {value}, and up are {', '.join(up)}",
+                f"{variable} is {value}, but only {', '.join(up)} are up",
                 f"set {variable} to one of these, or unset it",
             )
     if not wrong:
         yield good("interface", f"up: {', '.join(up) or 'none'}")
 
 
-def ports(question: Question) -> Iterator[Finding]:
-    """Listen on a free port of the loopback interface, and connect to it."""
+def check_ports(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check that a port of the loopback interface can be opened and connected to."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(PATIENCE)
+            server.settimeout(TIMEOUT)
             port = server.getsockname()[1]
-            with socket.create_connection(("127.0.0.1", port), PATIENCE):
+            with socket.create_connection(("127.0.0.1", port), TIMEOUT):
                 server.accept()[0].close()
     except OSError as error:
         yield bad(
             "ports",
             f"a connection over 127.0.0.1 fails ({error.strerror or error})",
-            "ranks cannot find each other: check the firewall and the loopback interface",
+            "ranks cannot connect to each other: check the firewall and the loopback interface",
         )
         return
     given = os.environ.get("MASTER_PORT", "")
-    if given.isdigit() and is_taken(int(given)):
-        yield note("ports", f"MASTER_PORT is {given}, and something listens there", "unset it")
+    if given.isdigit() and _is_port_used(int(given)):
+        yield note("ports", f"another program listens on MASTER_PORT {given}", "unset MASTER_PORT")
     else:
-        yield good("ports", "a free port on 127.0.0.1 can be listened on and reached")
+        yield good("ports", "connections over 127.0.0.1 work")
 
 
-def is_taken(port: int) -> bool:
-    """Whether something listens on a port of the loopback interface."""
+def _is_port_used(port: int) -> bool:
+    """Return whether a program listens on a port of the loopback interface."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
         return True
     return False
 
 
-def loopback(question: Question) -> Iterator[Finding]:
-    """Measure the loopback interface: throughput one way, and a message there and back."""
+def check_loopback(requirements: Requirements) -> Iterator[CheckResult]:
+    """Measure throughput and round-trip time of the loopback interface."""
     try:
-        speed, trip = measure_loopback()
+        speed, trip = _measure_loopback()
     except OSError as error:
         yield bad("loopback", f"fails ({error.strerror or error})", "check the loopback interface")
         return
-    what = f"{format_bytes(speed)}/s, a message there and back in {format_duration(trip)}"
+    what = f"{format_bytes(speed)}/s, round-trip time {format_duration(trip)}"
     if speed < 0.3e9 or trip > 1e-3:
-        yield note("loopback", what, "slow: is the machine busy, or the traffic filtered?")
+        yield note("loopback", what, "this is slow: is the machine busy, or is traffic filtered?")
     else:
         yield good("loopback", what)
 
 
-def measure_loopback() -> tuple[float, float]:
-    """Return bytes a second one way, and the median seconds of a message there and back."""
+def _measure_loopback() -> tuple[float, float]:
+    """Return the bytes per second in one direction, and the median round-trip time in seconds."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        ours = stack.enter_context(socket.create_connection(server.getsockname(), PATIENCE))
+        ours = stack.enter_context(socket.create_connection(server.getsockname(), TIMEOUT))
         theirs = stack.enter_context(server.accept()[0])
         for end in (ours, theirs):
-            end.settimeout(PATIENCE)
+            end.settimeout(TIMEOUT)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        echo = threading.Thread(target=answer, args=(theirs,))
+        echo = threading.Thread(target=_answer, args=(theirs,))
         echo.start()
         try:
-            trips = [timed_trip(ours) for _ in range(PINGS)]
+            trips = [_time_round_trip(ours) for _ in range(NUM_ROUND_TRIPS)]
             began = time.perf_counter()
-            ours.sendall(bytes(SENT))
-            receive(ours, 1)
+            ours.sendall(bytes(TRANSFER_BYTES))
+            _receive(ours, 1)
             seconds = time.perf_counter() - began
         finally:
             ours.shutdown(socket.SHUT_RDWR)
             echo.join()
-    return SENT / seconds, statistics.median(trips)
+    return TRANSFER_BYTES / seconds, statistics.median(trips)
 
 
-def timed_trip(end: socket.socket) -> float:
-    """Return how long one byte takes there and back."""
+def _time_round_trip(end: socket.socket) -> float:
+    """Return the round-trip time of one byte, in seconds."""
     began = time.perf_counter()
     end.sendall(b"?")
-    receive(end, 1)
+    _receive(end, 1)
     return time.perf_counter() - began
 
 
-def answer(end: socket.socket) -> None:
-    """Answer the small messages, then the large one, with a byte each."""
+def _answer(end: socket.socket) -> None:
+    """Answer the small messages and then the large one with one byte each."""
     with contextlib.suppress(OSError):
-        for _ in range(PINGS):
-            receive(end, 1)
+        for _ in range(NUM_ROUND_TRIPS):
+            _receive(end, 1)
             end.sendall(b"!")
-        receive(end, SENT)
+        _receive(end, TRANSFER_BYTES)
         end.sendall(b"!")
 
 
-def receive(end: socket.socket, count: int) -> None:
-    """Receive `count` bytes; ConnectionError if the other end is gone."""
+def _receive(end: socket.socket, count: int) -> None:
+    """Receive `count` bytes; raise ConnectionError if the other end is closed."""
     room = bytearray(min(count, 1 << 20))
     while count:
         got = end.recv_into(room, min(count, len(room)))
         if not got:
-            raise ConnectionError("the other end is gone")
+            raise ConnectionError("the other end is closed")
         count -= got
 
 
-def place(question: Question) -> Iterator[Finding]:
-    """Check that the environment's variables do not contradict each other about this rank."""
+def check_environment(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check that the environment variables about this rank do not contradict each other."""
     from lockstep.launcher.environment import place as place_of
 
     try:
@@ -170,6 +171,6 @@ def place(question: Question) -> Iterator[Finding]:
         yield bad("environment", str(error), "unset RANK, WORLD_SIZE and the like to run alone")
         return
     if found.world_size > 1:
-        yield note("environment", f"says that this is rank {found.rank} of {found.world_size}")
+        yield note("environment", f"this process is rank {found.rank} of {found.world_size}")
     else:
-        yield good("environment", "says that this is a process of its own")
+        yield good("environment", "this process is not part of a group of ranks")

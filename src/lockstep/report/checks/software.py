@@ -1,4 +1,4 @@
-"""Software: Python, torch, the compiler that builds the extension, GPUs, MPI."""
+"""Checks of the software: Python, torch, compiler, GPUs, MPI."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.formatting import format_bytes
-from lockstep.report.check_result import Finding, Question, bad, good, note
+from lockstep.report.checks import CheckResult, Requirements, bad, good, note
 
-__all__ = ["compiler", "gpus", "mpi", "python", "torch_build"]
+__all__ = ["check_compiler", "check_gpus", "check_mpi", "check_python", "check_torch"]
 
-PYTHON = (3, 11)
-TORCH = (2, 11)
-PATIENCE = 30.0  # seconds a program may take to answer
+MIN_PYTHON = (3, 11)
+MIN_TORCH = (2, 11)
+TIMEOUT = 30.0  # seconds for each program
 
-TELL_RANK = """
+RANK_PROGRAM = """
 import os
 print("rank", os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
 """
 
-PROGRAM = """
+CPP_PROGRAM = """
 #include <atomic>
 #include <memory>
 int main() {
@@ -38,10 +38,10 @@ int main() {
 """
 
 
-def python(question: Question) -> Iterator[Finding]:
-    """Check Python's version and the platform."""
+def check_python(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check the versions of Python and of the platform."""
     version = platform.python_version()
-    if sys.version_info < PYTHON:
+    if sys.version_info < MIN_PYTHON:
         yield bad("python", version, "Lockstep needs Python 3.11 or later")
     else:
         yield good("python", f"{version} at {sys.executable}")
@@ -51,39 +51,41 @@ def python(question: Question) -> Iterator[Finding]:
         yield note(
             "platform",
             platform.platform(),
-            "Linux is what Lockstep is made for; here it works on gloo, without the extension",
+            "Lockstep is made for Linux; here it uses gloo, without the native extension",
         )
 
 
-def torch_build(question: Question) -> Iterator[Finding]:
-    """Check that torch is there, new enough, and can communicate."""
+def check_torch(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check that torch can be imported, is new enough and has torch.distributed."""
     try:
         import torch
     except (ImportError, OSError) as error:
         yield bad("torch", f"cannot be imported: {error}", "install torch 2.11 or later")
         return
     version = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
-    if version < TORCH:
+    if version < MIN_TORCH:
         yield bad("torch", torch.__version__, "Lockstep needs torch 2.11 or later: upgrade it")
     elif not torch.distributed.is_available():
-        yield bad("torch", "built without torch.distributed", "install a build that has it")
+        yield bad(
+            "torch", "built without torch.distributed", "install a build with torch.distributed"
+        )
     else:
         yield good("torch", f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
 
 
-def compiler(question: Question) -> Iterator[Finding]:
-    """Compile and run a small C++17 program."""
-    advice = "only an extension's build needs it: install g++ or clang++ (or set CXX)"
+def check_compiler(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check that a C++17 program can be compiled and run."""
+    advice = "only building the extension needs one: install g++ or clang++, or set CXX"
     found = os.environ.get("CXX", "").split() or [shutil.which("c++") or shutil.which("g++") or ""]
     if not found[0] or not shutil.which(found[0]):
         yield note("compiler", f"no C++ compiler ({found[0] or 'c++, g++'} not found)", advice)
         return
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "try.cpp"
-        source.write_text(PROGRAM)
+        source.write_text(CPP_PROGRAM)
         program = str(Path(folder) / "try")
-        answer = ask([*found, "-std=c++17", "-o", program, str(source)])
-        answer = answer if isinstance(answer, str) else ask([program])
+        answer = _run([*found, "-std=c++17", "-o", program, str(source)])
+        answer = answer if isinstance(answer, str) else _run([program])
     if isinstance(answer, str):
         yield note("compiler", f"{found[0]} does not build a C++17 program: {answer}", advice)
         return
@@ -91,33 +93,33 @@ def compiler(question: Question) -> Iterator[Finding]:
     if not headers.exists():
         yield note("compiler", "works, but Python's headers are missing", "install python3-dev")
         return
-    yield good("compiler", f"{found[0]} builds and runs C++17; Python's headers are there")
+    yield good("compiler", f"{found[0]} builds and runs C++17; Python's headers are installed")
 
 
-def gpus(question: Question) -> Iterator[Finding]:
-    """Multiply on each GPU and compare with the CPU."""
+def check_gpus(requirements: Requirements) -> Iterator[CheckResult]:
+    """Multiply matrices on each GPU and compare with the CPU."""
     import torch
 
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi"):
             yield note(
                 "gpu",
-                f"there is an NVIDIA driver, and this torch ({torch.__version__}) does not use it",
+                f"there is an NVIDIA driver, but torch {torch.__version__} does not support CUDA",
                 "install a torch build for CUDA if you want to train on the GPU",
             )
         else:
             yield good("gpu", "none; training runs on the CPU")
         return
     for index in range(torch.cuda.device_count()):
-        yield gpu(index)
+        yield check_gpu(index)
     if torch.distributed.is_nccl_available():
         yield good("nccl", ".".join(map(str, torch.cuda.nccl.version())))
     else:
         yield bad("nccl", "this torch has no NCCL", "install a torch build with NCCL")
 
 
-def gpu(index: int) -> Finding:
-    """Multiply on one GPU and compare with the CPU."""
+def check_gpu(index: int) -> CheckResult:
+    """Multiply matrices on one GPU and compare with the CPU."""
     import torch
 
     name = f"gpu {index}"
@@ -131,42 +133,42 @@ def gpu(index: int) -> Finding:
         f"{torch.cuda.get_device_name(index)}, {format_bytes(free)} of {format_bytes(total)} free"
     )
     if not torch.equal(product, matrix @ matrix):
-        return bad(name, f"{what}: multiplies wrongly", "do not use this GPU; have it checked")
+        return bad(name, f"{what}: matrix products are wrong", "do not use this GPU")
     return good(name, what)
 
 
-def mpi(question: Question) -> Iterator[Finding]:
-    """Start two processes with mpiexec, where it is there."""
+def check_mpi(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check that mpiexec starts two ranks, if it is installed."""
     program = shutil.which("mpiexec")
     if program is None:
         extra = " (mpi4py is installed)" if importlib.util.find_spec("mpi4py") else ""
-        yield good("mpi", f"no mpiexec{extra}; only programs that are started by it need it")
+        yield good("mpi", f"no mpiexec{extra}; only programs started with it need it")
         return
-    answer = ask([program, "-n", "2", sys.executable, "-c", TELL_RANK])
+    answer = _run([program, "-n", "2", sys.executable, "-c", RANK_PROGRAM])
     if isinstance(answer, str):
         yield note(
-            "mpi", f"{program} fails: {answer}", "as root, Open MPI wants OMPI_ALLOW_RUN_AS_ROOT=1"
+            "mpi", f"{program} fails: {answer}", "as root, Open MPI needs OMPI_ALLOW_RUN_AS_ROOT=1"
         )
     elif sorted(answer.stdout.split("\n"))[-2:] == ["rank 0", "rank 1"]:
         yield good("mpi", f"{program} starts 2 ranks")
     else:
-        yield note("mpi", f"{program} starts 2 processes that do not know their rank")
+        yield note("mpi", f"{program} starts 2 processes, but they do not find their rank")
 
 
-def ask(command: list[str]) -> subprocess.CompletedProcess[str] | str:
-    """Run a program; return how it ended, or a phrase on why it failed."""
+def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:
+    """Run a program; return the completed process, or the reason for its failure."""
     try:
         done = subprocess.run(
             command,
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
             stdin=subprocess.DEVNULL,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"no answer in {PATIENCE:.0f} s"
+        return f"no answer in {TIMEOUT:.0f} s"
     except OSError as error:
         return str(error.strerror)
     if done.returncode != 0:

@@ -1,0 +1,235 @@
+"""Renderings of a timeline: text for a terminal, a picture, and lanes for an HTML page.
+
+    rank 0  0--1--2--      0=====3--1=====        0-- forward   0== backward
+    rank 1     0--1--0=====2--1=====                            of micro-batch 0
+
+In all three each rank has a lane, and a span shows its micro-batch where there is room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from lockstep.formatting import format_duration
+from lockstep.record.timeline import KIND_NAMES, Span, Timeline, longest_duration
+from lockstep.report.axes import Axis, Tick, linear_axis
+from lockstep.report.picture import Box, Label, Picture, text_width
+from lockstep.report.terminal import UNLIMITED, terminal_width
+
+__all__ = ["HTML_WIDTH", "MAX_LANES", "HtmlLane", "HtmlSpan", "HtmlTimeline", "draw_timelines"]
+__all__ += ["layout_timelines", "print_timeline", "render_lines", "text_legend", "text_scale"]
+
+# ---- text ----
+
+SIGNS = {"forward": "-", "backward": "=", "input": "<", "weight": "+", "communication": "~"}
+TEXT_STYLES = {
+    "forward": "white on blue",
+    "backward": "black on green",
+    "input": "black on green",
+    "weight": "black on yellow",
+}
+SHORTEST_COLUMNS = 3  # columns of the shortest span, where there is room
+MIN_DURATION = 1e-12  # shorter times count as zero
+DEFAULT_COLUMNS = 160  # of a drawing that is not written to a terminal
+
+
+def render_lines(timeline: Timeline, scale: float) -> list[Text]:
+    """Return one line of text per rank, with `scale` columns per unit of time.
+
+    A span is its micro-batch, filled up with the sign of its kind, so it is readable without
+    colors. A label that does not fit is left out.
+    """
+    lines = []
+    margin = _name_columns(timeline)
+    for rank in range(timeline.num_ranks):
+        line = Text(f"rank {rank}".ljust(margin))
+        for span in sorted((s for s in timeline.spans if s.rank == rank), key=lambda s: s.begin):
+            begin, end = (margin + round(time * scale) for time in (span.begin, span.end))
+            line.append(" " * (min(begin, end) - len(line)))
+            columns = max(0, end - max(begin, len(line)))
+            label = timeline.label(span)
+            text = (label if len(label) <= columns else "").ljust(columns, _sign(span.kind))
+            line.append(text, TEXT_STYLES.get(span.kind))
+        lines.append(line)
+    return lines
+
+
+def text_scale(timelines: Sequence[Timeline], columns: int | None = None) -> float:
+    """Return the columns per unit of time for timelines that are drawn below each other.
+
+    The shortest span gets at most three columns, and an integer number of them if the longest
+    timeline then fits into `columns` (by default the width of the terminal). Otherwise the
+    longest timeline fills `columns`.
+    """
+    if columns is None:
+        columns = terminal_width() if terminal_width() < UNLIMITED else DEFAULT_COLUMNS
+    columns = max(1, columns - max(map(_name_columns, timelines), default=0))
+    times = (span.end - span.begin for one in timelines for span in one.spans)
+    shortest = min(filter(MIN_DURATION.__lt__, times), default=1.0)
+    longest = longest_duration(timelines)
+    if longest < MIN_DURATION:
+        return 0.0
+    fitting = columns * (shortest / longest)
+    return (min(SHORTEST_COLUMNS, math.floor(fitting)) if fitting >= 1 else fitting) / shortest
+
+
+def text_legend(timeline: Timeline) -> list[str]:
+    """Return one phrase per kind of work that explains its sign."""
+    return [f"0{_sign(kind) * 2} {KIND_NAMES.get(kind, kind)}" for kind in timeline.kinds]
+
+
+def print_timeline(timeline: Timeline, scale: float) -> None:
+    """Print a timeline, in color where the terminal shows colors."""
+    console = Console(width=UNLIMITED, highlight=False)
+    for line in render_lines(timeline, scale):
+        console.print(line, soft_wrap=True)
+
+
+def _name_columns(timeline: Timeline) -> int:
+    return len(f"rank {max(0, timeline.num_ranks - 1)}") + 2
+
+
+def _sign(kind: str) -> str:
+    return SIGNS.get(kind, ".")
+
+
+# ---- picture ----
+
+PICTURE_WIDTH, MARGIN, NAME_WIDTH = 1200, 24, 62  # in points
+LANE_HEIGHT, LANE_GAP, TITLE_HEIGHT, LEGEND_HEIGHT = 24, 4, 42, 40
+INK, SOFT, PAPER, WASH = "#16202e", "#5a6675", "#ffffff", "#f5f7fa"
+COLORS = {
+    "forward": ("#0b6bb8", "#3f92d2", "#75b3e2", "#a5cfee"),
+    "backward": ("#14825a", "#3f9f7c", "#74bd9f", "#a6d6c2"),
+    "input": ("#00808c", "#3199a3", "#6bb8bf", "#a2d3d7"),
+    "weight": ("#8a6d00", "#a88d2c", "#c2ac5e", "#d9ca92"),
+}
+"""The colors of each kind of work: for a rank's first stage, its second, ..."""
+
+
+def draw_timelines(timelines: Sequence[Timeline], title: str) -> Picture:
+    """Draw timelines below each other on one scale of time, with one legend."""
+    heights = [TITLE_HEIGHT + one.num_ranks * (LANE_HEIGHT + LANE_GAP) for one in timelines]
+    picture = Picture(PICTURE_WIDTH, sum(heights) + MARGIN + LEGEND_HEIGHT, PAPER, title)
+    scale = (PICTURE_WIDTH - 2 * MARGIN - NAME_WIDTH) / (longest_duration(timelines) or 1.0)
+    top = 0.0
+    for timeline, height in zip(timelines, heights, strict=True):
+        _draw_lanes(picture, timeline, top + TITLE_HEIGHT, scale)
+        title_y = top + TITLE_HEIGHT - 12
+        picture.add(Label(MARGIN, title_y, timeline.title, 15, INK, bold=True))
+        top += height
+    kinds = [kind for kind in KIND_NAMES if any(kind in one.kinds for one in timelines)]
+    _draw_legend(picture, kinds, top + MARGIN)
+    return picture
+
+
+def _draw_lanes(picture: Picture, timeline: Timeline, top: float, scale: float) -> None:
+    left = MARGIN + NAME_WIDTH
+    for rank in range(timeline.num_ranks):
+        y = top + rank * (LANE_HEIGHT + LANE_GAP)
+        picture.add(
+            Label(MARGIN, y + LANE_HEIGHT - 7, f"rank {rank}", 13, SOFT),
+            Box(left, y, timeline.duration * scale, LANE_HEIGHT, WASH, 2),
+        )
+    for span in timeline.spans:
+        y = top + span.rank * (LANE_HEIGHT + LANE_GAP)
+        x, width = left + span.begin * scale, (span.end - span.begin) * scale
+        shades = COLORS.get(span.kind, (SOFT,))
+        shade = timeline.chunk(span) % len(shades)
+        picture.add(Box(x, y, max(width - 1, 0.5), LANE_HEIGHT, shades[shade], 2))
+        label = timeline.label(span)
+        if label and text_width(label, 11) < width - 2:
+            ink = PAPER if shade < 2 else INK
+            picture.add(Label(x + width / 2, y + LANE_HEIGHT - 8, label, 11, ink, "middle"))
+
+
+def _draw_legend(picture: Picture, kinds: Sequence[str], y: float) -> None:
+    x = float(MARGIN)
+    for kind in kinds:
+        picture.add(
+            Box(x, y, 13, 13, COLORS.get(kind, (SOFT,))[0], 2),
+            Label(x + 19, y + 11, KIND_NAMES[kind], 13, SOFT),
+        )
+        x += 19 + text_width(KIND_NAMES[kind], 13) + 24
+
+
+# ---- HTML ----
+
+MAX_LANES = 32  # ranks that are drawn
+HTML_WIDTH = 10_000  # of the coordinates of a lane, which the page stretches
+MIN_LABELED = 0.018  # fraction of the width from which a span shows its micro-batch
+HTML_SHADES = 2
+
+
+@dataclass(frozen=True)
+class HtmlSpan:
+    """A span as the template draws it; `tooltip` is shown under the pointer."""
+
+    x: int
+    width: int
+    kind: str
+    shade: int
+    label: str
+    tooltip: str
+
+    @property
+    def middle(self) -> float:
+        """The position of the label, in percent of the lane's width."""
+        return 100 * (self.x + self.width / 2) / HTML_WIDTH
+
+
+@dataclass(frozen=True)
+class HtmlLane:
+    """The spans of one rank."""
+
+    rank: int
+    spans: tuple[HtmlSpan, ...]
+
+
+@dataclass(frozen=True)
+class HtmlTimeline:
+    """One timeline as the template draws it; `num_hidden` ranks are not drawn."""
+
+    title: str
+    lanes: tuple[HtmlLane, ...]
+    ticks: tuple[Tick, ...]
+    legend: dict[str, str]
+    num_hidden: int
+
+
+def layout_timelines(timelines: Sequence[Timeline]) -> list[HtmlTimeline]:
+    """Lay out timelines for a page, on one axis of time."""
+    axis = linear_axis(0.0, longest_duration(timelines) or 1.0, format_duration, count=6)
+    return [_layout_timeline(one, axis) for one in timelines]
+
+
+def _layout_timeline(timeline: Timeline, axis: Axis) -> HtmlTimeline:
+    ranks = min(timeline.num_ranks, MAX_LANES)
+    lanes = []
+    for rank in range(ranks):
+        spans = [span for span in timeline.spans if span.rank == rank]
+        lanes.append(HtmlLane(rank, tuple(_layout_span(timeline, s, axis.high) for s in spans)))
+    legend = {kind: KIND_NAMES[kind] for kind in timeline.kinds if kind in KIND_NAMES}
+    hidden = timeline.num_ranks - ranks
+    return HtmlTimeline(timeline.title, tuple(lanes), axis.ticks, legend, hidden)
+
+
+def _layout_span(timeline: Timeline, span: Span, duration: float) -> HtmlSpan:
+    x, end = (round(HTML_WIDTH * time / duration) for time in (span.begin, span.end))
+    tooltip = f"rank {span.rank}: {span.description}, {format_duration(span.end - span.begin)}"
+    if span.waited > 0:
+        source = "" if span.source is None else f" for rank {span.source}"
+        tooltip += f", after waiting {format_duration(span.waited)}{source}"
+    return HtmlSpan(
+        x=x,
+        width=max(1, end - x),
+        kind=span.kind if span.kind in KIND_NAMES else "other",
+        shade=timeline.chunk(span) % HTML_SHADES,
+        label=timeline.label(span) if end - x >= MIN_LABELED * HTML_WIDTH else "",
+        tooltip=tooltip,
+    )
