@@ -101,7 +101,7 @@ def run_charts(run: Run) -> list[Chart]:
             _evaluation_series(run, name),
         ]
         charts.append(_chart(f"metric-{name}", _metric_title(name), series, label, log=False))
-    seconds = [_step_series("a step", run, run.steps.seconds)]
+    seconds = [_step_series("per step", run, run.steps.seconds)]
     charts.append(_chart("seconds", "Duration of a step", seconds, format_duration))
     return [drawn for drawn in charts if drawn.series]
 
