@@ -39,10 +39,10 @@ def replaced(*replacements):
 
 
 CHECKS = {
-    "whole batch": [("lockstep.model.parallel_context.fingerprint", lambda batch: "0")],
+    "whole batch": [("lockstep.model.parallel_context.hash_content", lambda batch: "0")],
     "samples": [
-        ("lockstep.data.samples.Samples._probe", lambda self, span, pieces: ()),
-        ("lockstep.data.samples.Tensors._described", lambda self, span: ()),
+        ("lockstep.data.map_dataset.MapSource._check", lambda self, span, pieces: ()),
+        ("lockstep.data.map_dataset.TensorSource._describe", lambda self, span: ()),
         ("lockstep.data.loader.Batches._exchange_samples", lambda self, probed: [b"[]"]),
     ],
     "settings": [

@@ -21,7 +21,7 @@ from benchmarks.step.contenders import Case, Training, loss
 from benchmarks.step.networks import Batch, Network
 from lockstep.comm.exact import add_lists
 from lockstep.comm.tree import Fold
-from lockstep.data.microbatch import spans
+from lockstep.data.microbatch import split_evenly
 from lockstep.model.digest import digest
 
 __all__ = ["CHECKED", "LIMIT", "Answer", "Expected", "plain_digest", "training_digest", "write"]
@@ -132,7 +132,7 @@ def gradients(model: nn.Module, batch: Batch, leaves: int) -> None:
     """Leave the gradient of the batch in `.grad`, added along the tree over `leaves` leaves."""
     fold: Fold[list[torch.Tensor | None]] = Fold(leaves, add_lists)
     inputs, targets = batch
-    for leaf, span in enumerate(spans(len(inputs), leaves)):
+    for leaf, span in enumerate(split_evenly(len(inputs), leaves)):
         rows = slice(span.start, span.stop)
         model.zero_grad()
         # A tensor of its own: kernels may choose their path by where a slice begins.

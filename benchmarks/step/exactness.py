@@ -22,7 +22,7 @@ from benchmarks.step.contenders import Case
 from lockstep.comm.bucket import Bucket, plan
 from lockstep.comm.exact import ExactSum, exact_sums, in_memory_order
 from lockstep.comm.tree import Node, nodes_of
-from lockstep.data.microbatch import spans
+from lockstep.data.microbatch import split_evenly
 from lockstep.data_parallel.gradients import BUCKET_BYTES
 
 __all__ = ["Exactness", "exactness"]
@@ -92,7 +92,7 @@ def along_tree(case: Case) -> Callable[[], object]:
     """Return the exact sum of this rank's nodes."""
     ranks = dist.get_world_size()
     leaves = case.leaves(ranks)
-    holders = [nodes_of(owned, leaves) for owned in spans(leaves, ranks)]
+    holders = [nodes_of(owned, leaves) for owned in split_evenly(leaves, ranks)]
     buckets, values = gradients(case)
     held: dict[Node, Values] = dict.fromkeys(holders[dist.get_rank()], values)
     device = torch.device("cpu")

@@ -15,7 +15,7 @@ from lockstep.comm.exact import (
 )
 from lockstep.comm.native import NativeSum, native_backend
 from lockstep.comm.tree import Fold, nodes_of, total
-from lockstep.data.microbatch import spans
+from lockstep.data.microbatch import split_evenly
 
 BACKENDS = [
     "gloo",
@@ -60,7 +60,7 @@ def expected_sums(values, leaves):
 def sums_on_a_rank(leaves, dtype, capacity, absent, divisor=1):
     """Return the bits of every sum, twice, as this rank sees them."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    owned = spans(leaves, ranks)
+    owned = split_evenly(leaves, ranks)
     values = leaf_values(leaves, dtype, absent)
     fold = Fold(leaves, add_lists)
     for leaf in owned[rank]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.comm.tree import Fold, nodes_of, split, total
-from lockstep.data.microbatch import spans
+from lockstep.data.microbatch import split_evenly
 
 LEAVES = st.integers(1, 40)
 
@@ -18,7 +18,7 @@ def test_split_is_at_the_largest_power_of_two_below() -> None:
 
 
 def test_eight_leaves_on_three_ranks_as_drawn_in_the_design() -> None:
-    assert [nodes_of(owned, 8) for owned in spans(8, 3)] == [
+    assert [nodes_of(owned, 8) for owned in split_evenly(8, 3)] == [
         [(0, 2), (2, 3)],
         [(3, 4), (4, 6)],
         [(6, 8)],
@@ -41,7 +41,7 @@ def added(left: str, right: str) -> str:
 @given(LEAVES, st.integers(1, 12))
 def test_any_holders_add_along_the_same_tree(leaves: int, ranks: int) -> None:
     held: dict[tuple[int, int], str] = {}
-    for owned in spans(leaves, ranks):
+    for owned in split_evenly(leaves, ranks):
         fold = Fold(leaves, added)
         for leaf in owned:
             fold.put((leaf, leaf + 1), str(leaf))

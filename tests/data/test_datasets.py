@@ -20,8 +20,8 @@ from lockstep.data.datasets import (
     SHA256,
     digits,
     mnist,
+    read_images_and_labels,
 )
-from lockstep.data.idx import read_pair
 from lockstep.errors import FileError
 
 
@@ -52,7 +52,9 @@ def test_the_digits_are_the_published_ones() -> None:
 
 
 def test_the_digits_are_scaled_bilinearly_and_normalised() -> None:
-    small, _ = read_pair(DIGITS_FOLDER / f"{IMAGES}.gz", DIGITS_FOLDER / f"{LABELS}.gz")
+    small, _ = read_images_and_labels(
+        DIGITS_FOLDER / f"{IMAGES}.gz", DIGITS_FOLDER / f"{LABELS}.gz"
+    )
     assert (small.shape, int(small.max())) == ((1797, 8, 8), 16)
     expected = interpolate(small.unsqueeze(1) / 16, (28, 28), mode="bilinear", align_corners=False)
     images = digits().tensors[0]

@@ -139,7 +139,7 @@ def test_a_lock_that_is_never_given_back_ends_at_the_deadline(tmp_path: Path) ->
     handle = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        with pytest.raises(FileError, match=r"another process held .* until the deadline"):
+        with pytest.raises(FileError, match=r"another process locked .* until the deadline"):
             download("a.gz", tmp_path, SHA256, [], deadline=0.1)
     finally:
         os.close(handle)

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 
-from lockstep.data.generators import private_generators, restore_generator, state_of_generator
+from lockstep.data.generators import generator_state, private_generators, set_generator_state
 
 KINDS = {
     "torch": (lambda: torch.Generator().manual_seed(3), lambda g: torch.rand(3, generator=g)),
@@ -29,10 +29,10 @@ def test_a_generator_goes_on_from_a_state_that_went_through_json(kind: str) -> N
     make, draw = KINDS[kind]
     generator: Any = make()
     draw(generator)
-    state = json.loads(json.dumps(state_of_generator(generator)))
+    state = json.loads(json.dumps(generator_state(generator)))
     expected = list(draw(generator))
     other: Any = make()
-    restore_generator(other, state)
+    set_generator_state(other, state)
     assert list(draw(other)) == expected
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.idx import find_idx, read_idx, read_pair
+from lockstep.data.datasets import find_idx, read_idx, read_images_and_labels
 from lockstep.errors import FileError
 
 PIXELS = bytes(range(24))
@@ -32,13 +32,13 @@ def test_plain_and_gzipped_files_read_alike(tmp_path: Path, suffix: str) -> None
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "begins with nothing, not 00000803"),
-        (b"GIF89a", "begins with 47494638, not 00000803"),
-        (idx(PIXELS, 24), "begins with 00000801, not 00000803"),
-        (idx(PIXELS, 4, 3, 2)[:9], "ends inside its header, after 9 of 16 bytes"),
-        (idx(PIXELS[:-1], 4, 3, 2), "holds 4 x 3 x 2 bytes, but it holds 23"),
-        (idx(PIXELS + b"!", 4, 3, 2), "holds 4 x 3 x 2 bytes, but it holds 25"),
-        (idx(b"", 0, 28, 28), "holds nothing"),
+        (b"", "starts with nothing, not 00000803"),
+        (b"GIF89a", "starts with 47494638, not 00000803"),
+        (idx(PIXELS, 24), "starts with 00000801, not 00000803"),
+        (idx(PIXELS, 4, 3, 2)[:9], "is truncated in its header, after 9 of 16 bytes"),
+        (idx(PIXELS[:-1], 4, 3, 2), "declares 4 x 3 x 2 bytes, but contains 23"),
+        (idx(PIXELS + b"!", 4, 3, 2), "declares 4 x 3 x 2 bytes, but contains 25"),
+        (idx(b"", 0, 28, 28), "is empty"),
     ],
 )
 def test_a_file_that_is_wrong_is_named(tmp_path: Path, data: bytes, words: str) -> None:
@@ -84,7 +84,7 @@ def write_pair(folder: Path, labels: bytes) -> tuple[Path, Path]:
 
 
 def test_a_pair_is_read_together(tmp_path: Path) -> None:
-    images, labels = read_pair(*write_pair(tmp_path, bytes([9, 0, 3, 1])))
+    images, labels = read_images_and_labels(*write_pair(tmp_path, bytes([9, 0, 3, 1])))
     assert images.shape == (4, 3, 2)
     assert labels.tolist() == [9, 0, 3, 1]
 
@@ -92,10 +92,10 @@ def test_a_pair_is_read_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        (bytes([1, 2, 3]), "images holds 4 images, but .*labels 3 labels"),
-        (bytes([1, 2, 10, 3]), "labels gives image 2 the label 10; labels go from 0 to 9"),
+        (bytes([1, 2, 3]), "images has 4 images, but .*labels has 3 labels"),
+        (bytes([1, 2, 10, 3]), "labels has label 10 for image 2; labels must be from 0 to 9"),
     ],
 )
 def test_a_pair_that_does_not_fit_is_named(tmp_path: Path, labels: bytes, words: str) -> None:
     with pytest.raises(FileError, match=words):
-        read_pair(*write_pair(tmp_path, labels))
+        read_images_and_labels(*write_pair(tmp_path, labels))

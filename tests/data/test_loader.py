@@ -19,9 +19,9 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lockstep.data.epoch_order import epoch_permutation
 from lockstep.data.loader import Batches
-from lockstep.data.microbatch import ALIGNMENT, Batch, mapped
-from lockstep.data.order import order
+from lockstep.data.microbatch import ALIGNMENT, Batch, map_tensors
 from lockstep.errors import DatasetError, DisagreementError, LayoutError, SampleError
 from lockstep.randomness import key
 
@@ -92,7 +92,7 @@ def test_every_width_sees_the_same_order(
 ) -> None:
     dataset = TensorDataset(torch.arange(n)) if in_memory else Numbers(n)
     options = {"seed": 5, "epoch": 3, "shuffle": shuffle, "microbatches": microbatches}
-    expected = order(n, 5, 3, shuffle).tolist()
+    expected = epoch_permutation(n, 5, 3, shuffle).tolist()
     for replicas in range(1, min(4, microbatches) + 1):
         parts = at_width(replicas, dataset, batch_size, **options)
         values = [part[0] if in_memory else part for part in parts]
@@ -184,7 +184,7 @@ def test_every_tensor_is_aligned(num_workers: int) -> None:
     batches = Batches(Numbers(30), 8, collate_fn=skewed, num_workers=num_workers)
     for batch in batches:
         for microbatch in batch.microbatches:
-            mapped(lambda tensor: pointers.append(tensor.data_ptr()), microbatch.data)
+            map_tensors(lambda tensor: pointers.append(tensor.data_ptr()), microbatch.data)
     assert len(pointers) == 2 * (8 + 8 + 8 + 6)
     assert {pointer % ALIGNMENT for pointer in pointers} == {0}
 
@@ -291,7 +291,7 @@ def test_a_sample_that_raises_is_named(num_workers: int) -> None:
 def test_samples_that_cannot_be_collated_are_named(num_workers: int) -> None:
     options = {"shuffle": False, "microbatches": 2, "num_workers": num_workers}
     with pytest.raises(
-        SampleError, match=r"^putting samples 0, 1 of Broken into one .* RuntimeError: stack"
+        SampleError, match=r"^collating samples 0, 1 of Broken .* RuntimeError: stack"
     ):
         list(Batches(Broken(20), 4, **options))
     with pytest.raises(SampleError, match=r"samples 0, 1, 2, 3, 4, 5, 6, 7, \.\.\. of"):
@@ -304,13 +304,16 @@ def test_samples_that_cannot_be_collated_are_named(num_workers: int) -> None:
         ({"dataset": Numbers(0)}, "Numbers is empty"),
         ({"batch_size": 0}, "batch size is 0; it must be at least 1"),
         ({"batch_size": None}, "batch size is None"),
-        ({"batch_sampler": [[1]]}, "leave batch_size and sampler"),
-        ({"batch_sampler": [[1]], "batch_size": None, "sampler": [1]}, "leave batch_size and"),
-        ({"dataset": 7}, "int is no dataset"),
-        ({"dataset": iter([1]), "sampler": [1]}, "its order is its own, give no sampler"),
+        ({"batch_sampler": [[1]]}, "omit batch_size and sampler"),
+        ({"batch_sampler": [[1]], "batch_size": None, "sampler": [1]}, "omit batch_size and"),
+        ({"dataset": 7}, "int is not a dataset"),
+        ({"dataset": iter([1]), "sampler": [1]}, "iterable datasets cannot take a sampler"),
         ({"num_workers": -1}, "num_workers must not be negative"),
-        ({"timeout": 0}, "timeout must be above 0 s"),
-        ({"sampler": DistributedSampler(range(8), 2, 1)}, "DistributedSampler gives each rank"),
+        ({"timeout": 0}, "timeout must be positive"),
+        (
+            {"sampler": DistributedSampler(range(8), 2, 1)},
+            "DistributedSampler yields a different part on each rank",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(arguments: dict[str, Any], words: str) -> None:
@@ -353,7 +356,7 @@ def test_a_sampler_that_draws_from_elsewhere_is_noticed() -> None:
     sampler = WeightedRandomSampler([1.0] * 10, 10, generator=generator)
     agree = Ranks()
     list(Batches(Numbers(10), 4, sampler=sampler, agree=agree))
-    with pytest.raises(DisagreementError, match="rank 1 goes through the samples in another order"):
+    with pytest.raises(DisagreementError, match="rank 1 has a different order of the samples"):
         list(Batches(Numbers(10), 4, sampler=sampler, agree=agree))
 
 
@@ -366,7 +369,7 @@ def test_a_rank_without_an_order_tells_the_others_before_it_fails() -> None:
     list(Batches(Numbers(10), 4, agree=agree))
     with pytest.raises(OSError, match="weights missing"):
         list(Batches(Numbers(10), 4, sampler=Failing(), agree=agree))
-    with pytest.raises(DisagreementError, match="rank 1 could not make its order"):
+    with pytest.raises(DisagreementError, match="rank 1 could not determine its order"):
         list(Batches(Numbers(10), 4, agree=agree))
 
 

@@ -7,7 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.microbatch import ALIGNMENT, aligned, cut, leaves, mapped, owned, pieces, spans
+from lockstep.data.microbatch import (
+    ALIGNMENT,
+    align_tensors,
+    count_microbatches,
+    map_tensors,
+    owned_microbatches,
+    pieces,
+    split_batch,
+    split_evenly,
+)
 from lockstep.errors import DatasetError
 
 
@@ -18,13 +27,13 @@ class Pair(NamedTuple):
 
 def pointers(data: Any) -> list[int]:
     found: list[int] = []
-    mapped(lambda tensor: found.append(tensor.data_ptr()), data)
+    map_tensors(lambda tensor: found.append(tensor.data_ptr()), data)
     return found
 
 
 @given(st.integers(0, 500), st.integers(1, 40))
 def test_spans_cover_and_differ_by_at_most_one_larger_first(total: int, parts: int) -> None:
-    cuts = spans(total, parts)
+    cuts = split_evenly(total, parts)
     sizes = [len(span) for span in cuts]
     assert [position for span in cuts for position in span] == list(range(total))
     assert max(sizes) - min(sizes) <= 1
@@ -33,15 +42,19 @@ def test_spans_cover_and_differ_by_at_most_one_larger_first(total: int, parts: i
 
 @pytest.mark.parametrize(("total", "parts"), [(-1, 2), (3, 0)])
 def test_impossible_spans_are_a_bug(total: int, parts: int) -> None:
-    with pytest.raises(ValueError, match="cannot cut"):
-        spans(total, parts)
+    with pytest.raises(ValueError, match="cannot split"):
+        split_evenly(total, parts)
 
 
 @given(st.integers(1, 200), st.integers(1, 16), st.data())
 def test_every_microbatch_is_owned_once_in_order(n: int, m: int, data: st.DataObject) -> None:
     replicas = data.draw(st.integers(1, m))
-    owners = [index for replica in range(replicas) for index in owned(n, m, replicas, replica)]
-    assert owners == list(range(leaves(n, m)))
+    owners = [
+        index
+        for replica in range(replicas)
+        for index in owned_microbatches(n, m, replicas, replica)
+    ]
+    assert owners == list(range(count_microbatches(n, m)))
 
 
 @given(st.integers(0, 200), st.integers(1, 16), st.data())
@@ -58,7 +71,7 @@ def test_pieces_are_never_empty_and_do_not_depend_on_the_replicas(
 def test_cut_gives_each_sample_once(n: int, m: int, data: st.DataObject) -> None:
     replicas = data.draw(st.integers(1, m))
     batch = (torch.arange(n * 3).view(n, 3), torch.arange(n))
-    cuts = [cut(batch, m, replicas, replica) for replica in range(replicas)]
+    cuts = [split_batch(batch, m, replicas, replica) for replica in range(replicas)]
     held = [microbatch for part in cuts for microbatch in part.microbatches]
     assert [microbatch.index for microbatch in held] == list(range(min(n, m)))
     assert [microbatch.size for microbatch in held] == [len(x.data[1]) for x in held]
@@ -77,7 +90,7 @@ def test_cut_goes_through_nested_data() -> None:
         "weight": torch.tensor(3.0),
         "nothing": None,
     }
-    (first, second) = cut(batch, 2, 1, 0, epoch=4).microbatches
+    (first, second) = split_batch(batch, 2, 1, 0, epoch=4).microbatches
     assert second.data["pair"].image.tolist() == [3, 4]
     assert isinstance(second.data["pair"], Pair)
     assert second.data["pair"].label.tolist() == [3, 4]
@@ -91,44 +104,44 @@ def test_cut_goes_through_nested_data() -> None:
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ((torch.zeros(4), torch.zeros(3)), r"batch\[0\] holds 4 samples, but batch\[1\] holds 3"),
+        ((torch.zeros(4), torch.zeros(3)), r"batch\[0\] has 4 samples, but batch\[1\] has 3"),
         (
             {"x": torch.zeros(4), "m": {"n": ["a"]}},
-            r"batch\['x'\].* but batch\['m'\]\['n'\] holds 1",
+            r"batch\['x'\].* but batch\['m'\]\['n'\] has 1",
         ),
-        (7, "type int cannot be cut"),
-        ({"scale": 1.0}, "type dict cannot be cut"),
-        (torch.tensor(1.0), "type Tensor cannot be cut"),
+        (7, "type int cannot be split"),
+        ({"scale": 1.0}, "type dict cannot be split"),
+        (torch.tensor(1.0), "type Tensor cannot be split"),
     ],
 )
 def test_what_cannot_be_cut_is_named(batch: Any, words: str) -> None:
     with pytest.raises(DatasetError, match=words):
-        cut(batch, 2, 1, 0)
+        split_batch(batch, 2, 1, 0)
 
 
 def test_an_empty_batch_is_refused() -> None:
-    with pytest.raises(DatasetError, match="the batch is empty"):
-        cut(torch.zeros(0, 3), 4, 1, 0)
+    with pytest.raises(DatasetError, match="the batch has no samples"):
+        split_batch(torch.zeros(0, 3), 4, 1, 0)
 
 
 def test_a_microbatch_has_its_own_memory() -> None:
     """A model that writes into its input must not change the user's batch."""
     batch = torch.zeros(8, 16)
-    for microbatch in cut(batch, 4, 1, 0).microbatches:
+    for microbatch in split_batch(batch, 4, 1, 0).microbatches:
         microbatch.data.fill_(1.0)
     assert not batch.any()
 
 
 def test_well_placed_tensors_are_not_copied_by_alignment() -> None:
     tensor = torch.zeros(8, 16)
-    assert aligned(tensor) is tensor
+    assert align_tensors(tensor) is tensor
 
 
 def test_misplaced_tensors_are_copied_with_their_strides() -> None:
     image = torch.randn(3, 2, 5, 5).to(memory_format=torch.channels_last)
     part = image[1:]
     assert part.data_ptr() % ALIGNMENT != 0
-    copy = aligned(part)
+    copy = align_tensors(part)
     assert copy.data_ptr() % ALIGNMENT == 0
     assert copy.stride() == part.stride()
     assert torch.equal(copy, part)
@@ -139,13 +152,13 @@ def test_strides_do_not_depend_on_where_a_view_lies() -> None:
     base = torch.randn(64, 4)
     view = base[::2]
     assert view.data_ptr() % ALIGNMENT == 0
-    assert aligned(view).is_contiguous()
+    assert align_tensors(view).is_contiguous()
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
 def test_aligned_keeps_the_containers(kind: type) -> None:
     data = kind(x=[torch.zeros(9)[1:]], pair=Pair(torch.zeros(9)[1:], "label"), n=3)
-    result = aligned(data)
+    result = align_tensors(data)
     assert type(result) is kind
     assert type(result["pair"]) is Pair
     assert result["pair"].label == "label"
@@ -154,9 +167,9 @@ def test_aligned_keeps_the_containers(kind: type) -> None:
 
 def test_a_mapping_that_cannot_be_rebuilt_becomes_a_dict() -> None:
     data = defaultdict(list, x=torch.zeros(9)[1:])
-    assert aligned(data)["x"].data_ptr() % ALIGNMENT == 0
+    assert align_tensors(data)["x"].data_ptr() % ALIGNMENT == 0
 
 
 def test_sparse_tensors_pass_as_they_are() -> None:
     sparse = torch.eye(3).to_sparse()
-    assert aligned(sparse) is sparse
+    assert align_tensors(sparse) is sparse

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lockstep.data.loader import Batches
-from lockstep.data.microbatch import copied, cut, mapped
+from lockstep.data.microbatch import clone_tensors, map_tensors, split_batch
 
 Pair = namedtuple("Pair", "inputs targets")
 
@@ -48,7 +48,7 @@ def spoil(data: Any) -> list[list[float]]:
         found.append(numpy.asarray(value).reshape(-1).tolist())
         value *= 0
 
-    mapped(visit, data, (torch.Tensor, numpy.ndarray))
+    map_tensors(visit, data, (torch.Tensor, numpy.ndarray))
     return found
 
 
@@ -100,7 +100,7 @@ def test_micro_batches_of_a_stream_have_memory_of_their_own(replicas: int) -> No
 
 def test_a_tensor_that_is_there_twice_stays_one() -> None:
     x = torch.ones(3)
-    first, (second, third) = copied((x, [x, x + 1]))
+    first, (second, third) = clone_tensors((x, [x, x + 1]))
     assert first is second
     assert first is not x
     assert first.data_ptr() not in (x.data_ptr(), third.data_ptr())
@@ -108,12 +108,12 @@ def test_a_tensor_that_is_there_twice_stays_one() -> None:
 
 def test_a_transposed_tensor_stays_transposed() -> None:
     x = torch.arange(6.0).view(2, 3).t()
-    assert copied(x).stride() == x.stride()
+    assert clone_tensors(x).stride() == x.stride()
 
 
 def test_arrays_of_a_whole_batch_are_copied_too() -> None:
     array = numpy.arange(4.0)
-    batch = cut((torch.arange(4.0), array), 2, 1, 0)
+    batch = split_batch((torch.arange(4.0), array), 2, 1, 0)
     for microbatch in batch.microbatches:
         spoil(microbatch.data)
     assert array.tolist() == [0, 1, 2, 3]
@@ -121,8 +121,8 @@ def test_arrays_of_a_whole_batch_are_copied_too() -> None:
 
 def test_what_default_collate_makes_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(data: Any) -> Any:
-        raise AssertionError("copied")
+        raise AssertionError("clone_tensors")
 
-    monkeypatch.setattr("lockstep.data.samples.copied", refuse)
+    monkeypatch.setattr("lockstep.data.map_dataset.clone_tensors", refuse)
     for collate in (None, default_collate):
         assert len(list(Batches(Held("view"), 4, collate_fn=collate))) == 2

@@ -29,12 +29,12 @@ def test_the_seed_fixes_the_parts() -> None:
 
 
 def test_a_dataset_without_length_is_refused() -> None:
-    class Stream(IterableDataset[int]):
+    class IterableSource(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
 
-    with pytest.raises(DatasetError, match="Stream has no length"):
-        ls.partition(Stream(), [1.0])
+    with pytest.raises(DatasetError, match="IterableSource has no length"):
+        ls.partition(IterableSource(), [1.0])
 
 
 def test_bad_fractions_are_refused() -> None:

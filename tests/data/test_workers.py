@@ -135,7 +135,7 @@ def test_a_death_whose_signal_got_lost_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The handler's exception can come up where Python ignores it; then torch waited on."""
-    monkeypatch.setattr("lockstep.data.workers.GLANCE", 0.2)
+    monkeypatch.setattr("lockstep.data.workers.POLL_SECONDS", 0.2)
     dataset = Blocking(tmp_path / "reached")
     before = workers()
     batches = iter(Batches(dataset, 4, shuffle=False, num_workers=1))
@@ -154,7 +154,7 @@ def test_a_death_whose_signal_got_lost_is_noticed(
 
 def test_a_silent_worker_is_named_at_the_deadline(tmp_path: Path) -> None:
     dataset = Blocking(tmp_path / "reached")
-    with pytest.raises(SampleError, match=r"gave no batch within 0\.5 s; look for a sample"):
+    with pytest.raises(SampleError, match=r"returned no batch within 0\.5 s; check for a sample"):
         list(Batches(dataset, 4, shuffle=False, num_workers=1, timeout=0.5))
     assert dataset.reached.exists()
 
@@ -175,5 +175,5 @@ def test_a_daemon_may_not_start_workers(monkeypatch: pytest.MonkeyPatch) -> None
     import multiprocessing
 
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
-    with pytest.raises(DatasetError, match="a daemon process may not start loader workers"):
+    with pytest.raises(DatasetError, match="a daemon process cannot start loader workers"):
         Batches(Numbers(), 4, num_workers=1)

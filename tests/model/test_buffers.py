@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.tree import nodes_of
-from lockstep.data.microbatch import spans
+from lockstep.data.microbatch import split_evenly
 from lockstep.errors import BufferError
 from lockstep.model.buffers import Buffers
 
@@ -25,7 +25,7 @@ class Holder(nn.Module):
 def run(write, leaves=3, ranks=1, rank=0, gathered=None):
     """Let `write(model, leaf)` act as each micro-batch that this rank owns."""
     model = Holder()
-    owned = spans(leaves, ranks)
+    owned = split_evenly(leaves, ranks)
     buffers = Buffers({"": model})
     for leaf in owned[rank]:
         buffers.enter()

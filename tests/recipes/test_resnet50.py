@@ -69,7 +69,7 @@ def test_a_picture_that_cannot_be_read_ends_it_with_one_sentence(tmp_path):
         path.write_text("no picture")
     status, message, _ = train("--data", folder, "--size", 32, "--runs", tmp_path / "runs")
     assert status == 1
-    assert ".jpg cannot be read as a picture (of no known format, or damaged)" in message
+    assert ".jpg cannot be read as an image (unknown format, or damaged)" in message
     assert "\n" not in message
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.data.microbatch import cut
+from lockstep.data.microbatch import split_batch
 from lockstep.errors import LayoutError, LossError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -122,7 +122,7 @@ def test_a_loss_with_weights_of_its_own_through_stages(driver):
 
 def test_inputs_go_to_the_first_stage_and_targets_to_the_last(driver):
     trainer = trainer_of(driver, stages=2, balance=[2, 3])
-    batch = cut(batches()[0], 8, 1, 0)
+    batch = split_batch(batches()[0], 8, 1, 0)
     first, last = (trainer._needed(batch, position).microbatches for position in (0, 1))
     assert all(each.data[0].shape[1] == 12 and each.data[1] is None for each in first)
     assert all(each.data[0] is None and each.data[1].dim() == 1 for each in last)

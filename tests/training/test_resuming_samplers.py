@@ -68,4 +68,4 @@ def test_a_training_that_cannot_go_on_in_the_same_order_says_so(ranks):
 
     state, _ = ranks(train, 1, (1, 2))[0]
     for message in ranks(late, 2, state):
-        assert "whose state was saved in epoch 1 and is not known in epoch 3" in message
+        assert "whose state was saved in epoch 1 and is unknown for epoch 3" in message

@@ -226,7 +226,7 @@ def test_ranks_that_are_given_different_batches_say_so_before_the_weights_change
 
     for said, unchanged in ranks(train, 2):
         assert len(said) == 1
-        assert "in step 0, rank 1 was given another batch than rank 0 (checksums" in said[0]
+        assert "in step 0, rank 1 got a different batch than rank 0 (checksums" in said[0]
         assert "DistributedSampler" in said[0]
         assert "use trainer.batches(dataset, batch_size) instead" in said[0]
         assert unchanged
@@ -244,7 +244,7 @@ def test_different_batches_are_noticed_while_buckets_travel_early(ranks):
 
     for said, steps in ranks(train, 2, backend="lockstep"):
         assert steps == 2
-        assert "in step 2, rank 1 was given another batch" in said[2]
+        assert "in step 2, rank 1 got a different batch" in said[2]
 
 
 def test_the_same_whole_batches_pass_wherever_they_lie_in_memory(ranks):
@@ -270,4 +270,4 @@ def test_batches_with_other_strides_are_other_batches(ranks):
         return losses(trainer, [(inputs, targets)])
 
     for said in ranks(train, 2):
-        assert "in step 0, rank 1 was given another batch than rank 0" in said[0]
+        assert "in step 0, rank 1 got a different batch than rank 0" in said[0]

@@ -573,7 +573,7 @@ def test_wrong_arguments_get_one_sentence(wrong, error, sentence):
             r"targets \(2,\) int64 with values 2 to 3: IndexError: Target 3 is out of bounds",
         ),
         (nn.CrossEntropyLoss(), torch.zeros(16, 6), "a pair .inputs, targets., not a Tensor"),
-        (nn.CrossEntropyLoss(), (torch.zeros(4, 6), torch.zeros(5)), "holds 4 samples"),
+        (nn.CrossEntropyLoss(), (torch.zeros(4, 6), torch.zeros(5)), "has 4 samples"),
     ],
     ids=["shape", "float", "detached", "label", "no pair", "sizes"],
 )

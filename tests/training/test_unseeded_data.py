@@ -69,7 +69,7 @@ def train(dataset, collate=None, workers=0):
 def test_a_dataset_with_a_generator_of_its_own_is_named_in_every_layout(ranks, n):
     for rank, said in enumerate(ranks(train, n, Augmented)):
         assert "of Augmented, loaded twice with the same random seed, draws from a" in said
-        assert "generator of its own (rng), so its numbers" in said
+        assert "private generator (rng), so its random numbers" in said
         assert f"(rank {rank}, batch 0)" in said
 
 
@@ -88,8 +88,8 @@ def other_rows():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_datasets_that_differ_between_ranks_are_named_before_the_first_step(ranks, workers):
     for said in ranks(train, 3, other_rows, None, workers):
-        assert said.startswith("rank 1 has another sample ")
-        assert "than rank 0, although both loaded it with the same random seed" in said
+        assert said.startswith("sample ")
+        assert "of rank 1 differs from that of rank 0, although both loaded it" in said
 
 
 def test_an_evaluation_on_other_data_is_named(ranks):
@@ -101,4 +101,4 @@ def test_an_evaluation_on_other_data_is_named(ranks):
             return str(error)
 
     for said in ranks(evaluate, 2):
-        assert said.startswith("rank 1 has another sample 0 than rank 0")
+        assert said.startswith("sample 0 of rank 1 differs from that of rank 0")

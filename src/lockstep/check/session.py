@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lockstep.check.layouts import Layout
-from lockstep.data.microbatch import spans
+from lockstep.data.microbatch import split_evenly
 from lockstep.launcher.world import World
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.model.fingerprinter import Fingerprinter
@@ -79,7 +79,7 @@ class Session:
             count = 0 if hasattr(model, "_orig_mod") else len(block_names(model, blocks))
         elif blocks is None:
             count = len(model)
-        balance = [len(span) for span in spans(count, stages)] if count >= stages else None
+        balance = [len(span) for span in split_evenly(count, stages)] if count >= stages else None
         return LayoutOptions(layout.stages, layout.schedule, balance, layout.chunks, False)
 
     def fingerprinter(

@@ -1,14 +1,25 @@
-"""The datasets: the digits that come with Lockstep, and MNIST from its four files.
+"""Datasets: the digits that come with Lockstep, and MNIST from its four IDX files.
 
     digits()        1,797 images of the UCI set, 8x8 with values 0..16, scaled to 28x28
-    mnist(folder)   60,000 to train on, 10,000 to test with, 28x28 with values 0..255
+    mnist(folder)   60,000 images for training, 10,000 for testing, 28x28 with values 0..255
 
-Both are TensorDatasets of (image float32 [1, 28, 28], label int64), normalised,
-which the loader reads without a call a sample.
+Both are TensorDatasets of (image float32 [1, 28, 28], label int64), normalized. The loader
+reads them without one call per sample.
+
+An IDX file is a magic number, sizes and bytes:
+
+    00 00 08 DD | size 1 | ... | size DD | values        sizes: 32 bits, big-endian
+
+08 stands for unsigned bytes, the only type that is supported; DD is the number of
+dimensions: 1 for labels, 3 for images.
 """
 
 from __future__ import annotations
 
+import gzip
+import math
+import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,10 +27,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lockstep.data.download import Progress, download
-from lockstep.data.idx import find_idx, read_pair
 from lockstep.errors import FileError
 
-__all__ = ["digits", "mnist"]
+__all__ = ["digits", "find_idx", "mnist", "read_idx", "read_images_and_labels"]
 
 IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 DIGITS_FOLDER = Path(__file__).parent / "digits"
@@ -41,15 +51,15 @@ SHA256 = {
 def digits() -> TensorDataset:
     """Return the 1,797 handwritten digits of the UCI set, images [1797, 1, 28, 28].
 
-    Scaled from 8x8 bilinearly and normalised; the same bits on every machine. For
-    a held-out part use `lockstep.partition`.
+    They are scaled bilinearly from 8x8 and normalized, with the same bits on every machine.
+    Use `lockstep.partition` to hold out a part.
     """
     folder = DIGITS_FOLDER
-    images, labels = read_pair(folder / f"{IMAGES}.gz", folder / f"{LABELS}.gz")
+    images, labels = read_images_and_labels(folder / f"{IMAGES}.gz", folder / f"{LABELS}.gz")
     weights = _bilinear()
-    # Whole numbers below 2^24 add up exactly in float32, in any order: 14 x 14 x 16.
+    # Sums of integers below 2^24 (14 x 14 x 16) are exact in float32, in any order.
     pixels = weights @ images.float() @ weights.T / (14 * 14 * 16)
-    return _normalised(pixels, labels, DIGITS_MEAN, DIGITS_STD)
+    return _normalize(pixels, labels, DIGITS_MEAN, DIGITS_STD)
 
 
 def mnist(
@@ -61,21 +71,28 @@ def mnist(
     mirrors: Sequence[str] = MIRRORS,
     sha256: Mapping[str, str] = SHA256,
 ) -> TensorDataset:
-    """Return MNIST from the IDX files in `folder`, plain or gzipped: images [n, 1, 28, 28].
+    """Return MNIST from its IDX files, images [n, 1, 28, 28].
 
-    With `download`, files that are missing are fetched from `mirrors`, checked by
-    SHA-256; `progress(name, bytes, total)` hears of it. Raises FileError where a
-    file is missing, damaged, does not match its partner, or cannot be fetched.
+    Args:
+        folder: The folder of the files, plain or gzipped.
+        train: Whether to return the training set, or else the test set.
+        download: Whether to download missing files.
+        progress: Called during a download with file name, bytes so far and total bytes.
+        mirrors: Base URLs to download from, tried in order.
+        sha256: The SHA-256 of each gzipped file, by name without suffix.
+
+    Raises:
+        FileError: A file is missing, damaged, inconsistent, or cannot be downloaded.
     """
     folder, part = Path(folder), "train" if train else "t10k"
     names = (f"{part}-{IMAGES}", f"{part}-{LABELS}")
     if download:
-        _fetch(folder, names, mirrors, sha256, progress)
-    images, labels = read_pair(*_found(folder, names))
-    return _normalised(images.float() / 255, labels, MNIST_MEAN, MNIST_STD)
+        _download_missing(folder, names, mirrors, sha256, progress)
+    images, labels = read_images_and_labels(*_find_files(folder, names))
+    return _normalize(images.float() / 255, labels, MNIST_MEAN, MNIST_STD)
 
 
-def _fetch(
+def _download_missing(
     folder: Path,
     names: tuple[str, str],
     mirrors: Sequence[str],
@@ -87,13 +104,13 @@ def _fetch(
             download(f"{name}.gz", folder, sha256[name], mirrors, progress)
 
 
-def _found(folder: Path, names: tuple[str, str]) -> tuple[Path, Path]:
+def _find_files(folder: Path, names: tuple[str, str]) -> tuple[Path, Path]:
     images, labels = (find_idx(folder, name) for name in names)
     if images is None or labels is None:
         missing = [name for name, path in zip(names, (images, labels), strict=True) if not path]
         raise FileError(
             f"{folder} has no {' and no '.join(f'{name} or {name}.gz' for name in missing)}; "
-            "give the folder that holds the MNIST files, or fetch them with --download"
+            "pass the folder of the MNIST files, or download them with --download"
         )
     return images, labels
 
@@ -101,9 +118,8 @@ def _found(folder: Path, names: tuple[str, str]) -> tuple[Path, Path]:
 def _bilinear() -> torch.Tensor:
     """Return 14 times the weights, [28, 8], that scale a column of 8 pixels to 28 bilinearly.
 
-    Pixel i of the scaled image lies at (2 i + 1) / 7 - 1/2 = (4 i - 5) / 14 of the
-    small one, so that 14 times a weight is a whole number. Beyond the border the
-    border's value goes on.
+    Pixel i of the scaled image is at (2 i + 1) / 7 - 1/2 = (4 i - 5) / 14 of the small one, so
+    14 times a weight is an integer. Pixels beyond the border have the value of the border.
     """
     weights = torch.zeros(28, 8)
     for i in range(28):
@@ -113,7 +129,80 @@ def _bilinear() -> torch.Tensor:
     return weights
 
 
-def _normalised(
+def _normalize(
     pixels: torch.Tensor, labels: torch.Tensor, mean: float, std: float
 ) -> TensorDataset:
     return TensorDataset(((pixels - mean) / std).unsqueeze(1), labels.long())
+
+
+def find_idx(folder: Path, name: str) -> Path | None:
+    """Return the path of an IDX file, plain or gzipped, or None if it does not exist."""
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    return None
+
+
+def read_idx(path: Path, dimensions: int) -> torch.Tensor:
+    """Read an IDX file as a uint8 tensor; it is gzipped if its name ends in .gz.
+
+    Args:
+        path: The file.
+        dimensions: The expected number of dimensions.
+
+    Raises:
+        FileError: The file cannot be read, is damaged, truncated or of another type, or its
+            length does not match its sizes.
+    """
+    data = _read_bytes(path)
+    header = 4 + 4 * dimensions
+    magic = bytes([0, 0, 8, dimensions])
+    if data[:4] != magic:
+        raise FileError(
+            f"{path} is not an IDX file of {dimensions}-dimensional bytes: "
+            f"it starts with {data[:4].hex() or 'nothing'}, not {magic.hex()}"
+        )
+    if len(data) < header:
+        raise FileError(f"{path} is truncated in its header, after {len(data)} of {header} bytes")
+    sizes = struct.unpack(f">{dimensions}I", data[4:header])
+    values = len(data) - header
+    if values != math.prod(sizes):
+        shape = " x ".join(str(size) for size in sizes)
+        raise FileError(f"{path} declares {shape} bytes, but contains {values}")
+    if values == 0:
+        raise FileError(f"{path} is empty: its sizes are {sizes}")
+    return torch.frombuffer(bytearray(data[header:]), dtype=torch.uint8).view(sizes)
+
+
+def read_images_and_labels(
+    images: Path, labels: Path, classes: int = 10
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read images (uint8, [n, height, width]) and their labels (uint8, [n]).
+
+    Raises:
+        FileError: Their numbers differ, or a label is not below `classes`.
+    """
+    pixels, digits = read_idx(images, 3), read_idx(labels, 1)
+    if len(pixels) != len(digits):
+        raise FileError(f"{images} has {len(pixels)} images, but {labels} has {len(digits)} labels")
+    worst = int(digits.max())
+    if worst >= classes:
+        where = int((digits == worst).nonzero()[0])
+        raise FileError(
+            f"{labels} has label {worst} for image {where}; labels must be from 0 to {classes - 1}"
+        )
+    return pixels, digits
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        if path.suffix != ".gz":
+            return path.read_bytes()
+        with gzip.open(path) as file:
+            return file.read()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise FileError(
+            f"{path} is a damaged or truncated gzip file ({error}); download it again"
+        ) from None
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror or error}") from None

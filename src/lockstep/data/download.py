@@ -1,12 +1,12 @@
-"""The download: files from public mirrors, checked by SHA-256 before they get their name.
+"""Downloads from public mirrors, verified by SHA-256 before the file gets its name.
 
-    mirror 1 ──chunks──> .NAME.XXXX (temporary) ──SHA-256 right──> NAME
+    mirror 1 ──chunks──> .NAME.XXXX (temporary) ──SHA-256 matches──> NAME
        │ fails or differs
     mirror 2 ...
 
-Several ranks may want one file at once: the first locks the folder, the others
-wait and find the file. Where a folder cannot be locked each fetches its own
-copy; the renaming is atomic, so that a torn file never has the name.
+If several ranks want one file, the first locks the folder, and the others wait and find the
+file. Where a folder cannot be locked, each rank downloads its own copy; renaming is atomic, so
+the file is never incomplete.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from lockstep.files import replace_file
 __all__ = ["Progress", "download"]
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with the file's name, the bytes so far, and the bytes in all where known."""
+"""Called with the name of the file, the bytes so far, and the total bytes or None."""
 
-CHUNK = 1 << 18  # bytes between two looks at the clock
-ABANDONED = 3600.0  # seconds without a byte after which a part of a file is nobody's
+CHUNK = 1 << 18  # bytes between two checks of the deadline
+ABANDONED = 3600.0  # seconds after which an unchanged temporary file is removed
 
 
 def download(
@@ -44,12 +44,24 @@ def download(
     stall: float = 30.0,
     deadline: float = 600.0,
 ) -> Path:
-    """Fetch `name` from the first of `mirrors` that has it into `folder`; return its path.
+    """Download a file unless it exists.
 
-    Does nothing where the file is there already. `stall` bounds one wait for the
-    network, `deadline` the whole, waiting for another rank included, in seconds.
-    Raises FileError that says what each mirror answered, or why the folder cannot
-    be written.
+    Args:
+        name: The name of the file.
+        folder: The folder to write it to.
+        sha256: Its SHA-256.
+        mirrors: Base URLs, tried in order.
+        progress: Called after each chunk.
+        stall: The longest wait for the network, in seconds.
+        deadline: The limit of the whole download in seconds, including the wait for another
+            rank.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        FileError: No mirror has the file (with the answer of each), or the folder cannot be
+            written.
     """
     path = folder / name
     end = time.monotonic() + deadline
@@ -60,7 +72,7 @@ def download(
                 return path
             answers = []
             for mirror in mirrors:
-                answer = _fetched(mirror + name, path, sha256, progress, stall, end)
+                answer = _try_mirror(mirror + name, path, sha256, progress, stall, end)
                 if answer is None:
                     return path
                 answers.append(f"{mirror} {answer}")
@@ -72,38 +84,38 @@ def download(
     )
 
 
-def _fetched(
+def _try_mirror(
     url: str, path: Path, sha256: str, progress: Progress | None, stall: float, end: float
 ) -> str | None:
-    """Fetch one URL to `path`; return what is wrong with it, or None where all is well."""
-    _clear(path)
+    """Download one URL to `path`; return the problem, or None after success."""
+    _remove_abandoned(path)
     try:
         with replace_file(path, mode=0o644) as file:
-            found = _copied(url, file, path.name, progress, stall, end)
+            found = _copy(url, file, path.name, progress, stall, end)
             if found != sha256:
                 differs = f"{found[:12]}..., not {sha256[:12]}..."
-                raise _Refused(f"sent a file whose SHA-256 is {differs}")
-    except _Refused as refusal:
+                raise _MirrorError(f"sent a file whose SHA-256 is {differs}")
+    except _MirrorError as refusal:
         return str(refusal)
     return None
 
 
-def _clear(path: Path) -> None:
-    """Remove what a download that was killed has left; not one that may still be going on."""
+def _remove_abandoned(path: Path) -> None:
+    """Remove temporary files of killed downloads, but not of active ones."""
     for each in path.parent.glob(f".{path.name}.*"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - each.stat().st_mtime > ABANDONED:
                 each.unlink()
 
 
-class _Refused(Exception):
-    """What a mirror answered instead of the file."""
+class _MirrorError(Exception):
+    """A mirror did not send the file; the message says what happened."""
 
 
-def _copied(
+def _copy(
     url: str, file: IO[bytes], name: str, progress: Progress | None, stall: float, end: float
 ) -> str:
-    """Copy the body of `url` into `file`; return its SHA-256."""
+    """Copy the response of `url` to `file`; return its SHA-256."""
     digest, size = hashlib.sha256(), 0
     for chunk, total in _chunks(url, stall, end):
         file.write(chunk)
@@ -115,43 +127,45 @@ def _copied(
 
 
 def _chunks(url: str, stall: float, end: float) -> Iterator[tuple[bytes, int | None]]:
-    """Yield (chunk, bytes in all) of what `url` sends; whatever goes wrong is _Refused."""
+    """Yield (chunk, total bytes) of a response; every error raises _MirrorError."""
     try:
         with urllib.request.urlopen(url, timeout=stall) as response:
             total = int(response.headers.get("Content-Length") or 0) or None
             received = 0
-            while chunk := response.read1(CHUNK):  # what is there, so that the clock is seen
+            while chunk := response.read1(
+                CHUNK
+            ):  # returns what has arrived, so that the deadline is checked
                 received += len(chunk)
                 yield chunk, total
                 if time.monotonic() > end:
-                    raise _Refused(f"was too slow: {received} bytes before the deadline")
+                    raise _MirrorError(f"was too slow: {received} bytes before the deadline")
             if total is not None and received < total:
-                raise _Refused(f"stopped after {received} of {total} bytes")
+                raise _MirrorError(f"stopped after {received} of {total} bytes")
     except HTTPError as error:
-        raise _Refused(f"answered {error.code} {error.reason}") from None
+        raise _MirrorError(f"answered {error.code} {error.reason}") from None
     except (OSError, HTTPException, ValueError) as error:
-        raise _Refused(f"failed ({getattr(error, 'reason', None) or error})") from None
+        raise _MirrorError(f"failed ({getattr(error, 'reason', None) or error})") from None
 
 
 @contextlib.contextmanager
 def _locked(folder: Path, end: float) -> Iterator[None]:
-    """Hold the folder itself as the lock, which leaves no file behind."""
+    """Lock the folder itself, which leaves no lock file behind."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        while not _lock(handle):
+        while not _try_lock(handle):
             if time.monotonic() > end:
-                raise FileError(f"another process held {folder} until the deadline; try again")
+                raise FileError(f"another process locked {folder} until the deadline; try again")
             time.sleep(0.05)
         yield
     finally:
-        os.close(handle)  # and with it the lock
+        os.close(handle)  # releases the lock
 
 
-def _lock(handle: int) -> bool:
+def _try_lock(handle: int) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: the renaming alone must do
+    except OSError:  # a file system without locks: renaming is atomic anyway
         pass
     return True

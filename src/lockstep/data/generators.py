@@ -1,8 +1,8 @@
-"""Private random generators: found in an object's attributes, their states saved and restored.
+"""Private random generators of samplers and datasets: find, save and restore them.
 
-torch's, Python's and numpy's global generators are seeded for each order and each sample.
-A generator that a sampler or dataset made for itself goes on from one draw to the next,
-so what it gives depends on all draws before.
+The global generators of torch, Python and numpy are seeded for each order and each sample. A
+private generator of a sampler or dataset continues from one draw to the next, so its numbers
+depend on all draws before.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy
 import torch
 
 __all__ = [
+    "generator_state",
     "is_private_generator",
     "private_generators",
-    "restore_generator",
-    "state_of_generator",
+    "set_generator_state",
 ]
 
 DEPTH, LIMIT = 5, 1000
-"""How deep attributes are searched, and how many objects at most."""
+"""The maximum depth of attributes and number of objects that are searched."""
 
 GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 
@@ -33,13 +33,13 @@ SHARED: tuple[Any, ...] = (
     random._inst,
     numpy.random.mtrand._rand,
 )
-"""The global generators, which are seeded from outside."""
+"""The global generators, which the loader seeds."""
 
 
 def is_private_generator(value: Any) -> bool:
-    """Return whether `value` is a generator with a state of its own, and no global one.
+    """Return whether `value` is a generator with its own state, and not a global one.
 
-    `random.SystemRandom` has none: it draws from the operating system.
+    `random.SystemRandom` has no state: it draws from the operating system.
     """
     if not isinstance(value, GENERATORS) or isinstance(value, random.SystemRandom):
         return False
@@ -47,13 +47,13 @@ def is_private_generator(value: Any) -> bool:
 
 
 def private_generators(owner: Any, without: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the generators among the attributes of `owner`, by the path that leads there.
+    """Return the private generators among the attributes of `owner`, by attribute path.
 
     Containers, `functools.partial` and objects among the attributes are searched too.
 
     Args:
         owner: The object, for instance a sampler or a dataset.
-        without: Names of attributes that are not searched.
+        without: The names of attributes to skip.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
@@ -73,7 +73,7 @@ def private_generators(owner: Any, without: frozenset[str] = frozenset()) -> dic
     return found
 
 
-def state_of_generator(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
     """Return the state of a generator as JSON values."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes().hex()
@@ -84,10 +84,11 @@ def state_of_generator(generator: Any) -> Any:
     return _plain(generator.getstate())
 
 
-def restore_generator(generator: Any, state: Any) -> None:
-    """Put a generator into a state that `state_of_generator` returned of one of its kind.
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Set a generator to a state that `generator_state` returned.
 
-    Raises TypeError, ValueError or KeyError for the state of another kind of generator.
+    Raises:
+        TypeError, ValueError, KeyError: The state belongs to another type of generator.
     """
     if isinstance(generator, torch.Generator):
         octets = bytearray.fromhex(state)
@@ -102,12 +103,12 @@ def restore_generator(generator: Any, state: Any) -> None:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Give what an object holds, by name."""
+    """Yield the attributes or items of an object by name."""
     if isinstance(value, (str, bytes, torch.Tensor, numpy.ndarray, type)):
         return
     if isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-    elif isinstance(value, dict):  # not any mapping: one may load what it is asked for
+    elif isinstance(value, dict):  # only dict: other mappings may load their values on access
         if len(value) <= LIMIT:
             yield from ((str(key), part) for key, part in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -120,7 +121,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return nested numbers as JSON has them."""
+    """Convert nested numbers to JSON values."""
     if isinstance(value, Mapping):
         return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,10 +1,10 @@
-"""The loader: an epoch's global batches, of which each rank loads its own micro-batches.
+"""The loader: the global batches of an epoch, of which each rank loads its micro-batches.
 
-    order      3 0 6 2 5 1 4 ...            the same on every rank        order.py
+    order      3 0 6 2 5 1 4 ...            the same on every rank    epoch_order.py, samplers.py
     batches    3 0 6 2 | 5 1 4 ...          of the global batch size
-    rank 1     . . 6 2 | . . 4 ...          loaded and collated here      samples.py, stream.py
+    rank 1     . . 6 2 | . . 4 ...          loaded and collated       map_dataset.py, workers.py
 
-What a batch holds never depends on the layout, nor on the number of workers.
+The contents of a batch depend neither on the layout nor on the number of workers.
 """
 
 from __future__ import annotations
@@ -18,55 +18,79 @@ from typing import Any, cast
 import torch
 from torch.utils.data import IterableDataset
 
-from lockstep.data.agreement import (
+from lockstep.data.consistency import (
     UNKNOWN,
-    Description,
-    check,
-    check_samples,
-    packed_samples,
+    BatchIdentity,
+    EpochSummary,
+    pack_samples,
+    require_same_epoch,
+    require_same_samples,
 )
-from lockstep.data.draws import Draws, restore_sampler, state_of_sampler
-from lockstep.data.identity import Identity
-from lockstep.data.microbatch import Batch, Microbatch, leaves
-from lockstep.data.order import Epoch, order
-from lockstep.data.samples import Collate, Failure, Item, Loaded, Samples, Share, Tensors
-from lockstep.data.sampling import check_dataset, check_sampler, grouped, sampled
-from lockstep.data.stream import Stream
-from lockstep.data.workers import Items, in_process, in_workers, seeded_in_process
+from lockstep.data.epoch_order import EpochOrder, epoch_permutation
+from lockstep.data.iterable_dataset import IterableSource
+from lockstep.data.map_dataset import (
+    Collate,
+    Item,
+    LoadedBatch,
+    LoadFailure,
+    MapSource,
+    ReplicaShare,
+    TensorSource,
+)
+from lockstep.data.microbatch import Batch, Microbatch, count_microbatches
+from lockstep.data.samplers import (
+    SamplerStates,
+    draw_batches,
+    draw_indices,
+    restore_sampler_state,
+    sampler_state,
+    validate_dataset,
+    validate_sampler,
+)
+from lockstep.data.workers import Items, load_in_process, load_in_workers, load_isolated
 from lockstep.errors import DatasetError, LayoutError
 from lockstep.randomness import key
 
 __all__ = ["Agree", "Batches"]
 
 Agree = Callable[[bytes, str], list[bytes]]
-"""Exchanges a message with all ranks, given what it is about; returns theirs in rank order."""
+"""Exchanges (message, its subject) with all ranks; returns their messages in rank order."""
 
 
 class Batches:
     """The global batches of one epoch, as one rank sees them.
 
-    Iterating gives a `Batch` with this replica's micro-batches. Each sample comes
-    once; the last batch may be short; nothing is padded, dropped or repeated.
-    What `dataset[i]` draws from torch's, Python's and numpy's generators depends
-    only on (seed, epoch, i).
+    Iterating yields `Batch` objects with the micro-batches of this rank's replica. Each sample
+    occurs once; the last batch may be smaller; nothing is padded, dropped or repeated. What
+    `dataset[i]` draws from the global generators of torch, Python and numpy depends only on
+    (seed, epoch, i).
 
-    dataset         map-style, or iterable (cut by position; all ranks must see one stream)
-    batch_size      samples in a global batch, over all ranks
-    microbatches    M, into which each batch is cut; at least `replicas`
-    replica, rank   who this is; `rank` is for messages only
-    sampler         gives the order instead: indices of the whole dataset, the same on all ranks
-    batch_sampler   gives whole global batches instead; then there is no `batch_size`
-    num_workers     processes that load and collate; tensors in memory need none and use none
-    collate_fn      makes one micro-batch of a list of samples (torch's default otherwise)
-    pin_memory      copy to pinned memory, where there is a GPU
-    timeout         seconds that the workers may take for one batch
-    agree           exchanges a few bytes with all ranks, so that they can compare their data
-    draws           remembers the states of samplers from epoch to epoch
+    Args:
+        dataset: A map-style dataset, or an iterable one, which is split by position; all ranks
+            must read the same stream.
+        batch_size: The number of samples of a global batch, over all ranks.
+        microbatches: The number of micro-batches per batch; at least `replicas`.
+        replicas: The number of replicas.
+        replica: The replica of this rank.
+        rank: This rank, for messages.
+        seed: The random seed of order and augmentation.
+        epoch: The epoch, from 0.
+        shuffle: Whether to shuffle the samples.
+        sampler: The order instead: indices of the whole dataset, the same on all ranks.
+        batch_sampler: Whole global batches instead, without `batch_size`.
+        num_workers: The number of processes that load and collate. Tensors in memory use none.
+        collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
+        pin_memory: Whether to copy tensors to pinned memory if there is a GPU.
+        timeout: The longest wait for a batch from the workers, in seconds.
+        agree: Exchanges a few bytes with all ranks, so that they can compare their data.
+        sampler_states: The states of samplers from epoch to epoch.
 
-    Raises DatasetError or LayoutError for what cannot work; while iterating
-    SampleError where the dataset raises or a worker dies, DatasetError where a sample
-    that is loaded twice differs from itself, and DisagreementError where ranks differ in
-    their data or settings.
+    Raises:
+        DatasetError: An argument is invalid, or, while iterating, a sample differs between two
+            loads.
+        LayoutError: There are more replicas than micro-batches.
+        SampleError: While iterating, the dataset raises or a worker dies.
+        DisagreementError: While iterating, ranks differ in their data or settings.
     """
 
     def __init__(
@@ -88,9 +112,9 @@ class Batches:
         pin_memory: bool = False,
         timeout: float = 600.0,
         agree: Agree | None = None,
-        draws: Draws | None = None,
+        sampler_states: SamplerStates | None = None,
     ) -> None:
-        check_dataset(dataset)
+        validate_dataset(dataset)
         self.dataset, self.batch_size = dataset, batch_size
         self.seed, self.epoch, self.shuffle = seed, epoch, shuffle
         self.sampler, self.batch_sampler = sampler, batch_sampler
@@ -100,9 +124,11 @@ class Batches:
         self.position = 0
         self._start = 0
         self._order = ""
-        self._comparing = 0.0  # seconds for which the ranks compared the batch to come
-        self._draws = draws or Draws()
-        self._drawn_from: dict[str, Any] | None = None  # the sampler's state before it drew
+        self._comparing = 0.0  # seconds that the ranks spent on comparing the next batch
+        self._sampler_states = sampler_states or SamplerStates()
+        self._drawn_from: dict[str, Any] | None = (
+            None  # the state of the sampler before it drew the order
+        )
         self._saved: dict[str, Any] | None = None
         self._share = _share(microbatches, replicas, replica)
         self._who = f"rank {rank}" if rank is not None else f"replica {replica}"
@@ -118,30 +144,30 @@ class Batches:
         return -(-samples // cast(int, self.batch_size))
 
     def __iter__(self) -> Iterator[Batch]:
-        """Go through the epoch, from where the loaded state left it, else from its beginning."""
+        """Iterate over the epoch, from the loaded position or from the beginning."""
         start, self._start = self._start, 0
         self.position = start
         begun = perf_counter()
-        with closing(self._compared(self._items(start))) as items:
+        with closing(self._compare_samples(self._items(start))) as items:
             for item in items:
                 batch = self._batch(item, perf_counter() - begun - self._comparing)
                 self.position += 1
                 yield batch
                 begun = perf_counter()
         if self.position == 0:
-            raise DatasetError(f"the dataset {self._name} gave no sample")
+            raise DatasetError(f"the dataset {self._name} has no samples")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values that say where in which epoch this is, for any layout.
+        """Return the position in the epoch as JSON values, valid for any layout.
 
-        `position` counts the batches that were handed out; those that workers
-        prepared ahead are prepared again. `order` is a digest of the epoch's order,
-        `sampler` the state of the sampler's own generators before it drew the order.
+        `position` counts the batches that were returned; batches that workers prepared ahead
+        are prepared again. `order` is a digest of the order of the epoch, and `sampler` the
+        state of the sampler's private generators before it drew the order.
         """
-        given = self._given()
+        given = self._user_sampler()
         drawn_from = self._drawn_from
         if drawn_from is None:
-            drawn_from = {} if given is None else state_of_sampler(given)
+            drawn_from = {} if given is None else sampler_state(given)
         return {
             "position": self.position,
             **self._identity(),
@@ -150,10 +176,11 @@ class Batches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration go on after the batches that were handed out.
+        """Resume the next iteration from a saved position.
 
-        Raises DatasetError where the state is of another dataset, batch size, seed
-        or epoch; the next iteration raises it where the order is another one.
+        Raises:
+            DatasetError: The state belongs to another dataset, batch size, seed or epoch. The
+                next iteration raises it if the order differs.
         """
         for name, here in self._identity().items():
             if state[name] != here:
@@ -180,132 +207,138 @@ class Batches:
         if self.batch_sampler is not None and not (
             self.batch_size is None and self.sampler is None
         ):
-            raise DatasetError("a batch_sampler gives whole batches: leave batch_size and sampler")
-        given = self._given()
+            raise DatasetError("a batch_sampler yields whole batches: omit batch_size and sampler")
+        given = self._user_sampler()
         if self._iterable and given is not None:
-            raise DatasetError(f"{self._name} is iterable: its order is its own, give no sampler")
+            raise DatasetError(
+                f"{self._name} is iterable, and iterable datasets cannot take a sampler"
+            )
         if not self._iterable and given is None and _length(self.dataset) == 0:
             raise DatasetError(f"the dataset {self._name} is empty")
-        check_sampler(given)
+        validate_sampler(given)
         if self.num_workers < 0 or self.timeout <= 0:
-            raise DatasetError("num_workers must not be negative, and timeout must be above 0 s")
+            raise DatasetError("num_workers must not be negative, and timeout must be positive")
         if self.num_workers > 0 and multiprocessing.current_process().daemon:
             raise DatasetError(
-                "a daemon process may not start loader workers; use num_workers=0, "
+                "a daemon process cannot start loader workers; use num_workers=0, "
                 "or start the ranks with daemon=False"
             )
 
-    def _given(self) -> Any:
-        """Return the sampler or batch sampler that was given, or None."""
+    def _user_sampler(self) -> Any:
+        """Return the sampler or batch sampler of the user, or None."""
         return self.sampler if self.batch_sampler is None else self.batch_sampler
 
     def _items(self, start: int) -> Items:
-        """Give (size, micro-batches) of each batch from `start` on."""
+        """Return the items of the batches from `start` on."""
         if self._iterable:
-            self._agreed(start, None)
-            return self._prepared(self._stream(start), None)
-        epoch = self._planned(start)
+            self._compare_epoch(start, None)
+            return self._prepare(self._stream(start), None)
+        epoch = self._plan_epoch(start)
         numbers = range(start, len(epoch))
         tensors = None
         if self.collate_fn is None:
-            tensors = Tensors.of(self.dataset, epoch, self._share, start)
+            tensors = TensorSource.of(self.dataset, epoch, self._share, start)
         if tensors is not None:
-            return in_process((tensors[number] for number in numbers), self.pin_memory)
+            return load_in_process((tensors[number] for number in numbers), self.pin_memory)
         keys = (self.seed, self.epoch)
-        samples = Samples(self.dataset, epoch, self._share, keys, self.collate_fn, start)
-        return self._prepared(samples, numbers)
+        samples = MapSource(self.dataset, epoch, self._share, keys, self.collate_fn, start)
+        return self._prepare(samples, numbers)
 
-    def _compared(self, items: Items) -> Items:
-        """Let all ranks compare a few samples before the first item is handed out."""
+    def _compare_samples(self, items: Items) -> Items:
+        """Compare a few samples with all ranks before the first item is returned."""
         with closing(items):
             try:
                 item = next(items, None)
             except Exception:
-                self._exchange_samples(())  # the others must not wait for this rank
+                self._exchange_samples(())  # so that the other ranks do not wait for this one
                 raise
             begun = perf_counter()
-            check_samples(self._exchange_samples(item.probed if isinstance(item, Loaded) else ()))
+            require_same_samples(
+                self._exchange_samples(item.descriptions if isinstance(item, LoadedBatch) else ())
+            )
             self._comparing = perf_counter() - begun
             if item is not None:
                 yield item
                 self._comparing = 0.0
                 yield from items
 
-    def _exchange_samples(self, probed: Sequence[str]) -> list[bytes]:
-        message = packed_samples(probed)
+    def _exchange_samples(self, descriptions: Sequence[str]) -> list[bytes]:
+        message = pack_samples(descriptions)
         return [message] if self.agree is None else self.agree(message, "comparing samples of")
 
-    def _stream(self, start: int) -> Stream:
+    def _stream(self, start: int) -> IterableSource:
         keys = (self.seed, self.epoch)
         size = cast(int, self.batch_size)
-        return Stream(self.dataset, size, self._share, keys, start, self.collate_fn)
+        return IterableSource(self.dataset, size, self._share, keys, start, self.collate_fn)
 
-    def _prepared(self, source: Samples | Stream, numbers: range | None) -> Items:
+    def _prepare(self, source: MapSource | IterableSource, numbers: range | None) -> Items:
         if self.num_workers > 0:
             seed = key(self.seed, self.epoch)
             workers, pin = self.num_workers, self.pin_memory
-            return in_workers(source, numbers, workers, pin, self.timeout, seed)
-        if isinstance(source, Stream):
-            return seeded_in_process(source, self.pin_memory)
-        return seeded_in_process((source[number] for number in numbers or ()), self.pin_memory)
+            return load_in_workers(source, numbers, workers, pin, self.timeout, seed)
+        if isinstance(source, IterableSource):
+            return load_isolated(source, self.pin_memory)
+        return load_isolated((source[number] for number in numbers or ()), self.pin_memory)
 
-    def _planned(self, start: int) -> Epoch:
-        """Make the epoch's order, and be sure that all ranks made the same."""
+    def _plan_epoch(self, start: int) -> EpochOrder:
+        """Determine the order of the epoch, and check that it is the same on all ranks."""
         try:
-            epoch = self._ordered() if self._given() is None else self._drawn()
+            epoch = self._make_order() if self._user_sampler() is None else self._draw_order()
             self._order = epoch.digest().hex()
             self._require_saved_order(start)
         except BaseException:
             if self.agree is not None:
-                # the others must not wait for this rank
-                self.agree(Description().packed(), "beginning")
+                # so that the other ranks do not wait for this one
+                self.agree(EpochSummary().pack(), "beginning")
             raise
-        self._agreed(start, epoch)
+        self._compare_epoch(start, epoch)
         return epoch
 
-    def _drawn(self) -> Epoch:
-        """Let the sampler draw the order, from the state that it was saved in."""
-        sampler = self._given()
+    def _draw_order(self) -> EpochOrder:
+        """Draw the order from the sampler, from its saved state if there is one."""
+        sampler = self._user_sampler()
         if self._saved is not None:
-            restore_sampler(sampler, self._saved.get("sampler", {}))
+            restore_sampler_state(sampler, self._saved.get("sampler", {}))
         else:
-            self._draws.resume(sampler, self.epoch)
-        self._drawn_from = state_of_sampler(sampler)
-        epoch = self._ordered()
-        self._draws.record(self.epoch, self._drawn_from, state_of_sampler(sampler))
+            self._sampler_states.resume(sampler, self.epoch)
+        self._drawn_from = sampler_state(sampler)
+        epoch = self._make_order()
+        self._sampler_states.record(self.epoch, self._drawn_from, sampler_state(sampler))
         return epoch
 
     def _require_saved_order(self, start: int) -> None:
-        """Raise DatasetError unless the order is the one that the position was saved in."""
+        """Raise DatasetError unless the order is that of the saved position."""
         saved, self._saved = self._saved, None
         if saved is None or saved.get("order", "") in ("", self._order):
             return
-        sampler = self._given()
+        sampler = self._user_sampler()
         cause = (
-            "the dataset or torch's version has changed"
+            "the dataset or the version of torch has changed"
             if sampler is None
-            else f"the sampler {type(sampler).__name__} has changed, or keeps state that could not "
-            "be restored: let it draw from torch's, Python's or numpy's global generators, which "
-            "are seeded for each epoch, or give it state_dict() and load_state_dict()"
+            else f"the sampler {type(sampler).__name__} has changed, or has state that cannot be "
+            "restored: let it draw from the global generators of torch, Python or numpy, which "
+            "are seeded for each epoch, or implement state_dict() and load_state_dict()"
         )
         raise DatasetError(
-            f"the order of epoch {self.epoch} is not the one in which batch {start} was to come "
-            f"next when the position was saved; {cause}"
+            f"the order of epoch {self.epoch} differs from that of the saved position before batch "
+            f"{start}; {cause}"
         )
 
-    def _ordered(self) -> Epoch:
+    def _make_order(self) -> EpochOrder:
         if self.batch_sampler is not None:
-            return grouped(self.batch_sampler, self.seed, self.epoch)
+            return draw_batches(self.batch_sampler, self.seed, self.epoch)
         size = cast(int, self.batch_size)
         if self.sampler is not None:
-            return sampled(self.sampler, size, self.seed, self.epoch)
-        return Epoch.uniform(order(len(self.dataset), self.seed, self.epoch, self.shuffle), size)
+            return draw_indices(self.sampler, size, self.seed, self.epoch)
+        return EpochOrder.from_indices(
+            epoch_permutation(len(self.dataset), self.seed, self.epoch, self.shuffle), size
+        )
 
-    def _agreed(self, start: int, epoch: Epoch | None) -> None:
+    def _compare_epoch(self, start: int, epoch: EpochOrder | None) -> None:
         if self.agree is None:
             return
         samples = _length(self.dataset)
-        description = Description(
+        description = EpochSummary(
             ready=1,
             samples=UNKNOWN if samples is None else samples,
             batch_size=UNKNOWN if self.batch_size is None else self.batch_size,
@@ -316,23 +349,23 @@ class Batches:
             batches=UNKNOWN if epoch is None else len(epoch),
             order=bytes.fromhex(self._order) if epoch is not None else bytes(16),
         )
-        check(self.agree(description.packed(), "beginning"))
+        require_same_epoch(self.agree(description.pack(), "beginning"))
 
     def _batch(self, item: Item, seconds: float) -> Batch:
-        if isinstance(item, Failure):
-            raise item.error(f"{item.sentence} ({self._who}, batch {self.position})")
+        if isinstance(item, LoadFailure):
+            raise item.error(f"{item.message} ({self._who}, batch {self.position})")
         size, parts, _ = item
         pieces = self._share.pieces(size)
         return Batch(
             size=size,
-            leaves=leaves(size, self._share.microbatches),
+            leaves=count_microbatches(size, self._share.microbatches),
             microbatches=tuple(
                 Microbatch(index, len(piece), part)
                 for (index, piece), part in zip(pieces, parts, strict=True)
             ),
             epoch=self.epoch,
             seconds=seconds,
-            identity=Identity(self.epoch, self.position, self._order),
+            identity=BatchIdentity(self.epoch, self.position, self._order),
         )
 
 
@@ -344,7 +377,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _is_iterable(dataset: Any) -> bool:
-    """Tell whether `dataset` is read in its own order; DatasetError where it cannot be read."""
+    """Return whether a dataset is iterable; raise DatasetError if it is not a dataset."""
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         return True
@@ -354,10 +387,10 @@ def _is_iterable(dataset: Any) -> bool:
         return False
     if hasattr(dataset, "__iter__"):
         return True
-    raise DatasetError(f"{name} is no dataset: it can be neither indexed nor iterated")
+    raise DatasetError(f"{name} is not a dataset: it has neither __getitem__ nor __iter__")
 
 
-def _share(microbatches: int, replicas: int, replica: int) -> Share:
+def _share(microbatches: int, replicas: int, replica: int) -> ReplicaShare:
     if not 0 <= replica < replicas:
         raise LayoutError(f"replica {replica} of {replicas} does not exist")
     if replicas > microbatches:
@@ -365,4 +398,4 @@ def _share(microbatches: int, replicas: int, replica: int) -> Share:
             f"{replicas} replicas cannot share {microbatches} micro-batches; "
             f"use at least {replicas} micro-batches, or fewer replicas"
         )
-    return Share(microbatches, replicas, replica)
+    return ReplicaShare(microbatches, replicas, replica)

@@ -1,12 +1,12 @@
-"""The cut: a batch in M micro-batches, the micro-batches over the replicas.
+"""Splitting a batch into M micro-batches, and the micro-batches over the replicas.
 
     batch of B = 11 samples, M = 4      0 1 2 | 3 4 5 | 6 7 8 | 9 10
     three replicas                      replica 0     | replica 1 | replica 2
                                         m = 0, 1      | m = 2     | m = 3
 
-Both cuts follow one rule: contiguous, sizes that differ by at most one, the
-larger first. A batch of fewer than M samples has fewer micro-batches, never an
-empty one. Nothing here knows of processes; plain values in, plain values out.
+Both splits follow one rule: parts are contiguous, their sizes differ by at most one, and
+larger parts come first. A batch of fewer than M samples has fewer micro-batches, none of
+them empty. These are pure functions that know nothing of processes.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from typing import Any
 import numpy
 import torch
 
-from lockstep.data.identity import Identity
+from lockstep.data.consistency import BatchIdentity
 from lockstep.errors import DatasetError
 
 __all__ = [
     "Batch",
     "Microbatch",
-    "aligned",
-    "copied",
-    "cut",
-    "leaves",
-    "mapped",
-    "owned",
+    "align_tensors",
+    "clone_tensors",
+    "count_microbatches",
+    "map_tensors",
+    "owned_microbatches",
     "pieces",
-    "spans",
+    "split_batch",
+    "split_evenly",
 ]
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
 
-def spans(total: int, parts: int) -> list[range]:
-    """Cut `range(total)` into `parts` contiguous ranges, the larger first.
+def split_evenly(total: int, parts: int) -> list[range]:
+    """Split `range(total)` into `parts` contiguous ranges, the larger ones first.
 
     Sizes differ by at most one; with `total < parts` the last ranges are empty.
     """
     if total < 0 or parts < 1:
-        raise ValueError(f"cannot cut {total} things into {parts} parts")
+        raise ValueError(f"cannot split {total} items into {parts} parts")
     small, larger = divmod(total, parts)
     starts = [part * small + min(part, larger) for part in range(parts + 1)]
     return [range(lo, hi) for lo, hi in pairwise(starts)]
 
 
-def leaves(samples: int, microbatches: int) -> int:
-    """Return how many micro-batches of a batch hold a sample: the leaves of its tree."""
+def count_microbatches(samples: int, microbatches: int) -> int:
+    """Return the number of non-empty micro-batches of a batch: the leaves of its tree."""
     return min(samples, microbatches)
 
 
-def owned(samples: int, microbatches: int, replicas: int, replica: int) -> range:
+def owned_microbatches(samples: int, microbatches: int, replicas: int, replica: int) -> range:
     """Return the micro-batches of a batch of `samples` that `replica` computes."""
-    return spans(leaves(samples, microbatches), replicas)[replica]
+    return split_evenly(count_microbatches(samples, microbatches), replicas)[replica]
 
 
 @lru_cache(maxsize=256)
@@ -68,8 +68,11 @@ def pieces(
     """Return (index, positions in the batch) of each micro-batch that `replica` computes."""
     if samples == 0:
         return ()
-    cuts = spans(samples, leaves(samples, microbatches))
-    return tuple((index, cuts[index]) for index in owned(samples, microbatches, replicas, replica))
+    cuts = split_evenly(samples, count_microbatches(samples, microbatches))
+    return tuple(
+        (index, cuts[index])
+        for index in owned_microbatches(samples, microbatches, replicas, replica)
+    )
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,15 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch of `size` samples as one rank sees it.
+    """One rank's part of a global batch.
 
-    `microbatches` holds those that this rank's replica computes, in ascending
-    order; `leaves` counts all of the batch. `seconds` is how long this rank
-    waited for its data. `identity` tells the batch from all others, on every rank alike.
+    Attributes:
+        size: The number of samples of the global batch.
+        leaves: The number of micro-batches of the global batch.
+        microbatches: The micro-batches of this rank's replica, in ascending order.
+        epoch: The epoch of the batch.
+        seconds: How long this rank waited for the data.
+        identity: What identifies the batch, equal on all ranks.
     """
 
     size: int
@@ -95,63 +102,74 @@ class Batch:
     microbatches: tuple[Microbatch, ...]
     epoch: int = 0
     seconds: float = 0.0
-    identity: Identity = field(default_factory=Identity)
+    identity: BatchIdentity = field(default_factory=BatchIdentity)
 
 
-def cut(batch: Any, microbatches: int, replicas: int, replica: int, epoch: int = 0) -> Batch:
-    """Cut a whole global batch into the micro-batches of `replica`.
+def split_batch(
+    batch: Any, microbatches: int, replicas: int, replica: int, epoch: int = 0
+) -> Batch:
+    """Split a whole global batch into the micro-batches of `replica`.
 
-    `batch` is a tensor, or tuples, lists and mappings of tensors and of plain
-    lists (one entry a sample), all with one common first dimension. Scalars and
-    tensors without a dimension go to every micro-batch. Each micro-batch has its
-    own memory: what a model writes into its input changes nobody else's.
+    Each micro-batch has its own memory, so a model may write into its input.
 
-    Raises DatasetError where first dimensions differ, where nothing has one, or
-    where it is 0.
+    Args:
+        batch: A tensor, or tuples, lists and mappings of tensors and of plain lists (one
+            entry per sample), all with the same first dimension. Scalars and tensors without
+            a dimension are part of every micro-batch.
+        microbatches: The number of micro-batches M.
+        replicas: The number of replicas.
+        replica: The replica whose micro-batches are returned.
+        epoch: The epoch of the batch.
+
+    Raises:
+        DatasetError: First dimensions differ, are 0, or do not exist.
     """
     sizes: dict[str, int] = {}
-    _measure(batch, "batch", sizes)
+    _collect_sizes(batch, "batch", sizes)
     if not sizes:
         raise DatasetError(
-            f"a batch of type {type(batch).__name__} cannot be cut into micro-batches; "
-            "give tensors, or tuples, lists or mappings of tensors"
+            f"a batch of type {type(batch).__name__} cannot be split into micro-batches; "
+            "pass tensors, or tuples, lists or mappings of tensors"
         )
     (first, size), *others = sizes.items()
     for name, other in others:
         if other != size:
-            raise DatasetError(f"{first} holds {size} samples, but {name} holds {other}")
+            raise DatasetError(f"{first} has {size} samples, but {name} has {other}")
     if size == 0:
-        raise DatasetError("the batch is empty: it holds no sample")
+        raise DatasetError("the batch has no samples")
     return Batch(
         size=size,
-        leaves=leaves(size, microbatches),
+        leaves=count_microbatches(size, microbatches),
         microbatches=tuple(
-            Microbatch(index, len(span), copied(_sliced(batch, span)))
+            Microbatch(index, len(span), clone_tensors(_sliced(batch, span)))
             for index, span in pieces(size, microbatches, replicas, replica)
         ),
         epoch=epoch,
     )
 
 
-def mapped(
+def map_tensors(
     visit: Callable[[Any], Any], data: Any, kinds: tuple[type, ...] = (torch.Tensor,)
 ) -> Any:
     """Apply `visit` to every tensor in nested tuples, lists and mappings; keep the rest.
 
-    With `kinds`, to every object of these kinds instead.
+    Args:
+        visit: The function; its result replaces the tensor.
+        data: The nested data.
+        kinds: The types to which `visit` is applied.
     """
     if isinstance(data, kinds):
         return visit(data)
     if isinstance(data, (tuple, list, Mapping)) and not _is_column(data):
-        return _rebuilt(data, lambda part: mapped(visit, part, kinds))
+        return _rebuilt(data, lambda part: map_tensors(visit, part, kinds))
     return data
 
 
-def copied(data: Any) -> Any:
-    """Return `data` with every tensor and array in memory of its own.
+def clone_tensors(data: Any) -> Any:
+    """Return `data` with a copy of every tensor and array.
 
-    What a model writes into its input then reaches neither the dataset nor another
-    micro-batch. A tensor that is there twice is one tensor in the copy, too.
+    Writes into the copy reach neither the dataset nor another micro-batch. A tensor that
+    occurs twice is one tensor in the copy, too.
     """
     copies: dict[int, Any] = {}
 
@@ -161,17 +179,17 @@ def copied(data: Any) -> Any:
             copies[id(value)] = value.clone() if is_tensor else value.copy()
         return copies[id(value)]
 
-    return mapped(copy, data, (torch.Tensor, numpy.ndarray))
+    return map_tensors(copy, data, (torch.Tensor, numpy.ndarray))
 
 
-def aligned(data: Any) -> Any:
-    """Return `data` with every tensor starting on a 64-byte boundary, dense in memory.
+def align_tensors(data: Any) -> Any:
+    """Return `data` with every tensor dense and aligned to 64 bytes.
 
-    Kernels choose their path by alignment and strides, so the bits of a result
-    could depend on where its input happens to lie: a view into a larger batch on
-    one rank, a tensor of its own on another. Tensors that lie well are not copied.
+    Kernels select their code path by alignment and strides, so the bits of a result could
+    otherwise depend on whether its input is a view into a larger batch or a separate tensor.
+    Tensors that are already dense and aligned are not copied.
     """
-    return mapped(_aligned, data)
+    return map_tensors(_aligned, data)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,7 +208,7 @@ def _dense(tensor: torch.Tensor) -> bool:
 
 
 def _is_column(data: Any) -> bool:
-    """Does `data` hold one entry a sample: a tensor, an array, a list of plain values?"""
+    """Return whether `data` has one entry per sample: a tensor, array or list of values."""
     if isinstance(data, torch.Tensor):
         return data.dim() > 0
     if hasattr(data, "shape"):  # a numpy array
@@ -201,16 +219,16 @@ def _is_column(data: Any) -> bool:
     )
 
 
-def _measure(data: Any, name: str, sizes: dict[str, int]) -> None:
-    """Note the first dimension of every column below `data`, by the name a user would write."""
+def _collect_sizes(data: Any, name: str, sizes: dict[str, int]) -> None:
+    """Collect the first dimension of every column below `data`, by its name in user code."""
     if _is_column(data):
         sizes[name] = len(data)
     elif isinstance(data, Mapping):
         for entry, part in data.items():
-            _measure(part, f"{name}[{entry!r}]", sizes)
+            _collect_sizes(part, f"{name}[{entry!r}]", sizes)
     elif isinstance(data, (tuple, list)):
         for position, part in enumerate(data):
-            _measure(part, f"{name}[{position}]", sizes)
+            _collect_sizes(part, f"{name}[{position}]", sizes)
 
 
 def _sliced(data: Any, span: range) -> Any:
@@ -222,7 +240,7 @@ def _sliced(data: Any, span: range) -> Any:
 
 
 def _rebuilt(data: Any, visit: Callable[[Any], Any]) -> Any:
-    """Return a container like `data` of what `visit` makes of its parts."""
+    """Return a container of the type of `data` with `visit` applied to its parts."""
     if isinstance(data, Mapping):
         parts = {entry: visit(part) for entry, part in data.items()}
         return parts if type(data) is dict else _like(data, parts)
@@ -235,5 +253,5 @@ def _rebuilt(data: Any, visit: Callable[[Any], Any]) -> Any:
 def _like(data: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
     try:
         return type(data)(parts)  # type: ignore[call-arg]
-    except TypeError:  # a mapping that is not made from a mapping, such as defaultdict
+    except TypeError:  # a mapping whose constructor takes no mapping, such as defaultdict
         return parts

@@ -1,29 +1,36 @@
-"""The partition: one dataset as several that share nothing."""
+"""Partition a dataset into disjoint subsets."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
 from torch.utils.data import Dataset, Subset
 
-from lockstep.data.order import order, partition_sizes
+from lockstep.data.epoch_order import epoch_permutation
 from lockstep.errors import DatasetError
 
-__all__ = ["partition"]
+__all__ = ["partition", "partition_sizes"]
 
 
 def partition(
     dataset: Dataset[Any], fractions: Sequence[float], seed: int = 0
 ) -> list[Subset[Any]]:
-    """Cut `dataset` into subsets of the given `fractions`, in an order shuffled by `seed`.
+    """Split a dataset into disjoint subsets, the same on every rank.
 
-    The subsets are disjoint and together the whole; their sizes are rounded by
-    largest remainder, so nothing is lost. The same on every rank.
+    Every sample belongs to one subset; sizes are rounded by largest remainder.
 
-    Raises DatasetError for a dataset without a length, and for fractions that are
-    empty, negative, or do not sum to 1 within 1e-6.
+    Args:
+        dataset: A map-style dataset.
+        fractions: The share of each subset; they sum to 1.
+        seed: The seed of the order in which samples are assigned.
+
+    Raises:
+        DatasetError: The dataset has no length, or the fractions are empty, negative, or do
+            not sum to 1 within 1e-6.
     """
     if not hasattr(dataset, "__len__"):
         raise DatasetError(f"{type(dataset).__name__} has no length, so it cannot be partitioned")
@@ -31,5 +38,33 @@ def partition(
     bounds = [0]
     for size in partition_sizes(total, fractions):
         bounds.append(bounds[-1] + size)
-    shuffled = order(total, seed, 0).tolist()
+    shuffled = epoch_permutation(total, seed, 0).tolist()
     return [Subset(dataset, shuffled[lo:hi]) for lo, hi in pairwise(bounds)]
+
+
+def partition_sizes(total: int, fractions: Sequence[float]) -> list[int]:
+    """Return the sizes of the parts of `total` items, rounded by largest remainder.
+
+    Fractions are exact decimals, so that 0.1 is one tenth. Ties go to the first part.
+
+    Raises:
+        DatasetError: The fractions are empty, not finite, negative, or do not sum to 1 within
+            1e-6.
+    """
+    if not fractions:
+        raise DatasetError("cannot partition a dataset without fractions; pass at least one")
+    for fraction in fractions:
+        if not math.isfinite(fraction) or fraction < 0:
+            raise DatasetError(
+                f"a dataset cannot be partitioned by {fraction}; pass fractions between 0 and 1"
+            )
+    shares = [Fraction(str(float(fraction))) for fraction in fractions]
+    whole = sum(shares, Fraction(0))
+    if abs(whole - 1) > Fraction(1, 1_000_000):
+        raise DatasetError(f"the fractions {list(fractions)} sum to {float(whole):g}, not to 1")
+    quotas: list[Fraction] = [total * share / whole for share in shares]
+    sizes = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(len(sizes)), key=lambda part: Fraction(sizes[part]) - quotas[part])
+    for part in by_remainder[: total - sum(sizes)]:
+        sizes[part] += 1
+    return sizes

@@ -1,4 +1,4 @@
-"""The workers: who prepares the items of an epoch, this process or torch's workers."""
+"""Preparing the items of an epoch, in this process or in torch's loader workers."""
 
 from __future__ import annotations
 
@@ -14,42 +14,52 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep.data.microbatch import aligned, mapped
-from lockstep.data.samples import Item
+from lockstep.data.map_dataset import Item
+from lockstep.data.microbatch import align_tensors, map_tensors
 from lockstep.errors import SampleError
 from lockstep.randomness import isolated
 
-__all__ = ["Items", "in_process", "in_workers", "seeded_in_process"]
+__all__ = ["Items", "load_in_process", "load_in_workers", "load_isolated"]
 
 Items = Generator[Item, None, None]
 
-GLANCE = 2.0  # seconds between two looks at whether the workers live
+POLL_SECONDS = 2.0  # between two checks that the workers are alive
 
 
-def in_process(source: Iterable[Item], pin_memory: bool) -> Items:
-    """Prepare the items in this process, one when it is asked for."""
+def load_in_process(source: Iterable[Item], pin_memory: bool) -> Items:
+    """Yield the items, prepared in this process on demand."""
     for item in source:
-        yield mapped(torch.Tensor.pin_memory, item) if pin_memory else item
+        yield map_tensors(torch.Tensor.pin_memory, item) if pin_memory else item
 
 
-def seeded_in_process(source: Iterable[Item], pin_memory: bool) -> Items:
-    """Do so without touching the random numbers of the user's own code, once an item."""
-    with closing(in_process(source, pin_memory)) as items:
+def load_isolated(source: Iterable[Item], pin_memory: bool) -> Items:
+    """Yield the items, prepared in this process with one thread and isolated generators."""
+    with closing(load_in_process(source, pin_memory)) as items:
         while True:
             with isolated(everything=True), _one_thread():
                 item = next(items, None)
             if item is None:
                 return
-            yield aligned(item)
+            yield align_tensors(item)
 
 
-def in_workers(
+def load_in_workers(
     source: Any, numbers: range | None, workers: int, pin_memory: bool, timeout: float, seed: int
 ) -> Items:
-    """Let torch's workers prepare `source[number]`, or iterate `source` where there is no number.
+    """Yield the items, prepared by torch's loader workers.
 
-    The workers have ended when the generator has, however it ends. Raises
-    SampleError where one dies, or gives nothing for `timeout` seconds.
+    The workers are stopped when the generator ends, also after an exception.
+
+    Args:
+        source: A map-style or iterable source.
+        numbers: The items of a map-style source; None for an iterable source.
+        workers: The number of workers.
+        pin_memory: Whether to copy tensors to pinned memory.
+        timeout: The longest wait for an item, in seconds.
+        seed: The seed of the workers' own generators.
+
+    Raises:
+        SampleError: A worker died, or there was no item for `timeout` seconds.
     """
     loader: DataLoader[Item] = DataLoader(
         source,
@@ -58,19 +68,19 @@ def in_workers(
         num_workers=workers,
         collate_fn=_unchanged,
         pin_memory=pin_memory,
-        timeout=min(timeout, GLANCE),
-        # torch draws the workers' seed here, and not from the user's generator
+        timeout=min(timeout, POLL_SECONDS),
+        # torch draws the seed of the workers from this generator, not from the default one
         generator=torch.Generator().manual_seed(seed),
     )
     items = iter(loader)
-    _translate_deaths()
+    _install_signal_handler()
     try:
-        while (item := _awaited(items, timeout)) is not None:
-            yield aligned(item)  # here, and not in the worker: moving to this process moves it
+        while (item := _wait_for_item(items, timeout)) is not None:
+            yield align_tensors(item)  # here: the transfer from a worker changes the alignment
     except SampleError:
         raise
-    except Exception as error:  # a dead worker shows as broken pipes, too: whatever it is
-        raise _failed(error, cast(Any, items)._workers) from None
+    except Exception as error:  # a dead worker can also cause a broken pipe
+        raise _worker_error(error, cast(Any, items)._workers) from None
     finally:
         cast(Any, items)._shutdown_workers()
 
@@ -83,7 +93,7 @@ def _exit(worker: BaseProcess) -> str:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute as torch's workers do, so that their number does not show in the bits."""
+    """Use one thread, as torch's workers do, so that the bits are the same as with workers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -96,11 +106,11 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
-def _awaited(items: Iterator[Item], timeout: float) -> Item | None:
-    """Wait for the next item; None at the end. SampleError after `timeout` seconds.
+def _wait_for_item(items: Iterator[Item], timeout: float) -> Item | None:
+    """Wait for the next item; return None at the end of the epoch.
 
-    torch looks whether its workers live only when its own timeout is over, and the
-    signal of a death can get lost: so it is given a short one, again and again.
+    torch checks whether its workers are alive only when its own timeout expires, and SIGCHLD
+    can get lost. Therefore its timeout is short, and the wait is repeated.
     """
     end = time.monotonic() + timeout
     while True:
@@ -111,41 +121,41 @@ def _awaited(items: Iterator[Item], timeout: float) -> Item | None:
                 raise
             if time.monotonic() >= end:
                 raise SampleError(
-                    f"the loader workers gave no batch within {timeout:g} s; "
-                    "look for a sample that blocks, or raise the loader's timeout"
+                    f"the loader workers returned no batch within {timeout:g} s; "
+                    "check for a sample that blocks, or increase the timeout of the loader"
                 ) from None
 
 
-def _failed(error: Exception, workers: Sequence[BaseProcess] = ()) -> SampleError:
-    """Say it by the exit of a worker where there is one, else by torch's words."""
+def _worker_error(error: Exception, workers: Sequence[BaseProcess] = ()) -> SampleError:
+    """Return an error that names the dead worker, or else the message of torch."""
     end = time.monotonic() + (1.0 if workers else 0.0)
     while not any(worker.exitcode for worker in workers) and time.monotonic() < end:
-        time.sleep(0.005)  # the pipes of a killed process break before it is dead
+        time.sleep(0.005)  # the pipes of a killed process break before it can be reaped
     words = str(error).strip().splitlines() or [type(error).__name__]
     words = [_exit(worker) for worker in workers if worker.exitcode] or words
     return SampleError(
         f"a loader worker failed: {words[0].strip().rstrip('.')}; "
-        "out of memory, or a crash in the dataset's own code, are the usual reasons"
+        "usual causes are a lack of memory and a crash in the code of the dataset"
     )
 
 
-def _translate_deaths() -> None:
-    """Let a killed worker raise SampleError, wherever this process is when it hears of it.
+def _install_signal_handler() -> None:
+    """Make torch's handler of SIGCHLD raise SampleError when a worker is killed.
 
-    torch's handler of SIGCHLD, set with the first workers, raises a plain
-    RuntimeError in the main thread: often in the middle of a training step.
+    torch installs the handler with the first workers. It raises a RuntimeError in the main
+    thread, often in the middle of a training step.
     """
-    torchs = signal.getsignal(signal.SIGCHLD)
-    if threading.current_thread() is not threading.main_thread() or not callable(torchs):
+    torch_handler = signal.getsignal(signal.SIGCHLD)
+    if threading.current_thread() is not threading.main_thread() or not callable(torch_handler):
         return
-    if getattr(torchs, "translates_deaths", False):
+    if getattr(torch_handler, "raises_sample_error", False):
         return
 
     def handler(number: int, frame: FrameType | None) -> None:
         try:
-            torchs(number, frame)
+            torch_handler(number, frame)
         except RuntimeError as error:
-            raise _failed(error) from None
+            raise _worker_error(error) from None
 
-    handler.translates_deaths = True  # type: ignore[attr-defined]
+    handler.raises_sample_error = True  # type: ignore[attr-defined]
     signal.signal(signal.SIGCHLD, handler)

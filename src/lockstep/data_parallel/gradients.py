@@ -34,7 +34,7 @@ from lockstep.comm.bucket import Bucket, plan
 from lockstep.comm.exact import ExactSum, add_lists, exact_sums, in_format_of, in_layout_of
 from lockstep.comm.native import native_backend
 from lockstep.comm.tree import Fold, Node, nodes_of
-from lockstep.data.microbatch import spans
+from lockstep.data.microbatch import split_evenly
 from lockstep.data_parallel.arrival import Arrival
 from lockstep.data_parallel.shards import Shards
 from lockstep.errors import GradientError
@@ -101,7 +101,7 @@ class Gradients:
         self.clear()
         self._leaves, self._announce = leaves, announce
         self._fold = Fold(leaves, add_lists)
-        self._holders = [nodes_of(each, leaves) for each in spans(leaves, self._ranks)]
+        self._holders = [nodes_of(each, leaves) for each in split_evenly(leaves, self._ranks)]
         self._planned = self._ranks > 1 and self._native(self._trained)
         if self._planned:
             self._prepare(self._trained)

@@ -67,7 +67,7 @@ class Page:
     begun: float = 0.0
     """When the step began here, by rank 0's clock; only with `spans`."""
     batch: str = ""
-    """Which batch this rank trained on; see `lockstep.data.identity`."""
+    """Which batch this rank trained on; see `lockstep.data.consistency`."""
 
 
 def exchange(

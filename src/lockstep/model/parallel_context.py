@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.data.fingerprint import fingerprint
-from lockstep.data.identity import Identity
-from lockstep.data.microbatch import Batch, cut, mapped
+from lockstep.data.consistency import BatchIdentity
+from lockstep.data.content_hash import hash_content
+from lockstep.data.microbatch import Batch, map_tensors, split_batch
 from lockstep.errors import LayoutError, UsageError
 from lockstep.launcher.world import World
 from lockstep.model.activation_checkpointing import Recomputation
@@ -102,10 +102,10 @@ class Setting:
         """Return this rank's part of a batch that comes from a loader, or is a whole one."""
         if isinstance(batch, Batch):
             return batch
-        part = cut(batch, self.microbatches, self.replicas, self.replica)
+        part = split_batch(batch, self.microbatches, self.replicas, self.replica)
         if self.replicas * self.stages == 1:
             return part
-        return replace(part, identity=Identity(checksum=fingerprint(batch)))
+        return replace(part, identity=BatchIdentity(checksum=hash_content(batch)))
 
     def extra_modules(self) -> dict[str, nn.Module]:
         """Return the modules besides the model that a step calls, by the Trainer's arguments."""
@@ -139,7 +139,7 @@ class Setting:
         """Return nested data with its tensors on this rank's device."""
         if self.device.type == "cpu":
             return data
-        return mapped(lambda tensor: tensor.to(self.device, non_blocking=True), data)
+        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), data)
 
 
 def _check(replicas: int, microbatches: int, precision: torch.dtype | None) -> None:

@@ -34,7 +34,7 @@ from torch import nn
 
 from lockstep.checksum import checksum
 from lockstep.comm.transfer import all_gather_bytes
-from lockstep.data.generators import is_private_generator, state_of_generator
+from lockstep.data.generators import generator_state, is_private_generator
 from lockstep.errors import DisagreementError
 
 __all__ = ["SideEffects", "require_same_weights"]
@@ -121,7 +121,7 @@ class SideEffects:
         return Snapshot(
             parameters=self._checked(nn.Module.named_parameters),
             generators={
-                name: state_of_generator(value)
+                name: generator_state(value)
                 for name, value in attributes.items()
                 if is_private_generator(value)
             },

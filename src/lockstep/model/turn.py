@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from lockstep.comm.transfer import all_gather_bytes
-from lockstep.data.identity import require_same_batch
-from lockstep.data.microbatch import Batch, Microbatch, spans
+from lockstep.data.consistency import require_same_batch
+from lockstep.data.microbatch import Batch, Microbatch, split_evenly
 from lockstep.data_parallel.gradients import Gradients
 from lockstep.errors import LossError, UsageError
 from lockstep.model.attempt import Attempt
@@ -179,7 +179,7 @@ class Turn:
             side_effect=side_effect,
             weights=weights,
             idle=self._idle,
-            batch=self.batch.identity.packed(),
+            batch=self.batch.identity.pack(),
         )
 
     def announce(self) -> None:
@@ -188,7 +188,7 @@ class Turn:
         Raises DisagreementError on every rank where it is not the same on all.
         """
         assert self.batch is not None
-        line = self.batch.identity.packed().encode()
+        line = self.batch.identity.pack().encode()
         everyone = all_gather_bytes(
             line, self.about, self.setting.group, self.attempt.previous_failure
         )
@@ -218,7 +218,9 @@ class Turn:
     def _shares(self, batch: Batch) -> tuple[dict[int, float], int]:
         """Return each micro-batch's part of the loss, and the samples that are computed."""
         setting = self.setting
-        sizes = {leaf: len(span) for leaf, span in enumerate(spans(batch.size, batch.leaves))}
+        sizes = {
+            leaf: len(span) for leaf, span in enumerate(split_evenly(batch.size, batch.leaves))
+        }
         if is_sum(setting.loss):
             return dict.fromkeys(sizes, 1.0), batch.size
         if setting.weight is None:

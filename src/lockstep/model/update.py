@@ -23,8 +23,8 @@ from torch import nn
 
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.comm.tree import nodes_of
-from lockstep.data.identity import require_same_batch
-from lockstep.data.microbatch import spans
+from lockstep.data.consistency import require_same_batch
+from lockstep.data.microbatch import split_evenly
 from lockstep.data_parallel import gradient_norm as clipping
 from lockstep.errors import GradientError, LossError, StateError, StoppedError
 from lockstep.model.history import StepResult, rank_times
@@ -60,7 +60,7 @@ class Update:
         """
         assert step.batch is not None
         batch, group = step.batch, self.setting.group
-        owned = spans(batch.leaves, self.setting.replicas)
+        owned = split_evenly(batch.leaves, self.setting.replicas)
         holders = [nodes_of(each, batch.leaves) for each in owned]
         page = replace(step.page(), settings=settings.finish())
         begun = time.perf_counter()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data.microbatch import mapped
+from lockstep.data.microbatch import map_tensors
 from lockstep.errors import LayoutError, StateError
 from lockstep.model.buffers import Buffers
 from lockstep.model.forward import called
@@ -182,4 +182,4 @@ def check_composition(
 
 
 def _copied(data: Any) -> Any:
-    return mapped(torch.clone, data)
+    return map_tensors(torch.clone, data)

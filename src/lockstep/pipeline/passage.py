@@ -254,7 +254,7 @@ class Passage(Turn):
         """Return what this rank has to say of its micro-batches, or of its failure."""
         if self._stopped:
             assert self.batch is not None
-            batch = self.batch.identity.packed()
+            batch = self.batch.identity.pack()
             return Page([], [], 0.0, 0.0, stopped=self._stopped, batch=batch)
         page = super().page()
         return self._watch.noted(page, self._begun, self.spans) if self._watch else page

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data.microbatch import Microbatch, mapped
+from lockstep.data.microbatch import Microbatch, map_tensors
 from lockstep.data_parallel.gradients import Gradients
 from lockstep.errors import UsageError
 from lockstep.model.activation_checkpointing import Recomputation
@@ -76,7 +76,7 @@ def first_input(microbatch: Microbatch, setting: Setting, place: str) -> StageIn
 
 def _tensors_in(data: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    mapped(found.append, data)
+    map_tensors(found.append, data)
     return found
 
 

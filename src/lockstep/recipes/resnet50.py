@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.data.folders import read_folder
-from lockstep.data.pictures import Generated, Pictures, Source
+from lockstep.data.image_folder import read_image_folder
+from lockstep.data.images import ImageDataset, ImageSource, SyntheticImages
 from lockstep.recipes.classification import Data, Options
 from lockstep.recipes.resnet import Bottleneck, resnet50
 
@@ -57,19 +57,19 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 def load(options: Options) -> Data:
     """Return the pictures to train on and those held out, read or computed when needed."""
     assert options.size is not None
-    training: Source
-    held_out: Source
+    training: ImageSource
+    held_out: ImageSource
     if options.data is None:
         side = options.size * 8 // 7
-        training = Generated(TRAINING, CLASSES, side, seed=0)
-        held_out = Generated(TESTING, CLASSES, side, seed=1)
+        training = SyntheticImages(TRAINING, CLASSES, side, seed=0)
+        held_out = SyntheticImages(TESTING, CLASSES, side, seed=1)
         classes = CLASSES
     else:
-        training, held_out = read_folder(Path(options.data), HELD_OUT, SPLIT_SEED)
+        training, held_out = read_image_folder(Path(options.data), HELD_OUT, SPLIT_SEED)
         classes = len(training.classes)
     return Data(
-        Pictures(training, options.size, augment=True),
-        Pictures(held_out, options.size, augment=False),
+        ImageDataset(training, options.size, augment=True),
+        ImageDataset(held_out, options.size, augment=False),
         classes,
     )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.data.microbatch import Batch, cut
+from lockstep.data.microbatch import Batch, split_batch
 from lockstep.errors import UsageError
 from lockstep.launcher.world import rank, world
 from lockstep.model.deferred_init import Blocks, awaken
@@ -67,7 +67,9 @@ class TrainerProxy:
         to its last. Raises what a worker's trainer raises.
         """
         replicas = self._pool.size // self._stages
-        batches = [cut(batch, self._microbatches, replicas, replica) for replica in range(replicas)]
+        batches = [
+            split_batch(batch, self._microbatches, replicas, replica) for replica in range(replicas)
+        ]
         sent = [
             (self._needed(each, position),) for each in batches for position in range(self._stages)
         ]

@@ -21,8 +21,8 @@ from torch import nn
 from lockstep.check import session as check
 from lockstep.comm.clock import clock_offset
 from lockstep.comm.transfer import all_gather_bytes
-from lockstep.data.draws import Draws
 from lockstep.data.loader import Agree, Batches
+from lockstep.data.samplers import SamplerStates
 from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
 from lockstep.launcher.world import world
 from lockstep.model.agreement import require_same
@@ -205,7 +205,7 @@ class Trainer:
             )
         )
         self._attempt = Attempt(_next_number(self.setting.group), step=0, number=-1)
-        self._draws = Draws()
+        self._sampler_states = SamplerStates()
         self._began = time.perf_counter()
         writers = opened(record) if self.world.rank == 0 else []
         self._folder = folder_of(writers)
@@ -254,7 +254,7 @@ class Trainer:
             seed=self.seed if seed is None else seed,
             epoch=epoch,
             agree=self._agreeing(f"epoch {epoch}"),
-            draws=self._draws,
+            sampler_states=self._sampler_states,
             **options,
         )
 
@@ -369,7 +369,7 @@ class Trainer:
             "buffers": self._state.buffers(),
             **self._state.optimization(),
             "open_epoch": self.history.state_dict(),
-            "samplers": self._draws.state_dict(),
+            "samplers": self._sampler_states.state_dict(),
             "steps": self.steps,
             "epoch": self.epoch,
             "seed": self.seed,
@@ -390,7 +390,7 @@ class Trainer:
                 )
         self._state.load(state)
         self.history.load_state_dict(state["open_epoch"])
-        self._draws.load_state_dict(state.get("samplers", []))
+        self._sampler_states.load_state_dict(state.get("samplers", []))
         self.steps, self.epoch = state["steps"], state["epoch"]
         self._attempt = Attempt(self._attempt.trainer, self.steps, self.steps - 1)
 

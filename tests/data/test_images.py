@@ -5,10 +5,15 @@ import torch
 from PIL import Image
 
 from folders import write_pictures
-from lockstep.data.augmentation import centre_box, cut, normalised
-from lockstep.data.folders import read_folder
+from lockstep.data.image_folder import read_image_folder
+from lockstep.data.images import (
+    ImageDataset,
+    SyntheticImages,
+    center_crop_box,
+    crop_and_resize,
+    to_normalized_tensor,
+)
 from lockstep.data.loader import Batches
-from lockstep.data.pictures import Generated, Pictures
 from lockstep.errors import FileError, SampleError
 
 
@@ -34,8 +39,8 @@ def assert_same(one, other):
 
 @pytest.fixture
 def pictures(tmp_path):
-    files, _ = read_folder(write_pictures(tmp_path, ["a", "b", "c"], 5), 0.2, 0)
-    return Pictures(files, 32, augment=True)
+    files, _ = read_image_folder(write_pictures(tmp_path, ["a", "b", "c"], 5), 0.2, 0)
+    return ImageDataset(files, 32, augment=True)
 
 
 def test_augmentation_is_the_same_for_every_layout_and_number_of_workers(pictures):
@@ -57,23 +62,25 @@ def test_augmentation_is_another_one_in_each_epoch(pictures):
 
 
 def test_evaluation_shows_the_middle_and_draws_nothing(tmp_path):
-    files, _ = read_folder(write_pictures(tmp_path, ["a"], 2), 0.5, 0)
+    files, _ = read_image_folder(write_pictures(tmp_path, ["a"], 2), 0.5, 0)
     before = torch.default_generator.get_state()
-    picture, label = Pictures(files, 32, augment=False)[0]
+    picture, label = ImageDataset(files, 32, augment=False)[0]
     assert torch.equal(torch.default_generator.get_state(), before)
     with Image.open(files.name(0)) as image:
-        assert torch.equal(picture, normalised(cut(image, centre_box(*image.size), 32)))
+        assert torch.equal(
+            picture, to_normalized_tensor(crop_and_resize(image, center_crop_box(*image.size), 32))
+        )
     assert label == 0
 
 
 def missing(path):
     path.unlink()
-    return "it is gone"
+    return "the file does not exist"
 
 
 def text(path):
     path.write_text("no picture")
-    return "of no known format, or damaged"
+    return "unknown format, or damaged"
 
 
 def truncated(path):
@@ -84,14 +91,14 @@ def truncated(path):
 def damaged_png(path):
     Image.new("RGB", (64, 64)).save(path, "PNG")
     path.write_bytes(path.read_bytes()[:60])
-    return "cannot be read as a picture"
+    return "cannot be read as an image"
 
 
 @pytest.mark.parametrize("spoil", [missing, text, truncated, damaged_png])
 def test_a_picture_that_cannot_be_read_is_named_in_one_sentence(tmp_path, spoil):
-    files, _ = read_folder(write_pictures(tmp_path, ["a"], 2), 0.5, 0)
+    files, _ = read_image_folder(write_pictures(tmp_path, ["a"], 2), 0.5, 0)
     reason = spoil(tmp_path / files.name(0))
-    dataset = Pictures(files, 32, augment=True)
+    dataset = ImageDataset(files, 32, augment=True)
     with pytest.raises(FileError, match=reason):
         dataset[0]
     with pytest.raises(SampleError) as caught:
@@ -101,11 +108,11 @@ def test_a_picture_that_cannot_be_read_is_named_in_one_sentence(tmp_path, spoil)
 
 
 def test_generated_pictures_differ_and_show_their_class():
-    source = Generated(20, 5, 40, seed=0)
+    source = SyntheticImages(20, 5, 40, seed=0)
     assert source.labels.tolist() == [0, 1, 2, 3, 4] * 4
     shown = [source.open(index).tobytes() for index in range(20)]
     assert len(set(shown)) == 20
     assert shown[3] == source.open(3).tobytes()
-    assert shown[3] != Generated(20, 5, 40, seed=1).open(3).tobytes()
+    assert shown[3] != SyntheticImages(20, 5, 40, seed=1).open(3).tobytes()
     red, green = source.open(0).resize((1, 1)), source.open(2).resize((1, 1))
     assert red.getpixel((0, 0))[0] - green.getpixel((0, 0))[0] > 30

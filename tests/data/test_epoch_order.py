@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.order import Epoch, order, partition_sizes
+from lockstep.data.epoch_order import EpochOrder, epoch_permutation
+from lockstep.data.partition import partition_sizes
 from lockstep.errors import DatasetError
 from lockstep.randomness import key
 
@@ -53,7 +54,7 @@ def test_partition_sizes_by_example(total: int, fractions: list[float], sizes: l
 @pytest.mark.parametrize(
     ("fractions", "words"),
     [
-        ([], "no fractions"),
+        ([], "without fractions"),
         ([1.5, -0.5], "by -0.5"),
         ([float("nan"), 1.0], "by nan"),
         ([float("inf")], "by inf"),
@@ -68,34 +69,38 @@ def test_bad_fractions_are_refused(fractions: list[float], words: str) -> None:
 
 @given(st.integers(0, 300), st.integers(0, 2**31), st.integers(0, 1000))
 def test_the_order_is_a_permutation_fixed_by_seed_and_epoch(n: int, seed: int, epoch: int) -> None:
-    indices = order(n, seed, epoch)
+    indices = epoch_permutation(n, seed, epoch)
     assert sorted(indices.tolist()) == list(range(n))
-    assert torch.equal(indices, order(n, seed, epoch))
+    assert torch.equal(indices, epoch_permutation(n, seed, epoch))
 
 
 def test_the_order_is_the_documented_one() -> None:
     generator = torch.Generator().manual_seed(key(1234, 5))
-    assert torch.equal(order(100, 1234, 5), torch.randperm(100, generator=generator))
+    assert torch.equal(epoch_permutation(100, 1234, 5), torch.randperm(100, generator=generator))
 
 
 def test_another_seed_or_epoch_gives_another_order() -> None:
-    orders = {tuple(order(50, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)}
+    orders = {
+        tuple(epoch_permutation(50, seed, epoch).tolist())
+        for seed in range(3)
+        for epoch in range(3)
+    }
     assert len(orders) == 9
 
 
 def test_without_shuffling_the_order_ascends() -> None:
-    assert order(5, 1, 2, shuffle=False).tolist() == [0, 1, 2, 3, 4]
+    assert epoch_permutation(5, 1, 2, shuffle=False).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_the_order_leaves_the_global_generator_alone() -> None:
     before = torch.default_generator.get_state()
-    order(50, 0, 0)
+    epoch_permutation(50, 0, 0)
     assert torch.equal(before, torch.default_generator.get_state())
 
 
 @given(st.integers(1, 100), st.integers(1, 40))
 def test_uniform_batches_cover_the_order_and_only_the_last_is_short(n: int, size: int) -> None:
-    epoch = Epoch.uniform(torch.arange(n), size)
+    epoch = EpochOrder.from_indices(torch.arange(n), size)
     spans = [epoch.span(batch) for batch in range(len(epoch))]
     assert [position for span in spans for position in span] == list(range(n))
     assert all(len(span) == size for span in spans[:-1])
@@ -103,29 +108,29 @@ def test_uniform_batches_cover_the_order_and_only_the_last_is_short(n: int, size
 
 
 def test_grouped_batches_stay_as_they_are() -> None:
-    epoch = Epoch.grouped([[4, 2], [7], [1, 0, 3]])
+    epoch = EpochOrder.from_batches([[4, 2], [7], [1, 0, 3]])
     batches = [epoch.indices[epoch.span(b).start : epoch.span(b).stop].tolist() for b in range(3)]
     assert batches == [[4, 2], [7], [1, 0, 3]]
     assert epoch.repeats is None
 
 
 def test_an_empty_group_is_refused() -> None:
-    with pytest.raises(DatasetError, match="batch 1 holds no sample"):
-        Epoch.grouped([[1], []])
+    with pytest.raises(DatasetError, match="batch 1 of the batch sampler is empty"):
+        EpochOrder.from_batches([[1], []])
 
 
 def test_repeated_draws_are_counted() -> None:
-    epoch = Epoch.uniform(torch.tensor([3, 1, 3, 3, 1, 0]), 2).counted()
+    epoch = EpochOrder.from_indices(torch.tensor([3, 1, 3, 3, 1, 0]), 2).with_repeats()
     assert epoch.repeats is not None
     assert epoch.repeats.tolist() == [0, 0, 1, 2, 1, 0]
 
 
 def test_the_digest_sees_the_order_and_the_batches() -> None:
     epochs = [
-        Epoch.uniform(torch.arange(6), 2),
-        Epoch.uniform(torch.arange(6), 3),
-        Epoch.uniform(torch.arange(6).flip(0), 2),
-        Epoch.grouped([[0, 1, 2], [3, 4], [5]]),
+        EpochOrder.from_indices(torch.arange(6), 2),
+        EpochOrder.from_indices(torch.arange(6), 3),
+        EpochOrder.from_indices(torch.arange(6).flip(0), 2),
+        EpochOrder.from_batches([[0, 1, 2], [3, 4], [5]]),
     ]
     assert len({epoch.digest() for epoch in epochs}) == len(epochs)
-    assert Epoch.grouped([[0, 1], [2, 3], [4, 5]]).digest() == epochs[0].digest()
+    assert EpochOrder.from_batches([[0, 1], [2, 3], [4, 5]]).digest() == epochs[0].digest()

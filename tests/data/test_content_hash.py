@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from lockstep.data.fingerprint import fingerprint, sample_fingerprint
+from lockstep.data.content_hash import hash_content, hash_sample
 
 Pair = namedtuple("Pair", "x y")
 
@@ -69,7 +69,7 @@ def jagged(*parts: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_other_data_has_another_fingerprint(one: Any, other: Any) -> None:
-    assert fingerprint(one) != fingerprint(other)
+    assert hash_content(one) != hash_content(other)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def test_other_data_has_another_fingerprint(one: Any, other: Any) -> None:
     ],
 )
 def test_the_same_data_has_the_same_fingerprint(one: Any, other: Any) -> None:
-    assert fingerprint(one) == fingerprint(other)
-    assert len(fingerprint(one)) == 16
+    assert hash_content(one) == hash_content(other)
+    assert len(hash_content(one)) == 16
 
 
 def test_the_texts_of_a_sample_count_only_where_it_has_nothing_else() -> None:
-    assert sample_fingerprint({"x": X, "path": "/a"}) == sample_fingerprint({"x": X, "path": "/b"})
-    assert sample_fingerprint((X, ["/a"])) == sample_fingerprint((X, ["/b"]))
-    assert sample_fingerprint((X, 1)) != sample_fingerprint((X, 2))
-    assert sample_fingerprint(("some words", 1)) != sample_fingerprint(("other words", 1))
+    assert hash_sample({"x": X, "path": "/a"}) == hash_sample({"x": X, "path": "/b"})
+    assert hash_sample((X, ["/a"])) == hash_sample((X, ["/b"]))
+    assert hash_sample((X, 1)) != hash_sample((X, 2))
+    assert hash_sample(("some words", 1)) != hash_sample(("other words", 1))

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lockstep.data.augmentation import (
+from lockstep.data.images import (
     MEAN,
-    SPREAD,
-    centre_box,
-    cut,
-    mirrored,
-    normalised,
-    random_box,
+    STD,
+    center_crop_box,
+    crop_and_resize,
+    random_crop_box,
+    random_flip,
+    to_normalized_tensor,
 )
 
 SIDES = st.integers(1, 3000)
@@ -25,14 +25,14 @@ SIDES = st.integers(1, 3000)
 @given(SIDES, SIDES, st.integers(0, 2**32))
 def test_a_random_box_lies_within_the_picture(width, height, seed):
     torch.default_generator.manual_seed(seed)
-    left, top, right, bottom = random_box(width, height)
+    left, top, right, bottom = random_crop_box(width, height)
     assert 0 <= left < right <= width
     assert 0 <= top < bottom <= height
 
 
 def test_a_random_box_has_the_usual_areas_and_ratios():
     torch.default_generator.manual_seed(0)
-    boxes = [random_box(1000, 1000) for _ in range(500)]
+    boxes = [random_crop_box(1000, 1000) for _ in range(500)]
     areas = [(right - left) * (bottom - top) / 1e6 for left, top, right, bottom in boxes]
     ratios = [(right - left) / (bottom - top) for left, top, right, bottom in boxes]
     assert 0.079 < min(areas) < 0.15
@@ -42,11 +42,11 @@ def test_a_random_box_has_the_usual_areas_and_ratios():
 
 
 def test_a_picture_too_long_for_any_box_gives_its_middle():
-    assert random_box(1000, 3) == (498, 0, 502, 3)
+    assert random_crop_box(1000, 3) == (498, 0, 502, 3)
 
 
 def test_the_middle_is_a_square_of_seven_eighths():
-    assert centre_box(1600, 800) == (450, 50, 1150, 750)
+    assert center_crop_box(1600, 800) == (450, 50, 1150, 750)
 
 
 def jpeg(width, height):
@@ -64,7 +64,7 @@ def test_a_jpeg_is_decoded_small_and_shows_the_same(box):
     plain.load()
     plain.format = None  # as if it were no JPEG
     drafted = jpeg(803, 605)
-    fast, slow = cut(drafted, box, 32), cut(plain, box, 32)
+    fast, slow = crop_and_resize(drafted, box, 32), crop_and_resize(plain, box, 32)
     assert plain.size == (803, 605)
     if box[2] - box[0] > 200:
         assert drafted.size[0] < 803
@@ -77,20 +77,20 @@ def test_every_mode_becomes_three_colours(mode):
     image = Image.new("RGB", (8, 8), (255, 255, 255)).convert(mode)
     if mode == "P":
         image.info["transparency"] = bytes(range(256))
-    assert numpy.asarray(cut(image, (0, 0, 8, 8), 4)).shape == (4, 4, 3)
+    assert numpy.asarray(crop_and_resize(image, (0, 0, 8, 8), 4)).shape == (4, 4, 3)
 
 
 def test_a_picture_is_mirrored_half_the_time():
     image = Image.fromarray(numpy.array([[[0, 0, 0], [255, 255, 255]]], dtype=numpy.uint8))
     torch.default_generator.manual_seed(0)
-    firsts = [mirrored(image).getpixel((0, 0))[0] for _ in range(200)]
+    firsts = [random_flip(image).getpixel((0, 0))[0] for _ in range(200)]
     assert set(firsts) == {0, 255}
     assert 70 < firsts.count(0) < 130
 
 
 def test_pixels_are_normalised_row_by_row():
     pixels = torch.randint(0, 256, (5, 7, 3), dtype=torch.uint8)
-    values = normalised(Image.fromarray(pixels.numpy()))
+    values = to_normalized_tensor(Image.fromarray(pixels.numpy()))
     assert values.is_contiguous()
-    expected = (pixels.permute(2, 0, 1).double() / 255 - MEAN.double()) / SPREAD.double()
+    expected = (pixels.permute(2, 0, 1).double() / 255 - MEAN.double()) / STD.double()
     torch.testing.assert_close(values.double(), expected, rtol=0, atol=1e-5)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
-from lockstep.data import probe
+from lockstep.data import repeatability
 from lockstep.data.loader import Batches
-from lockstep.data.probe import probe_samples, spread
+from lockstep.data.repeatability import check_samples, select_positions
 from lockstep.errors import DatasetError, DisagreementError, SampleError
 
 
@@ -35,7 +35,7 @@ class OwnNumpy(Numbers):
 
 
 class RareFlip(OwnNumpy):
-    """Draws, but the samples hardly ever show it."""
+    """SamplerStates, but the samples hardly ever show it."""
 
     def __getitem__(self, index: int) -> Any:
         flipped = self.rng.random() > 0.999999
@@ -75,8 +75,8 @@ class Spoiling(Numbers):
         return self.x[index].mul_(1 + torch.rand(()))
 
 
-PRIVATE = "draws from a generator of its own"
-OTHER = "differs from itself, because it depends on something that is not seeded"
+PRIVATE = "draws from a private generator"
+OTHER = "gives different results, because it depends on something that is not seeded"
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -157,30 +157,30 @@ def test_samples_that_load_slowly_cost_one_sample_twice() -> None:
 
     def load(position: int) -> int:
         loaded.append(position)
-        until = time.perf_counter() + probe.BUDGET
+        until = time.perf_counter() + repeatability.BUDGET
         while time.perf_counter() < until:
             pass
         return position
 
-    assert len(probe_samples(load, [5, 6, 7], [50, 60, 70], None)) == 1
+    assert len(check_samples(load, [5, 6, 7], [50, 60, 70], None)) == 1
     assert loaded == [5, 5]
 
 
 def test_the_samples_are_spread_over_the_batch() -> None:
-    assert spread(range(100, 140)) == [100, 120, 110, 130]
-    assert spread(range(3)) == [0, 1, 2]
-    assert spread(range(7, 8)) == [7]
+    assert select_positions(range(100, 140)) == [100, 120, 110, 130]
+    assert select_positions(range(3)) == [0, 1, 2]
+    assert select_positions(range(7, 8)) == [7]
 
 
 def test_the_probe_runs_once_an_epoch_where_samples_are_loaded(tmp_path: Path) -> None:
-    class Files(Numbers):
+    class ImageFiles(Numbers):
         def __getitem__(self, index: int) -> Any:
             worker = get_worker_info()
             with (tmp_path / ("rank" if worker is None else str(worker.id))).open("a") as file:
                 file.write(f"{index}\n")
             return torch.tensor(index)
 
-    list(Batches(Files(), 10, shuffle=False, num_workers=2))
+    list(Batches(ImageFiles(), 10, shuffle=False, num_workers=2))
     loads = [int(line) for path in tmp_path.iterdir() for line in path.read_text().split()]
     assert not (tmp_path / "rank").exists()
     assert sorted(set(loads)) == list(range(40))
@@ -236,7 +236,7 @@ class Shifted(Numbers):
         return super().__getitem__(index) + (index >= 20)
 
 
-class Stream(IterableDataset[Any]):
+class IterableSource(IterableDataset[Any]):
     def __init__(self, shift: float) -> None:
         self.shift = shift
 
@@ -263,8 +263,8 @@ class Stream(IterableDataset[Any]):
             {"sampler": range(3, 9)},
             3,
         ),
-        (Stream(0), Stream(1), {}, 0),
-        (Stream(0), Stream(1), {"start": 2}, 16),
+        (IterableSource(0), IterableSource(1), {}, 0),
+        (IterableSource(0), IterableSource(1), {"start": 2}, 16),
     ],
 )
 def test_a_rank_with_other_samples_is_named(
@@ -284,7 +284,7 @@ def test_a_rank_with_other_samples_is_named(
     list(batches(ours, ranks.first))
     list(batches(ours, ranks.second))
     with pytest.raises(
-        DisagreementError, match=rf"rank 1 has another sample {sample} than rank 0, although"
+        DisagreementError, match=rf"sample {sample} of rank 1 differs from that of rank 0, although"
     ):
         list(batches(theirs, ranks.second))
 
@@ -306,7 +306,7 @@ def test_a_loader_that_fails_at_once_tells_the_others(monkeypatch: pytest.Monkey
         raise SampleError("no worker")
         yield
 
-    monkeypatch.setattr("lockstep.data.loader.in_workers", fail)
+    monkeypatch.setattr("lockstep.data.loader.load_in_workers", fail)
     ranks = Said()
     with pytest.raises(SampleError, match="no worker"):
         list(Batches(Numbers(), 8, num_workers=1, agree=ranks.first))

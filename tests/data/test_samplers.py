@@ -13,12 +13,12 @@ from torch.utils.data import (
 )
 
 from lockstep.data.loader import Batches
-from lockstep.data.sampling import check_sampler, grouped, sampled
+from lockstep.data.samplers import draw_batches, draw_indices, validate_sampler
 from lockstep.errors import DatasetError
 
 
 class Mixed:
-    """Draws from all three generators, and knows of epochs."""
+    """SamplerStates from all three generators, and knows of epochs."""
 
     epoch = -1
 
@@ -34,11 +34,11 @@ class Mixed:
 
 def test_a_sampler_is_drawn_alike_everywhere_and_anew_each_epoch() -> None:
     torch.rand(3)
-    first = sampled(Mixed(), 2, seed=1, epoch=0)
+    first = draw_indices(Mixed(), 2, seed=1, epoch=0)
     torch.rand(5)
     random.random()
-    again = sampled(Mixed(), 2, seed=1, epoch=0)
-    later = sampled(Mixed(), 2, seed=1, epoch=1)
+    again = draw_indices(Mixed(), 2, seed=1, epoch=0)
+    later = draw_indices(Mixed(), 2, seed=1, epoch=1)
     assert first.indices.tolist() == again.indices.tolist()
     assert later.indices[0] == 1
     assert first.indices.tolist()[1:] != later.indices.tolist()[1:]
@@ -48,12 +48,12 @@ def test_drawing_leaves_the_users_generators_alone() -> None:
     torch.manual_seed(1)
     expected = torch.rand(())
     torch.manual_seed(1)
-    sampled(RandomSampler(range(10)), 2, seed=0, epoch=0)
+    draw_indices(RandomSampler(range(10)), 2, seed=0, epoch=0)
     assert torch.rand(()) == expected
 
 
 def test_a_weighted_sampler_counts_its_repeats() -> None:
-    epoch = sampled(WeightedRandomSampler([0.1, 0.9], 20), 4, seed=0, epoch=0)
+    epoch = draw_indices(WeightedRandomSampler([0.1, 0.9], 20), 4, seed=0, epoch=0)
     assert len(epoch) == 5
     assert epoch.repeats is not None
     assert int(epoch.repeats.max()) > 0
@@ -61,40 +61,44 @@ def test_a_weighted_sampler_counts_its_repeats() -> None:
 
 def test_a_batch_sampler_gives_whole_batches() -> None:
     sampler = Mixed()
-    epoch = grouped(BatchSampler(sampler, 3, drop_last=False), seed=0, epoch=6)
+    epoch = draw_batches(BatchSampler(sampler, 3, drop_last=False), seed=0, epoch=6)
     assert [len(epoch.span(batch)) for batch in range(len(epoch))] == [3, 1]
     assert epoch.indices[0] == 6
 
 
 def test_what_is_no_index_is_named() -> None:
-    with pytest.raises(DatasetError, match="gave 'a' where"):
-        sampled(["a"], 2, 0, 0)  # type: ignore[list-item]
+    with pytest.raises(DatasetError, match="yielded 'a'"):
+        draw_indices(["a"], 2, 0, 0)  # type: ignore[list-item]
 
 
 def test_indices_of_other_libraries_are_whole_numbers_too() -> None:
     indices = [numpy.int64(3), torch.tensor(4)]
-    assert sampled(indices, 2, 0, 0).indices.tolist() == [3, 4]  # type: ignore[arg-type]
+    assert draw_indices(indices, 2, 0, 0).indices.tolist() == [3, 4]  # type: ignore[arg-type]
 
 
 def test_empty_samplers_are_named() -> None:
-    with pytest.raises(DatasetError, match="sampler list gave no sample"):
-        sampled([], 2, 0, 0)
-    with pytest.raises(DatasetError, match="batch sampler list gave no batch"):
-        grouped([], 0, 0)
+    with pytest.raises(DatasetError, match="sampler list yielded no sample"):
+        draw_indices([], 2, 0, 0)
+    with pytest.raises(DatasetError, match="batch sampler list yielded no batch"):
+        draw_batches([], 0, 0)
 
 
 def test_a_sampler_of_one_ranks_part_is_refused() -> None:
     part = DistributedSampler(range(8), num_replicas=2, rank=0)
     for sampler in (part, BatchSampler(part, 2, drop_last=False)):
-        with pytest.raises(DatasetError, match="DistributedSampler gives each rank a part"):
-            check_sampler(sampler)
-    check_sampler(DistributedSampler(range(8), num_replicas=1, rank=0))
+        with pytest.raises(
+            DatasetError, match="DistributedSampler yields a different part on each rank"
+        ):
+            validate_sampler(sampler)
+    validate_sampler(DistributedSampler(range(8), num_replicas=1, rank=0))
 
 
 def test_a_sampler_of_one_ranks_part_is_refused_below_others() -> None:
     inner = BatchSampler(DistributedSampler(range(8), num_replicas=2, rank=0), 2, drop_last=False)
-    with pytest.raises(DatasetError, match="DistributedSampler gives each rank a part"):
-        check_sampler(BatchSampler(inner, 1, drop_last=False))  # type: ignore[arg-type]
+    with pytest.raises(
+        DatasetError, match="DistributedSampler yields a different part on each rank"
+    ):
+        validate_sampler(BatchSampler(inner, 1, drop_last=False))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -102,13 +106,13 @@ def test_a_sampler_of_one_ranks_part_is_refused_below_others() -> None:
     [
         (
             DataLoader(list(range(8)), 2),
-            "^DataLoader is not a dataset: give its dataset.* options$",
+            "^DataLoader is not a dataset: pass its dataset.* arguments$",
         ),
         (
             DataLoader(
                 list(range(8)), 2, sampler=DistributedSampler(range(8), num_replicas=2, rank=0)
             ),
-            "leave out its DistributedSampler, since every batch is cut over the ranks",
+            "omit its DistributedSampler, because Lockstep splits every batch over the ranks",
         ),
     ],
 )

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, TensorDataset, WeightedRandomSampler
 
-from lockstep.data.draws import Draws
 from lockstep.data.loader import Batches
+from lockstep.data.samplers import SamplerStates
 from lockstep.errors import DatasetError
 
 DATA = TensorDataset(torch.arange(40))
@@ -81,8 +81,8 @@ BATCH_SAMPLERS = {
 def options(name: str) -> dict[str, Any]:
     """Return what makes the batches of a training that begins anew."""
     if name in BATCH_SAMPLERS:
-        return {"batch_sampler": BATCH_SAMPLERS[name](), "draws": Draws()}
-    return {"batch_size": 6, "sampler": SAMPLERS[name](), "draws": Draws()}
+        return {"batch_sampler": BATCH_SAMPLERS[name](), "sampler_states": SamplerStates()}
+    return {"batch_size": 6, "sampler": SAMPLERS[name](), "sampler_states": SamplerStates()}
 
 
 def values(batches: Batches, stop: int | None = None) -> list[int]:
@@ -130,15 +130,15 @@ def test_a_training_goes_on_in_the_same_order_without_the_state_of_its_batches(
     given = options(name)
     for epoch in range(2):
         values(Batches(DATA, epoch=epoch, **given))
-    state = saved(given["draws"].state_dict())
+    state = saved(given["sampler_states"].state_dict())
     given = options(name)
-    given["draws"].load_state_dict(state)
+    given["sampler_states"].load_state_dict(state)
     found = [values(Batches(DATA, epoch=epoch, **given)) for epoch in range(first, 5)]
     assert found == whole[first:]
 
 
 def test_two_samplers_of_one_epoch_are_told_apart() -> None:
-    def both(draws: Draws) -> list[Any]:
+    def both(draws: SamplerStates) -> list[Any]:
         return [
             (RandomSampler(DATA, generator=torch.Generator().manual_seed(seed)), draws)
             for seed in (1, 2)
@@ -146,23 +146,26 @@ def test_two_samplers_of_one_epoch_are_told_apart() -> None:
 
     def epoch_of(samplers: list[Any], epoch: int) -> list[list[int]]:
         return [
-            values(Batches(DATA, 6, epoch=epoch, sampler=each, draws=draws))
+            values(Batches(DATA, 6, epoch=epoch, sampler=each, sampler_states=draws))
             for each, draws in samplers
         ]
 
-    draws = Draws()
+    draws = SamplerStates()
     samplers = both(draws)
     whole = [epoch_of(samplers, epoch) for epoch in range(2)]
     state = saved(draws.state_dict())
-    second = values(Batches(DATA, 6, epoch=2, sampler=samplers[0][0], draws=draws))
+    second = values(Batches(DATA, 6, epoch=2, sampler=samplers[0][0], sampler_states=draws))
     middle = saved(draws.state_dict())  # the other one has not drawn in epoch 2 yet
-    expected = [second, values(Batches(DATA, 6, epoch=2, sampler=samplers[1][0], draws=draws))]
+    expected = [
+        second,
+        values(Batches(DATA, 6, epoch=2, sampler=samplers[1][0], sampler_states=draws)),
+    ]
     for from_here, first, then in (
         (state, 1, whole[1]),
         (state, 2, expected),
         (middle, 2, expected),
     ):
-        fresh = Draws()
+        fresh = SamplerStates()
         fresh.load_state_dict(from_here)
         assert saved(fresh.state_dict()) == from_here
         assert epoch_of(both(fresh), first) == then
@@ -176,7 +179,7 @@ def test_an_order_that_cannot_be_drawn_again_is_an_error() -> None:
     resumed = Batches(DATA, 6, epoch=1, sampler=Counting())
     resumed.load_state_dict(saved(broken.state_dict()))
     with pytest.raises(
-        DatasetError, match=r"order of epoch 1 is not .* batch 3 .* the sampler Counting has"
+        DatasetError, match=r"order of epoch 1 differs .* batch 3.* the sampler Counting has"
     ):
         values(resumed)
 
@@ -185,7 +188,7 @@ def test_another_order_of_the_dataset_itself_is_an_error() -> None:
     state = Batches(DATA, 6).state_dict() | {"position": 2, "order": "0" * 32}
     resumed = Batches(DATA, 6)
     resumed.load_state_dict(state)
-    with pytest.raises(DatasetError, match="the dataset or torch's version has changed"):
+    with pytest.raises(DatasetError, match="the dataset or the version of torch has changed"):
         values(resumed)
 
 
@@ -207,10 +210,10 @@ def test_a_rank_whose_order_is_another_one_tells_the_others() -> None:
 def test_a_later_epoch_than_the_next_cannot_be_resumed() -> None:
     given = options("random")
     values(Batches(DATA, epoch=1, **given))
-    state = saved(given["draws"].state_dict())
+    state = saved(given["sampler_states"].state_dict())
     given = options("random")
-    given["draws"].load_state_dict(state)
-    with pytest.raises(DatasetError, match="saved in epoch 1 and is not known in epoch 4: go on"):
+    given["sampler_states"].load_state_dict(state)
+    with pytest.raises(DatasetError, match="saved in epoch 1 and is unknown for epoch 4: continue"):
         values(Batches(DATA, epoch=4, **given))
 
 
@@ -220,23 +223,23 @@ def test_a_later_epoch_than_the_next_cannot_be_resumed() -> None:
         (Own(random.Random(1)), "had the generators generator, but Own has the generators rng"),
         (
             RandomSampler(DATA, generator=numpy.random.default_rng(1)),  # type: ignore[arg-type]
-            "the saved state of the sampler RandomSampler is of another one",
+            "the saved state does not fit the sampler RandomSampler",
         ),
     ],
 )
 def test_the_state_of_another_sampler_is_an_error(other: Any, words: str) -> None:
     given = options("random")
     values(Batches(DATA, epoch=1, **given))
-    draws = Draws()
-    draws.load_state_dict(saved(given["draws"].state_dict()))
+    draws = SamplerStates()
+    draws.load_state_dict(saved(given["sampler_states"].state_dict()))
     with pytest.raises(DatasetError, match=words):
-        values(Batches(DATA, 6, epoch=2, sampler=other, draws=draws))
+        values(Batches(DATA, 6, epoch=2, sampler=other, sampler_states=draws))
 
 
 def test_samplers_that_depend_on_the_epoch_alone_leave_no_state() -> None:
-    draws = Draws()
+    draws = SamplerStates()
     sampler = RandomSampler(DATA)
-    batches = Batches(DATA, 6, sampler=sampler, draws=draws)
+    batches = Batches(DATA, 6, sampler=sampler, sampler_states=draws)
     values(batches)
     assert batches.state_dict()["sampler"] == {}
     assert draws.state_dict() == []

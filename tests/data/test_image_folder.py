@@ -4,7 +4,7 @@ import numpy
 import pytest
 
 from folders import write_pictures
-from lockstep.data.folders import read_folder
+from lockstep.data.image_folder import read_image_folder
 from lockstep.errors import DatasetError
 
 
@@ -15,7 +15,7 @@ def named(files):
 def test_train_and_val_are_read_in_the_order_of_their_names(tmp_path):
     write_pictures(tmp_path / "train", ["dog", "cat"], 3)
     write_pictures(tmp_path / "val", ["dog", "cat"], 1, suffix=".png")
-    training, held_out = read_folder(tmp_path, 0.5, 0)
+    training, held_out = read_image_folder(tmp_path, 0.5, 0)
     assert training.classes == held_out.classes == ("cat", "dog")
     assert named(training) == [(f"{c}/{i}.jpg", c) for c in ("cat", "dog") for i in range(3)]
     assert named(held_out) == [("cat/0.png", "cat"), ("dog/0.png", "dog")]
@@ -26,7 +26,7 @@ def test_train_and_val_are_read_in_the_order_of_their_names(tmp_path):
 def test_a_class_that_is_not_evaluated_keeps_the_numbers_of_the_others(tmp_path):
     write_pictures(tmp_path / "train", ["a", "b", "c"], 1)
     write_pictures(tmp_path / "val", ["c"], 2)
-    assert named(read_folder(tmp_path, 0.5, 0)[1]) == [("c/0.jpg", "c"), ("c/1.jpg", "c")]
+    assert named(read_image_folder(tmp_path, 0.5, 0)[1]) == [("c/0.jpg", "c"), ("c/1.jpg", "c")]
 
 
 def test_pictures_below_a_class_are_found_and_hidden_or_other_files_left(tmp_path):
@@ -34,7 +34,7 @@ def test_pictures_below_a_class_are_found_and_hidden_or_other_files_left(tmp_pat
     (tmp_path / "a" / "notes.txt").write_text("no picture")
     (tmp_path / "b" / ".0.jpg").write_text("no picture")
     (tmp_path / "b" / "0.jpg").rename(tmp_path / "b" / "0.JPG")
-    training, held_out = read_folder(tmp_path, 0.5, 0)
+    training, held_out = read_image_folder(tmp_path, 0.5, 0)
     assert sorted(named(training) + named(held_out)) == [
         ("a/images/more/0.jpg", "a"),
         ("a/images/more/1.jpg", "a"),
@@ -45,12 +45,12 @@ def test_pictures_below_a_class_are_found_and_hidden_or_other_files_left(tmp_pat
 
 def test_one_folder_is_split_alike_every_time_and_in_each_class(tmp_path):
     write_pictures(tmp_path, ["a", "b"], 10)
-    training, held_out = read_folder(tmp_path, 0.2, 0)
+    training, held_out = read_image_folder(tmp_path, 0.2, 0)
     assert numpy.bincount(training.labels).tolist() == [8, 8]
     assert numpy.bincount(held_out.labels).tolist() == [2, 2]
     assert not set(named(training)) & set(named(held_out))
-    assert named(read_folder(tmp_path, 0.2, 0)[1]) == named(held_out)
-    assert named(read_folder(tmp_path, 0.2, 1)[1]) != named(held_out)
+    assert named(read_image_folder(tmp_path, 0.2, 0)[1]) == named(held_out)
+    assert named(read_image_folder(tmp_path, 0.2, 1)[1]) != named(held_out)
 
 
 def nothing(folder):
@@ -80,13 +80,13 @@ def too_few(folder):
 @pytest.mark.parametrize(
     ("prepare", "sentence"),
     [
-        (nothing, "missing is no folder; give one that has a folder of pictures a class"),
-        (no_class, "has no folders in it; put the pictures of each class into a folder"),
-        (an_empty_class, "c has no picture in it"),
-        (only_val_has_it, "b is a class that .*train does not have"),
-        (too_few, "too few pictures in each class to hold 20% of them out"),
+        (nothing, "missing is not a folder; pass one that has one folder of images per class"),
+        (no_class, "has no folders; put the images of each class into a folder"),
+        (an_empty_class, "c has no image"),
+        (only_val_has_it, "b is a class without training images: .*train"),
+        (too_few, "too few images per class to hold out 20% of them"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_named(tmp_path, prepare, sentence):
     with pytest.raises(DatasetError, match=sentence):
-        read_folder(prepare(tmp_path), 0.2, 0)
+        read_image_folder(prepare(tmp_path), 0.2, 0)

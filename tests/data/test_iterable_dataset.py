@@ -73,7 +73,7 @@ def test_a_stream_changes_with_the_epoch() -> None:
 
 def test_what_a_stream_draws_at_its_beginning_is_the_same_everywhere() -> None:
     class Shuffled(IterableDataset[Any]):
-        """Draws its order before its first sample, as a shuffling stream does."""
+        """SamplerStates its order before its first sample, as a shuffling stream does."""
 
         def __iter__(self) -> Iterator[Any]:
             return iter([torch.tensor([index]) for index in random.sample(range(20), 20)])
@@ -103,7 +103,7 @@ def test_a_generator_is_a_stream() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_an_empty_stream_is_named(num_workers: int) -> None:
-    with pytest.raises(DatasetError, match="Stream gave no sample"):
+    with pytest.raises(DatasetError, match="Stream has no samples"):
         list(Batches(Stream(0), 4, num_workers=num_workers))
 
 
@@ -120,7 +120,7 @@ def test_a_sample_that_raises_is_named_after_the_good_batches(
 
 def test_a_stream_that_cannot_be_collated_is_named() -> None:
     ragged = (torch.zeros(index % 2 + 1) for index in range(9))
-    with pytest.raises(SampleError, match="samples 0, 1 of generator into one micro-batch"):
+    with pytest.raises(SampleError, match="collating samples 0, 1 of generator"):
         list(Batches(ragged, 4, microbatches=2))
 
 

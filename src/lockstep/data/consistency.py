@@ -1,0 +1,196 @@
+"""Consistency of the ranks: same epoch, same samples, same batch.
+
+Ranks that train on different data would add gradients that belong to no batch, or wait for
+each other at the end of the shorter epoch. Therefore the ranks exchange, and each compares:
+
+- a summary of the epoch in 80 bytes, once per epoch: dataset length, settings, order;
+- hashes of a few samples of the first batch (`lockstep.data.repeatability`);
+- the identity of the batch, with the messages of each step, before gradients are added.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+from lockstep.errors import DisagreementError
+
+__all__ = [
+    "BatchIdentity",
+    "EpochSummary",
+    "pack_samples",
+    "require_same_batch",
+    "require_same_epoch",
+    "require_same_samples",
+]
+
+FORMAT = struct.Struct("<8q16s")  # little-endian: hosts may differ
+UNKNOWN = -1
+
+DIFFERENCES = {
+    "ready": "could not determine its order of the samples; see its own error message",
+    "samples": "has a dataset of {theirs} samples, rank {other} one of {ours}",
+    "batch_size": "has batch size {theirs}, rank {other} {ours}",
+    "microbatches": "splits a batch into {theirs} micro-batches, rank {other} into {ours}",
+    "seed": "has seed {theirs}, rank {other} {ours}",
+    "epoch": "is in epoch {theirs}, rank {other} in epoch {ours}",
+    "position": "starts at batch {theirs}, rank {other} at batch {ours}",
+    "batches": "has {theirs} batches in the epoch, rank {other} {ours}",
+    "order": "has a different order of the samples than rank {other}; a sampler must draw from "
+    "torch's, Python's or numpy's global generators, which are seeded identically on every rank",
+}
+
+
+@dataclass(frozen=True)
+class EpochSummary:
+    """The settings of an epoch, which must be equal on all ranks; -1 stands for unknown."""
+
+    ready: int = 0
+    samples: int = UNKNOWN
+    batch_size: int = UNKNOWN
+    microbatches: int = UNKNOWN
+    seed: int = UNKNOWN
+    epoch: int = UNKNOWN
+    position: int = UNKNOWN
+    batches: int = UNKNOWN
+    order: bytes = bytes(16)
+
+    def pack(self) -> bytes:
+        """Return the bytes to exchange; their number is the same on every rank."""
+        return FORMAT.pack(*astuple(self))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> EpochSummary:
+        """Return the summary that another rank packed."""
+        return cls(*FORMAT.unpack(data))
+
+
+def require_same_epoch(exchanged: list[bytes]) -> None:
+    """Compare the epoch summaries of all ranks, in rank order.
+
+    Raises:
+        DisagreementError: Names the first rank that differs from the majority (from the lowest
+            rank if there is none), and the first field that differs.
+    """
+    common, _ = Counter(exchanged).most_common(1)[0]
+    other = exchanged.index(common)
+    for rank, data in enumerate(exchanged):
+        if data != common:
+            raise DisagreementError(f"rank {rank} {_difference(data, common, other)}")
+
+
+def require_same_samples(exchanged: Sequence[bytes]) -> None:
+    """Compare the results of `pack_samples` of all ranks, in rank order.
+
+    A rank that could not load its first batch has no samples; ranks may have different numbers
+    of samples.
+
+    Raises:
+        DisagreementError: A rank has a different sample than the majority, or than the lowest
+            rank if there is none.
+    """
+    everyone = {rank: json.loads(data) for rank, data in enumerate(exchanged)}
+    described = {rank: samples for rank, samples in everyone.items() if samples}
+    for samples in zip(*described.values(), strict=False):
+        common, _ = Counter(samples).most_common(1)[0]
+        other = next(rank for rank, each in zip(described, samples, strict=True) if each == common)
+        for rank, each in zip(described, samples, strict=True):
+            if each != common:
+                raise DisagreementError(
+                    f"sample {each.partition(':')[0]} of rank {rank} differs from that of rank "
+                    f"{other}, "
+                    "although both loaded it with the same random seed: use the same dataset on "
+                    "every rank, from the same files and with the same split"
+                )
+
+
+def pack_samples(described: Sequence[str]) -> bytes:
+    """Return the bytes to exchange for a few sample descriptions."""
+    return json.dumps(described).encode()
+
+
+def _difference(data: bytes, common: bytes, other: int) -> str:
+    theirs, ours = EpochSummary.unpack(data), EpochSummary.unpack(common)
+    for name, text in DIFFERENCES.items():
+        if getattr(theirs, name) != getattr(ours, name):
+            return text.format(theirs=getattr(theirs, name), ours=getattr(ours, name), other=other)
+    raise AssertionError("two different summaries have no different field")
+
+
+@dataclass(frozen=True)
+class BatchIdentity:
+    """What identifies a batch, equal on all ranks that train on it.
+
+    Attributes:
+        epoch: The epoch of a batch from a loader.
+        position: The index of a batch from a loader within its epoch, from 0.
+        order: A digest of the epoch's order for a batch from a loader; "" for iterable datasets.
+        checksum: A hash of the content of a batch that was passed as a whole.
+    """
+
+    epoch: int = -1
+    position: int = -1
+    order: str = ""
+    checksum: str = ""
+
+    def pack(self) -> str:
+        """Return the fields as one line."""
+        return f"{self.epoch} {self.position} {self.order or '-'} {self.checksum or '-'}"
+
+    @classmethod
+    def unpack(cls, line: str) -> BatchIdentity:
+        """Return the identity that `pack` wrote."""
+        epoch, position, order, checksum = line.split(" ")
+        return cls(int(epoch), int(position), order.strip("-"), checksum.strip("-"))
+
+    def __str__(self) -> str:
+        """Return a description for error messages."""
+        if self.checksum:
+            return f"a batch with checksum {self.checksum}"
+        if self.position < 0:
+            return "a batch from a driver"
+        return f"batch {self.position} of epoch {self.epoch} from trainer.batches"
+
+
+def require_same_batch(everyone: Sequence[str], step: int) -> None:
+    """Check that all ranks train on the same batch.
+
+    Args:
+        everyone: The result of `BatchIdentity.pack` of each rank, in rank order.
+        step: The number of the step, for the message.
+
+    Raises:
+        DisagreementError: Some ranks have different batches.
+    """
+    common, _ = Counter(everyone).most_common(1)[0]
+    if len(everyone) == everyone.count(common):
+        return
+    rank, theirs = next((r, each) for r, each in enumerate(everyone) if each != common)
+    other = everyone.index(common)
+    difference = _batch_difference(
+        BatchIdentity.unpack(theirs), BatchIdentity.unpack(common), rank, other
+    )
+    raise DisagreementError(f"in step {step}, {difference}")
+
+
+def _batch_difference(theirs: BatchIdentity, ours: BatchIdentity, rank: int, other: int) -> str:
+    if theirs.checksum and ours.checksum:
+        return (
+            f"rank {rank} got a different batch than rank {other} (checksums {theirs.checksum} "
+            f"and {ours.checksum}): pass the same whole batch on every rank; each computes its "
+            "part. A DataLoader with a DistributedSampler, or with shuffle=True and no common "
+            "seed, returns a different batch on every rank; use "
+            "trainer.batches(dataset, batch_size) instead"
+        )
+    if (theirs.epoch, theirs.position) != (ours.epoch, ours.position):
+        return (
+            f"rank {rank} trains on {theirs} while rank {other} trains on {ours}: pass the same "
+            "batches to trainer.step on every rank, and skip a batch on all ranks or on none"
+        )
+    return (
+        f"rank {rank} trains on {theirs} with a different order of the samples than rank {other}: "
+        "pass the same dataset, seed and sampler to trainer.batches on every rank"
+    )

@@ -1,0 +1,98 @@
+"""The order of an epoch: which samples form which global batch.
+
+    samples   0 1 2 3 4 5 6     epoch_permutation(7, seed, epoch)  ->  3 0 6 2 5 1 4
+    batches of 3                                                       3 0 6 | 2 5 1 | 4
+
+The order depends only on (samples, seed, epoch); the layout decides which rank loads which
+part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.errors import DatasetError
+from lockstep.randomness import key
+
+__all__ = ["EpochOrder", "epoch_permutation"]
+
+
+def epoch_permutation(samples: int, seed: int, epoch: int, shuffle: bool = True) -> torch.Tensor:
+    """Return a permutation of `range(samples)`, int64.
+
+    With `shuffle`, it is `torch.randperm` of a generator seeded with `key(seed, epoch)`;
+    otherwise it is ascending.
+    """
+    if not shuffle:
+        return torch.arange(samples)
+    generator = torch.Generator().manual_seed(key(seed, epoch))
+    return torch.randperm(samples, generator=generator)
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """The global batches of one epoch: `indices[starts[b]:starts[b + 1]]` is batch b.
+
+    Attributes:
+        indices: The indices of the samples, int64.
+        starts: The first position of each batch.
+        repeats: For each position, how often its sample occurs before; None if no sample
+            occurs twice. Each occurrence gets its own random numbers.
+    """
+
+    indices: torch.Tensor
+    starts: Sequence[int]
+    repeats: torch.Tensor | None = None
+
+    @classmethod
+    def from_indices(cls, indices: torch.Tensor, batch_size: int) -> EpochOrder:
+        """Split an order into batches of `batch_size`; the last batch may be smaller."""
+        return cls(indices, range(0, len(indices), batch_size))
+
+    @classmethod
+    def from_batches(cls, batches: Iterable[Sequence[int]]) -> EpochOrder:
+        """Join the batches of a batch sampler."""
+        flat: list[int] = []
+        starts: list[int] = []
+        for batch in batches:
+            if len(batch) == 0:
+                raise DatasetError(f"batch {len(starts)} of the batch sampler is empty")
+            starts.append(len(flat))
+            flat.extend(batch)
+        return cls(torch.tensor(flat, dtype=torch.int64), starts).with_repeats()
+
+    def with_repeats(self) -> EpochOrder:
+        """Return this order with `repeats` computed."""
+        return EpochOrder(self.indices, self.starts, _repeats(self.indices))
+
+    def __len__(self) -> int:
+        """Return the number of global batches."""
+        return len(self.starts)
+
+    def span(self, batch: int) -> range:
+        """Return the positions of `batch` in the order."""
+        last = batch + 1 == len(self.starts)
+        return range(self.starts[batch], len(self.indices) if last else self.starts[batch + 1])
+
+    def digest(self) -> bytes:
+        """Return a hash of 16 bytes, equal on two ranks if their batches are equal."""
+        starts = torch.tensor(self.starts, dtype=torch.int64)
+        result = hashlib.blake2b(starts.numpy().tobytes(), digest_size=16)
+        result.update(self.indices.contiguous().numpy().data)
+        return result.digest()
+
+
+def _repeats(indices: torch.Tensor) -> torch.Tensor | None:
+    """Return `EpochOrder.repeats`."""
+    if len(indices.unique()) == len(indices):
+        return None
+    seen: dict[int, int] = {}
+    repeats = torch.empty_like(indices)
+    for position, index in enumerate(indices.tolist()):
+        repeats[position] = seen.get(index, 0)
+        seen[index] = seen.get(index, 0) + 1
+    return repeats

@@ -1,0 +1,153 @@
+"""Image folders with one folder per class:
+
+    images/cat/1.jpg              images/train/cat/1.jpg
+    images/cat/2.jpg       or     images/val/cat/2.jpg
+    images/dog/1.jpg              images/train/dog/1.jpg
+
+Classes are sorted by name, images by class and name, so that an index means the same image
+on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+from numpy.typing import NDArray
+from PIL import Image
+
+from lockstep.data.epoch_order import epoch_permutation
+from lockstep.data.partition import partition_sizes
+from lockstep.errors import DatasetError
+
+__all__ = ["ImageFiles", "read_image_folder"]
+
+TRAIN, VAL = "train", "val"
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Images in files.
+
+    Names are bytes in one array: the reference counts of a million objects would make every
+    loader process copy their memory pages.
+
+    Attributes:
+        folder: The folder of all images.
+        classes: The names of the classes.
+        names: The path of each image, relative to `folder`.
+        labels: The class index of each image.
+    """
+
+    folder: Path
+    classes: tuple[str, ...]
+    names: NDArray[numpy.bytes_]
+    labels: NDArray[numpy.int64]
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.names)
+
+    def name(self, index: int) -> str:
+        """Return the path of an image."""
+        return str(self.folder / os.fsdecode(self.names[index]))
+
+    def open(self, index: int) -> Image.Image:
+        """Open an image; its pixels are read later."""
+        return Image.open(self.name(index))
+
+    def split(self, share: float, seed: int) -> tuple[ImageFiles, ImageFiles]:
+        """Hold out a share of each class.
+
+        Args:
+            share: The share of images to hold out, from 0 to 1.
+            seed: The seed of the random choice.
+
+        Returns:
+            The images for training and the held-out images.
+
+        Raises:
+            DatasetError: The classes are too small to hold out an image.
+        """
+        out = numpy.zeros(len(self), dtype=bool)
+        for number in range(len(self.classes)):
+            own = numpy.flatnonzero(self.labels == number)
+            count = partition_sizes(len(own), [share, 1 - share])[0]
+            out[own[epoch_permutation(len(own), seed, number).numpy()[:count]]] = True
+        if not out.any():
+            raise DatasetError(
+                f"{self.folder} has too few images per class to hold out {share:.0%} of them; "
+                f"add images, or use folders {TRAIN} and {VAL}"
+            )
+        return self._select(~out), self._select(out)
+
+    def _select(self, chosen: NDArray[numpy.bool_]) -> ImageFiles:
+        return ImageFiles(self.folder, self.classes, self.names[chosen], self.labels[chosen])
+
+
+def read_image_folder(folder: Path, share: float, seed: int) -> tuple[ImageFiles, ImageFiles]:
+    """Return the images for training and the held-out images of a folder.
+
+    Args:
+        folder: A folder with `train` and `val`, or with one folder per class.
+        share: The share of each class to hold out if there is no `val`.
+        seed: The seed of that choice.
+
+    Raises:
+        DatasetError: The folder or its classes do not exist, or a class has no image.
+    """
+    if not folder.is_dir():
+        raise DatasetError(
+            f"{folder} is not a folder; pass one that has one folder of images per class"
+        )
+    if not ((folder / TRAIN).is_dir() and (folder / VAL).is_dir()):
+        return _files(folder, _classes(folder)).split(share, seed)
+    classes = _classes(folder / TRAIN)
+    unknown = sorted(set(_classes(folder / VAL)) - set(classes))
+    if unknown:
+        raise DatasetError(
+            f"{folder / VAL / unknown[0]} is a class without training images: it does not exist "
+            f"in {folder / TRAIN}"
+        )
+    held_out = [name for name in classes if (folder / VAL / name).is_dir()]
+    return _files(folder / TRAIN, classes), _files(folder / VAL, classes, held_out)
+
+
+def _classes(folder: Path) -> tuple[str, ...]:
+    names = sorted(each.name for each in folder.iterdir() if each.is_dir() and each.name[0] != ".")
+    if not names:
+        raise DatasetError(
+            f"{folder} has no folders; put the images of each class into a folder with the name of "
+            "the class"
+        )
+    return tuple(names)
+
+
+def _files(
+    folder: Path, classes: tuple[str, ...], there: Sequence[str] | None = None
+) -> ImageFiles:
+    """Find the images of the classes in `there`, by default of all classes."""
+    names: list[bytes] = []
+    labels: list[int] = []
+    for name in classes if there is None else there:
+        found = sorted(_find_images(folder / name, folder))
+        if not found:
+            raise DatasetError(
+                f"{folder / name} has no image ({', '.join(SUFFIXES)}); add images, or remove the "
+                "folder"
+            )
+        names += found
+        labels += [classes.index(name)] * len(found)
+    return ImageFiles(folder, classes, numpy.array(names, dtype=numpy.bytes_), numpy.array(labels))
+
+
+def _find_images(folder: Path, base: Path) -> Iterator[bytes]:
+    """Yield the images in and below `folder`, as paths relative to `base`."""
+    for parent, _, files in os.walk(folder, followlinks=True):
+        for name in files:
+            if name.lower().endswith(SUFFIXES) and name[0] != ".":
+                yield os.fsencode(os.path.relpath(os.path.join(parent, name), base))

@@ -1,0 +1,120 @@
+"""Loading an iterable dataset, split by position.
+
+    stream                0 1 2 3 | 4 5 6 7 | 8 9 ...       batches of 4
+    2 replicas, M = 4     0 0 1 1 | 0 0 1 1 | 0 1           the replica that keeps the sample
+    3 workers per rank    worker 0  worker 1  worker 2      the worker that prepares the batch
+
+Every worker of every rank iterates the whole stream, seeded by position, and keeps its own
+samples. Reading is repeated; samples, order and random numbers are those of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from lockstep.data.map_dataset import (
+    Collate,
+    Item,
+    LoadedBatch,
+    LoadFailure,
+    ReplicaShare,
+    collate_samples,
+)
+from lockstep.data.repeatability import describe_sample, select_positions
+from lockstep.randomness import key, seed_all
+
+__all__ = ["IterableSource"]
+
+
+@dataclass(frozen=True)
+class IterableSource(IterableDataset[Item]):
+    """Iterates a dataset and yields the micro-batches of one replica from batch `start` on."""
+
+    dataset: Any
+    batch_size: int
+    share: ReplicaShare
+    keys: tuple[int, int]  # seed, epoch
+    start: int = 0
+    collate: Collate | None = None
+
+    def __iter__(self) -> Iterator[Item]:
+        """Iterate the whole stream and yield the batches of this worker."""
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        with _no_worker_info():
+            for batch, samples in self._batches():
+                if isinstance(samples, LoadFailure):
+                    # All workers fail at the same sample, so any of them may report it.
+                    yield samples
+                    return
+                if batch >= self.start and (batch - self.start) % workers == worker:
+                    yield self._item(batch, samples)
+
+    def _batches(self) -> Iterator[tuple[int, list[Any] | LoadFailure]]:
+        """Yield (number, samples) of each batch; an error ends the stream."""
+        name = type(self.dataset).__name__
+        pending: list[Any] = []
+        stream: Iterator[Any] | None = None
+        for position in count():
+            try:
+                if stream is None:
+                    seed_all(key(*self.keys))
+                    stream = iter(self.dataset)
+                seed_all(key(*self.keys, position))
+                pending.append(next(stream))
+            except StopIteration:
+                break
+            except Exception as error:
+                yield (
+                    position // self.batch_size,
+                    LoadFailure.of(f"sample {position} of {name}", error),
+                )
+                return
+            if len(pending) == self.batch_size:
+                yield position // self.batch_size, pending
+                pending = []
+        if pending:
+            yield position // self.batch_size, pending
+
+    def _item(self, batch: int, samples: list[Any]) -> Item:
+        first = batch * self.batch_size
+        descriptions: tuple[str, ...] = ()
+        if batch == self.start:
+            numbers = select_positions(range(len(samples)))
+            descriptions = tuple(
+                describe_sample(first + number, samples[number]) for number in numbers
+            )
+        parts: list[Any] = []
+        for _, piece in self.share.pieces(len(samples)):
+            part = collate_samples(
+                samples[piece.start : piece.stop],
+                range(first + piece.start, first + piece.stop),
+                type(self.dataset).__name__,
+                self.collate or default_collate,
+            )
+            if isinstance(part, LoadFailure):
+                return part
+            parts.append(part)
+        return LoadedBatch(len(samples), parts, descriptions)
+
+
+@contextlib.contextmanager
+def _no_worker_info() -> Iterator[None]:
+    """Hide torch's worker info from the dataset.
+
+    Datasets that use it yield a different part of the stream in each worker. Here every
+    worker splits the whole stream itself, so such a dataset would lose samples.
+    """
+    info = torch_worker._worker_info
+    torch_worker._worker_info = None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info

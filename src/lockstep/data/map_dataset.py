@@ -1,0 +1,242 @@
+"""Loading a map-style dataset: one item is one replica's part of one global batch.
+
+There are two sources; `source[b]` is the size of batch b and the data of its micro-batches:
+
+    MapSource      calls dataset[i] for each sample, seeded by (seed, epoch, i), and collates
+                   each micro-batch; runs in this process or in torch's workers
+    TensorSource   selects rows of tensors in memory: no call per sample, no random numbers,
+                   the same bits as collating the samples
+
+An exception in the dataset is returned as a `LoadFailure`: torch would rebuild an exception
+from a worker with its whole traceback in the message.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from lockstep.data.epoch_order import EpochOrder
+from lockstep.data.microbatch import clone_tensors, pieces
+from lockstep.data.repeatability import (
+    check_collate,
+    check_samples,
+    describe_sample,
+    select_positions,
+)
+from lockstep.errors import DatasetError, LockstepError, SampleError
+from lockstep.randomness import key, seed_all
+
+__all__ = [
+    "Collate",
+    "Item",
+    "LoadFailure",
+    "LoadedBatch",
+    "MapSource",
+    "ReplicaShare",
+    "TensorSource",
+]
+
+Collate = Callable[[list[Any]], Any]
+
+LIBRARY_FOLDERS = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+
+
+@dataclass(frozen=True)
+class ReplicaShare:
+    """The micro-batches of one replica: `replica` of `replicas`, `microbatches` per batch."""
+
+    microbatches: int
+    replicas: int
+    replica: int
+
+    def pieces(self, samples: int) -> tuple[tuple[int, range], ...]:
+        """Return (index, positions) of this replica's micro-batches in a batch of `samples`."""
+        return pieces(samples, self.microbatches, self.replicas, self.replica)
+
+
+@dataclass(frozen=True)
+class LoadFailure:
+    """An error of the dataset: its message and the type of the exception to raise."""
+
+    message: str
+    error: type[LockstepError] = SampleError
+
+    @classmethod
+    def of(cls, what: str, error: Exception) -> LoadFailure:
+        """Describe that `what` raised `error`, and where."""
+        lines = str(error).strip().splitlines()
+        text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        return cls(f"{what} raised {text}{_locate(error)}")
+
+
+def _locate(error: Exception) -> str:
+    """Return the innermost location of `error` in user code, or an empty string."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(LIBRARY_FOLDERS):
+            return f", at {os.path.basename(frame.filename)}:{frame.lineno}"
+    return ""
+
+
+class LoadedBatch(NamedTuple):
+    """One replica's part of one global batch.
+
+    Attributes:
+        size: The number of samples of the whole batch.
+        parts: The data of each micro-batch of the replica.
+        descriptions: Descriptions of a few samples of the first batch, equal on all ranks.
+    """
+
+    size: int
+    parts: list[Any]
+    descriptions: tuple[str, ...] = ()
+
+
+Item = LoadedBatch | LoadFailure
+
+
+def collate_samples(
+    samples: list[Any], names: Sequence[int], dataset: str, collate: Collate
+) -> Any:
+    """Collate one micro-batch; return a LoadFailure that names the samples if that fails.
+
+    torch's `default_collate` creates new tensors. Another function may return views of the
+    dataset's memory or a buffer that it reuses, so its result is copied. This holds in workers
+    too, where torch moves a tensor to shared memory together with the rest of its storage.
+    """
+    try:
+        part = collate(samples)
+        return part if collate is default_collate else clone_tensors(part)
+    except Exception as error:
+        shown = ", ".join(str(name) for name in names[:8]) + (", ..." if len(names) > 8 else "")
+        which = f"sample{'s' if len(names) > 1 else ''} {shown} of {dataset}"
+        return LoadFailure.of(f"collating {which}", error)
+
+
+@dataclass(frozen=True)
+class MapSource(Dataset[Item]):
+    """Loads and collates sample by sample; it can be sent to workers."""
+
+    dataset: Any
+    epoch: EpochOrder
+    share: ReplicaShare
+    keys: tuple[int, int]  # seed, epoch
+    collate: Collate | None = None
+    first: int = -1  # the batch whose samples are checked
+
+    def __len__(self) -> int:
+        """Return the number of global batches."""
+        return len(self.epoch)
+
+    def __getitem__(self, batch: int) -> Item:
+        """Load this replica's micro-batches of global batch `batch`."""
+        span = self.epoch.span(batch)
+        pieces = [span[piece.start : piece.stop] for _, piece in self.share.pieces(len(span))]
+        try:
+            descriptions = self._check(span, pieces) if batch == self.first else ()
+        except DatasetError as error:
+            return LoadFailure(str(error), DatasetError)
+        parts: list[Any] = []
+        for piece in pieces:
+            part = self._microbatch(piece)
+            if isinstance(part, LoadFailure):
+                return part
+            parts.append(part)
+        return LoadedBatch(len(span), parts, descriptions)
+
+    def _check(self, span: range, pieces: Sequence[range]) -> tuple[str, ...]:
+        positions = select_positions(span)
+        names = self.epoch.indices[positions].tolist()
+        found = check_samples(self._sample, positions, names, self.dataset)
+        if self.collate is not None and pieces:
+            check_collate(lambda: self._microbatch(pieces[0]), self.collate)
+        return found
+
+    def _sample(self, position: int) -> Any:
+        """Load the sample at a position of the order, with its random seed."""
+        index = int(self.epoch.indices[position])
+        seed_all(key(*self.keys, index, *self._repeat(position)))
+        return self.dataset[index]
+
+    def _microbatch(self, positions: range) -> Any:
+        indices = self.epoch.indices[positions.start : positions.stop].tolist()
+        samples = []
+        for position, index in zip(positions, indices, strict=True):
+            try:
+                samples.append(self._sample(position))
+            except Exception as error:
+                return LoadFailure.of(f"sample {index} of {type(self.dataset).__name__}", error)
+        name = type(self.dataset).__name__
+        return collate_samples(samples, indices, name, self.collate or default_collate)
+
+    def _repeat(self, position: int) -> tuple[int, ...]:
+        """Return the last part of the key of a sample that occurred before in this epoch."""
+        if self.epoch.repeats is None or not self.epoch.repeats[position]:
+            return ()
+        return (int(self.epoch.repeats[position]),)
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """Selects rows of tensors in memory: `rows[p]` is the row at position p of the order."""
+
+    tensors: tuple[torch.Tensor, ...]
+    rows: torch.Tensor
+    epoch: EpochOrder
+    share: ReplicaShare
+    first: int = -1  # the batch whose samples are described
+
+    @classmethod
+    def of(
+        cls, dataset: Any, epoch: EpochOrder, share: ReplicaShare, first: int = -1
+    ) -> TensorSource | None:
+        """Return a source, or None unless `dataset` is a TensorDataset, also below Subsets."""
+        rows = epoch.indices
+        while type(dataset) is Subset:
+            indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
+            if not _are_valid(rows, len(indices)):
+                return None
+            rows, dataset = indices[rows], dataset.dataset
+        if type(dataset) is not TensorDataset or not _are_valid(rows, len(dataset)):
+            return None
+        if not all(_is_plain(tensor) for tensor in dataset.tensors):
+            return None
+        return cls(dataset.tensors, rows, epoch, share, first)
+
+    def __getitem__(self, batch: int) -> Item:
+        """Select this replica's micro-batches of global batch `batch`."""
+        span = self.epoch.span(batch)
+        parts: list[Any] = []
+        for _, piece in self.share.pieces(len(span)):
+            rows = self.rows[span.start + piece.start : span.start + piece.stop]
+            parts.append([tensor.index_select(0, rows) for tensor in self.tensors])
+        return LoadedBatch(len(span), parts, self._describe(span) if batch == self.first else ())
+
+    def _describe(self, span: range) -> tuple[str, ...]:
+        positions = select_positions(span)
+        names, rows = self.epoch.indices[positions].tolist(), self.rows[positions].tolist()
+        return tuple(
+            describe_sample(name, [tensor[row] for tensor in self.tensors])
+            for name, row in zip(names, rows, strict=True)
+        )
+
+
+def _are_valid(rows: torch.Tensor, length: int) -> bool:
+    """Return whether all rows are in range; if not, let the dataset raise its own error."""
+    return len(rows) == 0 or bool(rows.min() >= 0 and rows.max() < length)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and not tensor.is_quantized
+    )

@@ -1,0 +1,131 @@
+"""Repeatability check: a few samples of an epoch's first batch are loaded twice and compared.
+
+    each rank    sample i with seed key(seed, epoch, i) ──> content, states of private generators
+                 sample i with the same seed            ──> must be equal, or the dataset uses
+                                                            random numbers that are not seeded
+    all ranks    content of sample i                    ──> must be equal, or the datasets differ
+
+The check runs where samples are loaded, in a worker if there are workers, because a dataset
+may open its files with the first sample. It uses samples of one batch, because reading ahead
+may be expensive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+from lockstep.data.content_hash import hash_content, hash_sample
+from lockstep.data.generators import generator_state, private_generators
+from lockstep.errors import DatasetError
+
+__all__ = ["check_collate", "check_samples", "describe_sample", "select_positions"]
+
+COUNT = 4
+"""The maximum number of samples to check."""
+
+BUDGET = 0.02
+"""Seconds after which no further sample is checked."""
+
+ADVICE = (
+    "draw from torch's, Python's or numpy's global generators, which are seeded for each sample, "
+    "or create a generator there, seeded with a number from a global one"
+)
+
+
+def select_positions(positions: Sequence[int]) -> list[int]:
+    """Return up to COUNT of the positions, spread over the batch."""
+    size = len(positions)
+    parts = (0, size // 2, size // 4, 3 * size // 4)
+    return list(dict.fromkeys(positions[part] for part in parts[:COUNT]))
+
+
+def check_samples(
+    load: Callable[[int], Any],
+    positions: Sequence[int],
+    names: Sequence[int],
+    dataset: Any,
+) -> tuple[str, ...]:
+    """Load samples twice and compare them.
+
+    Args:
+        load: Loads the sample at a position, with the global generators seeded for it.
+        positions: The positions of the samples in the order of the epoch.
+        names: The indices of the samples, for messages.
+        dataset: The dataset, which is searched for private generators.
+
+    Returns:
+        Descriptions of the samples, which must be equal on all ranks. Their number depends on
+        the time that loading takes. The check ends at a sample that raises; the loader reports
+        it.
+
+    Raises:
+        DatasetError: A sample differs between the two loads.
+    """
+    start = perf_counter()
+    found: list[str] = []
+    for position, name in zip(positions, names, strict=True):
+        contents, states = [], []
+        try:
+            for _ in range(2):
+                sample = load(position)
+                contents.append(hash_content(sample))
+                states.append(_states(dataset))
+        except Exception:
+            break
+        require_repeatable(
+            f"sample {name} of {type(dataset).__name__}, loaded twice with the same random seed, ",
+            contents,
+            states,
+        )
+        found.append(describe_sample(name, sample))
+        if perf_counter() - start > BUDGET:
+            break
+    return tuple(found)
+
+
+def check_collate(collate: Callable[[], Any], function: Any) -> None:
+    """Collate a micro-batch twice if the collate function has private generators.
+
+    Args:
+        collate: Loads and collates the micro-batch, with the global generators seeded for it.
+        function: The collate function of the user.
+
+    Raises:
+        DatasetError: A private generator has different states after the two calls.
+    """
+    if not private_generators(function):
+        return
+    states = []
+    for _ in range(2):
+        collate()
+        states.append(_states(function))
+    require_repeatable("collate_fn, called twice with the same random seed, ", ["", ""], states)
+
+
+def describe_sample(name: int, sample: Any) -> str:
+    """Return the index and the hash of a sample, which must be equal on all ranks."""
+    return f"{name}:{hash_sample(sample)}"
+
+
+def require_repeatable(
+    what: str, contents: Sequence[str], states: Sequence[dict[str, Any]]
+) -> None:
+    """Raise DatasetError unless two contents and the generator states after them are equal."""
+    first, second = states
+    names = [path for path in {**first, **second} if first.get(path) != second.get(path)]
+    if names:
+        raise DatasetError(
+            f"{what}draws from a private generator ({names[0]}), so its random numbers depend on "
+            f"which rank loads which samples: {ADVICE}"
+        )
+    if contents[0] != contents[1]:
+        raise DatasetError(
+            f"{what}gives different results, because it depends on something that is not seeded, "
+            f"such as a private generator, a counter or the time: {ADVICE}"
+        )
+
+
+def _states(owner: Any) -> dict[str, Any]:
+    return {path: generator_state(each) for path, each in private_generators(owner).items()}

@@ -1,0 +1,248 @@
+"""Samplers given by the user: drawn identically on every rank, and resumed.
+
+An order that is drawn from global generators depends on (seed, epoch) alone. The state of a
+sampler's own generators is saved, so that a resumed training draws the same orders:
+
+    epoch                 0              1              2
+    sampler's generator   s0 ──order──> s1 ──order──> s2 ──order──> s3
+    saved in epoch 1                     s1             s2
+                                         restored for   restored for
+                                         epoch 1        epoch 2
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lockstep.data.epoch_order import EpochOrder
+from lockstep.data.generators import generator_state, private_generators, set_generator_state
+from lockstep.errors import DatasetError
+from lockstep.randomness import isolated, key, seed_all
+
+__all__ = [
+    "SamplerStates",
+    "draw_batches",
+    "draw_indices",
+    "restore_sampler_state",
+    "sampler_chain",
+    "sampler_state",
+    "validate_dataset",
+    "validate_sampler",
+]
+
+
+def sampler_chain(sampler: Any) -> list[Any]:
+    """Return a sampler and the samplers that it wraps, the outermost first."""
+    found: list[Any] = []
+    while sampler is not None and not any(sampler is each for each in found):
+        found.append(sampler)
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+    return found
+
+
+def validate_sampler(sampler: Any) -> None:
+    """Raise DatasetError for a DistributedSampler, which yields only a part of the dataset."""
+    if any(
+        isinstance(each, DistributedSampler) and each.num_replicas > 1
+        for each in sampler_chain(sampler)
+    ):
+        raise DatasetError(
+            "a DistributedSampler yields a different part on each rank, but every batch is "
+            "already split over the ranks; pass a sampler of the whole dataset, or none"
+        )
+
+
+def validate_dataset(dataset: Any) -> None:
+    """Raise DatasetError for a DataLoader in place of a dataset."""
+    if not isinstance(dataset, DataLoader):
+        return
+    part = any(isinstance(each, DistributedSampler) for each in sampler_chain(dataset))
+    raise DatasetError(
+        f"{type(dataset).__name__} is not a dataset: pass its dataset, the batch size over "
+        "all ranks, and its sampler, num_workers and collate_fn as arguments"
+        + part
+        * "; omit its DistributedSampler, because Lockstep splits every batch over the ranks"
+    )
+
+
+def draw_indices(sampler: Iterable[int], batch_size: int, seed: int, epoch: int) -> EpochOrder:
+    """Draw the order of an epoch from a sampler, with global generators seeded.
+
+    Raises:
+        DatasetError: The sampler yields nothing, or something other than integers.
+    """
+    _set_epoch(sampler, epoch)
+    with isolated(everything=True):
+        seed_all(key(seed, epoch))
+        indices = _to_integers(sampler)
+    if not indices:
+        raise DatasetError(f"the sampler {type(sampler).__name__} yielded no sample")
+    return EpochOrder.from_indices(
+        torch.tensor(indices, dtype=torch.int64), batch_size
+    ).with_repeats()
+
+
+def draw_batches(batch_sampler: Iterable[Sequence[int]], seed: int, epoch: int) -> EpochOrder:
+    """Draw the batches of an epoch from a batch sampler, with global generators seeded.
+
+    Raises:
+        DatasetError: It yields nothing, an empty batch, or something other than integers.
+    """
+    _set_epoch(batch_sampler, epoch)
+    with isolated(everything=True):
+        seed_all(key(seed, epoch))
+        batches = [_to_integers(batch) for batch in batch_sampler]
+    if not batches:
+        raise DatasetError(f"the batch sampler {type(batch_sampler).__name__} yielded no batch")
+    return EpochOrder.from_batches(batches)
+
+
+def _set_epoch(sampler: Any, epoch: int) -> None:
+    for each in sampler_chain(sampler):
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)
+
+
+def _to_integers(indices: Iterable[Any]) -> list[int]:
+    result = []
+    for index in indices:
+        try:
+            result.append(operator.index(index))
+        except TypeError:
+            raise DatasetError(
+                f"the sampler yielded {index!r}, but indices of samples must be integers"
+            ) from None
+    return result
+
+
+DATA = frozenset({"data_source", "dataset"})
+"""Attributes of samplers that hold the dataset, whose generators are not the sampler's."""
+
+State = dict[str, Any]
+"""States of generators by attribute path, and results of `state_dict`."""
+
+
+def sampler_state(sampler: Any) -> State:
+    """Return the state on which the next order of a sampler depends, as JSON values.
+
+    It is empty for a sampler with neither private generators nor `state_dict`.
+    """
+    generators = private_generators(sampler, without=DATA)
+    state = {path: generator_state(each) for path, each in generators.items()}
+    for name, each in _stateful(sampler):
+        value = copy.deepcopy(each.state_dict())
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            continue  # it cannot be saved as JSON
+        state[name] = value
+    return state
+
+
+def restore_sampler_state(sampler: Any, state: Mapping[str, Any]) -> None:
+    """Restore the parts of `state` that `sampler` has; ignore the others.
+
+    Raises:
+        DatasetError: A generator has another type than the saved one.
+    """
+    try:
+        for path, each in private_generators(sampler, without=DATA).items():
+            if path in state:
+                set_generator_state(each, state[path])
+        for name, each in _stateful(sampler):
+            if name in state:
+                each.load_state_dict(copy.deepcopy(state[name]))
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        raise DatasetError(
+            f"the saved state does not fit the sampler {type(sampler).__name__}: {error}"
+        ) from error
+
+
+def _stateful(sampler: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the samplers with `state_dict`, by name."""
+    for depth, each in enumerate(sampler_chain(sampler)):
+        if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
+            yield f"state_dict of {type(each).__name__} {depth}", each
+
+
+@dataclass(frozen=True)
+class DrawnOrder:
+    """The states of a sampler before and after it drew the order of an epoch."""
+
+    epoch: int
+    before: State
+    after: State
+
+
+class SamplerStates:
+    """The sampler states behind the latest orders of a training.
+
+    An epoch may draw several orders, for two datasets or for one dataset twice; they are
+    numbered within the epoch. Orders that depend only on (seed, epoch) are not counted.
+    """
+
+    def __init__(self) -> None:
+        self._epoch, self._number = -1, 0  # of the next order
+        self._latest: dict[int, DrawnOrder] = {}  # by number
+        self._saved: dict[int, DrawnOrder] = {}  # to be resumed
+
+    def resume(self, sampler: Any, epoch: int) -> None:
+        """Restore the state of a sampler if a saved state was loaded.
+
+        Raises:
+            DatasetError: The state cannot be restored.
+        """
+        saved = self._saved.get(self._number if epoch == self._epoch else 0)
+        here = sampler_state(sampler)
+        if saved is None or not here:
+            return
+        name = type(sampler).__name__
+        if epoch not in (saved.epoch, saved.epoch + 1):
+            raise DatasetError(
+                f"the sampler {name} has a private generator, whose state was saved in "
+                f"epoch {saved.epoch} and is unknown for epoch {epoch}: continue with epoch "
+                f"{saved.epoch} or {saved.epoch + 1}, or let the sampler draw from torch's "
+                "default generator"
+            )
+        state = saved.before if epoch == saved.epoch else saved.after
+        if state.keys() != here.keys():
+            raise DatasetError(
+                f"the state was saved with a sampler that had {_named(state)}, but {name} has "
+                f"{_named(here)}: its order cannot be resumed; pass the same sampler"
+            )
+        restore_sampler_state(sampler, state)
+
+    def record(self, epoch: int, before: State, after: State) -> None:
+        """Record an order that was drawn."""
+        if not before and not after:
+            return
+        if epoch != self._epoch:
+            self._epoch, self._number = epoch, 0
+        self._latest[self._number] = DrawnOrder(epoch, before, after)
+        self._saved.pop(self._number, None)  # the sampler continues from its own state
+        self._number += 1
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the states as JSON values."""
+        latest = self._saved | self._latest
+        return [{"number": number, **vars(draw)} for number, draw in sorted(latest.items())]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Resume the next orders from a saved state."""
+        self._epoch, self._number = -1, 0
+        self._latest, self._saved = {}, {}
+        for each in state:
+            self._saved[each["number"]] = DrawnOrder(each["epoch"], each["before"], each["after"])
+
+
+def _named(state: State) -> str:
+    return f"the generators {', '.join(sorted(state))}" if state else "no private generator"
