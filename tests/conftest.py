@@ -15,7 +15,7 @@ import cloudpickle
 import pytest
 
 import lockstep
-from lockstep.launcher import preload
+from lockstep.launcher.fork_server import get_fork_server, get_fork_server_pid
 
 TESTS = str(Path(__file__).parent)
 PATIENCE = 5.0  # seconds that something may take to disappear after a test
@@ -54,7 +54,7 @@ def ranks() -> Callable[..., list[Any]]:
             finally:
                 lockstep.shutdown()
 
-        preload.template(trains=True)
+        get_fork_server(for_training=True)
         return lockstep.launch(rank, nprocs=n, timeout=timeout)
 
     return run
@@ -102,12 +102,12 @@ def _shared_memory() -> dict[str, str]:
 
 
 def _processes(others: Collection[str] = ()) -> dict[str, str]:
-    """Return this process's descendants but `others`; the template itself stays on purpose.
+    """Return this process's descendants except `others` and the fork server, which is kept.
 
     What `others` start is theirs: a browser that a whole module uses opens, renames and ends
     renderers when it likes.
     """
-    kept = {preload.template_pid(), _resource_tracker()}
+    kept = {get_fork_server_pid(), _resource_tracker()}
     found: dict[str, str] = {}
     waiting = [str(os.getpid())]
     while waiting:

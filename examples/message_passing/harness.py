@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
-from lockstep.launcher.environment import place
+from lockstep.launcher.environment import read_rank_info
 
 __all__ = ["init", "print_table", "run_example"]
 
@@ -30,7 +30,7 @@ def run_example(main: Callable[[str | None], Any]) -> None:
         "--backend", help="gloo, nccl, mpi, lockstep or another backend (default: by device)"
     )
     options = parser.parse_args()
-    if place(os.environ).launcher == "python":
+    if read_rank_info(os.environ).launcher == "python":
         ls.launch(main, (options.backend,), nprocs=options.n)
     else:
         main(options.backend)

@@ -2,7 +2,7 @@
 
     LockstepError                     one sentence: who, what, where, what to do next
     ├── UsageError                    exit status 2: used wrongly; nothing was started
-    │   ├── PlaceError                the environment contradicts itself about who this rank is
+    │   ├── LaunchEnvironmentError    environment variables contradict each other about this rank
     │   ├── LayoutError               ranks, replicas and micro-batches that do not fit together
     │   └── DatasetError              a dataset that cannot be used as asked
     └── WorkError                     exit status 1: the work failed
@@ -28,11 +28,11 @@ __all__ = [
     "DisagreementError",
     "FileError",
     "GradientError",
+    "LaunchEnvironmentError",
     "LayoutError",
     "LockstepError",
     "LossError",
     "LostError",
-    "PlaceError",
     "RankError",
     "RendezvousError",
     "SampleError",
@@ -55,7 +55,7 @@ class UsageError(LockstepError, ValueError):
     exit_status = 2
 
 
-class PlaceError(UsageError):
+class LaunchEnvironmentError(UsageError):
     """The environment variables contradict each other about who this rank is."""
 
 

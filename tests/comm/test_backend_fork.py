@@ -255,7 +255,7 @@ def test_a_forked_child_that_exits_does_not_say_goodbye_for_its_rank():
         "ls.init(backend='lockstep', timeout=60)\n"
         "x = torch.ones(2); dist.all_reduce(x, async_op=True).wait()\n"
         f"{EXITS}"
-        "print(rendezvous.Served.store.add('lockstep/left', 0))\n"
+        "print(rendezvous.ProcessState.store.add('lockstep/left', 0))\n"
     )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -20,7 +20,7 @@ from torch import nn
 import lockstep as ls
 from lockstep.comm import backend
 from lockstep.comm.memory import is_shared
-from lockstep.launcher import preload
+from lockstep.launcher.fork_server import get_fork_server
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 
@@ -49,7 +49,7 @@ def run_all(programs: dict[str, Callable[[], Any]], name: str) -> dict[str, Any]
 @functools.cache
 def results(name: str) -> list[dict[str, Any]]:
     """Run every program on each rank, once for each backend."""
-    preload.template(trains=True)
+    get_fork_server(for_training=True)
     return ls.launch(run_all, (PROGRAMS, name), nprocs=RANKS, timeout=100.0)
 
 

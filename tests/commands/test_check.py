@@ -651,7 +651,7 @@ def test_text_is_a_table_and_sentences(check):
     ("words", "said"),
     [
         (["nowhere.py"], "there is no script 'nowhere.py'"),
-        (["broken.py"], "broken.py, line 1 is no Python"),
+        (["broken.py"], "broken.py, line 1 is not valid Python"),
     ],
 )
 def test_a_script_that_cannot_run_is_a_usage_error(tmp_path, monkeypatch, words, said):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import lockstep as ls
 from averaging import expected_gradients, inputs_of, net, same, uses_some
 from lockstep.errors import RankError, UsageError
-from lockstep.launcher import preload
+from lockstep.launcher.fork_server import get_fork_server
 
 RANKS = 2
 
@@ -95,7 +95,7 @@ def train_all() -> dict[str, Any]:
 
 @functools.cache
 def results() -> list[dict[str, Any]]:
-    preload.template(trains=True)
+    get_fork_server(for_training=True)
     return ls.launch(train_all, nprocs=RANKS, timeout=110.0)
 
 

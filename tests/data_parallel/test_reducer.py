@@ -21,7 +21,7 @@ import lockstep as ls
 from averaging import inputs_of, net, same, tree_mean, uses_some
 from lockstep.comm.memory import is_shared
 from lockstep.errors import GradientError
-from lockstep.launcher import preload
+from lockstep.launcher.fork_server import get_fork_server
 
 RANKS = 3
 PROGRAMS: dict[str, Callable[[int], Any]] = {}
@@ -49,7 +49,7 @@ def run_all(programs: dict[str, Callable[[int], Any]], backend: str | None) -> d
 
 @functools.cache
 def results(backend: str | None) -> list[dict[str, Any]]:
-    preload.template(trains=True)
+    get_fork_server(for_training=True)
     chosen = {name: PROGRAMS[name] for name in ON_GLOO} if backend else PROGRAMS
     return ls.launch(run_all, (chosen, backend), nprocs=RANKS, timeout=110.0)
 

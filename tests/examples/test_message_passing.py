@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lockstep as ls
-from lockstep.launcher import preload
+from lockstep.launcher.fork_server import get_fork_server
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "message-passing.md"
@@ -21,7 +21,7 @@ EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem != "harness"
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_documentation_shows_the_output_of_the_example(path):
     main = importlib.import_module(path.stem).main
-    preload.template(trains=True)
+    get_fork_server(for_training=True)
     printed, *others = ls.launch(main, nprocs=4, timeout=60)
     assert others == [""] * 3
     assert printed.count("\n") == 5

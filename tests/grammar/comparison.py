@@ -25,7 +25,7 @@ from grammar import Case, case, plain, training
 from grammar.layouts import widths
 from grammar.outcome import Outcome
 from grammar.refusals import possible_refusals, refusals
-from lockstep.launcher import preload
+from lockstep.launcher.fork_server import get_fork_server
 
 DEADLINE = 60.0  # seconds that a rank waits for another one
 CASES_A_WORLD = 40
@@ -74,7 +74,7 @@ class Tally:
 
 def compare(seeds: Iterable[int]) -> Tally:
     """Run the cases of these seeds and compare each with the reference."""
-    preload.template(trains=True)
+    get_fork_server(for_training=True)
     return _Comparison(seeds).run()
 
 

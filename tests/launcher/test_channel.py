@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 
-from lockstep.launcher.channel import pair, parcel, unpack
+from lockstep.launcher.channel import open_pair, read_memfd, write_memfd
 
 
-def test_messages_keep_their_order_their_size_and_their_descriptors():
-    left, right = pair()
+def test_messages_keep_order_size_and_descriptors():
+    left, right = open_pair()
     reading, writing = os.pipe()
     large = {"environ": {"A": "ü\udc80" * 200_000}}
     sender = threading.Thread(target=lambda: [left.send({"n": 1}, [writing]), left.send(large)])
@@ -27,15 +27,15 @@ def test_messages_keep_their_order_their_size_and_their_descriptors():
         os.close(each)
 
 
-def test_an_end_in_the_middle_of_a_message_is_an_end():
-    left, right = pair()
+def test_a_connection_that_closes_within_a_message_counts_as_closed():
+    left, right = open_pair()
     os.write(left.fileno(), b"\x10\x00\x00\x00{")
     left.close()
     assert right.receive() is None
     right.close()
 
 
-def test_a_parcel_is_read_whole_by_each_of_its_receivers():
-    descriptor = parcel(b"x" * 100_000)
+def test_each_receiver_reads_a_memfd_completely():
+    descriptor = write_memfd(b"x" * 100_000)
     copy = os.dup(descriptor)
-    assert unpack(descriptor) == unpack(copy) == b"x" * 100_000
+    assert read_memfd(descriptor) == read_memfd(copy) == b"x" * 100_000

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 import processes
-from lockstep.launcher.job import GRACE
+from lockstep.launcher.supervisor import GRACE
 from processes import alive
 
 CLI = [sys.executable, "-c", "from lockstep.cli import main; main()", "run"]
@@ -156,13 +156,13 @@ lockstep.launch(rank, nprocs=2)
         assert not any(map(alive, ranks))
 
 
-def test_a_killed_template_ends_the_ranks_and_is_said(waiting):
+def test_the_ranks_of_a_killed_fork_server_are_ended(waiting):
     launcher, below = waiting
-    (template,) = psutil.Process(launcher.pid).children()
-    template.kill()
+    (fork_server,) = psutil.Process(launcher.pid).children()
+    fork_server.kill()
     assert launcher.wait(PATIENCE) == 1
-    assert "the process that had started it ended" in launcher.stderr.read().decode()
-    until(lambda: not any(map(alive, below)), "ranks outlived their template")
+    assert "the fork server that had started it exited" in launcher.stderr.read().decode()
+    until(lambda: not any(map(alive, below)), "ranks outlived their fork server")
 
 
 def test_twenty_launches_at_the_same_moment_take_no_port_twice():
@@ -217,7 +217,7 @@ def test_exit_statuses_and_the_last_line(tmp_path):
     assert last.startswith("lockstep: rank ")
     assert "exited with status 7; its log: runs/train-" in last
     assert status("-n", "0", "train.py") == (
-        2, "lockstep: --nproc-per-node 0: a host has at least one rank",
+        2, "lockstep: --nproc-per-node 0: a host needs at least one rank",
     )  # fmt: skip
 
 

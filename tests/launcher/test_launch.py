@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
-from lockstep.errors import PlaceError, RankError, UsageError
+from lockstep.errors import LaunchEnvironmentError, RankError, UsageError
 
 
 def reduced() -> list[float]:
@@ -42,7 +42,7 @@ def fail(how: str) -> None:
         if how == "raise":
             raise ValueError("no such luck")
         if how == "sentence":
-            raise PlaceError("nobody is here")
+            raise LaunchEnvironmentError("nobody is here")
         if how == "exit":
             sys.exit(3)
         if how == "vanish":
@@ -84,7 +84,7 @@ def test_the_traceback_goes_along(ranks):
         ranks(fail, 2, "raise")
     (note,) = caught.value.__notes__
     assert 'raise ValueError("no such luck")' in note
-    assert "lockstep/run" not in note
+    assert "lockstep/launcher" not in note
 
 
 def test_a_deadline_ends_ranks_that_do_not_return():

@@ -1,4 +1,4 @@
-"""Joining a world, and what is said when the ranks do not find each other."""
+"""Joining a world, and the errors of ranks that do not find each other."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.comm import backend
 from lockstep.errors import LockstepError, RankError, RendezvousError, UsageError
-from lockstep.launcher import rollcall
-from lockstep.launcher.environment import Place, place
-from lockstep.launcher.rendezvous import interface
-from lockstep.launcher.world import _device, cpu_backend
+from lockstep.launcher import rendezvous_check
+from lockstep.launcher.environment import RankInfo, read_rank_info
+from lockstep.launcher.rendezvous import find_interface
+from lockstep.launcher.world import choose_device, cpu_backend
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_asking_for_something_else_is_refused(alone):
 
 
 def test_a_backend_that_is_not_here_is_refused_with_those_that_are(alone):
-    with pytest.raises(UsageError, match=r"no backend 'glue' here; there are .*gloo"):
+    with pytest.raises(UsageError, match=r"no backend 'glue' here; available: .*gloo"):
         ls.init(backend="cpu:gloo,cuda:glue")
     assert not dist.is_initialized()
 
@@ -67,7 +67,7 @@ def test_a_local_rank_beyond_the_devices_is_refused():
     def join(asked):
         torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
         try:
-            return str(_device(asked, place(os.environ)))
+            return str(choose_device(asked, read_rank_info(os.environ)))
         except UsageError as error:
             return str(error)
 
@@ -94,7 +94,7 @@ def test_where_the_fast_backend_cannot_be_used_one_rank_says_so_once():
     (name, told), other = ls.launch(join, nprocs=2, timeout=60)
     assert (name, other) == ("gloo", ("gloo", ""))
     assert told.count("\n") == 1
-    assert "ranks talk through gloo, many times more slowly than through" in told
+    assert "using the backend gloo, which is many times slower than" in told
     assert "no file may grow beyond 64 KiB, nor may shared memory: raise that limit" in told
 
 
@@ -140,7 +140,7 @@ def attempts(n, change, timeout=30.0):
 
     def attempt():
         os.environ.update(change(ls.rank()))
-        rollcall.NOTE_AFTER = 0.2
+        rendezvous_check.NOTE_AFTER = 0.2
         try:
             ls.init(timeout=timeout)
         except LockstepError as error:
@@ -154,15 +154,15 @@ def test_two_ranks_with_one_number_are_told_so_everywhere():
     told = attempts(3, lambda rank: {"RANK": "1", "LOCAL_RANK": "1"} if rank == 2 else {})
     assert len(set(told)) == 1
     kind, sentence = told[0]
-    assert kind == "PlaceError"
-    assert sentence.startswith("two processes say that they are rank 1: process ")
+    assert kind == "LaunchEnvironmentError"
+    assert sentence.startswith("two processes are rank 1: process ")
 
 
 def test_another_world_size_is_told_to_everybody_who_waits():
     told = attempts(3, lambda rank: {"WORLD_SIZE": "4"} if rank == 2 else {})
     assert len(set(told)) == 1
-    assert told[0][0] == "PlaceError"
-    assert "says that the world has" in told[0][1]
+    assert told[0][0] == "LaunchEnvironmentError"
+    assert " ranks according to rank " in told[0][1]
     assert "start every rank with the same WORLD_SIZE" in told[0][1]
 
 
@@ -189,9 +189,9 @@ def test_a_master_that_does_not_answer_is_said_while_waiting_and_at_the_deadline
         port = str(unused.getsockname()[1])
         told = attempts(2, lambda rank: {"MASTER_PORT": port}, timeout=1.5)
     assert {kind for kind, _ in told} == {"RendezvousError"}
-    assert all(f"nobody answered at 127.0.0.1:{port}" in sentence for _, sentence in told)
+    assert all(f"no answer from 127.0.0.1:{port}" in sentence for _, sentence in told)
     assert all("connection refused" in sentence for _, sentence in told)
-    assert "nobody answers at 127.0.0.1" in capfd.readouterr().err
+    assert "no answer from 127.0.0.1" in capfd.readouterr().err
 
 
 def test_a_port_in_use_is_said_by_the_rank_that_would_serve():
@@ -243,4 +243,4 @@ def test_mpiexecs_ranks_meet_in_a_file(names, tmp_path):
 
 
 def test_the_interface_is_loopback_where_the_ranks_meet_there():
-    assert interface(Place(master_addr="127.0.0.1", master_port=29500)) in ("lo", "lo0")
+    assert find_interface(RankInfo(master_addr="127.0.0.1", master_port=29500)) in ("lo", "lo0")

@@ -20,9 +20,9 @@ from pathlib import Path
 from lockstep.check.difference import RankFingerprint
 from lockstep.check.layouts import Layout
 from lockstep.errors import RankError
-from lockstep.launcher import preload
-from lockstep.launcher.launch import calling_in_place, launch
-from lockstep.launcher.rank import run_code
+from lockstep.launcher.fork_server import get_fork_server
+from lockstep.launcher.launch import launch, launch_in_this_process
+from lockstep.launcher.rank_process import run_code
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 
 __all__ = ["Run", "run_layout"]
@@ -109,7 +109,7 @@ def run_layout(
         timeout: Seconds after which the ranks are ended.
         folder: Where the output of the ranks goes; exists and is empty.
     """
-    preload.template(trains=True)
+    get_fork_server(for_training=True)
     begun = time.monotonic()
     order = (script, tuple(arguments), layout, steps, str(folder))
     error: RankError | None = None
@@ -143,7 +143,7 @@ def _run_rank(
     with _record_of(Path(folder), rank).open("xb", buffering=0) as file:
         session = Session(layout, steps, lambda fingerprint: pickle.dump(fingerprint, file))
         try:
-            with opened(session), calling_in_place():
+            with opened(session), launch_in_this_process():
                 run_code("script", script)
         except CheckComplete:
             pass

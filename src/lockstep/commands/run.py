@@ -1,7 +1,9 @@
-"""`lockstep run`: a whole script on every rank; torchrun's flags."""
+"""`lockstep run`: run a script on every rank, with torchrun's options."""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,8 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from lockstep.errors import UsageError
-from lockstep.launcher import plan as plans
-from lockstep.launcher.plan import Plan
+from lockstep.launcher.launch_script import Interrupted, LaunchConfig, launch_script
+from lockstep.launcher.listening_socket import DEFAULT_PORT, LOOPBACK, parse_endpoint
 
 __all__ = ["command"]
 
@@ -18,8 +20,8 @@ __all__ = ["command"]
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
-class Flag(click.Option):
-    """An option whose help shows its names with dashes alone."""
+class Option(click.Option):
+    """An option whose help shows its names with dashes only."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Return the two columns of the help."""
@@ -31,11 +33,11 @@ class Flag(click.Option):
             self.opts = names
 
 
-def flag(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Decorated]:
-    """Return an option by its dashed name, which is accepted with underscores too."""
+def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Decorated]:
+    """Return an option by its name with dashes, which is accepted with underscores too."""
     parameter = name.replace("-", "_")
     names = dict.fromkeys([*more, f"--{name}", f"--{parameter}", parameter])
-    return click.option(*names, cls=Flag, **settings)
+    return click.option(*names, cls=Option, **settings)
 
 
 @click.command(
@@ -45,126 +47,208 @@ def flag(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Decora
         "help_option_names": ["-h", "--help"],
     }
 )
-@flag(
+@option(
     "nproc-per-node",
     "-n",
     metavar="N",
     default="1",
-    help="Ranks on this host: a number, auto, cpu or gpu.",
+    help="Number of ranks on this host: a number, cpu (one per core), gpu (one per GPU), or "
+    "auto (gpu if there are any, else cpu). Default: 1.",
 )
-@flag("nnodes", metavar="N", default="1", help="Hosts.")
-@flag("node-rank", metavar="N", default=0, help="This host's number, from 0.")
-@flag("master-addr", metavar="A", default="", help="Address of host 0; loopback on one host.")
-@flag(
+@option("nnodes", metavar="N", default="1", help="Number of hosts. Default: 1.")
+@option("node-rank", metavar="K", default=0, help="Index of this host, from 0. Default: 0.")
+@option(
+    "master-addr",
+    metavar="HOST",
+    default="",
+    help="Name or address of host 0. Required with several hosts. Default on a single host: "
+    "127.0.0.1.",
+)
+@option(
     "master-port",
-    metavar="P",
+    metavar="PORT",
     default=0,
-    help="Port on host 0; a free one on one host, else 29500.",
+    help="Port on host 0. Default: a free port on a single host, 29500 with several hosts.",
 )
-@flag("standalone", is_flag=True, help="One host, whatever the variables say.")
-@flag("module", "-m", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
-@flag("no-python", is_flag=True, help="SCRIPT is a program to execute.")
-@flag("start-method", type=click.Choice(["forkserver", "spawn"]), default="forkserver",
-      help="Fork from a preloaded process, or a fresh interpreter each.")  # fmt: skip
-@flag(
-    "log-dir", metavar="DIR", default=None, help="Where the run's folder goes, in place of ./runs."
+@option(
+    "standalone",
+    is_flag=True,
+    help="Run on a single host at a free port, and ignore the options and variables that say "
+    "otherwise.",
 )
-@flag(
+@option("module", "-m", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
+@option("no-python", is_flag=True, help="SCRIPT is a program to execute without Python.")
+@option(
+    "start-method",
+    type=click.Choice(["forkserver", "spawn"]),
+    default="forkserver",
+    help="forkserver: fork ranks from a process that has imported torch; spawn: start a new "
+    "interpreter for each rank. Default: forkserver.",
+)
+@option(
+    "log-dir",
+    metavar="DIR",
+    default=None,
+    help="Folder that gets this run's folder with its logs. Default: runs.",
+)
+@option(
     "redirects",
     "-r",
-    metavar="S",
+    metavar="STREAMS",
     default="0",
-    help="Streams for the log only: 1 stdout, 2 stderr, 3 both.",
+    help="Streams that go to the log and not to the terminal: 0 none, 1 stdout, 2 stderr, "
+    "3 both; or by local rank: 0:1,1:3. Default: 0.",
 )
-@flag(
+@option(
     "tee",
     "-t",
-    metavar="S",
+    metavar="STREAMS",
     default="3",
-    help="Of these, streams shown all the same; 0:1,1:3 by rank.",
+    help="Redirected streams that are shown on the terminal nevertheless, in the same form. "
+    "Default: 3.",
 )
-@flag("local-ranks-filter", metavar="K,L", default="", help="Show only these local ranks: 0,2.")
-@flag("role", metavar="WORD", default="default", help="Word for ROLE_NAME.")
-@flag("rdzv-id", metavar="WORD", default="", help="The job's name, in place of a random one.")
-@flag(
-    "rdzv-endpoint",
-    metavar="A:P",
+@option(
+    "local-ranks-filter",
+    metavar="RANKS",
     default="",
-    help="HOST:PORT, in place of --master-addr and --master-port.",
+    help="Show the output of these local ranks only, such as 0,2. Default: all.",
 )
-@flag("rdzv-backend", type=click.Choice(["static", "c10d"]), default="static", hidden=True)
-@flag("rdzv-conf", default="", hidden=True)
-@flag("max-restarts", default=0, hidden=True)
-@flag("monitor-interval", default=0.1, hidden=True)
-@flag("run-path", is_flag=True, hidden=True)
+@option("role", metavar="NAME", default="default", help="Value of ROLE_NAME. Default: default.")
+@option("rdzv-id", metavar="NAME", default="", help="Name of this launch. Default: a random name.")
+@option(
+    "rdzv-endpoint",
+    metavar="HOST:PORT",
+    default="",
+    help="Same as --master-addr HOST --master-port PORT; without a port 29500.",
+)
+@option("rdzv-backend", type=click.Choice(["static", "c10d"]), default="static", hidden=True)
+@option("rdzv-conf", default="", hidden=True)
+@option("max-restarts", default=0, hidden=True)
+@option("monitor-interval", default=0.1, hidden=True)
+@option("run-path", is_flag=True, hidden=True)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def command(script: str, arguments: tuple[str, ...], **flags: Any) -> None:
-    """Run SCRIPT with ARGUMENTS on every rank, as `python SCRIPT` would.
+def command(script: str, arguments: tuple[str, ...], **options: Any) -> None:
+    """Run SCRIPT with ARGUMENTS on every rank, as `python SCRIPT` does.
 
-    Every rank's output goes to runs/NAME/rank-K.log, and line by line, with the
-    rank before it, to the terminal. The first rank that fails ends the others;
-    its last lines and its log are the last thing on the screen. Every flag can
-    be given as a variable: PET_NPROC_PER_NODE=4.
+    The output of each rank is written to runs/NAME/rank-K.log, and line by line to the
+    terminal, with the rank as prefix. When a rank fails, the others are ended; the failed
+    rank's last lines and the path of its log are printed last. Every option can also be
+    given as an environment variable: PET_NPROC_PER_NODE=4.
 
-    Exit status: 0 good, 1 a rank failed, 2 used wrongly, 128+N ended by signal N.
+    Exit status: 0 success, 1 a rank failed, 2 usage error, 128+N ended by signal N.
     """
-    from lockstep.launcher.script import Interrupted, run_plan
-
     try:
-        run_plan(make_plan(script, arguments, flags))
+        launch_script(make_config(script, arguments, options))
     except Interrupted as interruption:
         sys.exit(128 + interruption.number)
 
 
-def make_plan(script: str, arguments: tuple[str, ...], flags: dict[str, Any]) -> Plan:
-    """Return what the flags ask for; UsageError for what cannot be."""
-    if flags["module"] and flags["no_python"]:
+def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:
+    """Return what the options ask for.
+
+    Raises:
+        UsageError: The options contradict each other, or a value is not valid.
+    """
+    if options["module"] and options["no_python"]:
         raise UsageError("--module and --no-python exclude each other")
-    if flags["max_restarts"]:
+    if options["max_restarts"]:
         raise UsageError(
-            f"--max-restarts {flags['max_restarts']}: lockstep run does not restart ranks; leave it"
+            f"--max-restarts {options['max_restarts']}: lockstep run does not restart ranks; "
+            f"leave this option out"
         )
-    nprocs = plans.processes(flags["nproc_per_node"], _gpus)
-    hosts = 1 if flags["standalone"] else plans.hosts(flags["nnodes"])
-    host = 0 if flags["standalone"] else flags["node_rank"]
-    address, port = _meeting(flags, hosts)
-    kind = "module" if flags["module"] else "program" if flags["no_python"] else "script"
-    return Plan(
+    nprocs = parse_nprocs(options["nproc_per_node"], _count_gpus)
+    nnodes = 1 if options["standalone"] else parse_nnodes(options["nnodes"])
+    master_addr, master_port = _choose_master(options, nnodes)
+    return LaunchConfig(
         target=script,
         arguments=arguments,
-        kind=kind,
+        kind="module" if options["module"] else "program" if options["no_python"] else "script",
         nprocs=nprocs,
-        hosts=hosts,
-        host=host,
-        address=address,
-        port=port,
-        run=flags["rdzv_id"],
-        role=flags["role"],
-        fresh=flags["start_method"] == "spawn",
-        log_dir=flags["log_dir"],
-        redirects=plans.streams("--redirects", flags["redirects"], nprocs),
-        tee=plans.streams("--tee", flags["tee"], nprocs),
-        shown=plans.ranks_filter(flags["local_ranks_filter"]),
+        nnodes=nnodes,
+        node_rank=0 if options["standalone"] else options["node_rank"],
+        master_addr=master_addr,
+        master_port=master_port,
+        run_id=options["rdzv_id"],
+        role=options["role"],
+        spawn=options["start_method"] == "spawn",
+        log_dir=options["log_dir"],
+        redirects=parse_streams("--redirects", options["redirects"], nprocs),
+        tee=parse_streams("--tee", options["tee"], nprocs),
+        shown=parse_local_ranks(options["local_ranks_filter"]),
     )
 
 
-def _meeting(flags: dict[str, Any], hosts: int) -> tuple[str, int]:
-    address, port = flags["master_addr"], flags["master_port"]
-    if flags["standalone"]:
-        return plans.LOOPBACK, 0
-    if flags["rdzv_endpoint"]:
-        address, port = plans.endpoint(flags["rdzv_endpoint"])
-    if hosts == 1:
-        return address or plans.LOOPBACK, port
+def _choose_master(options: dict[str, Any], nnodes: int) -> tuple[str, int]:
+    address, port = options["master_addr"], options["master_port"]
+    if options["standalone"]:
+        return LOOPBACK, 0
+    if options["rdzv_endpoint"]:
+        address, port = parse_endpoint(options["rdzv_endpoint"])
+    if nnodes == 1:
+        return address or LOOPBACK, port
     if not address:
         raise UsageError(
-            f"--nnodes {hosts} needs --master-addr: the name or address of host 0, for every host"
+            f"--nnodes {nnodes} needs --master-addr, the name or address of host 0, on every host"
         )
-    return address, port or plans.DEFAULT_PORT
+    return address, port or DEFAULT_PORT
 
 
-def _gpus() -> int:
+def _count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def parse_nprocs(text: str, count_gpus: Callable[[], int]) -> int:
+    """Return the number of ranks on a host: a number, "cpu" (cores), "gpu" or "auto"."""
+    word = text.strip().lower()
+    if re.fullmatch(r"-?\d+", word):
+        return int(word)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if word == "cpu":
+        return cores or 1
+    if word in ("gpu", "auto"):
+        count = count_gpus()
+        if word == "gpu" and not count:
+            raise UsageError("--nproc-per-node gpu: this host has no GPU; give a number")
+        return count or cores or 1
+    raise UsageError(f"--nproc-per-node {text}: expected a number, auto, cpu or gpu")
+
+
+def parse_nnodes(text: str) -> int:
+    """Return the number of hosts; torchrun's range MIN:MAX only if both are the same."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    if match is None:
+        raise UsageError(f"--nnodes {text}: expected the number of hosts")
+    if match[2] is not None and match[2] != match[1]:
+        raise UsageError(
+            f"--nnodes {text}: lockstep run starts a fixed number of hosts; give one number"
+        )
+    return int(match[1])
+
+
+def parse_streams(name: str, text: str, nprocs: int) -> dict[int, int]:
+    """Return the streams by local rank; `text` is "3" (every rank) or "0:1,2:3"."""
+    if re.fullmatch(r"[0-3]", text):
+        return dict.fromkeys(range(nprocs), int(text))
+    chosen: dict[int, int] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*:\s*([0-3])\s*", part)
+        if match is None:
+            raise UsageError(
+                f"{name} {text}: expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or such "
+                f"numbers by local rank: 0:1,1:3"
+            )
+        chosen[int(match[1])] = int(match[2])
+    return chosen
+
+
+def parse_local_ranks(text: str) -> frozenset[int] | None:
+    """Return the local ranks in "0,2"; None, for all of them, if it is empty."""
+    if not text.strip():
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise UsageError(f"--local-ranks-filter {text}: expected local ranks, such as 0,2")
+    return frozenset(map(int, parts))

@@ -1,10 +1,10 @@
-"""Messages between launcher and template: JSON with file descriptors, over a Unix socket.
+"""Messages between launcher and fork server: JSON with file descriptors, over a Unix socket.
 
-    +----------------+---------------------------+
-    | length, 4 byte | JSON, UTF-8, length bytes |     descriptors travel with the first byte
-    +----------------+---------------------------+
+    +-----------------+---------------------------+
+    | length, 4 bytes | JSON, UTF-8, length bytes |     descriptors travel with the first byte
+    +-----------------+---------------------------+
 
-Both ends run the same build of Lockstep on one host, so there is no version.
+Both ends run the same build of Lockstep on one host, so the format has no version.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Channel", "Message", "adopt", "pair", "parcel", "unpack"]
+__all__ = ["Channel", "Message", "open_channel", "open_pair", "read_memfd", "write_memfd"]
 
 Message = dict[str, Any]
 
 LENGTH = struct.Struct("<I")
-MOST_DESCRIPTORS = 8
+MAX_DESCRIPTORS = 8
 
 
 class Channel:
-    """One end of a socket; closed by `close`, and by the end of the process."""
+    """One end of a socket; closed by `close` and by the end of the process."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -38,18 +38,19 @@ class Channel:
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send one message; `descriptors` are duplicated into the other process.
 
-        Raises OSError where the other end is closed.
+        Raises:
+            OSError: The other end is closed.
         """
         body = json.dumps(message).encode()
         socket.send_fds(self._end, [LENGTH.pack(len(body))], list(descriptors))
         self._end.sendall(body)
 
     def receive(self) -> tuple[Message, list[int]] | None:
-        """Wait for one message and its descriptors; None where the other end is closed."""
+        """Wait for one message and its descriptors; None if the other end is closed."""
         try:
-            head, descriptors, _, _ = socket.recv_fds(self._end, LENGTH.size, MOST_DESCRIPTORS)
-            rest = self._exactly(LENGTH.size - len(head))
-            body = self._exactly(LENGTH.unpack(head + rest)[0])
+            head, descriptors, _, _ = socket.recv_fds(self._end, LENGTH.size, MAX_DESCRIPTORS)
+            rest = self._receive_exactly(LENGTH.size - len(head))
+            body = self._receive_exactly(LENGTH.unpack(head + rest)[0])
         except (ConnectionError, EOFError):
             return None
         return json.loads(body), list(descriptors)
@@ -59,10 +60,10 @@ class Channel:
         self._end.close()
 
     def detach(self) -> int:
-        """Give up the descriptor and return it."""
+        """Return the descriptor, which this object no longer owns."""
         return self._end.detach()
 
-    def _exactly(self, size: int) -> bytes:
+    def _receive_exactly(self, size: int) -> bytes:
         pieces: list[bytes] = []
         while size:
             piece = self._end.recv(min(size, 1 << 20))
@@ -73,40 +74,41 @@ class Channel:
         return b"".join(pieces)
 
 
-def pair() -> tuple[Channel, Channel]:
-    """Return two connected ends; neither is inherited by programs that are executed."""
+def open_pair() -> tuple[Channel, Channel]:
+    """Return two connected channels; executed programs inherit neither."""
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return Channel(left), Channel(right)
 
 
-def adopt(descriptor: int) -> Channel:
+def open_channel(descriptor: int) -> Channel:
     """Return the channel of a socket that another process passed."""
     os.set_inheritable(descriptor, False)
     return Channel(socket.socket(fileno=descriptor))
 
 
-def parcel(content: bytes) -> int:
-    """Put `content` into an anonymous file and return its descriptor, to be passed on.
+def write_memfd(content: bytes) -> int:
+    """Write `content` to an anonymous file and return its descriptor, to be passed on.
 
-    A sender never waits for the receiver, however large the content.
+    So a sender never waits for the receiver, regardless of the size.
     """
-    descriptor = _anonymous_file()
+    descriptor = _create_anonymous_file()
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
     return descriptor
 
 
-def unpack(descriptor: int) -> bytes:
-    """Return the content of a parcel and close it; every receiver reads it whole."""
+def read_memfd(descriptor: int) -> bytes:
+    """Return the whole content of an anonymous file and close the descriptor."""
     with open(descriptor, "rb", buffering=0) as file:
         size, pieces, offset = os.fstat(descriptor).st_size, [], 0
         while offset < size:
+            # pread: the receivers share one file position.
             pieces.append(os.pread(file.fileno(), size - offset, offset))
             offset += len(pieces[-1])
     return b"".join(pieces)
 
 
-def _anonymous_file() -> int:
+def _create_anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("lockstep")
     with tempfile.TemporaryFile() as file:

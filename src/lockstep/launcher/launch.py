@@ -1,4 +1,4 @@
-"""Run a function on N ranks of this host, and get each rank's value back."""
+"""`lockstep.launch`: run a function on N ranks of this host and return their values."""
 
 from __future__ import annotations
 
@@ -13,49 +13,61 @@ from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 from lockstep.errors import RankError, UsageError
-from lockstep.launcher import environment, preload
-from lockstep.launcher.assignment import Assignment
-from lockstep.launcher.channel import Message, parcel
-from lockstep.launcher.job import Job
-from lockstep.launcher.lingering import Lingering
-from lockstep.launcher.verdict import spoken
+from lockstep.launcher.channel import Message, write_memfd
+from lockstep.launcher.environment import RankEnvironment, read_rank_info
+from lockstep.launcher.failure_attribution import format_ranks
+from lockstep.launcher.fork_server import (
+    ForkServer,
+    fork_this_process,
+    get_fork_server,
+    interpreter_flags,
+    looks_like_training,
+)
+from lockstep.launcher.listening_socket import LOOPBACK
+from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.messages import say
 
-__all__ = ["Launched", "calling_in_place", "calls_in_place", "launch", "task"]
+__all__ = [
+    "ProcessContext",
+    "calls_in_this_process",
+    "function_task",
+    "launch",
+    "launch_in_this_process",
+]
 
 START_METHODS = ("forkserver", "spawn", "fork")
-LOOPBACK = "127.0.0.1"
 
-_calls_in_place = False
+_calls_in_this_process = False
 
 
 @contextmanager
-def calling_in_place() -> Iterator[None]:
-    """Let `launch` call its function in this process while the body runs.
+def launch_in_this_process() -> Iterator[None]:
+    """Make `launch` call its function in this process while the body runs.
 
-    For a script that starts its own ranks, in a process that is one of its ranks already.
+    `lockstep check` needs it for scripts that start their own ranks: it runs them in a
+    process that is one of its ranks already.
     """
-    global _calls_in_place
-    _calls_in_place = True
+    global _calls_in_this_process
+    _calls_in_this_process = True
     try:
         yield
     finally:
-        _calls_in_place = False
+        _calls_in_this_process = False
 
 
-def calls_in_place() -> bool:
-    """Whether `launch` calls its function in this process."""
-    return _calls_in_place
+def calls_in_this_process() -> bool:
+    """Return whether `launch` calls its function in this process."""
+    return _calls_in_this_process
 
 
-class Launched:
-    """The ranks of a launch that was not waited for (`join=False`).
+class ProcessContext:
+    """The processes of a launch with `join=False`, as of `torch.multiprocessing.spawn`.
 
-    Failures are noticed, and the other ranks ended, while `join` waits.
+    Failures are detected, and the other ranks ended, only while `join` waits.
     """
 
-    def __init__(self, job: Job, timeout: float | None, daemon: bool) -> None:
-        self._job = job
+    def __init__(self, ranks: RankSupervisor, timeout: float | None, daemon: bool) -> None:
+        self._ranks = ranks
         self._timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._daemon = daemon
@@ -65,67 +77,72 @@ class Launched:
     @property
     def processes(self) -> list[int]:
         """The ranks' process ids, in rank order."""
-        while len(self._job.pids) < len(self._job.outcomes) and self._job.running:
-            self._job.pump(0.1)
-        return [self._job.pids[rank] for rank in self._job.outcomes]
+        while len(self._ranks.pids) < len(self._ranks.outcomes) and self._ranks.running:
+            self._ranks.process_events(0.1)
+        return [self._ranks.pids[rank] for rank in self._ranks.outcomes]
 
     @property
     def exitcodes(self) -> list[int | None]:
         """Each rank's exit status, negative for a signal, None while it runs."""
-        if self._job.running:
-            self._job.pump(0)
-        return [outcome.status for outcome in self._job.outcomes.values()]
+        if self._ranks.running:
+            self._ranks.process_events(0)
+        return [outcome.status for outcome in self._ranks.outcomes.values()]
 
     def join(self, timeout: float | None = None) -> list[Any]:
         """Wait for every rank and return their values in rank order.
 
-        Raises RankError for the first rank that fails, after ending the others;
-        TimeoutError after `timeout` seconds, with the ranks still running.
+        Args:
+            timeout: Seconds to wait; None waits without limit.
+
+        Raises:
+            RankError: A rank failed (the first one is named), and the others were ended; or
+                the launch's own timeout expired.
+            TimeoutError: `timeout` expired; the ranks are still running.
         """
         until = None if timeout is None else time.monotonic() + timeout
         limits = [limit for limit in (until, self._deadline) if limit is not None]
         try:
-            error = self._job.watch(min(limits) if limits else None, Lingering(self._job).look)
+            error = self._ranks.wait(min(limits) if limits else None)
         except TimeoutError:
             if self._deadline is None or time.monotonic() < self._deadline:
-                late = spoken(self._job.running)
+                late = format_ranks(self._ranks.running)
                 raise TimeoutError(f"{late} did not return within {timeout:g} s") from None
-            error = self._late()
+            error = self._end_late_ranks()
         except BaseException:
             self.terminate()
             raise
-        if not self._job.running:
+        if not self._ranks.running:
             self.terminate()
         if error is not None:
             raise error
-        return _values(self._job)
+        return _values(self._ranks)
 
     def terminate(self) -> None:
-        """End every rank: SIGTERM, after five seconds SIGKILL; grandchildren included."""
+        """End every rank and what it started: SIGTERM, and after 5 s SIGKILL."""
         atexit.unregister(self._at_exit)
-        self._job.terminate()
+        self._ranks.terminate()
 
-    def _late(self) -> RankError:
-        """End the ranks whose time is over; say who had not returned, and where they were."""
-        running = self._job.running
-        places = {rank: self._job.whereabouts(rank) for rank in running}
-        told = ", ".join(f"rank {rank} was {place}" for rank, place in places.items() if place)
+    def _end_late_ranks(self) -> RankError:
+        """End the ranks after the timeout; return an error that says where they were."""
+        running = self._ranks.running
+        places = {rank: self._ranks.locate(rank) for rank in running}
+        where = ", ".join(f"rank {rank} was {place}" for rank, place in places.items() if place)
         error = RankError(
-            f"{spoken(running)} had not returned after {self._timeout:g} s and "
-            f"{'was' if len(running) == 1 else 'were'} ended" + (f" ({told})" if told else "")
+            f"{format_ranks(running)} had not returned after {self._timeout:g} s and "
+            f"{'was' if len(running) == 1 else 'were'} ended" + (f" ({where})" if where else "")
         )
         error.rank = running[0]
         self.terminate()
         return error
 
     def _at_exit(self) -> None:
-        """End the ranks at the end of the program, or wait for them if they are no daemons."""
+        """At the end of the program, end the ranks if they are daemons; otherwise wait for them."""
         if self._launcher != os.getpid():
-            return  # a forked child; the ranks are its parent's
+            return  # a forked child: the ranks belong to its parent
         if self._daemon:
             self.terminate()
             return
-        error = self._job.watch(self._deadline)
+        error = self._ranks.wait(self._deadline)
         if error is not None:
             say(str(error))
 
@@ -155,7 +172,7 @@ def launch(
     daemon: bool = ...,
     timeout: float | None = ...,
     pass_rank: bool = ...,
-) -> Launched: ...
+) -> ProcessContext: ...
 
 
 def launch(
@@ -168,82 +185,96 @@ def launch(
     daemon: bool = False,
     timeout: float | None = None,
     pass_rank: bool = False,
-) -> list[Any] | Launched:
+) -> list[Any] | ProcessContext:
     """Run `fn(*args)` in `nprocs` processes and return their values in rank order.
 
-    Functions of `__main__` or a notebook, closures and lambdas work: they travel
-    by value. The ranks are forked from a process that has imported torch already,
-    which is started by the first call and kept ("forkserver"); "spawn" gives each
-    a fresh interpreter, "fork" a copy of this process. Inside, `lockstep.rank()`
-    and the like are there at once, and `lockstep.init()` joins the ranks.
-    `pass_rank=True` gives the rank as first argument, as programs written for
-    `torch.multiprocessing.spawn` expect. Rank 0 reads this process's standard input.
+    Functions of `__main__` or a notebook, closures and lambdas are sent by value. Inside,
+    `lockstep.rank()` and the like work at once, and `lockstep.init()` joins the world. Rank 0
+    inherits this process's standard input.
 
-    `join=False` returns a `Launched` at once; at the end of the program its ranks
-    are waited for, or ended where `daemon` is true.
+    Args:
+        fn: The function.
+        args: Its arguments.
+        nprocs: Number of ranks.
+        start_method: "forkserver" forks the ranks from a process that has imported torch
+            already; the first call starts it, later ones reuse it. "spawn" starts a new
+            interpreter for each rank, "fork" copies this process.
+        join: Wait for the ranks. If False, return a `ProcessContext` at once.
+        daemon: With `join=False`: end the ranks at the end of the program, instead of waiting
+            for them.
+        timeout: Seconds after which ranks that have not returned are ended; None for no limit.
+        pass_rank: Pass the rank as first argument, as `torch.multiprocessing.spawn` does.
 
-    Raises RankError for the first rank that fails, with its traceback as a note,
-    or when `timeout` seconds passed; the other ranks are then ended.
-    UsageError for a number of processes below 1, or a function that cannot travel.
+    Raises:
+        RankError: A rank failed (the first one is named, with its traceback as a note), or
+            the timeout expired; the other ranks were ended.
+        UsageError: `nprocs` is below 1, or the function cannot be pickled.
     """
     _check(nprocs, start_method, timeout)
-    if _calls_in_place:
-        return _call_in_place(fn, args, join, pass_rank)
-    launched = Launched(_start(fn, args, nprocs, start_method, pass_rank), timeout, daemon)
-    return launched.join() if join else launched
+    if _calls_in_this_process:
+        return _call_in_this_process(fn, args, join, pass_rank)
+    ranks = _start(fn, args, nprocs, start_method, pass_rank)
+    context = ProcessContext(ranks, timeout, daemon)
+    return context.join() if join else context
 
 
 def _check(nprocs: int, start_method: str, timeout: float | None) -> None:
     if nprocs < 1:
-        raise UsageError(f"launch(nprocs={nprocs}): a world has at least one rank")
+        raise UsageError(f"launch(nprocs={nprocs}): at least one rank is needed")
     if start_method not in START_METHODS:
         raise UsageError(
             f"launch(start_method={start_method!r}): choose one of {', '.join(START_METHODS)}"
         )
     if timeout is not None and timeout <= 0:
-        raise UsageError(f"launch(timeout={timeout}): a deadline is a positive number of seconds")
+        raise UsageError(f"launch(timeout={timeout}): expected a positive number of seconds")
 
 
-def _call_in_place(
+def _call_in_this_process(
     fn: Callable[..., Any], args: Sequence[Any], join: bool, pass_rank: bool
 ) -> list[Any]:
-    """Call the function as this process's rank; its value stands for that of every rank."""
+    """Call the function in this process, and return its value for every rank."""
     if not join:
         raise UsageError("lockstep check cannot run a script that calls launch(join=False)")
-    place = environment.place(os.environ)
-    value = fn(place.rank, *args) if pass_rank else fn(*args)
-    return [value] * place.world_size
+    rank_info = read_rank_info(os.environ)
+    value = fn(rank_info.rank, *args) if pass_rank else fn(*args)
+    return [value] * rank_info.world_size
 
 
 def _start(
     fn: Callable[..., Any], args: Sequence[Any], nprocs: int, start_method: str, pass_rank: bool
-) -> Job:
-    works = [_pack(fn, (rank, *args) if pass_rank else args) for rank in range(nprocs)]
-    template = _template(start_method, works[0])
-    own = template if start_method == "fork" else None
-    job = Job(template.open_job(), range(nprocs), own)
-    port = job.serve_store(LOOPBACK, 0)
-    run, store = secrets.token_hex(4), job.create_store()
-    assignment = Assignment(nprocs, LOOPBACK, port, run, store=store)
-    for rank, packed in enumerate(works):
-        work = parcel(packed)
-        job.start(rank, task(assignment.variables(rank), start_method == "spawn"), work)
+) -> RankSupervisor:
+    pickles = [_pickle(fn, (rank, *args) if pass_rank else args) for rank in range(nprocs)]
+    server = _get_fork_server(start_method, pickles[0])
+    own = server if start_method == "fork" else None
+    ranks = RankSupervisor(server.open_launch(), range(nprocs), own)
+    port = ranks.serve_store(LOOPBACK, 0)
+    run_id, store = secrets.token_hex(4), ranks.create_store()
+    environment = RankEnvironment(nprocs, LOOPBACK, port, run_id, store=store)
+    for rank, pickled in enumerate(pickles):
+        work = write_memfd(pickled)
+        task = function_task(environment.variables(rank), spawn=start_method == "spawn")
+        ranks.start_rank(rank, task, work)
         os.close(work)
-    return job
+    return ranks
 
 
-def _template(start_method: str, packed: bytes) -> preload.Preloaded:
+def _get_fork_server(start_method: str, pickled: bytes) -> ForkServer:
     if start_method == "fork":
-        return preload.fork()
-    return preload.template(trains=preload.trains(packed))
+        return fork_this_process()
+    return get_fork_server(for_training=looks_like_training(pickled))
 
 
-def task(variables: Mapping[str, str], fresh: bool = False) -> Message:
-    """Return the order for a rank that calls a function, with `variables` in its environment."""
+def function_task(variables: Mapping[str, str], *, spawn: bool = False) -> Message:
+    """Return the message that starts a rank which calls a function.
+
+    Args:
+        variables: Variables to add to its environment.
+        spawn: Call it in a new interpreter.
+    """
     return {
         "task": "function",
-        "fresh": fresh,
-        "flags": preload.interpreter_flags(),
+        "spawn": spawn,
+        "flags": interpreter_flags(),
         "environ": {"OMP_NUM_THREADS": "1", **os.environ, **variables},
         "cwd": os.getcwd(),
         "argv": sys.argv,
@@ -251,23 +282,25 @@ def task(variables: Mapping[str, str], fresh: bool = False) -> Message:
     }
 
 
-def _pack(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+def _pickle(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     import cloudpickle  # type: ignore[import-untyped]
 
     try:
-        packed: bytes = cloudpickle.dumps((fn, tuple(args)))
+        pickled: bytes = cloudpickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, TypeError) as error:
         name = getattr(fn, "__qualname__", repr(fn))
         raise UsageError(
             f"launch({name}, ...) cannot send the function or its arguments to the ranks: {error}"
         ) from error
-    return packed
+    return pickled
 
 
-def _values(job: Job) -> list[Any]:
-    silent = [rank for rank in job.outcomes if rank not in job.values]
+def _values(ranks: RankSupervisor) -> list[Any]:
+    silent = [rank for rank in ranks.outcomes if rank not in ranks.values]
     if silent:
-        error = RankError(f"{spoken(silent)} exited with status 0 before its function returned")
+        error = RankError(
+            f"{format_ranks(silent)} exited with status 0 before its function returned"
+        )
         error.rank, error.status = silent[0], 0
         raise error
-    return [pickle.loads(job.values[rank]) for rank in job.outcomes]
+    return [pickle.loads(ranks.values[rank]) for rank in ranks.outcomes]

@@ -1,9 +1,15 @@
-"""What ranks print: into a log each, and line by line onto the terminal.
+r"""The output of ranks: written to a log per rank, and line by line to the terminal.
 
     rank 0 ── stdout, stderr ──> runs/NAME/rank-0.log      every byte
-                             └─> [0] a line                 between those of other ranks
+                             └─> [0] one line              among those of other ranks
 
-Bytes stay bytes: what is no UTF-8 reaches log and terminal as it is.
+Bytes stay bytes: what is not UTF-8 reaches log and terminal unchanged. A stream is split
+into lines like this:
+
+    "one\ntw", then "o\n"       ->  "one", "two"
+    "10%\r20%\r30%"             ->  "30%", at most once per second: a progress bar
+    "name? ", then nothing      ->  "name?", after 0.3 s: a prompt
+    a megabyte without an end   ->  pieces of 64 KiB
 """
 
 from __future__ import annotations
@@ -17,29 +23,79 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.files import create_file
-from lockstep.launcher.lines import Lines
 
-__all__ = ["Output", "Stream"]
+__all__ = ["LineSplitter", "RankOutput", "Stream"]
 
-CHUNK = 1 << 16
+CHUNK = 1 << 16  # bytes for one system call
+MAX_LINE = 1 << 16  # bytes
+PROMPT_DELAY = 0.3  # seconds that an unfinished line waits for its end
+REFRESH = 1.0  # seconds between two states of a line that is overwritten
 LAST_LINES = 20
-COLOURS = (36, 33, 35, 32, 34, 31)  # of the prefixes, rank by rank
+COLOURS = (36, 33, 35, 32, 34, 31)  # of the prefixes, by rank
+
+
+class LineSplitter:
+    """Splits one stream into lines; `now` is a time in seconds of any clock."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._since = 0.0  # when the rest grew, or was last returned
+        self._is_continued = False  # the beginning of the rest was returned as a line already
+
+    def feed(self, data: bytes, now: float) -> list[bytes]:
+        """Add `data` and return the lines that it completes, without their ends."""
+        *finished, rest = (self._rest + data).split(b"\n")
+        lines = [_visible(line) for line in finished]
+        if lines:
+            if self._is_continued and not lines[0]:
+                del lines[0]
+            self._is_continued = False
+        while len(rest) > MAX_LINE:
+            lines.append(rest[:MAX_LINE])
+            rest, self._is_continued = rest[MAX_LINE:], True
+        if finished or b"\r" not in rest or not self._rest:
+            self._since = now
+        self._rest = rest
+        return lines
+
+    def take_overdue(self, now: float) -> list[bytes]:
+        """Return the unfinished line if it has waited long enough."""
+        delay = REFRESH if b"\r" in self._rest else PROMPT_DELAY
+        if not self._rest or now - self._since < delay:
+            return []
+        self._since = now
+        return self.take_rest()
+
+    def take_rest(self) -> list[bytes]:
+        """Return the unfinished line, such as at the end of the stream."""
+        line, self._rest = _visible(self._rest), b""
+        self._is_continued = self._is_continued or bool(line)
+        return [line] if line else []
+
+
+def _visible(line: bytes) -> bytes:
+    """Return what a terminal shows of a line that was overwritten."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 @dataclass
 class Stream:
-    """One stream of a rank: the pipe it comes through, where it is shown (or None)."""
+    """One stream of a rank: the ends of its pipe, and where it is shown (None: nowhere)."""
 
     reading: int
     writing: int
     console: BinaryIO | None
-    lines: Lines
+    lines: LineSplitter
 
 
-class Output:
+class RankOutput:
     """The two streams of one rank, its log, and its last lines.
 
-    `consoles` are where stdout and stderr are shown, None where they are not.
+    Args:
+        rank: The rank, for the prefix and its colour.
+        log: File to write to, or None.
+        consoles: Where stdout and stderr are shown; None if they are not.
+        prefixed: Whether each line begins with the rank.
     """
 
     def __init__(
@@ -51,20 +107,20 @@ class Output:
         prefixed: bool = True,
     ) -> None:
         self.log = log
-        self.last: deque[bytes] = deque(maxlen=LAST_LINES)
+        self.last_lines: deque[bytes] = deque(maxlen=LAST_LINES)
         self._rank = rank
         self._prefixed = prefixed
         self._file = None if log is None else os.fdopen(create_file(log, os.O_APPEND), "ab", 0)
-        self.streams = [_stream(console) for console in consoles]
-        self.complaint: str | None = None
+        self.streams = [_open_stream(console) for console in consoles]
+        self.log_error: str | None = None
 
-    def started(self) -> None:
-        """Close this process's copies of the ends that the rank writes to."""
+    def close_writing_ends(self) -> None:
+        """Close this process's copies of the pipes' writing ends, once the rank has them."""
         for stream in self.streams:
             os.close(stream.writing)
 
     def read(self, stream: Stream) -> bool:
-        """Take in what is there; False at the end of the stream."""
+        """Read what is available; return False at the end of the stream."""
         try:
             data = os.read(stream.reading, CHUNK)
         except BlockingIOError:
@@ -75,40 +131,40 @@ class Output:
         self._show(stream, stream.lines.feed(data, time.monotonic()))
         return True
 
-    def hush(self, sentence: str) -> None:
-        """Show one sentence in place of what comes on stderr; the log still gets all."""
+    def replace_stderr(self, sentence: str) -> None:
+        """Show one sentence instead of what follows on stderr; the log still gets all of it."""
         errors = self.streams[1]
-        self._show(errors, [*errors.lines.rest(), sentence.encode()])
+        self._show(errors, [*errors.lines.take_rest(), sentence.encode()])
         errors.console = None
 
-    def tick(self) -> None:
+    def show_overdue(self) -> None:
         """Show unfinished lines that have waited long enough."""
         now = time.monotonic()
         for stream in self.streams:
-            self._show(stream, stream.lines.due(now))
+            self._show(stream, stream.lines.take_overdue(now))
 
     def close(self) -> None:
-        """Take in the rest and let go of pipes and log."""
+        """Read the rest, and close pipes and log."""
         for stream in self.streams:
             with contextlib.suppress(OSError):
                 while data := os.read(stream.reading, CHUNK):
                     self._write_log(data)
                     self._show(stream, stream.lines.feed(data, time.monotonic()))
-            self._show(stream, stream.lines.rest())
+            self._show(stream, stream.lines.take_rest())
             os.close(stream.reading)
         if self._file is not None:
             self._file.close()
 
     def _write_log(self, data: bytes) -> None:
-        if self._file is None or self.complaint is not None:
+        if self._file is None or self.log_error is not None:
             return
         try:
             self._file.write(data)
         except OSError as error:
-            self.complaint = f"{self.log} cannot be written any more: {error.strerror}"
+            self.log_error = f"{self.log} is incomplete: writing to it failed: {error.strerror}"
 
     def _show(self, stream: Stream, lines: list[bytes]) -> None:
-        self.last.extend(lines)
+        self.last_lines.extend(lines)
         if stream.console is None or not lines:
             return
         prefix = self._prefix(stream.console)
@@ -124,7 +180,7 @@ class Output:
         return f"\x1b[{COLOURS[self._rank % len(COLOURS)]}m{plain}\x1b[0m ".encode()
 
 
-def _stream(console: BinaryIO | None) -> Stream:
+def _open_stream(console: BinaryIO | None) -> Stream:
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
-    return Stream(reading, writing, console, Lines())
+    return Stream(reading, writing, console, LineSplitter())

@@ -1,15 +1,15 @@
-"""Where the ranks meet: the store that one process has and all others reach.
+"""Rendezvous: the store that one process serves and all ranks of a world reach.
 
-    launcher                    whose store                   where
-    lockstep run, one host      the launcher's, private       LOCKSTEP_STORE
-    lockstep run, torchrun      the launcher's                MASTER_ADDR:MASTER_PORT
-    srun, mpiexec, by hand      rank 0's                      MASTER_ADDR:MASTER_PORT
-    srun, mpiexec on one host   rank 0's, private             written to a meeting file
-    python, alone               nobody's                      in this process
+    launched by                 who serves the store          its address
+    lockstep run, one host      the launcher, private         LOCKSTEP_STORE
+    lockstep run, torchrun      the launcher                  MASTER_ADDR:MASTER_PORT
+    srun, mpiexec, manually     rank 0                        MASTER_ADDR:MASTER_PORT
+    srun, mpiexec on one host   rank 0, private               in a rendezvous file
+    python, alone               none needed                   -
 
-A private store (`launcher/private_store.py`) cannot be reached by other users; where there cannot
-be one, a port of the loopback interface takes its place. A process keeps its store to the
-end: it may leave a world and join another one.
+Private stores and rendezvous files (`local_rendezvous.py`) cannot be reached by other users.
+If the system has no private stores, a port of the loopback interface is used instead. A
+process keeps its store until it exits, because it may leave a world and join another one.
 """
 
 from __future__ import annotations
@@ -31,72 +31,82 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from lockstep.errors import RendezvousError
-from lockstep.launcher import private_store, rollcall
-from lockstep.launcher.environment import Place
-from lockstep.launcher.meeting import bind, resolve
-from lockstep.launcher.meeting_file import MeetingFile
+from lockstep.launcher import rendezvous_check
+from lockstep.launcher.environment import RankInfo
+from lockstep.launcher.listening_socket import LOOPBACK, listen, resolve_address
+from lockstep.launcher.local_rendezvous import RendezvousFile, attach_store, create_store
 from lockstep.messages import say
 
-__all__ = ["interface", "leave", "meet"]
+__all__ = ["find_interface", "leave", "wait_for_ranks"]
 
-LOOPBACK = "127.0.0.1"
-FAREWELL = 5.0  # seconds that the rank that serves waits at exit for the others
-RETRY = 0.1
+LEAVE_TIMEOUT = 5.0  # seconds that the rank that serves the store waits at exit for the others
+RETRY = 0.1  # seconds between two attempts
 
 
-class Served:
-    """What this process keeps between worlds: its store, and how many worlds it joined.
+class ProcessState:
+    """What this process keeps between worlds: its store, and the number of worlds it joined.
 
-    `is_private`: every rank holds the store itself, so none needs another one's process.
+    `is_private` means that every rank holds the store itself and none needs another process.
     """
 
     store: Store | None = None
     is_private = False
-    place: Place | None = None
+    rank_info: RankInfo | None = None
     worlds = 0
 
 
-def meet(place: Place, timeout: float) -> Store:
-    """Find the other ranks and return the store of this round, for `torch.distributed`.
+def wait_for_ranks(rank_info: RankInfo, timeout: float) -> Store:
+    """Wait until every rank has come, and return the store of this world for torch.
 
-    Raises PlaceError where the ranks contradict each other, UsageError for an
-    address that names no host or a port in use, RendezvousError at the deadline.
+    Args:
+        rank_info: Who this rank is, and where the store is.
+        timeout: Seconds to wait for the other ranks.
+
+    Raises:
+        LaunchEnvironmentError: The ranks contradict each other.
+        UsageError: The address does not resolve, or the port is in use.
+        RendezvousError: The timeout expired.
     """
-    if place.world_size == 1 and place.master_addr is None:
+    if rank_info.world_size == 1 and rank_info.master_addr is None:
         return HashStore()
     deadline = time.monotonic() + timeout
-    Served.worlds += 1
-    if Served.store is None or Served.place != place:
-        Served.store, Served.place = _open(place, deadline), place
-    store = PrefixStore(f"lockstep/{Served.worlds}", Served.store)
+    # A prefix for each world: keys of an earlier one must not be taken for keys of this one
+    # (torchrun's restarts fail on that in 3 of 8 trials).
+    ProcessState.worlds += 1
+    if ProcessState.store is None or ProcessState.rank_info != rank_info:
+        ProcessState.store, ProcessState.rank_info = _open_store(rank_info, deadline), rank_info
+    store = PrefixStore(f"lockstep/{ProcessState.worlds}", ProcessState.store)
     store.set_timeout(timedelta(seconds=timeout))
     try:
-        rollcall.call(store, place, deadline)
+        rendezvous_check.check_ranks(store, rank_info, deadline)
     finally:
-        if place.master_addr is None and place.rank == 0:
-            MeetingFile(place.rank).remove()
+        if rank_info.master_addr is None and rank_info.rank == 0:
+            RendezvousFile(rank_info.rank).remove()
     return store
 
 
 def leave() -> None:
-    """Say goodbye at exit; the rank that serves the store waits for the others to do so."""
-    store, place = Served.store, Served.place
-    if store is None or place is None or Served.is_private or not _farewell_needed(place):
+    """Announce at exit that this rank has left; the rank that serves waits for the others."""
+    store, rank_info = ProcessState.store, ProcessState.rank_info
+    if store is None or rank_info is None or ProcessState.is_private:
+        return
+    if not _may_close_early(rank_info):
         return
     with contextlib.suppress(DistError, RuntimeError):
-        here = store.add("lockstep/left", 1)
-        deadline = time.monotonic() + FAREWELL
+        left = store.add("lockstep/left", 1)
+        deadline = time.monotonic() + LEAVE_TIMEOUT
         failed = getattr(sys, "last_value", None) is not None
-        while place.rank == 0 and not failed and here < place.world_size:
+        while rank_info.rank == 0 and not failed and left < rank_info.world_size:
             if time.monotonic() > deadline:
                 return
             time.sleep(RETRY / 10)
-            here = store.add("lockstep/left", 0)
+            left = store.add("lockstep/left", 0)
 
 
-def _farewell_needed(place: Place) -> bool:
-    if place.launcher == "lockstep":
-        return not place.one_host
+def _may_close_early(rank_info: RankInfo) -> bool:
+    """Return whether the store ends with rank 0 or its launcher, while other ranks use it."""
+    if rank_info.launcher == "lockstep":
+        return not rank_info.is_single_host
     return not _launcher_serves()
 
 
@@ -104,131 +114,133 @@ def _launcher_serves() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _open(place: Place, deadline: float) -> Store:
-    Served.is_private = False
-    if place.store is not None and (found := _attach(place.store)):
+def _open_store(rank_info: RankInfo, deadline: float) -> Store:
+    ProcessState.is_private = False
+    if rank_info.store is not None and (found := _attach(rank_info.store)):
         return found
-    if place.master_addr is None or place.master_port is None:
-        return _through_file(place, deadline)
-    resolve(place.master_addr)
-    if place.rank == 0 and not _launcher_serves():
-        return _serve(bind(place.master_addr, place.master_port), deadline)
-    return _reach(place, place.master_addr, place.master_port, deadline)
+    if rank_info.master_addr is None or rank_info.master_port is None:
+        return _open_local_store(rank_info, deadline)
+    resolve_address(rank_info.master_addr)
+    if rank_info.rank == 0 and not _launcher_serves():
+        return _serve(listen(rank_info.master_addr, rank_info.master_port), deadline)
+    return _connect(rank_info, rank_info.master_addr, rank_info.master_port, deadline)
 
 
 def _attach(address: str) -> Store | None:
-    store = private_store.attach(address)
-    Served.is_private = store is not None
+    store = attach_store(address)
+    ProcessState.is_private = store is not None
     return store
 
 
 def _serve(listening: socket.socket, deadline: float) -> Store:
     port = int(listening.getsockname()[1])
+    # TCPStore listens on every interface, regardless of its host argument: it is given a
+    # socket that is bound already.
     return TCPStore(
         LOOPBACK,
         port,
         None,
         True,
-        _left(deadline),
+        _time_left(deadline),
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
 
 
-def _reach(place: Place, address: str, port: int, deadline: float) -> Store:
-    """Connect, as soon as somebody answers; say so when that takes long."""
-    began, noted = time.monotonic(), False
-    while reason := _refusal(address, port, deadline):
-        waited = time.monotonic() - began
+def _connect(rank_info: RankInfo, address: str, port: int, deadline: float) -> Store:
+    """Connect as soon as the store answers; print a note if that takes long."""
+    started, has_noted = time.monotonic(), False
+    while reason := _try_connect(address, port, deadline):
+        waited = time.monotonic() - started
         if time.monotonic() >= deadline:
             raise RendezvousError(
-                f"rank {place.rank}: nobody answered at {address}:{port} (MASTER_ADDR, "
-                f"MASTER_PORT) within {waited:.0f} s: {reason}; see whether rank 0 was started "
-                f"there, and whether a firewall is between"
+                f"rank {rank_info.rank}: no answer from {address}:{port} (MASTER_ADDR, "
+                f"MASTER_PORT) within {waited:.0f} s: {reason}; check that rank 0 was started "
+                f"there and that no firewall is in between"
             )
-        if waited >= rollcall.NOTE_AFTER and not noted:
-            noted = True
+        if waited >= rendezvous_check.NOTE_AFTER and not has_noted:
+            has_noted = True
             say(
-                f"rank {place.rank}: nobody answers at {address}:{port} (MASTER_ADDR, "
-                f"MASTER_PORT) since {waited:.0f} s: {reason}; waiting "
+                f"rank {rank_info.rank}: no answer from {address}:{port} (MASTER_ADDR, "
+                f"MASTER_PORT) for {waited:.0f} s: {reason}; waiting "
                 f"{deadline - time.monotonic():.0f} s more"
             )
         time.sleep(RETRY)
     try:
-        return TCPStore(address, port, None, False, _left(deadline), wait_for_workers=False)
+        return TCPStore(address, port, None, False, _time_left(deadline), wait_for_workers=False)
     except (DistError, RuntimeError) as error:
         raise RendezvousError(
-            f"rank {place.rank}: what answers at {address}:{port} (MASTER_ADDR, MASTER_PORT) is "
-            f"no store of torch: another program uses the port"
+            f"rank {rank_info.rank}: what answers at {address}:{port} (MASTER_ADDR, MASTER_PORT) "
+            f"is not a TCPStore: another program uses the port"
         ) from error
 
 
-def _refusal(address: str, port: int, deadline: float) -> str:
-    """Return why nobody answers; empty where somebody does."""
-    patience = min(5.0, max(0.1, deadline - time.monotonic()))
+def _try_connect(address: str, port: int, deadline: float) -> str:
+    """Return why a connection fails; an empty string if it succeeds."""
+    timeout = min(5.0, max(0.1, deadline - time.monotonic()))
     try:
-        socket.create_connection((address, port), timeout=patience).close()
+        socket.create_connection((address, port), timeout=timeout).close()
     except TimeoutError:
-        return "no answer"
+        return "timed out"
     except OSError as error:
         return (error.strerror or str(error)).lower()
     return ""
 
 
-def _left(deadline: float) -> timedelta:
+def _time_left(deadline: float) -> timedelta:
     return timedelta(seconds=max(1.0, deadline - time.monotonic()))
 
 
-def _through_file(place: Place, deadline: float) -> Store:
-    """Meet on one host: rank 0 writes where, and the others look for it."""
-    meeting = MeetingFile(place.rank)
-    if place.rank == 0:
-        return _announce(meeting, deadline)
-    began, noted = time.monotonic(), False
-    while (store := _find(meeting, place, deadline)) is None:
-        waited = time.monotonic() - began
+def _open_local_store(rank_info: RankInfo, deadline: float) -> Store:
+    """Meet on one host: rank 0 publishes the address of its store, the others wait for it."""
+    file = RendezvousFile(rank_info.rank)
+    if rank_info.rank == 0:
+        return _publish_store(file, deadline)
+    started, has_noted = time.monotonic(), False
+    while (store := _find_store(file, rank_info, deadline)) is None:
+        waited = time.monotonic() - started
         if time.monotonic() >= deadline:
             raise RendezvousError(
-                f"rank {place.rank}: rank 0 did not come within {waited:.0f} s; see whether it was "
-                f"started on this host by the same {place.launcher}"
+                f"rank {rank_info.rank}: rank 0 did not come within {waited:.0f} s; check that it "
+                f"was started on this host by the same {rank_info.launcher}"
             )
-        if waited >= rollcall.NOTE_AFTER and not noted:
-            noted = True
-            say(f"rank {place.rank} has waited {waited:.0f} s for rank 0, and goes on")
+        if waited >= rendezvous_check.NOTE_AFTER and not has_noted:
+            has_noted = True
+            say(f"rank {rank_info.rank} has waited {waited:.0f} s for rank 0 and keeps waiting")
         time.sleep(RETRY)
     return store
 
 
-def _announce(meeting: MeetingFile, deadline: float) -> Store:
-    created = private_store.create()
+def _publish_store(file: RendezvousFile, deadline: float) -> Store:
+    created = create_store()
     if created is not None and (store := _attach(created[1])):
-        meeting.write(created[1])
+        file.write(created[1])
         return store
-    listening = bind(LOOPBACK, 0)
-    meeting.write(str(listening.getsockname()[1]))
+    listening = listen(LOOPBACK, 0)
+    file.write(str(listening.getsockname()[1]))
     return _serve(listening, deadline)
 
 
-def _find(meeting: MeetingFile, place: Place, deadline: float) -> Store | None:
-    text = meeting.read()
+def _find_store(file: RendezvousFile, rank_info: RankInfo, deadline: float) -> Store | None:
+    text = file.read()
     if text is None:
         return None
     if text.isdecimal():
-        return _reach(place, LOOPBACK, int(text), deadline)
+        return _connect(rank_info, LOOPBACK, int(text), deadline)
     return _attach(text)
 
 
-def interface(place: Place) -> str | None:
-    """Return the network interface for this host's part in the world; None if unknown.
+def find_interface(rank_info: RankInfo) -> str | None:
+    """Return the network interface that this host's ranks should use; None if unknown.
 
-    The loopback interface where the ranks meet there; otherwise the one by which
-    the master is reached: what a host's own name resolves to is often another.
+    That is the loopback interface if the ranks meet there, otherwise the one from which the
+    master is reached; the host's own name often resolves to a different one.
     """
-    address = LOOPBACK if place.loopback else str(place.master_addr)
+    address = LOOPBACK if rank_info.is_loopback else str(rank_info.master_addr)
     with contextlib.suppress(OSError):
-        family, number = resolve(address)
+        family, number = resolve_address(address)
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((number, place.master_port or 1))  # sends nothing
+            probe.connect((number, rank_info.master_port or 1))  # sends nothing
             own = probe.getsockname()[0]
         for name, addresses in psutil.net_if_addrs().items():
             if any(entry.address == own for entry in addresses):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from lockstep.errors import UsageError
-from lockstep.launcher.verdict import Outcome
+from lockstep.launcher.failure_attribution import Outcome
 from lockstep.remote.frame import Frame
 from lockstep.remote.future import Future, Wait
 from lockstep.remote.objects import Address, Tokens

@@ -7,7 +7,7 @@ import socket
 import time
 
 from lockstep.errors import RendezvousError, UsageError
-from lockstep.launcher.meeting import resolve
+from lockstep.launcher.listening_socket import resolve_address
 from lockstep.remote.frame import Wire, exactly
 from lockstep.remote.handshake import Agreement, Refused, Status, Steps, call
 from lockstep.remote.identity import Credentials, Identity
@@ -50,7 +50,7 @@ def dial(
     deadline = time.monotonic() + patience
     place = f"{called} at {address}:{port}"
     try:
-        resolve(address)
+        resolve_address(address)
     except UsageError as error:
         raise UsageError(f"{address!r} names no host that can be found from here") from error
     while True:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.launcher.launch import calls_in_place
-from lockstep.launcher.plan import LOOPBACK, endpoint
+from lockstep.launcher.launch import calls_in_this_process
+from lockstep.launcher.listening_socket import LOOPBACK, parse_endpoint
 from lockstep.model.deferred_init import Blocks
 from lockstep.remote.future import Future
 from lockstep.remote.key import make_key
@@ -79,12 +79,12 @@ class Driver:
             )
         if timeout <= 0:
             raise UsageError(f"Driver(timeout={timeout}): a deadline is a number of seconds")
-        if calls_in_place():
+        if calls_in_this_process():
             raise UsageError(
                 "lockstep check cannot run a script that uses ls.Driver: call ls.init() and "
                 "ls.Trainer in the script itself"
             )
-        address, port = endpoint(listen, "listen")
+        address, port = parse_endpoint(listen, "listen")
         world = {"backend": backend, "timeout": timeout, "threads": threads}
         world["device"] = None if device is None else str(device)
         self._pool = WorkerPool(nprocs, remote, address, port, make_key(key_file), timeout, world)

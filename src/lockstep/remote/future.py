@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.errors import LockstepError, RankError
-from lockstep.launcher.verdict import Outcome, consequence, rank_error
+from lockstep.launcher.failure_attribution import Outcome, is_consequence, make_rank_error
 
 __all__ = ["SETTLE", "Future", "gather"]
 
@@ -85,14 +85,14 @@ def gather(futures: Sequence[Future], wait: Wait) -> list[Any]:
     wait(over, None)
     if not failures():
         return [future._value for future in futures]
-    wait(lambda: not all(map(consequence, failures())), time.monotonic() + SETTLE)
+    wait(lambda: not all(map(is_consequence, failures())), time.monotonic() + SETTLE)
     raise explained(futures)
 
 
 def explained(futures: Sequence[Future]) -> Exception:
     """Return the error of the failure that came first, causes before consequences."""
     failed = [future for future in futures if future._failure is not None]
-    error = rank_error([future._failure for future in failed if future._failure])
+    error = make_rank_error([future._failure for future in failed if future._failure])
     assert error is not None
     first = next(future for future in failed if future.rank == error.rank)
     if isinstance(first._cause, LockstepError) and not isinstance(first._cause, RankError):

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lockstep.errors import UsageError
-from lockstep.launcher.meeting import bind
+from lockstep.launcher.listening_socket import listen
 from lockstep.remote.connection import HANDSHAKE, proven
 from lockstep.remote.frame import Wire
 from lockstep.remote.handshake import Agreement, Refused, Status, Steps, answer
@@ -88,7 +88,7 @@ class Listener:
         refused: Callable[[str], None] = lambda line: None,
     ) -> None:
         try:
-            self._socket = bind(address, port)
+            self._socket = listen(address, port)
         except UsageError as error:
             raise UsageError(
                 f"a driver cannot listen at {address}:{port} here: the name is no host's, or the "

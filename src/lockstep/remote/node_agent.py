@@ -20,12 +20,12 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from lockstep.errors import RendezvousError, UsageError
-from lockstep.launcher import preload
-from lockstep.launcher.channel import parcel
-from lockstep.launcher.job import GRACE, TICK, Job
-from lockstep.launcher.launch import task
-from lockstep.launcher.output import Output
-from lockstep.launcher.verdict import ending
+from lockstep.launcher.channel import write_memfd
+from lockstep.launcher.failure_attribution import describe_end
+from lockstep.launcher.fork_server import get_fork_server
+from lockstep.launcher.launch import function_task
+from lockstep.launcher.output import RankOutput
+from lockstep.launcher.supervisor import GRACE, TICK, RankSupervisor
 from lockstep.messages import say
 from lockstep.remote.connection import dial
 from lockstep.remote.frame import Frame
@@ -72,33 +72,33 @@ class NodeAgent:
             raise RendezvousError(f"the driver at {self._place} {how}, so its workers were ended")
 
     def _work(self) -> None:
-        job = Job(preload.template(trains=True).open_job(), range(self._nprocs))
+        job = RankSupervisor(get_fork_server(for_training=True).open_launch(), range(self._nprocs))
         try:
             for index in range(self._nprocs):
                 consoles = (
                     Forward(self._link, index, "stdout"),
                     Forward(self._link, index, "stderr"),
                 )
-                output = Output(index, None, consoles, prefixed=False)  # type: ignore[arg-type]
+                output = RankOutput(index, None, consoles, prefixed=False)  # type: ignore[arg-type]
                 own = Identity(Role.WORKER, self._number, index)
                 credentials = Credentials(self._key, own, self._session)
                 arguments = (self._address, self._port, credentials, self._timeout)
                 start_worker(job, index, arguments, output)
             told: set[int] = set()
             while not self._over and job.running:
-                job.pump(TICK)
+                job.process_events(TICK)
                 self._tell_ends(job, told)
             until = time.monotonic() + (GRACE if self._ended else 0)
             while job.running and time.monotonic() < until:
-                job.pump(TICK)
+                job.process_events(TICK)
         finally:
             job.terminate()
 
-    def _tell_ends(self, job: Job, told: set[int]) -> None:
+    def _tell_ends(self, job: RankSupervisor, told: set[int]) -> None:
         for index, outcome in job.outcomes.items():
             if outcome.status is not None and index not in told:
                 told.add(index)
-                how = {"how": ending(outcome), "status": outcome.status}
+                how = {"how": describe_end(outcome), "status": outcome.status}
                 self._link.post(Frame({"kind": "ended", "index": index, **how}))
 
     # --- what comes, on the link's thread -------------------------------------------------
@@ -147,13 +147,16 @@ class Forward(io.RawIOBase):
 
 
 def start_worker(
-    job: Job, rank: int, arguments: tuple[str, int, Credentials, float], output: Output
+    job: RankSupervisor,
+    rank: int,
+    arguments: tuple[str, int, Credentials, float],
+    output: RankOutput,
 ) -> None:
     """Start a worker with the arguments of `attend`; its key is in no variable of its own."""
-    order = task({})
+    order = function_task({})
     order["environ"].pop(VARIABLE, None)
-    work = parcel(cloudpickle.dumps((work_for_driver, arguments)))
-    job.start(rank, order, work, output)
+    work = write_memfd(cloudpickle.dumps((work_for_driver, arguments)))
+    job.start_rank(rank, order, work, output)
     os.close(work)
 
 

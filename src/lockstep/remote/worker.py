@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.errors import LockstepError, RankError
-from lockstep.launcher.rank import described
+from lockstep.launcher.rank_process import describe_error
 from lockstep.launcher.world import init, shutdown
 from lockstep.remote.calls import DRIVER, Calls, ended
 from lockstep.remote.connection import dial
@@ -194,7 +194,7 @@ class Server:
         try:
             init(**header["world"])
         except Exception as error:  # whatever it is, the driver waits for an answer
-            answer["report"] = described(error)
+            answer["report"] = describe_error(error)
         self._driver.post(Frame(answer))
 
     def _resolve(self, address: Address) -> Any:
@@ -217,7 +217,7 @@ class Server:
         except BaseException as error:  # whatever it is, somebody waits for an answer
             error.__traceback__ = _own_frames(error.__traceback__)
             answer = Frame(
-                {"kind": "error", "report": described(error)}, self._packed(holder, error)
+                {"kind": "error", "report": describe_error(error)}, self._packed(holder, error)
             )
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):

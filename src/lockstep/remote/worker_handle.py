@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.launcher.assignment import Assignment
+from lockstep.launcher.environment import RankEnvironment
 from lockstep.remote.link import Link
 
 __all__ = ["WorkerHandle", "places"]
@@ -42,7 +42,7 @@ class WorkerHandle:
         """Return the environment by which this worker joins the world of `handles`."""
         sizes = Counter(handle.host for handle in handles)
         hosts = list(sizes)  # in rank order
-        assignment = Assignment(
+        assignment = RankEnvironment(
             sizes[self.host], address, port, run, len(hosts), hosts.index(self.host), store=store
         )
         rank, world_size = str(self.rank), str(len(handles))

@@ -24,10 +24,10 @@ from functools import partial
 from typing import Any
 
 from lockstep.errors import LockstepError, RankError, RendezvousError, UsageError
-from lockstep.launcher import preload
-from lockstep.launcher.job import GRACE, TICK, Job
-from lockstep.launcher.output import Output
-from lockstep.launcher.verdict import ending
+from lockstep.launcher.failure_attribution import describe_end
+from lockstep.launcher.fork_server import get_fork_server
+from lockstep.launcher.output import RankOutput
+from lockstep.launcher.supervisor import GRACE, TICK, RankSupervisor
 from lockstep.remote.calls import DRIVER, Calls, ended
 from lockstep.remote.frame import Forged, Frame, Wire
 from lockstep.remote.future import SETTLE, Future, gather
@@ -81,8 +81,8 @@ class WorkerPool:
             address, port, self._credentials, silence, self._accept, self._refuse
         )
         self.port = self._listener.port
-        self._job = Job(preload.template(trains=True).open_job(), range(nprocs))
-        self._job.listen(self._wake[0], self._woken)
+        self._job = RankSupervisor(get_fork_server(for_training=True).open_launch(), range(nprocs))
+        self._job.add_reader(self._wake[0], self._woken)
         self._meeting = (address, self._job.serve_store(address, 0))
         self._store = "" if remote else self._job.create_store()
         for rank in range(nprocs):
@@ -97,7 +97,7 @@ class WorkerPool:
         credentials = replace(self._credentials, own=Identity(Role.WORKER, 0, rank))
         arguments = (self._address, self.port, credentials, self._silence)
         consoles = (Console(self.output, "stdout"), Console(self.output, "stderr"))
-        output = Output(rank, None, consoles)  # type: ignore[arg-type]
+        output = RankOutput(rank, None, consoles)  # type: ignore[arg-type]
         start_worker(self._job, rank, arguments, output)
 
     def gather(self, deadline: float) -> None:
@@ -137,7 +137,7 @@ class WorkerPool:
         for rank in range(self._nprocs):
             outcome = self._job.outcomes[rank]
             if outcome.status is not None or outcome.error is not None:
-                return RankError(f"rank {rank} {ending(outcome)} before it had joined")
+                return RankError(f"rank {rank} {describe_end(outcome)} before it had joined")
         return None
 
     # --- calls on all workers ---------------------------------------------------------------
@@ -288,7 +288,7 @@ class WorkerPool:
 
     def _watch(self) -> None:
         while not self._closing:
-            self._job.pump(TICK)
+            self._job.process_events(TICK)
             self._read_all()
             while self._answers:
                 self.calls.settle(*self._answers.popleft())
@@ -309,7 +309,7 @@ class WorkerPool:
         before = -1
         while self._answers and before != self.output.written:
             before = self.output.written
-            self._job.pump(0)
+            self._job.process_events(0)
 
     def _reap(self) -> None:
         """Say of a worker that ended how it did, as soon as both its ends are known."""
@@ -317,7 +317,7 @@ class WorkerPool:
         for handle in list(self._arrived.values()):
             if not handle.host and self._job.outcomes[handle.index].status is not None:
                 outcome = self._job.outcomes[handle.index]
-                handle.ended, handle.status = ending(outcome), outcome.status
+                handle.ended, handle.status = describe_end(outcome), outcome.status
             if handle.how or not (handle.cut or handle.ended):
                 continue
             handle.noticed = handle.noticed or now
@@ -386,7 +386,7 @@ class WorkerPool:
             link.post(Frame({"kind": "end"}))
         until = time.monotonic() + (0 if busy else GRACE)
         while self._job.running and time.monotonic() < until:
-            self._job.pump(TICK)
+            self._job.process_events(TICK)
         self._job.terminate()
         self._listener.close()
         for link in self._links:

@@ -19,7 +19,7 @@ from benchmarks.pipeline.comparison import (
 )
 from benchmarks.pipeline.contenders import ALONE, CONTENDERS, COPIES
 from lockstep.errors import RankError
-from lockstep.launcher import preload
+from lockstep.launcher.fork_server import get_fork_server
 
 CASE = Case("tiny", 4, 8, 32)
 
@@ -96,7 +96,7 @@ THEIRS = [name for name in CONTENDERS if name not in (COPIES, *OURS)]
 @pytest.mark.parametrize(("names", "splits"), [(THEIRS, (1, 4)), (OURS, (4,))])
 def test_every_contender_has_correct_losses_and_ours_share_a_digest(monkeypatch, names, splits):
     monkeypatch.setattr(comparison, "BLOCK", 0.01)
-    preload.template(trains=True)
+    get_fork_server(for_training=True)
     with start_participants(names, 60.0, quietly) as running:
         assert [one.name for one in running] == [ALONE, COPIES, *names]
         for each in splits:

@@ -163,10 +163,10 @@ def _receive(end: socket.socket, count: int) -> None:
 
 def check_environment(requirements: Requirements) -> Iterator[CheckResult]:
     """Check that the environment variables about this rank do not contradict each other."""
-    from lockstep.launcher.environment import place as place_of
+    from lockstep.launcher.environment import read_rank_info
 
     try:
-        found = place_of(os.environ)
+        found = read_rank_info(os.environ)
     except LockstepError as error:
         yield bad("environment", str(error), "unset RANK, WORLD_SIZE and the like to run alone")
         return

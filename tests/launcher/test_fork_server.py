@@ -1,24 +1,29 @@
-"""The template: kept from launch to launch, replaced where it would start otherwise now."""
+"""The fork server: kept between launches, replaced if it would start differently now."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 
 import lockstep as ls
-from lockstep.launcher import preload
+from lockstep.launcher.fork_server import (
+    get_fork_server,
+    get_fork_server_pid,
+    looks_like_training,
+)
 
 
 def parent() -> int:
     return os.getppid()
 
 
-def test_launches_share_a_template():
+def test_launches_share_a_fork_server():
     first, second = (set(ls.launch(parent, nprocs=2)) for _ in range(2))
-    assert first == second == {preload.template_pid()}
+    assert first == second == {get_fork_server_pid()}
 
 
-def test_a_variable_that_is_read_at_the_start_asks_for_a_new_template(monkeypatch):
+def test_a_variable_that_is_read_at_startup_needs_a_new_fork_server(monkeypatch):
     def seen() -> tuple[int, str | None]:
         return os.getppid(), os.environ.get("PYTHONLOCKSTEPTEST")
 
@@ -29,7 +34,7 @@ def test_a_variable_that_is_read_at_the_start_asks_for_a_new_template(monkeypatc
     assert before != after
 
 
-def test_other_variables_the_folder_and_the_arguments_reach_the_ranks_of_a_kept_template(
+def test_other_variables_and_the_working_directory_reach_ranks_of_the_same_fork_server(
     monkeypatch, tmp_path
 ):
     def seen() -> tuple[int, str | None, str]:
@@ -41,7 +46,13 @@ def test_other_variables_the_folder_and_the_arguments_reach_the_ranks_of_a_kept_
     assert ls.launch(seen) == [(before, "some value", str(tmp_path))]
 
 
-def test_a_retired_template_ends_after_its_last_job(monkeypatch):
+def test_ranks_read_tmpdir_again_even_if_the_fork_server_has_read_it(monkeypatch, tmp_path):
+    get_fork_server(for_training=True)  # torch's compiler looks the folder up when it is imported
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert ls.launch(tempfile.gettempdir) == [str(tmp_path)]
+
+
+def test_a_retired_fork_server_exits_after_its_last_launch(monkeypatch):
     gate, opened = os.pipe()
     os.set_inheritable(gate, True)
     path = f"/proc/{os.getpid()}/fd/{gate}"
@@ -53,7 +64,7 @@ def test_a_retired_template_ends_after_its_last_job(monkeypatch):
 
     launched = ls.launch(wait, nprocs=1, join=False)
     assert launched.processes
-    monkeypatch.setenv("PYTHONLOCKSTEPTEST", "retire the one before")
+    monkeypatch.setenv("PYTHONLOCKSTEPTEST", "retire the earlier one")
     assert ls.launch(int) == [0]
     os.write(opened, b"x")
     assert launched.join(timeout=30) == ["done"]
@@ -76,12 +87,12 @@ def test_ranks_draw_different_random_numbers_but_the_same_torch_seed():
     assert len({seed for _, _, seed in drawn}) == 1
 
 
-def test_the_guess_whether_a_program_trains():
-    assert preload.trains(b"optimizer = torch.optim.SGD(model.parameters(), lr=0.1)")
-    assert not preload.trains(b"print('hello')")
+def test_looks_like_training():
+    assert looks_like_training(b"optimizer = torch.optim.SGD(model.parameters(), lr=0.1)")
+    assert not looks_like_training(b"print('hello')")
 
 
-def test_a_thread_that_ends_does_not_end_its_ranks():
+def test_ranks_outlive_the_thread_that_launched_them():
     launched = []
     thread = threading.Thread(
         target=lambda: launched.append(ls.launch(parent, nprocs=2, join=False))

@@ -1,4 +1,4 @@
-"""Where a rank is, read from outside."""
+"""Where ranks are, as seen from their launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 import lockstep as ls
 from lockstep.errors import RankError
-from lockstep.launcher import stack
+from lockstep.launcher.hang_monitor import NOT_USER_CODE, describe_location, is_waiting
 
 DUMP = """\
 Current thread 0x00007f (most recent call first):
@@ -16,22 +16,22 @@ Current thread 0x00007f (most recent call first):
   File "{torch}/torch/distributed/c10d_logger.py", line 83 in wrapper
   File "/home/me/train.py", line 31 in step
   File "/home/me/train.py", line 60 in <module>
-""".format(torch=stack.PACKAGES[1])
+""".format(torch=NOT_USER_CODE[1])
 
 
-def test_the_call_and_the_users_line_are_found():
-    assert stack.where(DUMP) == "in all_reduce, train.py:31"
-    assert stack.waiting(DUMP)
+def test_the_location_is_the_call_and_the_line_of_user_code():
+    assert describe_location(DUMP) == "in all_reduce, train.py:31"
+    assert is_waiting(DUMP)
 
 
 def test_the_last_dump_counts():
     later = 'Current thread (most recent call first):\n  File "/home/me/train.py", line 7 in f\n'
-    assert stack.where(DUMP + later) == "at train.py:7"
-    assert not stack.waiting(DUMP + later)
-    assert stack.where("") == ""
+    assert describe_location(DUMP + later) == "at train.py:7"
+    assert not is_waiting(DUMP + later)
+    assert describe_location("") == ""
 
 
-def wait_for_ever():
+def wait_forever():
     signal.pause()
 
 
@@ -40,13 +40,13 @@ def started():
     ls.launch(int, nprocs=1)  # a deadline includes the start of the first launch
 
 
-def test_a_rank_that_is_late_is_found_where_it_waits():
-    line = wait_for_ever.__code__.co_firstlineno + 1
-    with pytest.raises(RankError, match=rf"\(rank 0 was at test_stack.py:{line}\)$"):
-        ls.launch(wait_for_ever, nprocs=1, timeout=0.5)
+def test_the_error_after_a_timeout_says_where_a_rank_waits():
+    line = wait_forever.__code__.co_firstlineno + 1
+    with pytest.raises(RankError, match=rf"\(rank 0 was at test_hang_monitor.py:{line}\)$"):
+        ls.launch(wait_forever, nprocs=1, timeout=0.5)
 
 
-def test_a_stopped_rank_does_not_answer_and_is_said_to_be_stopped():
+def test_the_error_after_a_timeout_says_that_a_rank_is_stopped():
     def stop():
         import os
 

@@ -1,4 +1,4 @@
-"""The allocator: a rank that frees and allocates again gets no new pages from the kernel."""
+"""malloc: a rank that frees and allocates again gets no new pages from the kernel."""
 
 import os
 import resource
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import lockstep as ls
-from lockstep.launcher.allocator import keep_freed_memory
+from lockstep.launcher.malloc import keep_freed_memory
 
-BLOCK = 40 << 20  # above 32 MiB glibc by itself takes new pages each time, whatever came before
+BLOCK = 40 << 20  # above 32 MiB glibc by default maps new pages each time
 TIMES = 10
 
 
@@ -38,12 +38,12 @@ def has_glibc():
 @pytest.mark.skipif(not has_glibc(), reason="only glibc has this setting")
 def test_freed_memory_is_kept():
     (kept,) = ls.launch(pages_handed_out, ({},), nprocs=1)
-    (given_back,) = ls.launch(pages_handed_out, ({"MALLOC_ARENA_MAX": "8"},), nprocs=1)
-    assert given_back > TIMES * BLOCK / resource.getpagesize()  # else this test says nothing
-    assert kept < given_back / 4
+    (returned,) = ls.launch(pages_handed_out, ({"MALLOC_ARENA_MAX": "8"},), nprocs=1)
+    assert returned > TIMES * BLOCK / resource.getpagesize()  # otherwise this test shows nothing
+    assert kept < returned / 4
 
 
-def test_the_users_own_setting_wins():
+def test_settings_of_the_user_take_precedence():
     def asked():
         os.environ["MALLOC_ARENA_MAX"] = "2"
         return keep_freed_memory()

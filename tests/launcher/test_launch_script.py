@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lockstep.commands.run import command, make_plan
+from lockstep.commands.run import command, make_config
 from lockstep.errors import FileError, RankError, UsageError
-from lockstep.launcher import lingering
-from lockstep.launcher.plan import DEFAULT_PORT, Plan
-from lockstep.launcher.script import run_plan
+from lockstep.launcher import hang_monitor
+from lockstep.launcher.launch_script import LaunchConfig, launch_script
+from lockstep.launcher.listening_socket import DEFAULT_PORT
 
 CLI = [sys.executable, "-c", "from lockstep.cli import main; main()"]
 
@@ -30,7 +30,7 @@ def run(tmp_path, monkeypatch, capfdbinary):
         Path("train.py").write_text(source)
         context = command.make_context("run", [*flags.split(), "train.py", *arguments])
         target, given = context.params.pop("script"), context.params.pop("arguments")
-        run_plan(make_plan(target, given, context.params))
+        launch_script(make_config(target, given, context.params))
         return capfdbinary.readouterr()
 
     return run
@@ -96,11 +96,11 @@ def test_modules_and_programs_and_fresh_interpreters(tmp_path, monkeypatch, capf
     Path("package/tool.py").write_text("import sys; print(__name__, sys.argv[1:])")
     for flags in (["-m", "package.tool"], ["--start-method", "spawn", "-m", "package.tool"]):
         params = command.make_context("run", [*flags, "x"]).params
-        run_plan(make_plan(params.pop("script"), params.pop("arguments"), params))
+        launch_script(make_config(params.pop("script"), params.pop("arguments"), params))
         assert capfdbinary.readouterr().out == b"__main__ ['x']\n"
     program = ["--no-python", "sh", "-c", "echo $RANK of $1", "", "two"]
     params = command.make_context("run", program).params
-    run_plan(make_plan(params.pop("script"), params.pop("arguments"), params))
+    launch_script(make_config(params.pop("script"), params.pop("arguments"), params))
     assert capfdbinary.readouterr().out == b"0 of two\n"
 
 
@@ -194,8 +194,7 @@ def test_failing_during_import_before_anybody_met(run, capfdbinary):
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(
     run, capfdbinary, monkeypatch
 ):
-    monkeypatch.setattr("lockstep.launcher.job.Job.terminate.__defaults__", (0.3,))
-    monkeypatch.setattr("lockstep.launcher.script.GRACE", 0.3)
+    monkeypatch.setattr("lockstep.launcher.supervisor.GRACE", 0.3)
     source = """
 import os, signal, time
 if os.environ["RANK"] == "0":
@@ -241,9 +240,9 @@ def test_a_stopped_rank_is_named(run, capfdbinary, monkeypatch):
         say(sentence)
         os.kill(int(re.search(r"process (\d+)", sentence)[1]), signal.SIGCONT)
 
-    say = lingering.say
-    monkeypatch.setattr(lingering, "say", say_and_let_it_go_on)
-    monkeypatch.setattr(lingering, "LINGER", 0.1)
+    say = hang_monitor.say
+    monkeypatch.setattr(hang_monitor, "say", say_and_let_it_go_on)
+    monkeypatch.setattr(hang_monitor, "FIRST_CHECK", 0.1)
     source = """
 import os, signal
 pid = os.getpid()
@@ -251,12 +250,12 @@ if os.environ["RANK"] == "1":
     os.kill(pid, signal.SIGSTOP)
 """
     shown = run(source).err.decode()
-    assert "lockstep: rank 1 is stopped, process " in shown
-    assert shown.count("is stopped") == 1
+    assert "lockstep: rank 1 (process " in shown
+    assert shown.count("is stopped; continue it with kill -CONT") == 1
 
 
 def test_who_returned_while_a_stock_script_waits_is_said(run, capfdbinary, monkeypatch):
-    monkeypatch.setattr(lingering, "LINGER", 0.3)
+    monkeypatch.setattr(hang_monitor, "FIRST_CHECK", 0.3)
     source = """
 import os, datetime, torch.distributed as dist
 if os.environ["RANK"] == "0":
@@ -268,16 +267,16 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "start"),
     [
-        ("print('a'", "train.py, line 1 is no Python: '(' was never closed"),
-        ("x = 'a\0b'", "train.py is no Python: source code string cannot contain null bytes"),
+        ("print('a'", "train.py, line 1 is not valid Python: '(' was never closed"),
+        ("x = 'a\0b'", "train.py"),  # with a line or without, depending on the Python version
     ],
 )
-def test_a_syntax_error_is_said_once_and_nothing_starts(run, source, words):
-    with pytest.raises(UsageError) as caught:
+def test_a_syntax_error_is_reported_once_and_nothing_starts(run, source, start):
+    with pytest.raises(UsageError, match="is not valid Python: ") as caught:
         run(source)
-    assert words.split(" is no ")[0] in str(caught.value) and "is no Python" in str(caught.value)  # noqa: PT018
+    assert str(caught.value).startswith(start)
     assert logs() == {}
 
 
@@ -286,12 +285,12 @@ def test_a_syntax_error_is_said_once_and_nothing_starts(run, source, words):
     [
         ("-n 0", "--nproc-per-node 0"),
         ("-n -1", "--nproc-per-node -1"),
-        ("-n many", "--nproc-per-node many: give a number"),
+        ("-n many", "--nproc-per-node many: expected a number"),
         ("--nnodes 1:4", "--nnodes 1:4: lockstep run starts a fixed number"),
         ("--nnodes 2", "--nnodes 2 needs --master-addr"),
         ("--nnodes 2 --node-rank 2 --master-addr a", "--node-rank 2: with --nnodes 2"),
         ("--master-port 70000", "--master-port 70000"),
-        ("--tee x", "--tee x: give 0 (none)"),
+        ("--tee x", "--tee x: expected 0 (none)"),
         ("-n 2 --local-ranks-filter 2", "--local-ranks-filter names local rank 2"),
         ("--max-restarts 3", "--max-restarts 3: lockstep run does not restart"),
         ("-m --no-python", "--module and --no-python exclude each other"),
@@ -307,16 +306,16 @@ def test_a_missing_script_is_said_with_its_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     params = command.make_context("run", ["nowhere.py"]).params
     with pytest.raises(UsageError, match=r"there is no script 'nowhere.py' in /"):
-        run_plan(make_plan(params.pop("script"), params.pop("arguments"), params))
+        launch_script(make_config(params.pop("script"), params.pop("arguments"), params))
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("-m no.such.module", r"^there is no module 'no', looked for from /"),
+        ("-m no.such.module", r"^there is no module 'no' \(searched from /"),
         ("-m json.nothing", r"^there is no module 'json.nothing'"),
         ("-m json", r"^'json' is a package without a __main__ module$"),
-        ("--no-python no-such-program", r"^there is no program 'no-such-program'"),
+        ("--no-python no-such-program", r"^'no-such-program' is not an executable program$"),
         ("empty", r"^'empty' is a folder without a __main__\.py$"),
     ],
 )
@@ -325,7 +324,7 @@ def test_what_is_not_there_is_said_before_anything_starts(tmp_path, monkeypatch,
     Path("empty").mkdir()
     params = command.make_context("run", arguments.split()).params
     with pytest.raises(UsageError, match=words):
-        run_plan(make_plan(params.pop("script"), params.pop("arguments"), params))
+        launch_script(make_config(params.pop("script"), params.pop("arguments"), params))
     assert logs() == {}
 
 
@@ -336,32 +335,33 @@ def test_logs_that_cannot_be_kept(run):
     Path("runs").write_text("a file where the folder should be")
     printed = run("print('works')", flags="-n 1")
     assert printed.out == b"works\n"
-    assert b"lockstep: no logs are kept: runs/train-" in printed.err
+    assert b"lockstep: no logs are written: runs/train-" in printed.err
 
 
 def test_variables_give_flags(monkeypatch):
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
     monkeypatch.setenv("PET_NNODES", "2")
     params = command.make_context("run", ["--nnodes", "1", "train.py"]).params
-    plan = make_plan(params.pop("script"), params.pop("arguments"), params)
-    assert (plan.nprocs, plan.hosts) == (3, 1)
+    config = make_config(params.pop("script"), params.pop("arguments"), params)
+    assert (config.nprocs, config.nnodes) == (3, 1)
 
 
-def planned(*flags: str) -> Plan:
+def config_of(*flags: str) -> LaunchConfig:
     params = command.make_context("run", [*flags, "train.py"]).params
-    return make_plan(params.pop("script"), params.pop("arguments"), params)
+    return make_config(params.pop("script"), params.pop("arguments"), params)
 
 
 def test_where_the_ranks_meet():
     two = ("--nnodes", "2", "--node_rank", "1")
-    assert planned("--master-port", "5").port == 5
-    assert planned(*two, "--master-addr", "a").port == DEFAULT_PORT
-    found = planned(*two, "--rdzv-endpoint", "a:7", "--rdzv-backend", "c10d")
-    assert (found.address, found.port, found.host) == ("a", 7, 1)
-    alone = planned(*two, "--master-addr", "a", "--master-port", "5", "--standalone")
-    assert (alone.address, alone.port, alone.hosts, alone.host) == ("127.0.0.1", 0, 1, 0)
+    assert config_of("--master-port", "5").master_port == 5
+    assert config_of(*two, "--master-addr", "a").master_port == DEFAULT_PORT
+    found = config_of(*two, "--rdzv-endpoint", "a:7", "--rdzv-backend", "c10d")
+    assert (found.master_addr, found.master_port, found.node_rank) == ("a", 7, 1)
+    alone = config_of(*two, "--master-addr", "a", "--master-port", "5", "--standalone")
+    assert (alone.master_addr, alone.master_port) == ("127.0.0.1", 0)
+    assert (alone.nnodes, alone.node_rank) == (1, 0)
 
 
 def test_ranks_for_each_core():
-    assert planned("-n", "cpu").nprocs == len(os.sched_getaffinity(0))
-    assert planned("-n", "auto").nprocs >= 1
+    assert config_of("-n", "cpu").nprocs == len(os.sched_getaffinity(0))
+    assert config_of("-n", "auto").nprocs >= 1

@@ -1,0 +1,234 @@
+"""Failure attribution: which rank of a launch failed first, and why, in one sentence.
+
+A rank that dies takes others with it: their connections to it break, and they raise. Such
+consequences are told from causes, so that the message names the cause even if a
+consequence was reported earlier. If the kernel killed a process because memory ran out,
+its log or a counter of the control group says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import RankError
+
+__all__ = [
+    "Outcome",
+    "count_oom_kills",
+    "describe_end",
+    "explain_sigkill",
+    "find_early_exit",
+    "find_first_failure",
+    "format_ranks",
+    "is_consequence",
+    "make_rank_error",
+    "signal_name",
+]
+
+# Phrases of errors that torch's backends raise when the other end of a connection is gone.
+LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "connection was likely closed",
+    "failed to recv, got 0 bytes",
+    "nccl remote error",
+    "socket closed",
+    "has left the group",  # from here: of the backend "lockstep"
+    "died (process",
+    "stopped because rank",
+)
+
+
+@dataclass
+class Outcome:
+    """How one rank ended; times are in `time.monotonic()` seconds.
+
+    Attributes:
+        rank: The rank.
+        status: Exit status, negative for a signal; None while the rank runs.
+        when: When it ended.
+        error: Its report of an exception (`rank_process.describe_error`).
+        returned: Whether its function returned.
+        was_terminated: Whether the launcher signalled it before it ended.
+        waiting_for: The ranks that it reported to wait for.
+        hint: Further explanation of a signal.
+    """
+
+    rank: int
+    status: int | None = None
+    when: float = 0.0
+    error: dict[str, Any] | None = None
+    returned: bool = False
+    was_terminated: bool = False
+    waiting_for: tuple[int, ...] = ()
+    hint: str = ""
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether this rank ended successfully, without being terminated."""
+        return self.returned or (self.status == 0 and not self.was_terminated)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank failed, without being terminated."""
+        if self.error is not None:
+            return True
+        return self.status not in (None, 0) and not self.was_terminated
+
+
+def is_consequence(outcome: Outcome) -> bool:
+    """Return whether this failure looks like the consequence of another rank's end."""
+    if outcome.error is None:
+        return False
+    message = str(outcome.error["message"]).lower()
+    return any(phrase in message for phrase in LOST_PEER)
+
+
+def find_first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
+    """Return the failure that came first, causes before consequences."""
+    failures = [outcome for outcome in outcomes if outcome.has_failed]
+    if not failures:
+        return None
+    return min(failures, key=lambda outcome: (is_consequence(outcome), _failure_time(outcome)))
+
+
+def find_early_exit(outcomes: Iterable[Outcome]) -> RankError | None:
+    """Return an error if ranks wait in `init` for a rank that has returned successfully."""
+    outcomes = list(outcomes)
+    returned = {outcome.rank for outcome in outcomes if outcome.has_returned}
+    waiting = [outcome for outcome in outcomes if returned & set(outcome.waiting_for)]
+    if not waiting:
+        return None
+    gone = sorted(returned & set(waiting[0].waiting_for))
+    error = RankError(
+        f"{format_ranks(gone)} returned without joining the world, while "
+        f"{format_ranks([outcome.rank for outcome in waiting])} waited in lockstep.init(): every "
+        f"rank must call it"
+    )
+    error.rank = gone[0]
+    return error
+
+
+def make_rank_error(outcomes: Iterable[Outcome]) -> RankError | None:
+    """Return the error to raise for a launch, with the traceback as a note; None if none failed."""
+    outcomes = list(outcomes)
+    failure = find_first_failure(outcomes)
+    if failure is None:
+        return find_early_exit(outcomes)
+    error = RankError(_describe_early_return(outcomes, failure) or _describe_failure(failure))
+    error.rank, error.status = failure.rank, failure.status
+    error.exception = None if failure.error is None else failure.error["type"]
+    if failure.error is not None and not failure.error["plain"]:
+        error.add_note(f"rank {failure.rank}:\n{failure.error['traceback'].rstrip()}")
+    return error
+
+
+def _describe_failure(failure: Outcome) -> str:
+    """Return which rank failed and how; a message that begins with a rank is not changed."""
+    error = failure.error
+    if error is not None and error["plain"] and re.match(r"rank \d", str(error["message"])):
+        return str(error["message"])
+    return f"rank {failure.rank} {describe_end(failure)}"
+
+
+def _failure_time(outcome: Outcome) -> float:
+    return outcome.when if outcome.error is None else float(outcome.error["time"])
+
+
+def _describe_early_return(outcomes: Sequence[Outcome], failure: Outcome) -> str:
+    """Return which ranks had returned when another lost its connection to them; or ""."""
+    gone = [outcome.rank for outcome in outcomes if outcome.has_returned]
+    if not gone or not is_consequence(failure):
+        return ""
+    assert failure.error is not None
+    where = f" ({failure.error['where']})" if failure.error["where"] else ""
+    return (
+        f"{format_ranks(gone)} returned while rank {failure.rank} still waited in a "
+        f"collective{where}"
+    )
+
+
+def describe_end(outcome: Outcome) -> str:
+    """Return how a rank ended, as the predicate of a sentence about it."""
+    if outcome.error is not None:
+        return _describe_exception(outcome.error)
+    if outcome.status is None:
+        return "is still running"
+    if outcome.status < 0:
+        return f"was killed by {signal_name(-outcome.status)}{outcome.hint}"
+    return f"exited with status {outcome.status}"
+
+
+def _describe_exception(error: dict[str, Any]) -> str:
+    if error["plain"]:
+        return f"failed: {error['message']}"
+    said = str(error["message"]).strip().partition("\n")[0]
+    where = f" ({error['where']})" if error["where"] else ""
+    return f"raised {error['type']}" + (f": {said}" if said else "") + where
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 2", "ranks 0 and 2", "ranks 0, 1 and 2"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name, such as "SIGKILL"."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def explain_sigkill(pid: int, oom_kills_before: int | None) -> str:
+    """Return what to add to "was killed by SIGKILL"; empty if nothing is known.
+
+    Args:
+        pid: The process that was killed.
+        oom_kills_before: `count_oom_kills()` at the start of the launch.
+    """
+    if is_oom_killed(read_kernel_log(), pid):
+        return "; the kernel's log says out of memory"
+    now = count_oom_kills()
+    if now is not None and oom_kills_before is not None and now > oom_kills_before:
+        return "; this control group ran out of memory"
+    return ""
+
+
+def is_oom_killed(log: str, pid: int) -> bool:
+    """Return whether the kernel's log says that it killed process `pid` to free memory."""
+    return re.search(rf"[Oo]ut of memory: Killed process {pid}\b", log) is not None
+
+
+def read_kernel_log() -> str:
+    """Return the kernel's log; empty if this user may not read it."""
+    lines: list[bytes] = []
+    with contextlib.suppress(OSError):
+        descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while line := os.read(descriptor, 8192):
+                lines.append(line)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(descriptor)
+    return b"".join(lines).decode(errors="replace")
+
+
+def count_oom_kills() -> int | None:
+    """Return how many processes of this control group were killed to free memory, if known."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        own = Path("/proc/self/cgroup").read_text().split("::", 1)[1].splitlines()[0]
+        events = (Path("/sys/fs/cgroup") / own.lstrip("/") / "memory.events").read_text()
+        return int(dict(line.split() for line in events.splitlines())["oom_kill"])
+    return None

@@ -1,0 +1,184 @@
+"""The launcher's side of the fork server, the process that ranks are forked from.
+
+A process starts its fork server once and keeps it. The server has read the environment
+variables that Python, torch and the OpenMP library read only when they start; if one of
+them changes, a new server is started, and the old one exits after its last launch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+
+from lockstep.launcher.channel import Channel, open_pair
+
+__all__ = [
+    "ForkServer",
+    "fork_this_process",
+    "get_fork_server",
+    "get_fork_server_pid",
+    "interpreter_flags",
+    "looks_like_training",
+]
+
+# Variables that are read once, at startup, before a rank could change them.
+READ_ONCE = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_")
+READ_LATER = ("TORCHELASTIC_", "TORCHINDUCTOR_")
+
+PRELOADED = ("lockstep.launcher.world", "cloudpickle")
+# The first step of any optimizer imports this, in 1.4 s: once here, or in every rank.
+PRELOADED_FOR_TRAINING = "torch._dynamo"
+TRAINING_WORDS = (b"optim", b"Trainer", b"lockstep.training", b"lockstep.recipes")
+PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+class ForkServer:
+    """A running fork server, as its launcher sees it.
+
+    Args:
+        channel: Socket on which the launcher announces new launches.
+        pid: Process id of the server.
+        for_training: Whether the server has imported what optimizers need.
+    """
+
+    def __init__(self, channel: Channel, pid: int, *, for_training: bool) -> None:
+        self.pid = pid
+        self._for_training = for_training
+        self._channel = channel
+        self._launcher = os.getpid()
+        self._variables = read_once_variables(os.environ)
+        self._lock = threading.Lock()
+        self._has_exited = False
+
+    def is_usable(self, *, for_training: bool) -> bool:
+        """Return whether it runs, belongs to this process, and would start the same way now."""
+        return (
+            self._launcher == os.getpid()
+            and self._for_training >= for_training
+            and self._variables == read_once_variables(os.environ)
+            and not self.has_exited()
+        )
+
+    def open_launch(self) -> Channel:
+        """Return a socket on which the server starts and watches the ranks of one launch."""
+        ours, theirs = open_pair()
+        with self._lock:
+            self._channel.send({"kind": "launch"}, [theirs.fileno()])
+        theirs.close()
+        return ours
+
+    def retire(self) -> None:
+        """Let the server exit after its last launch."""
+        self._channel.close()
+
+    def close(self) -> None:
+        """Let the server exit after its last launch, and wait until it has."""
+        self.retire()
+        if self._launcher == os.getpid():
+            self._wait(0)
+
+    def has_exited(self) -> bool:
+        """Return whether it has exited; reaps it in that case."""
+        return self._wait(os.WNOHANG)
+
+    def _wait(self, options: int) -> bool:
+        if not self._has_exited:
+            try:
+                self._has_exited = os.waitpid(self.pid, options)[0] == self.pid
+            except ChildProcessError:  # reaped by other code
+                self._has_exited = True
+        return self._has_exited
+
+
+_current: ForkServer | None = None
+_retired: list[ForkServer] = []
+_lock = threading.Lock()
+
+
+def read_once_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of `environ` that a running fork server cannot adopt."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(READ_ONCE) and not name.startswith(READ_LATER)
+    }
+
+
+def get_fork_server(*, for_training: bool = False) -> ForkServer:
+    """Return this process's fork server; start one if there is none that can be used.
+
+    Args:
+        for_training: Require a server that has imported what optimizers need.
+    """
+    global _current
+    with _lock:
+        if _current is not None and not _current.is_usable(for_training=for_training):
+            _current.retire()
+            _retired.append(_current)
+            _current = None
+        if _current is None:
+            _current = _start(for_training)
+            # atexit handlers run in LIFO order: what still uses the server must register later.
+            atexit.register(_current.close)
+        return _current
+
+
+def looks_like_training(program: bytes) -> bool:
+    """Guess whether a program (source code or pickle) trains; a wrong guess costs a second."""
+    return any(word in program for word in TRAINING_WORDS)
+
+
+def get_fork_server_pid() -> int | None:
+    """Return the process id of this process's fork server; None if there is none.
+
+    Also reaps retired servers that have exited.
+    """
+    _retired[:] = [each for each in _retired if not each.has_exited()]
+    return None if _current is None else _current.pid
+
+
+def _start(for_training: bool) -> ForkServer:
+    ours, theirs = open_pair()
+    number = theirs.fileno()
+    modules = (*PRELOADED, PRELOADED_FOR_TRAINING) if for_training else PRELOADED
+    code = (
+        f"import sys; sys.path.append({PACKAGES!r}); "
+        f"from lockstep.launcher.fork_server_main import main; "
+        f"main({number}, {os.getpid()}, {modules!r})"
+    )
+    pid = _spawn([sys.executable, *interpreter_flags(), "-c", code], number)
+    theirs.close()
+    return ForkServer(ours, pid, for_training=for_training)
+
+
+def _spawn(command: list[str], descriptor: int) -> int:
+    """Start `command` in its own session, so that Ctrl-C reaches the launcher only."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, pass_fds=[descriptor], start_new_session=True
+    )
+    process.returncode = 0  # ForkServer reaps it; Popen must not warn that nobody did
+    return process.pid
+
+
+def interpreter_flags() -> list[str]:
+    """Return the options (-W, -X, -O, ...) that this interpreter was started with."""
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
+
+
+def fork_this_process() -> ForkServer:
+    """Return a fork server that is a fork of this process (start method "fork")."""
+    from lockstep.launcher.fork_server_main import serve_in_fork  # import before the fork
+
+    ours, theirs = open_pair()
+    launcher = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        serve_in_fork(theirs, launcher)
+    theirs.close()
+    return ForkServer(ours, pid, for_training=True)

@@ -1,0 +1,251 @@
+"""The fork server: a process that imports torch once and forks the ranks of every launch.
+
+    launcher                          fork server                     rank
+       │ ── launch {} + socket ───────> │
+       │ ══ on the launch's socket ════ │
+       │ ── store {} + listening ─────> │ fork: serves the ranks' TCPStore
+       │ ── rank {...} + descriptors ─> │ fork ────────────────────────> │ runs; reports directly
+       │ <─ started {rank, pid} ─────── │                                │ to the launcher
+       │ ── signal {rank, number} ────> │ to the rank's process group ─> │
+       │ <─ ended {rank, status} ────── │ <──────────────────────── exit │
+       │ ── end of file ──────────────> │ SIGKILL to the remaining ranks
+
+The server never computes and starts no thread, so it can fork safely. It watches the
+launcher: by end of file on the first socket, and by a pidfd where the system has them,
+because another child of the launcher may hold the socket open. When the launcher has
+exited, the server kills every process group that it started and exits. Once it is retired
+(the first socket is closed), it exits after its last launch. If the server itself is
+killed, the ranks' parent-death pipe breaks (`rank_process.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from lockstep.launcher.channel import Channel, Message, open_channel
+from lockstep.launcher.rank_process import ForkedProcess, exit_process
+
+__all__ = ["Server", "main", "serve_in_fork"]
+
+GRACE = 2.0  # seconds from SIGTERM to SIGKILL for what remains of a rank's process group
+
+PR_SET_CHILD_SUBREAPER = 36  # of prctl, on Linux
+
+
+@dataclass
+class Launch:
+    """The processes of one launch: the rank (-1: the store) of each process id."""
+
+    channel: Channel
+    ranks: dict[int, int] = field(default_factory=dict)
+
+
+class Server:
+    """Serves one launcher until that has exited."""
+
+    def __init__(self, channel: Channel, launcher: int) -> None:
+        self._main = channel
+        self._launches: dict[int, Launch] = {}
+        self._leftover_groups: dict[int, float] = {}  # process groups, and when to kill them
+        self._is_retired = False  # no more launches; those that run go on
+        self._parent_death_pipe = os.pipe()
+        self._wake = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(channel, selectors.EVENT_READ)
+        self._selector.register(self._wake[0], selectors.EVENT_READ)
+        self._launcher: int | None = None
+        with contextlib.suppress(AttributeError, OSError):
+            self._launcher = os.pidfd_open(launcher)
+            self._selector.register(self._launcher, selectors.EVENT_READ)
+        for end in self._wake:
+            end.setblocking(False)
+        _become_subreaper()
+        signal.set_wakeup_fd(self._wake[1].fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def serve(self) -> ForkedProcess | None:
+        """Serve until the launcher has exited, then return None.
+
+        In a forked process it returns what that process has to run.
+        """
+        while True:
+            for key, _ in self._selector.select(self._timeout()):
+                if key.fileobj == self._launcher:
+                    self._shut_down()
+                    return None
+                if key.fileobj is self._main:
+                    self._is_retired = not self._accept_launch()
+                elif key.fileobj is self._wake[0]:
+                    self._drain_wakeups()
+                elif process := self._serve_launch(self._launches.get(key.fd)):
+                    return process
+            self._reap()
+            self._kill_leftover_groups()
+            if self._is_retired and not (self._launches and self._launcher is not None):
+                self._shut_down()
+                return None
+
+    def _timeout(self) -> float | None:
+        if not self._leftover_groups:
+            return None
+        return max(0.0, min(self._leftover_groups.values()) - time.monotonic())
+
+    def _accept_launch(self) -> bool:
+        received = self._main.receive()
+        if received is None:
+            self._selector.unregister(self._main)
+            return False
+        channel = open_channel(received[1][0])
+        self._launches[channel.fileno()] = Launch(channel)
+        self._selector.register(channel, selectors.EVENT_READ)
+        return True
+
+    def _drain_wakeups(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake[0].recv(4096):
+                pass
+
+    def _serve_launch(self, launch: Launch | None) -> ForkedProcess | None:
+        if launch is None:
+            return None
+        received = launch.channel.receive()
+        if received is None:
+            self._drop_launch(launch)
+            return None
+        message, descriptors = received
+        if message["kind"] == "signal":
+            self._send_signal(launch, message)
+            return None
+        return self._fork(launch, message, descriptors)
+
+    def _fork(
+        self, launch: Launch, message: Message, descriptors: list[int]
+    ) -> ForkedProcess | None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads may be forked
+            pid = os.fork()
+        if pid == 0:
+            return ForkedProcess(message, descriptors, self._close_in_child())
+        with contextlib.suppress(OSError):  # the child does it too; either may be first
+            os.setpgid(pid, pid)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        launch.ranks[pid] = message["rank"]
+        self._notify(launch, {"kind": "started", "rank": message["rank"], "pid": pid})
+        return None
+
+    def _close_in_child(self) -> int:
+        """Close what belongs to the server; return the parent-death pipe's reading end."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        self._main.close()
+        for launch in self._launches.values():
+            launch.channel.close()
+        for end in self._wake:
+            end.close()
+        if self._launcher is not None:
+            os.close(self._launcher)
+        reading, writing = self._parent_death_pipe
+        os.close(writing)
+        return reading
+
+    def _send_signal(self, launch: Launch, message: Message) -> None:
+        for pid, rank in launch.ranks.items():
+            if rank == message["rank"]:
+                send = os.killpg if message["group"] else os.kill
+                with contextlib.suppress(ProcessLookupError):
+                    send(pid, message["number"])
+
+    def _reap(self) -> None:
+        """Report every rank that has exited, and end what it left in its process group."""
+        while True:
+            try:
+                pid, code = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            for launch in self._launches.values():
+                if pid in launch.ranks:
+                    self._end_group(pid, signal.SIGTERM)
+                    status = os.waitstatus_to_exitcode(code)
+                    message = {"kind": "ended", "rank": launch.ranks.pop(pid), "status": status}
+                    self._notify(launch, message)
+
+    def _end_group(self, group: int, number: int) -> None:
+        # A group that still has members keeps its number after its leader has exited.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, number)
+            self._leftover_groups[group] = time.monotonic() + GRACE
+
+    def _kill_leftover_groups(self) -> None:
+        now = time.monotonic()
+        for group, deadline in list(self._leftover_groups.items()):
+            try:
+                os.killpg(group, signal.SIGKILL if deadline <= now else 0)
+            except (ProcessLookupError, PermissionError):
+                deadline = now
+            if deadline <= now:
+                del self._leftover_groups[group]
+
+    def _notify(self, launch: Launch, message: Message) -> None:
+        with contextlib.suppress(OSError):  # the launcher may have closed this launch
+            launch.channel.send(message)
+
+    def _drop_launch(self, launch: Launch) -> None:
+        self._selector.unregister(launch.channel)
+        del self._launches[launch.channel.fileno()]
+        launch.channel.close()
+        for pid in launch.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _shut_down(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for launch in list(self._launches.values()):
+            self._drop_launch(launch)
+        for group in self._leftover_groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def _become_subreaper() -> None:
+    """Become the parent of orphans of ranks, to reap them at once (Linux).
+
+    The init process of a container may take seconds for that, or never do it.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def main(descriptor: int, launcher: int, modules: Sequence[str]) -> None:
+    """Import what ranks need and serve; in a forked process, run that process to its end."""
+    for name in modules:
+        importlib.import_module(name)
+    gc.freeze()  # ranks neither traverse nor copy what was here before the fork
+    process = Server(open_channel(descriptor), launcher).serve()
+    if process is not None:
+        exit_process(process.run())
+
+
+def serve_in_fork(channel: Channel, launcher: int) -> NoReturn:
+    """Serve in a fork of the launcher; never returns, in the ranks neither."""
+    os.setsid()
+    process = Server(channel, launcher).serve()
+    if process is None:
+        os._exit(0)
+    # The launcher's frames are on this stack and must not be unwound in its copy.
+    exit_process(process.run())

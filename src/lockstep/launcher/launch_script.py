@@ -1,0 +1,347 @@
+"""`lockstep run`: run a script, module or program on N ranks of this host, and supervise it.
+
+lockstep run ── fork server ── rank 0 ── stdout, stderr ──┐
+     │                    └─── rank 1 ── stdout, stderr ──┤
+     └── reads every line, shows it, writes the logs <────┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+from lockstep.errors import FileError, RankError, UsageError
+from lockstep.files import make_folder
+from lockstep.launcher.channel import Message
+from lockstep.launcher.environment import RankEnvironment
+from lockstep.launcher.failure_attribution import format_ranks, signal_name
+from lockstep.launcher.fork_server import (
+    get_fork_server,
+    interpreter_flags,
+    looks_like_training,
+)
+from lockstep.launcher.listening_socket import LOOPBACK
+from lockstep.launcher.output import RankOutput
+from lockstep.launcher.supervisor import RankSupervisor
+from lockstep.messages import say
+
+__all__ = ["Interrupted", "LaunchConfig", "check_target", "launch_script"]
+
+RUNS = "runs"
+STDOUT, STDERR = 1, 2
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TAIL = 12  # lines of the failed rank that are shown again at the end
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """What `lockstep run` was asked for; names and meanings are torchrun's.
+
+    Attributes:
+        target: The script, module or program.
+        arguments: Its arguments.
+        kind: "script", "module" or "program".
+        nprocs: Ranks on each host.
+        nnodes: Number of hosts.
+        node_rank: Index of this host, from 0.
+        master_addr: Address of host 0.
+        master_port: Port on host 0; 0 selects a free one.
+        run_id: Name of the launch; empty for a random one.
+        role: Value of ROLE_NAME.
+        spawn: Start each rank in a new interpreter.
+        log_dir: Folder that gets this run's folder; None for "runs".
+        redirects: By local rank, the streams (1 stdout, 2 stderr, 3 both) that go only to
+            its log.
+        tee: By local rank, the redirected streams that are shown nevertheless.
+        shown: Local ranks whose output is shown; None for all.
+
+    Raises:
+        UsageError: The values contradict each other; the message names the option.
+    """
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    kind: str = "script"
+    nprocs: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = LOOPBACK
+    master_port: int = 0
+    run_id: str = ""
+    role: str = "default"
+    spawn: bool = False
+    log_dir: str | None = None
+    redirects: dict[int, int] = field(default_factory=dict)
+    tee: dict[int, int] = field(default_factory=dict)
+    shown: frozenset[int] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.nprocs < 1:
+            raise UsageError(f"--nproc-per-node {self.nprocs}: a host needs at least one rank")
+        if self.nnodes < 1:
+            raise UsageError(f"--nnodes {self.nnodes}: at least one host is needed")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise UsageError(
+                f"--node-rank {self.node_rank}: with --nnodes {self.nnodes} it must be from 0 to "
+                f"{self.nnodes - 1}"
+            )
+        if not 0 <= self.master_port < 65536:
+            raise UsageError(f"--master-port {self.master_port}: a port is from 1 to 65535")
+        named = {"--local-ranks-filter": self.shown or (), "--redirects": self.redirects}
+        for option, local_ranks in {**named, "--tee": self.tee}.items():
+            beyond = [local_rank for local_rank in local_ranks if local_rank >= self.nprocs]
+            if beyond:
+                raise UsageError(
+                    f"{option} names local rank {beyond[0]}, but with --nproc-per-node "
+                    f"{self.nprocs} local ranks are from 0 to {self.nprocs - 1}"
+                )
+
+    def shows(self, local_rank: int, stream: int) -> bool:
+        """Return whether `stream` (1 or 2) of a local rank is shown on the terminal."""
+        if self.shown is not None and local_rank not in self.shown:
+            return False
+        redirected = self.redirects.get(local_rank, 0) & stream
+        return not redirected or bool(self.tee.get(local_rank, 0) & stream)
+
+
+class Interrupted(Exception):
+    """A signal, `number`, asked the launcher to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal_name(number))
+        self.number = number
+
+
+def launch_script(config: LaunchConfig) -> None:
+    """Run what `config` describes and wait for it; no process remains afterwards.
+
+    Raises:
+        RankError: A rank failed; the first one is named, after its last lines were shown.
+        UsageError: There is nothing to run.
+        FileError: The logs cannot be written.
+        Interrupted: A signal asked this process to stop.
+    """
+    check_target(config)
+    folder = _make_log_folder(config)
+    with _interruptible() as requests:
+        ranks = _start(config, folder)
+        try:
+            error = ranks.wait()
+        except Interrupted as interruption:
+            if sys.stderr.isatty():
+                print(file=sys.stderr)  # the terminal has just shown ^C
+            if ranks.running:
+                say(f"{interruption}: ending {format_ranks(ranks.running)}")
+            raise
+        finally:
+            _terminate(ranks, requests)
+    _report_log_errors(ranks)
+    if error is not None:
+        raise _show_last_lines(ranks, error)
+
+
+def check_target(config: LaunchConfig) -> None:
+    """Check, before anything starts, what every rank would otherwise report.
+
+    Raises:
+        UsageError: There is no such script, module or program, or it is not valid Python.
+    """
+    check = {"script": _check_script, "module": _check_module, "program": _check_program}
+    check[config.kind](config)
+
+
+def _check_program(config: LaunchConfig) -> None:
+    if shutil.which(config.target) is None:
+        raise UsageError(f"{config.target!r} is not an executable program")
+
+
+def _check_module(config: LaunchConfig) -> None:
+    """Find the module as an import does, but without running any of it."""
+    places, name = [os.getcwd(), *sys.path], ""
+    for part in config.target.split("."):
+        name = f"{name}.{part}" if name else part
+        found = PathFinder.find_spec(name, places)
+        if found is None:
+            raise UsageError(f"there is no module {name!r} (searched from {os.getcwd()})")
+        places = list(found.submodule_search_locations or ())
+    if places and PathFinder.find_spec(f"{name}.__main__", places) is None:
+        raise UsageError(f"{name!r} is a package without a __main__ module")
+
+
+def _check_script(config: LaunchConfig) -> None:
+    path = Path(config.target)
+    if not path.exists():
+        raise UsageError(f"there is no script {config.target!r} in {os.getcwd()}")
+    if path.is_dir():
+        if not (path / "__main__.py").exists():
+            raise UsageError(f"{config.target!r} is a folder without a __main__.py")
+        return
+    try:
+        compile(path.read_bytes(), config.target, "exec", dont_inherit=True)
+    except OSError as error:
+        raise UsageError(f"{config.target!r} cannot be read: {error.strerror}") from None
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        said = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UsageError(f"{config.target}{line} is not valid Python: {said}") from None
+
+
+def _make_log_folder(config: LaunchConfig) -> Path | None:
+    """Make the run's folder; return None if the default location is not writable."""
+    stem = config.target.rpartition(".")[2] if config.kind == "module" else Path(config.target).stem
+    name = f"{stem or 'run'}-{datetime.datetime.now():%Y-%m-%d-%H%M}"
+    parent = Path(config.log_dir) if config.log_dir is not None else Path(RUNS)
+    try:
+        return _make_new_folder(parent, name)
+    except OSError as error:
+        if config.log_dir is not None:
+            raise FileError(
+                f"--log-dir {config.log_dir} cannot be used: {error.strerror}"
+            ) from None
+        say(f"no logs are written: {parent}/{name} cannot be created ({error.strerror})")
+        return None
+
+
+def _make_new_folder(parent: Path, name: str) -> Path:
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            make_folder(folder, exist_ok=False)
+        except FileExistsError:
+            if not parent.is_dir():
+                raise
+            number += 1
+        else:
+            return folder
+
+
+def _start(config: LaunchConfig, folder: Path | None) -> RankSupervisor:
+    first = config.node_rank * config.nprocs
+    server = get_fork_server(for_training=_is_training(config))
+    ranks = RankSupervisor(server.open_launch(), range(first, first + config.nprocs))
+    try:
+        port = config.master_port
+        if config.node_rank == 0:
+            port = ranks.serve_store(config.master_addr, port)
+        environment = RankEnvironment(
+            nprocs=config.nprocs,
+            master_addr=config.master_addr,
+            master_port=port,
+            run_id=config.run_id or secrets.token_hex(4),
+            nnodes=config.nnodes,
+            node_rank=config.node_rank,
+            role=config.role,
+            store=ranks.create_store() if config.nnodes == 1 else "",
+        )
+        null = os.open(os.devnull, os.O_RDONLY)
+        for local_rank in range(config.nprocs):
+            rank = first + local_rank
+            task = _script_task(config, environment.variables(local_rank), folder)
+            ranks.start_rank(rank, task, null, _open_output(config, local_rank, rank, folder))
+        os.close(null)
+    except BaseException:
+        ranks.terminate()
+        raise
+    return ranks
+
+
+def _is_training(config: LaunchConfig) -> bool:
+    with contextlib.suppress(OSError):
+        return config.kind == "script" and looks_like_training(Path(config.target).read_bytes())
+    return False
+
+
+def _open_output(
+    config: LaunchConfig, local_rank: int, rank: int, folder: Path | None
+) -> RankOutput:
+    consoles: list[BinaryIO | None] = [
+        console.buffer if config.shows(local_rank, stream) else None
+        for stream, console in ((STDOUT, sys.stdout), (STDERR, sys.stderr))
+    ]
+    log = None if folder is None else folder / f"rank-{rank}.log"
+    prefixed = config.nprocs * config.nnodes > 1
+    return RankOutput(rank, log, (consoles[0], consoles[1]), prefixed=prefixed)
+
+
+def _script_task(config: LaunchConfig, variables: dict[str, str], folder: Path | None) -> Message:
+    target = config.target
+    module = config.kind == "module"
+    run = {} if folder is None else {"LOCKSTEP_RUN": str(folder.resolve())}
+    return {
+        "task": config.kind,
+        "target": target,
+        "spawn": config.spawn,
+        "flags": interpreter_flags(),
+        "environ": {"OMP_NUM_THREADS": "1", **os.environ, **variables, **run},
+        "cwd": os.getcwd(),
+        "argv": [*(() if config.kind == "program" else (target,)), *config.arguments],
+        "path": None,
+        "first_path": os.getcwd() if module else os.path.dirname(os.path.realpath(target)),
+    }
+
+
+def _terminate(ranks: RankSupervisor, requests: list[int]) -> None:
+    """End the ranks that still run; without delay after a second signal, past or present."""
+    try:
+        ranks.terminate(grace=None if len(requests) < 2 else 0.0)
+    except Interrupted:
+        ranks.terminate(grace=0.0)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """Raise Interrupted for signals that ask a program to stop, twice at most.
+
+    Yields the list of signals that were received.
+    """
+    requests: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        requests.append(number)
+        if len(requests) <= 2:
+            raise Interrupted(number)
+
+    # Signals that are ignored stay ignored: nohup does that to SIGHUP.
+    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in handled}
+    try:
+        yield requests
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _show_last_lines(ranks: RankSupervisor, error: RankError) -> RankError:
+    """Show the failed rank's last lines again if there are other ranks; add its log's path."""
+    output = ranks.outputs.get(-1 if error.rank is None else error.rank)
+    if output is None:
+        return error
+    lines = list(output.last_lines)[-TAIL:]
+    if len(ranks.outcomes) > 1 and lines:
+        say(f"the last lines of rank {error.rank}:")
+        sys.stderr.flush()
+        sys.stderr.buffer.write(b"".join(b"    " + line + b"\n" for line in lines))
+        sys.stderr.flush()
+    log = "" if output.log is None else f"; its log: {output.log}"
+    complete = RankError(f"{error}{log}")
+    complete.rank, complete.status = error.rank, error.status
+    return complete
+
+
+def _report_log_errors(ranks: RankSupervisor) -> None:
+    for output in ranks.outputs.values():
+        if output.log_error is not None:
+            say(output.log_error)

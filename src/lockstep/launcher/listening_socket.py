@@ -1,0 +1,89 @@
+"""Listening sockets, and the addresses that they are bound to.
+
+The launcher binds the socket of the ranks' store before it starts any rank, and passes it
+on: between choosing a port and using it, no other program can take it. The socket listens
+on the loopback interface unless several hosts take part.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from lockstep.errors import UsageError
+
+__all__ = ["DEFAULT_PORT", "LOOPBACK", "listen", "parse_endpoint", "resolve_address"]
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29500
+BACKLOG = 1024  # every rank of a host may connect at the same moment
+
+
+def parse_endpoint(text: str, option: str = "--rdzv-endpoint") -> tuple[str, int]:
+    """Return address and port of "HOST" (port 29500) or "HOST:PORT".
+
+    Raises:
+        UsageError: The port is not a number; the message names `option`.
+    """
+    address, _, port = text.rpartition(":") if ":" in text else (text, "", "")
+    if port and not port.isdigit():
+        raise UsageError(f"{option} {text}: expected HOST:PORT")
+    return address, int(port) if port else DEFAULT_PORT
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens at `address`; `port` 0 selects a free port.
+
+    An address that resolves but belongs to no interface of this host (such as the outside
+    address of a container) is bound on every interface.
+
+    Raises:
+        UsageError: The address is unknown, or the port is in use or not permitted.
+    """
+    family, host = resolve_address(address)
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        _bind(listening, host, port)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"port {port} at {address} is in use by another program: choose another with "
+                f"--master-port (MASTER_PORT), or on a single host none, to use a free one"
+            ) from None
+        if error.errno == errno.EACCES:
+            raise UsageError(
+                f"this user is not allowed to listen at port {port}: choose one from 1024 to "
+                f"65535 with --master-port (MASTER_PORT)"
+            ) from None
+        raise
+    return listening
+
+
+def _bind(listening: socket.socket, host: str, port: int) -> None:
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        listening.bind(("", port))
+
+
+def resolve_address(address: str) -> tuple[socket.AddressFamily, str]:
+    """Return the address family and the numeric address of a host name.
+
+    Raises:
+        UsageError: The name does not resolve.
+    """
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise UsageError(
+            f"MASTER_ADDR is {address!r}, which cannot be resolved on this host: set it "
+            f"(--master-addr) to the name or address of rank 0's host"
+        ) from None
+    # IPv4 first: "localhost" is often both, and server and clients must choose the same one.
+    family, _, _, _, numeric = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return family, str(numeric[0])

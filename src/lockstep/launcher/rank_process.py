@@ -1,0 +1,332 @@
+"""A rank's process, from its first instruction to its last.
+
+A forked process receives a message and descriptors: stdin, stdout, stderr, the socket on
+which it reports to the launcher, and an anonymous file with the pickled function ("task":
+"function"), or the name of a script, module or program to run. It does that work in the
+process that the fork server forked, or in a new interpreter ("spawn": true).
+
+The parent-death pipe kills ranks whose fork server was killed. The server holds the only
+writing end; when that closes, the kernel sends SIGKILL to the rank's process group, even
+if the rank is stopped or deep in a computation.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import io
+import json
+import os
+import pickle
+import runpy
+import select
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from lockstep.errors import LockstepError
+from lockstep.launcher.channel import Channel, Message, open_channel, read_memfd, write_memfd
+from lockstep.launcher.hang_monitor import dump_stack_on_signal, is_user_code
+from lockstep.messages import say
+
+__all__ = [
+    "ForkedProcess",
+    "describe_error",
+    "exit_process",
+    "main",
+    "report_to_launcher",
+    "run_code",
+]
+
+F_SETSIG = 10  # of fcntl, on Linux: the signal that an asynchronous descriptor sends
+MAX_REPORT = 1 << 16  # characters of a message or traceback
+STORE_TIMEOUT = timedelta(seconds=300)
+
+# The channel to the launcher. Only the rank itself may use it, not its forked children.
+_report: Channel | None = None
+_report_owner = 0
+
+
+@dataclass(frozen=True)
+class ForkedProcess:
+    """What a forked process has to run.
+
+    Attributes:
+        message: The launcher's message.
+        descriptors: The descriptors that came with it.
+        parent_death_pipe: The pipe's reading end.
+    """
+
+    message: Message
+    descriptors: list[int]
+    parent_death_pipe: int
+
+    @property
+    def _calls_exec(self) -> bool:
+        return bool(self.message["task"] == "program" or self.message["spawn"])
+
+    def run(self) -> int:
+        """Run it in this process and return the exit status."""
+        with contextlib.suppress(PermissionError):  # the fork server was faster
+            os.setpgid(0, 0)
+        is_inherited = self.message["kind"] == "rank" and self._calls_exec
+        die_with_parent(self.parent_death_pipe, inherit=is_inherited)
+        if self.message["kind"] == "store":
+            return serve_store(self.descriptors[0], self.message["port"])
+        *streams, report, work = self.descriptors
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        os.chdir(self.message["cwd"])
+        if self.message["task"] == "program":
+            return exec_program(self.message)
+        if self.message["spawn"]:
+            return exec_interpreter(self.message, report, work)
+        _set_up_interpreter(self.message)
+        return run_and_report(self.message, open_channel(report), work)
+
+
+def die_with_parent(reading: int, *, inherit: bool = False) -> None:
+    """Have this process group killed when the parent-death pipe's writing end is closed.
+
+    Args:
+        reading: The pipe's reading end.
+        inherit: Keep this in effect in a program that this process executes.
+    """
+    try:
+        # Open it again: F_SETOWN belongs to the open file description, and the ranks share
+        # the inherited one.
+        own = os.open(f"/proc/self/fd/{reading}", os.O_RDONLY)
+        os.set_inheritable(own, inherit)
+        fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(own, F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+        if select.select([own], [], [], 0)[0]:  # it was closed before the kernel watched it
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+    except OSError:  # not Linux
+        threading.Thread(target=_wait_for_parent, args=(reading,), daemon=True).start()
+
+
+def _wait_for_parent(reading: int) -> None:
+    os.read(reading, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def serve_store(listening: int, port: int) -> int:
+    """Serve the ranks' TCPStore on the bound socket `listening` until this process is killed."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host = "127.0.0.1"  # not used by a server that is given a socket
+    store = TCPStore(
+        host, port, None, True, STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listening
+    )
+    while store:
+        signal.pause()
+    return 0
+
+
+def exec_program(message: Message) -> int:
+    """Replace this process by another program (`--no-python`)."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvpe(message["target"], [message["target"], *message["argv"]], message["environ"])
+    except OSError as error:
+        say(f"cannot execute {message['target']!r}: {error.strerror}")
+        return 127
+
+
+def exec_interpreter(message: Message, report: int, work: int) -> NoReturn:
+    """Replace this process by a new interpreter for the same work (start method "spawn")."""
+    for descriptor in (report, work):
+        os.set_inheritable(descriptor, True)
+    order = {**message, "environ": None}
+    code = (
+        f"import sys; sys.path[:] = {_path(message)!r}; "
+        f"from lockstep.launcher.rank_process import main; "
+        f"main({json.dumps(order)!r}, {report}, {work})"
+    )
+    os.execve(sys.executable, [sys.executable, *message["flags"], "-c", code], message["environ"])
+
+
+def main(order: str, report: int, work: int) -> None:
+    """Run in a new interpreter; its streams, working directory and variables are set."""
+    message = json.loads(order)
+    sys.argv[:] = message["argv"]
+    exit_process(run_and_report(message, open_channel(report), work))
+
+
+def report_to_launcher(message: Message) -> None:
+    """Send a message to the launcher, if this process is a rank that has one."""
+    if _report is not None and _is_rank():
+        with contextlib.suppress(OSError):
+            _report.send(message)
+
+
+def _is_rank() -> bool:
+    """Return whether this process is the rank itself, not a child that user code forked."""
+    return _report_owner == os.getpid()
+
+
+def exit_process(status: int) -> NoReturn:
+    """Exit as an interpreter does, but without destroying its modules.
+
+    A forked rank shares torch's pages with the fork server; destroying every object in them
+    would copy them first, which takes a second. What programs rely on is kept: threads are
+    joined, atexit handlers run, open files are flushed.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        _flush_files()
+    finally:
+        os._exit(status)
+
+
+def _flush_files() -> None:
+    """Flush files that the program left open; the fork server's own objects are frozen."""
+    for thing in [*gc.get_objects(), sys.stdout, sys.stderr]:
+        # type(), not isinstance: an object's __class__ may run code, such as a lazy import.
+        if issubclass(type(thing), io.BufferedWriter | io.BufferedRandom | io.TextIOWrapper):
+            with contextlib.suppress(OSError, ValueError):
+                thing.flush()
+
+
+def _set_up_interpreter(message: Message) -> None:
+    """Give a forked process the state that a new interpreter would have."""
+    os.environ.clear()
+    os.environ.update(message["environ"])
+    sys.path[:] = _path(message)
+    sys.argv[:] = message["argv"]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if "torch" in sys.modules and threads.isdigit() and int(threads) > 0:
+        # libgomp read the variable before the fork.
+        sys.modules["torch"].set_num_threads(int(threads))
+    tempfile.tempdir = None  # TMPDIR may have been read before the fork
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # otherwise every rank draws the same numbers
+
+
+def _path(message: Message) -> list[str]:
+    """Return the launcher's sys.path for a function, that of `python SCRIPT` for a script."""
+    return message["path"] or [message["first_path"], *sys.path[1:]]
+
+
+def run_and_report(message: Message, report: Channel, work: int) -> int:
+    """Run, send the value or the error to the launcher, and return the exit status."""
+    global _report, _report_owner
+    _report, _report_owner = report, os.getpid()
+    stack = write_memfd(b"")
+    report.send({"kind": "stack"}, [stack])
+    dump_stack_on_signal(stack)
+    try:
+        if message["task"] == "function":
+            fn, args = pickle.loads(read_memfd(work))
+            value = fn(*args)
+            if _is_rank():
+                _send_value(report, value)
+        else:
+            os.close(work)
+            run_code(message["task"], message["target"])
+    except SystemExit as error:
+        return _status(error.code)
+    except BaseException as error:
+        return _send_error(report, error, shown=message["task"] != "function")
+    return 0
+
+
+def run_code(kind: str, target: str) -> None:
+    """Run a "module" or a "script" (a file or folder) as the interpreter does."""
+    if kind == "module":
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    elif os.path.isdir(target):
+        runpy.run_path(target, run_name="__main__")
+    else:
+        _run_script(target)
+
+
+def _run_script(path: str) -> None:
+    """Run a file as `python FILE` does: its names stay in `__main__` until the process exits."""
+    with open(path, "rb") as file:
+        code: CodeType = compile(file.read(), path, "exec")
+    module = ModuleType("__main__")
+    module.__dict__.update({"__file__": path, "__builtins__": __builtins__, "__spec__": None})
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+def _status(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _send_value(report: Channel, value: Any) -> None:
+    import cloudpickle  # type: ignore[import-untyped]
+
+    descriptor = write_memfd(cloudpickle.dumps(value))
+    report.send({"kind": "value", "time": time.monotonic()}, [descriptor])
+    os.close(descriptor)
+
+
+def describe_error(error: BaseException) -> Message:
+    """Return the report of an error that was just raised, in plain values."""
+    return {
+        "kind": "error",
+        "time": time.monotonic(),
+        "type": type(error).__name__,
+        "message": str(error)[:MAX_REPORT],
+        "where": _where(error),
+        "traceback": "".join(traceback.format_exception(error))[-MAX_REPORT:],
+        "plain": isinstance(error, LockstepError),
+    }
+
+
+def _send_error(report: Channel, error: BaseException, *, shown: bool) -> int:
+    error.__traceback__ = _drop_launcher_frames(error.__traceback__)
+    report_message = describe_error(error)
+    if _is_rank():
+        with contextlib.suppress(OSError):
+            report.send(report_message)
+    else:
+        shown = True  # a forked child has no launcher that would show it
+    if shown and report_message["plain"]:
+        say(str(error))
+    elif shown:
+        sys.excepthook(type(error), error, error.__traceback__)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return error.exit_status if isinstance(error, LockstepError) else 1
+
+
+def _where(error: BaseException) -> str:
+    """Return "train.py:31": the innermost line of user code in the traceback."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{os.path.basename(error.filename)}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if is_user_code(frame.filename)]
+    last = (own or frames)[-1:]
+    return f"{os.path.basename(last[0].filename)}:{last[0].lineno}" if last else ""
+
+
+def _drop_launcher_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Drop the launcher's frames, which do not help the user."""
+    hidden = (__file__, runpy.__file__, "<frozen runpy>")
+    kept = frames
+    while kept is not None and kept.tb_frame.f_code.co_filename in hidden:
+        kept = kept.tb_next
+    return kept or frames

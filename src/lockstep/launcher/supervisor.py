@@ -1,0 +1,389 @@
+"""The supervisor: starts the ranks of one launch on this host, watches and ends them.
+
+    running ──a rank fails──> settling ──> ending: SIGTERM ──grace──> SIGKILL ──> ended
+       └────────────── every rank exited ──────────────────────────────────────────^
+
+Settling is short: a rank that lost its connection often reports before the kernel announces
+that the other end was killed. Nothing here runs in the background: the ranks are supervised
+while a caller waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from lockstep.errors import RankError
+from lockstep.launcher.channel import Channel, Message, open_pair, read_memfd
+from lockstep.launcher.failure_attribution import (
+    Outcome,
+    count_oom_kills,
+    explain_sigkill,
+    find_early_exit,
+    find_first_failure,
+    is_consequence,
+    make_rank_error,
+)
+from lockstep.launcher.fork_server import ForkServer
+from lockstep.launcher.hang_monitor import STACK_SIGNAL, HangMonitor, describe_location
+from lockstep.launcher.listening_socket import listen
+from lockstep.launcher.local_rendezvous import create_store
+from lockstep.launcher.output import RankOutput
+
+__all__ = ["GRACE", "TICK", "RankSupervisor"]
+
+GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+EXIT_TIMEOUT = 5.0  # seconds to wait for processes after SIGKILL
+SETTLE = 0.05  # seconds to wait for a better explanation of a failure ...
+SETTLE_CONSEQUENCE = 2.0  # ... that looks like the consequence of another rank's end
+SETTLE_KILLED = 0.2  # ... that the kernel may log in a moment
+POLL = 0.005  # seconds between two checks of process groups that are ending
+TICK = 0.25  # seconds between two checks for unfinished lines of output
+STACK_TIMEOUT = 0.2  # seconds that a rank has to write its stack
+
+
+class RankSupervisor:
+    """The ranks of one launch on this host.
+
+    Args:
+        channel: The fork server's socket for this launch (`ForkServer.open_launch`).
+        ranks: The ranks to start here.
+        own_fork_server: A fork server for this launch only, closed together with it.
+    """
+
+    def __init__(
+        self, channel: Channel, ranks: range, own_fork_server: ForkServer | None = None
+    ) -> None:
+        self.outcomes = {rank: Outcome(rank) for rank in ranks}
+        self.values: dict[int, bytes] = {}
+        self.pids: dict[int, int] = {}
+        self.outputs: dict[int, RankOutput] = {}
+        self._channel: Channel | None = channel
+        self._own_fork_server = own_fork_server
+        self._reports: dict[int, Channel] = {}
+        self._stacks: dict[int, int] = {}
+        self._descriptors: list[int] = []
+        self._output_descriptors: set[int] = set()
+        self._oom_kills = count_oom_kills()
+        self._selector = selectors.DefaultSelector()
+        self.add_reader(channel.fileno(), self._on_fork_server_message)
+
+    # --- starting -------------------------------------------------------------------------
+
+    def serve_store(self, address: str, port: int) -> int:
+        """Serve the ranks' TCPStore at `address`:`port` (0: a free port); return the port."""
+        assert self._channel is not None
+        with listen(address, port) as listening:
+            port = int(listening.getsockname()[1])
+            self._channel.send({"kind": "store", "rank": -1, "port": port}, [listening.fileno()])
+        return port
+
+    def create_store(self) -> str:
+        """Create the private store of ranks that are all on this host.
+
+        Returns:
+            Its address, valid until this launch is closed; "" if the system has no such stores.
+        """
+        created = create_store()
+        if created is None:
+            return ""
+        descriptor, address = created
+        self._descriptors.append(descriptor)
+        return address
+
+    def start_rank(
+        self, rank: int, task: Message, work: int, output: RankOutput | None = None
+    ) -> None:
+        """Start one rank.
+
+        Rank 0 inherits this process's standard input; that of the others is empty.
+
+        Args:
+            rank: The rank.
+            task: What to run (`rank_process.ForkedProcess`).
+            work: Descriptor of the file with the pickled function, if it runs one.
+            output: Where its output goes; None for this process's stdout and stderr.
+        """
+        assert self._channel is not None
+        ours, theirs = open_pair()
+        with contextlib.ExitStack() as opened:
+            null = os.open(os.devnull, os.O_RDWR)
+            opened.callback(os.close, null)
+            standard = [number if _is_open(number) else null for number in range(3)]
+            streams = [standard[0] if rank == 0 else null, *standard[1:]]
+            if output is not None:
+                streams[1:] = [stream.writing for stream in output.streams]
+            message = {**task, "kind": "rank", "rank": rank}
+            self._channel.send(message, [*streams, theirs.fileno(), work])
+        theirs.close()
+        self._reports[rank] = ours
+        self.add_reader(ours.fileno(), partial(self._on_report, rank))
+        if output is not None:
+            self._attach_output(rank, output)
+
+    def _attach_output(self, rank: int, output: RankOutput) -> None:
+        output.close_writing_ends()
+        self.outputs[rank] = output
+        for stream in output.streams:
+            self._output_descriptors.add(stream.reading)
+            self.add_reader(stream.reading, partial(output.read, stream))
+
+    # --- watching -------------------------------------------------------------------------
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks that have not exited yet."""
+        return [rank for rank, outcome in self.outcomes.items() if outcome.status is None]
+
+    def wait(self, deadline: float | None = None) -> RankError | None:
+        """Wait until every rank has succeeded, or one has failed and all were ended.
+
+        Prints which ranks hang, while it waits.
+
+        Args:
+            deadline: A `time.monotonic()` time; None waits without limit.
+
+        Returns:
+            None, or the error of the rank that failed first.
+
+        Raises:
+            TimeoutError: The deadline passed; the ranks are still running.
+        """
+        monitor = HangMonitor(self)
+        while self.running:
+            if find_first_failure(self._all) or find_early_exit(self._all):
+                return self._end_after_failure()
+            monitor.check()
+            self.process_events(_limit(TICK, deadline))
+            if deadline is not None and time.monotonic() >= deadline and self.running:
+                raise TimeoutError
+        self.close()
+        return make_rank_error(self._all)
+
+    def process_events(self, timeout: float) -> None:
+        """Wait for messages and output of the ranks, at most `timeout` s, and process them."""
+        events = self._selector.select(timeout)
+        # Output comes last: a report decides how to show what was printed after it.
+        for key, _ in sorted(events, key=lambda event: event[0].fd in self._output_descriptors):
+            # A callback for an earlier event may have closed this one's descriptor.
+            if self._selector.get_map().get(key.fd) is key and not key.data():
+                self._selector.unregister(key.fd)
+        for output in self.outputs.values():
+            output.show_overdue()
+
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether a running rank is stopped by a signal (SIGSTOP, Ctrl-Z), on Linux."""
+        return _process_state(self.pids.get(rank, 0)) == "T"
+
+    def locate(self, rank: int) -> str:
+        """Return where a running rank is: "in all_reduce, train.py:31", "stopped", or ""."""
+        if self.is_stopped(rank):
+            return "stopped"
+        return describe_location(self.dump_stack(rank))
+
+    def dump_stack(self, rank: int) -> str:
+        """Return the stack of a rank's main thread; empty if it does not answer."""
+        descriptor = self._stacks.get(rank)
+        if descriptor is None or self._channel is None:
+            return ""
+        before, deadline = os.fstat(descriptor).st_size, time.monotonic() + STACK_TIMEOUT
+        self.send_signal(rank, STACK_SIGNAL, group=False)
+        size = before
+        while time.monotonic() < deadline and (size == before or not size):
+            time.sleep(POLL)
+            size = os.fstat(descriptor).st_size
+        time.sleep(POLL)  # for the rest of it
+        return os.pread(descriptor, 1 << 16, before).decode(errors="replace")
+
+    # --- ending ---------------------------------------------------------------------------
+
+    def terminate(self, grace: float | None = None) -> None:
+        """End every rank: SIGTERM, and after a grace period SIGKILL, to its process group.
+
+        A rank that has reported an error gets no SIGTERM: it is exiting, and may still print.
+
+        Args:
+            grace: The grace period in seconds; None for `GRACE`.
+        """
+        active = [rank for rank in self.running if self.outcomes[rank].error is None]
+        # SIGCONT, so that a stopped rank receives SIGTERM, too.
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            self._end_ranks(active, number)
+        if not self._process_events_until(time.monotonic() + (GRACE if grace is None else grace)):
+            self._end_ranks(self.running, signal.SIGKILL)
+            self._process_events_until(time.monotonic() + EXIT_TIMEOUT)
+        self.close()
+
+    def close(self) -> None:
+        """Release everything; ranks that still run are killed."""
+        if self._channel is None:
+            return
+        self._channel.close()
+        self._channel = None
+        self._wait_for_groups(time.monotonic() + EXIT_TIMEOUT)
+        self._selector.close()
+        for report in self._reports.values():
+            report.close()
+        for descriptor in (*self._stacks.values(), *self._descriptors):
+            os.close(descriptor)
+        for output in self.outputs.values():
+            output.close()
+        if self._own_fork_server is not None:
+            self._own_fork_server.close()
+
+    def send_signal(self, rank: int, number: int, *, group: bool = True) -> None:
+        """Send a signal to a rank, or to its whole process group."""
+        if self._channel is None:
+            return
+        message = {"kind": "signal", "rank": rank, "number": int(number), "group": group}
+        with contextlib.suppress(OSError):
+            self._channel.send(message)
+
+    def _end_ranks(self, ranks: Sequence[int], number: int) -> None:
+        for rank in ranks:
+            self.outcomes[rank].was_terminated = True
+            self.send_signal(rank, number)
+
+    def _end_after_failure(self) -> RankError | None:
+        """Wait for the failure that explains the others, end all ranks and return its error."""
+        began = time.monotonic()
+        self._process_events_until(began + SETTLE)
+        while self.running and time.monotonic() < began + SETTLE_CONSEQUENCE:
+            failure = find_first_failure(self._all)
+            if failure is None or not is_consequence(failure):
+                break
+            if any(outcome.has_returned for outcome in self._all):
+                break
+            self.process_events(POLL)
+        error = make_rank_error(self._all)
+        self.terminate()
+        return error
+
+    def _process_events_until(self, deadline: float) -> bool:
+        while self.running:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self.process_events(left)
+        return True
+
+    def _wait_for_groups(self, deadline: float) -> None:
+        """Wait until the ranks' process groups, including data loader workers, are gone."""
+        left = set(self.pids.values())
+        while left and time.monotonic() < deadline:
+            left = {group for group in left if _group_exists(group)}
+            if left:
+                time.sleep(POLL)
+
+    # --- messages -----------------------------------------------------------------------------
+
+    @property
+    def _all(self) -> Sequence[Outcome]:
+        return list(self.outcomes.values())
+
+    def add_reader(self, descriptor: int, callback: Callable[[], bool]) -> None:
+        """Call `callback` whenever `descriptor` is readable, until it returns False."""
+        self._selector.register(descriptor, selectors.EVENT_READ, callback)
+
+    def _on_fork_server_message(self) -> bool:
+        assert self._channel is not None
+        received = self._channel.receive()
+        if received is None:
+            self._on_fork_server_lost()
+            return False
+        message = received[0]
+        if message["rank"] < 0:
+            return True
+        if message["kind"] == "started":
+            self.pids[message["rank"]] = message["pid"]
+        else:
+            self._on_exit(message["rank"], message["status"])
+        return True
+
+    def _on_exit(self, rank: int, status: int) -> None:
+        while self._on_report(rank):  # what it reported before it exited
+            pass
+        outcome = self.outcomes[rank]
+        outcome.status, outcome.when = status, outcome.when or time.monotonic()
+        if status == -signal.SIGKILL and not outcome.was_terminated:
+            outcome.hint = self._explain_sigkill(rank)
+
+    def _explain_sigkill(self, rank: int) -> str:
+        deadline = time.monotonic() + SETTLE_KILLED
+        while not (hint := explain_sigkill(self.pids.get(rank, 0), self._oom_kills)):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(POLL * 10)
+        return hint
+
+    def _on_fork_server_lost(self) -> None:
+        """Count every rank as killed: the kernel kills them when the fork server is gone."""
+        for rank in self.running:
+            self.outcomes[rank].status = -signal.SIGKILL
+            self.outcomes[rank].when = time.monotonic()
+            self.outcomes[rank].hint = "; the fork server that had started it exited"
+
+    def _on_report(self, rank: int) -> bool:
+        """Process one message of a rank; return False if there are no more."""
+        report = self._reports.get(rank)
+        if report is None:
+            return False
+        received = report.receive()
+        if received is None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(report.fileno())
+            self._reports.pop(rank).close()
+            return True  # it is unregistered already
+        message, descriptors = received
+        outcome = self.outcomes[rank]
+        match message["kind"]:
+            case "stack":
+                self._stacks[rank] = descriptors[0]
+            case "waiting":
+                outcome.waiting_for = tuple(message["ranks"])
+            case "value":
+                self.values[rank] = read_memfd(descriptors[0])
+                outcome.returned, outcome.when = True, message["time"]
+            case "error":
+                outcome.error = message
+                if is_consequence(outcome) and rank in self.outputs:
+                    where = f" ({message['where']})" if message["where"] else ""
+                    self.outputs[rank].replace_stderr(f"lost the connection to another rank{where}")
+        return True
+
+
+def _limit(timeout: float, deadline: float | None) -> float:
+    """Return `timeout`, or the time left until the deadline if that is shorter."""
+    if deadline is None:
+        return timeout
+    return max(0.0, min(timeout, deadline - time.monotonic()))
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _process_state(pid: int) -> str:
+    """Return the letter of a process's state, on Linux: R, S, D, T (stopped), Z; "" elsewhere."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):  # gone, or its number was reused
+        return False
+    return True

@@ -1,0 +1,129 @@
+"""Which rank failed first, and why, for outcomes made by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.launcher import failure_attribution
+from lockstep.launcher.failure_attribution import (
+    Outcome,
+    explain_sigkill,
+    find_first_failure,
+    format_ranks,
+    is_oom_killed,
+    make_rank_error,
+)
+
+LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:24473"
+
+
+def raised(rank, when, message="boo", kind="ValueError", plain=False):
+    error = {"time": when, "type": kind, "message": message, "traceback": "Traceback ...",
+             "where": "train.py:3", "plain": plain}  # fmt: skip
+    return Outcome(rank, status=1, when=when + 1, error=error)
+
+
+def test_the_failure_that_was_raised_first_is_the_cause():
+    outcomes = [raised(0, 5.0), Outcome(1, status=3, when=4.5), raised(2, 4.0)]
+    assert find_first_failure(outcomes).rank == 2
+    error = make_rank_error(outcomes)
+    assert str(error) == "rank 2 raised ValueError: boo (train.py:3)"
+    assert error.__notes__ == ["rank 2:\nTraceback ..."]
+    assert (error.rank, error.status) == (2, 1)
+
+
+def test_a_lost_connection_is_never_the_cause_of_a_death():
+    outcomes = [raised(0, 1.0, LOST), Outcome(1, status=-9, when=2.0), raised(2, 1.5, LOST)]
+    assert str(make_rank_error(outcomes)) == "rank 1 was killed by SIGKILL"
+    assert make_rank_error(outcomes).status == -9
+
+
+def test_a_hint_follows_the_signal():
+    outcome = Outcome(1, status=-9, when=2.0, hint="; the kernel's log says out of memory")
+    expected = "rank 1 was killed by SIGKILL; the kernel's log says out of memory"
+    assert str(make_rank_error([outcome])) == expected
+
+
+def test_ranks_that_the_launcher_ended_have_not_failed():
+    assert (
+        find_first_failure([Outcome(0, status=-15, was_terminated=True), Outcome(1, status=0)])
+        is None
+    )
+
+
+def test_a_rank_that_returned_early_is_the_cause_of_a_lost_connection():
+    outcomes = [raised(0, 1.0, LOST), Outcome(1, status=0, when=2.0), Outcome(2)]
+    assert str(make_rank_error(outcomes)) == (
+        "rank 1 returned while rank 0 still waited in a collective (train.py:3)"
+    )
+
+
+def test_a_rank_that_returned_without_joining_is_named():
+    outcomes = [
+        Outcome(0, waiting_for=(1, 3)),
+        Outcome(1, status=0),
+        Outcome(2, waiting_for=(1, 3)),
+    ]
+    assert str(make_rank_error([*outcomes, Outcome(3)])) == (
+        "rank 1 returned without joining the world, while ranks 0 and 2 waited in "
+        "lockstep.init(): every rank must call it"
+    )
+    assert make_rank_error([Outcome(0, waiting_for=(1,)), Outcome(1)]) is None
+
+
+def test_lockstep_errors_have_no_traceback_note():
+    error = make_rank_error([raised(1, 1.0, "there is no data", plain=True)])
+    assert str(error) == "rank 1 failed: there is no data"
+    assert not hasattr(error, "__notes__")
+
+
+def test_a_message_that_begins_with_a_rank_gets_no_prefix():
+    message = "rank 0, step 3, micro-batch 1: the loss is nan"
+    assert str(make_rank_error([raised(1, 1.0, message, plain=True)])) == message
+    assert str(make_rank_error([raised(1, 1.0, "ranks differ", plain=True)])).startswith(
+        "rank 1 failed"
+    )
+
+
+def test_the_error_has_only_the_first_line_of_a_long_message():
+    assert (
+        str(make_rank_error([raised(0, 1.0, "one\ntwo")]))
+        == "rank 0 raised ValueError: one (train.py:3)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [([2], "rank 2"), ([0, 2], "ranks 0 and 2"), ([0, 1, 2], "ranks 0, 1 and 2")],
+)
+def test_format_ranks(ranks, words):
+    assert format_ranks(ranks) == words
+
+
+LOG = """\
+6,1,2,-;python invoked oom-killer: gfp_mask=0x140cca
+3,1,2,-;Out of memory: Killed process 4321 (python) total-vm:9000kB, anon-rss:8000kB
+3,1,2,-;Memory cgroup out of memory: Killed process 77 (python) total-vm:9000kB
+"""
+
+
+def test_the_kernel_log_names_processes_that_it_killed():
+    assert is_oom_killed(LOG, 4321)
+    assert is_oom_killed(LOG, 77)
+    assert not is_oom_killed(LOG, 432)
+    assert not is_oom_killed("", 77)
+
+
+@pytest.mark.parametrize(
+    ("log", "before", "now", "words"),
+    [
+        (LOG, None, None, "; the kernel's log says out of memory"),
+        ("", 3, 4, "; this control group ran out of memory"),
+        ("", 3, 3, ""),
+        ("", None, 4, ""),
+    ],
+)
+def test_sigkill_is_explained_if_memory_ran_out(monkeypatch, log, before, now, words):
+    monkeypatch.setattr(failure_attribution, "read_kernel_log", lambda: log)
+    monkeypatch.setattr(failure_attribution, "count_oom_kills", lambda: now)
+    assert explain_sigkill(77, before) == words
