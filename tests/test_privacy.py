@@ -155,7 +155,7 @@ def test_secrets_that_an_older_version_wrote_are_not_shown(tmp_path, monkeypatch
     assert "planted" not in done.output
 
 
-def test_the_doctor_shows_no_secret(monkeypatch):
+def test_the_doctor_redacts_secrets(monkeypatch):
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 

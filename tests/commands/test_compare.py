@@ -22,7 +22,7 @@ def invoke(*arguments):
     return CliRunner().invoke(cli, ["compare", *arguments], catch_exceptions=False)
 
 
-def test_text_says_it_all():
+def test_the_text_is_complete():
     output = invoke("a", "b").output
     assert "b and a have bit-identical final weights" in output
     assert "Their losses are bit-identical at all 20 common steps." in output
@@ -49,7 +49,7 @@ def test_a_page(place):
     assert "<!doctype html>" in (place / "ab.html").read_text()
 
 
-def test_open_makes_the_page_and_opens_it(place, monkeypatch):
+def test_open_writes_and_opens_the_page(place, monkeypatch):
     opened = []
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
     invoke("a", "b", "--open")

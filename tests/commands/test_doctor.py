@@ -17,11 +17,10 @@ def invoke(*arguments):
 
 @pytest.fixture
 def checks(monkeypatch):
-    """Replace the doctor's checks by one that finds what the test says."""
+    """Replace the doctor's checks by one with given results."""
 
-    def replace(*findings):
-        given = {"all": lambda question: list(findings)}
-        monkeypatch.setattr(doctor.run_checks, "__defaults__", (given, lambda name: None))
+    def replace(*results):
+        monkeypatch.setattr(doctor, "CHECKS", {"all": lambda requirements: list(results)})
 
     return replace
 
@@ -40,7 +39,7 @@ def test_all_good(checks):
     assert done.output.endswith("\n```\n")
 
 
-def test_something_bad_is_exit_status_1(checks):
+def test_a_bad_result_is_exit_status_1(checks):
     checks(good("torch", "2.13"), bad("ports", "closed", "open them"))
     done = invoke()
     assert done.exit_code == 1
@@ -57,8 +56,8 @@ def test_json(checks, ill):
     assert done.exit_code == int(ill)
 
 
-def test_a_real_examination_finds_every_subject():
-    """The whole doctor, on this machine: whatever it finds, it finishes and is complete."""
+def test_the_checks_of_this_machine():
+    """All checks on this machine: whatever their results are, they are complete."""
     done = invoke("--json", "-n", "1")
     subjects = {one["subject"] for one in json.loads(done.output)["findings"]}
     expected = {"python", "torch", "cores", "memory", "ports", "loopback", "gloo", "compiler"}
@@ -66,6 +65,6 @@ def test_a_real_examination_finds_every_subject():
 
 
 @pytest.mark.parametrize("arguments", [("-n", "0"), ("--threads", "-1")])
-def test_less_than_one_is_refused(arguments):
+def test_counts_must_be_positive(arguments):
     with pytest.raises(UsageError, match="must be at least 1"):
         invoke(*arguments)

@@ -1,4 +1,4 @@
-"""`lockstep report`: where it writes, which formats, what it says of what is not there."""
+"""`lockstep report`: output files, formats and errors."""
 
 import io
 import json
@@ -68,20 +68,20 @@ def test_recorded_stages_are_simulated_too(place):
     assert "step 0, simulated" in page
 
 
-def test_open_asks_the_browser(place, monkeypatch):
+def test_open_opens_the_browser(place, monkeypatch):
     opened = []
     monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
     invoke("night", "--open")
     assert opened == [(place / "runs/night/report.html").as_uri()]
 
 
-def test_without_a_browser_the_place_is_said(monkeypatch):
+def test_without_a_browser_the_path_is_printed(monkeypatch):
     monkeypatch.setattr("webbrowser.open", lambda url: False)
     done = invoke("night", "--open")
     assert "No browser could be started; open runs/night/report.html manually." in done.stderr
 
 
-def test_a_run_that_is_not_there(place):
+def test_a_missing_run(place):
     with pytest.raises(UsageError, match=r"there is no run at day \(day does not exist\)"):
         invoke("day")
     (place / "empty").mkdir()
@@ -89,12 +89,12 @@ def test_a_run_that_is_not_there(place):
         invoke("empty")
 
 
-def test_a_place_that_cannot_be_written():
+def test_an_unwritable_output():
     with pytest.raises(FileError, match="choose another file with --output"):
         invoke("night", "-o", "/proc/report.html")
 
 
-def test_errors_are_one_sentence_and_a_status(place):
+def test_errors_are_one_message_and_an_exit_status(place):
     done = subprocess.run(
         [sys.executable, "-m", "lockstep", "report", "day"],
         capture_output=True, text=True, timeout=60, cwd=place, check=False,

@@ -32,7 +32,7 @@ def test_json_is_a_list(tmp_path):
     assert found["digest"] == records.END["digest"]
 
 
-def test_an_empty_folder_and_none(tmp_path):
+def test_an_empty_and_a_missing_folder(tmp_path):
     assert "has no runs yet" in invoke(str(tmp_path)).output
     with pytest.raises(UsageError, match="there is no folder"):
         invoke(str(tmp_path / "nowhere"))

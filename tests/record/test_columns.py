@@ -1,10 +1,10 @@
-"""Steps as parse_block, whatever the lines hold."""
+"""Steps as columns, including those of malformed lines."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.record.columns import _rank_rows, parse_block
+from lockstep.record.columns import parse_block
 from lockstep.record.recorder import TIME_CATEGORIES
 
 JSON = st.sampled_from(
@@ -17,7 +17,7 @@ NAMES = st.sampled_from(["loss", "t", "step", "metrics", "ranks", "samples", "el
 
 
 @given(st.lists(st.dictionaries(NAMES, JSON, max_size=4), min_size=1, max_size=6))
-def test_whatever_a_step_says_its_columns_are_as_long(lines):
+def test_columns_have_the_number_of_lines(lines):
     found = parse_block(lines)
     assert {len(column) for column in found.scalars.values()} == {len(lines)}
     assert all(len(column) == len(lines) for column in found.metrics.values())
@@ -26,7 +26,7 @@ def test_whatever_a_step_says_its_columns_are_as_long(lines):
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6))
-def test_rows_of_any_number_of_ranks_keep_their_place(worlds):
+def test_rows_of_varying_numbers_of_ranks_keep_their_positions(worlds):
     row = [1.0, 2.0, 3.0, 4.0]
-    found = _rank_rows([[row] * world for world in worlds])
+    found = parse_block([{"ranks": [row] * world} for world in worlds]).ranks
     assert (~np.isnan(found[:, :, 3])).sum(axis=1).tolist() == worlds

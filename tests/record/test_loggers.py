@@ -1,4 +1,4 @@
-"""Dashboards: the same names everywhere; one that fails does not touch the training."""
+"""Loggers: the same names for all; a failing one does not affect training."""
 
 import sys
 import types
@@ -66,7 +66,7 @@ def mlflow(monkeypatch):
     return module
 
 
-def test_the_names_are_the_records_own():
+def test_scalars_have_the_names_of_the_record():
     assert set(collect_scalars("step", records.step(3))) == STEP
     assert set(collect_scalars("epoch", records.epoch(0))) == HELD_OUT
     assert collect_scalars("step", records.step(3))["compute"] == pytest.approx(0.0065)
@@ -126,7 +126,7 @@ def test_a_run_without_an_end_is_closed_as_failed(wandb, mlflow):
     assert mlflow.calls[-1] == ("end_run", ("FAILED",), {})
 
 
-def test_a_dashboard_that_nobody_writes_to_is_never_opened(wandb, tmp_path):
+def test_a_logger_without_lines_is_never_opened(wandb, tmp_path):
     """Other ranks make the writer too, and write nothing."""
     ls.WandB().close()
     ls.TensorBoard(tmp_path / "tb").close()
@@ -134,7 +134,7 @@ def test_a_dashboard_that_nobody_writes_to_is_never_opened(wandb, tmp_path):
     assert not (tmp_path / "tb").exists()
 
 
-def test_a_dashboard_that_fails_is_left_out_with_one_sentence(wandb, capsys):
+def test_a_failing_logger_is_disabled_with_one_message(wandb, capsys):
     def log(data, step=None):
         raise ConnectionError("no route")
 
@@ -146,7 +146,7 @@ def test_a_dashboard_that_fails_is_left_out_with_one_sentence(wandb, capsys):
     assert "ConnectionError: no route" in writer.failure
 
 
-def test_a_missing_package_is_said_at_once():
+def test_a_missing_package_raises_an_error():
     class Nowhere(ls.TensorBoard):
         package, extra = "no_such_dashboard", "nowhere"
 
@@ -154,6 +154,6 @@ def test_a_missing_package_is_said_at_once():
         Nowhere("tb")
 
 
-def test_every_nought_steps_is_refused(tmp_path):
+def test_every_must_be_positive(tmp_path):
     with pytest.raises(UsageError, match="every=0"):
         ls.TensorBoard(tmp_path, every=0)

@@ -1,4 +1,4 @@
-"""The progress: what is seen on a terminal, in a pipe, in a corner of forty columns."""
+"""The progress display on terminals of any width, and elsewhere."""
 
 import io
 import os
@@ -107,7 +107,7 @@ def test_an_epoch_is_one_plain_line():
     )
 
 
-def test_a_long_epoch_speaks_every_ten_seconds():
+def test_a_long_epoch_prints_a_line_every_ten_seconds():
     progress, stream, clock = plain(steps=100)
     take(progress, clock, 100, 0.5)
     lines = stream.getvalue().splitlines()
@@ -118,7 +118,7 @@ def test_a_long_epoch_speaks_every_ten_seconds():
     assert lines[1].endswith("2 min 10 s left")  # 60 + 2 x 100 steps of half a second
 
 
-def test_quiet_says_nothing():
+def test_quiet_prints_nothing():
     progress, stream, clock = plain(steps=5, quiet=True, title="digits")
     take(progress, clock, 5, 60.0)
     progress.epoch(epoch=0, loss=0.5)
@@ -127,7 +127,7 @@ def test_quiet_says_nothing():
     assert stream.getvalue() == ""
 
 
-def test_it_takes_the_lines_of_a_record():
+def test_lines_of_a_record_are_displayed():
     progress, stream, _ = plain(steps=5)
     progress.write("run", recipe="digits")
     progress.write("step", step=0, epoch=0, loss=0.5, t=0.0, lr=0.1)
@@ -173,9 +173,9 @@ def test_lines_fit_a_narrow_terminal(columns):
 
 
 def test_no_color_is_respected():
-    coloured = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
-    assert coloured.search(in_terminal()[0])
-    assert not coloured.search(in_terminal(NO_COLOR="1")[0])
+    colored = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
+    assert colored.search(in_terminal()[0])
+    assert not colored.search(in_terminal(NO_COLOR="1")[0])
 
 
 def test_a_dumb_terminal_gets_plain_lines():
@@ -216,7 +216,7 @@ def test_no_estimate_before_a_few_steps_are_known():
     assert meter.seconds_left(30.0) is None
 
 
-def test_steps_of_an_epoch_are_learnt_where_they_are_not_known():
+def test_the_first_epoch_gives_an_unknown_number_of_steps():
     meter = ProgressMeter(2, None, 0.0)
     for step in range(8):
         meter.step(float(step), 0, 0.5, 32, None, ())
@@ -227,7 +227,7 @@ def test_steps_of_an_epoch_are_learnt_where_they_are_not_known():
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=5).filter(sum), st.integers(0, 80))
-def test_a_bar_has_as_many_cells_as_it_should(weights, cells):
+def test_cells_are_apportioned(weights, cells):
     shares = [weight / sum(weights) for weight in weights]
     found = apportion(shares, cells)
     assert sum(found) == cells

@@ -1,4 +1,4 @@
-"""Reading a record: whole, cut off, foreign, newer, of a run that lives or died."""
+"""Reading records: complete, truncated, invalid, newer, of running and of died runs."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def written(folder, lines, tail=""):
     return folder
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_written_values_are_read(tmp_path):
     rows = [[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 0.8]]
     with Recorder(tmp_path) as recorder:
         recorder.write("run", recipe="digits", layout={"world_size": 2})
@@ -61,7 +61,7 @@ def test_a_record_is_found_by_folder_or_file(tmp_path):
     assert read_run(tmp_path).header == read_run(tmp_path / RECORD_FILE).header
 
 
-def test_a_truncated_last_line_is_skipped_and_said(tmp_path):
+def test_a_truncated_last_line_is_skipped_with_a_remark(tmp_path):
     run = read_run(
         written(tmp_path, [HEADER, step(0), step(1)], tail='{"kind": "step", "t": 0.2, "lo')
     )
@@ -70,26 +70,26 @@ def test_a_truncated_last_line_is_skipped_and_said(tmp_path):
     assert run.remarks == ["The last line of the record is truncated and was skipped."]
 
 
-def test_a_last_line_without_newline_is_read_if_whole(tmp_path):
+def test_a_complete_last_line_without_newline_is_read(tmp_path):
     run = read_run(written(tmp_path, [HEADER, step(0)], tail=json.dumps(END)))
     assert run.state == "done"
     assert run.remarks == []
 
 
-def test_unknown_fields_and_kinds_are_passed_over(tmp_path):
+def test_unknown_fields_and_kinds_are_ignored(tmp_path):
     lines = [HEADER | {"new": 1}, {"kind": "weather", "rain": True}, step(0, mood="good"), END]
     run = read_run(written(tmp_path, lines))
     assert len(run.steps) == 1
     assert run.remarks == []
 
 
-def test_a_newer_version_is_read_and_said(tmp_path):
+def test_a_newer_version_is_read_with_a_remark(tmp_path):
     run = read_run(written(tmp_path, [HEADER | {"version": 99}, step(0), END]))
     assert len(run.steps) == 1
     assert "version 99" in run.remarks[0]
 
 
-def test_lines_that_are_no_json_are_counted(tmp_path):
+def test_invalid_lines_are_counted(tmp_path):
     run = read_run(
         written(tmp_path, [HEADER, step(0)], tail='oops\n[1, 2]\n{"a": 1}\n\n' + json.dumps(END))
     )
@@ -97,14 +97,14 @@ def test_lines_that_are_no_json_are_counted(tmp_path):
     assert run.remarks == ["3 lines of the record could not be read and were skipped."]
 
 
-def test_missing_and_odd_values_are_nan(tmp_path):
+def test_missing_and_invalid_values_are_nan(tmp_path):
     lines = [HEADER, step(0, loss=None), step(1, loss="much"), step(2, lr=0.5), {"kind": "step"}]
     steps = read_run(written(tmp_path, lines)).steps
     assert np.isnan(steps.loss).tolist() == [True, True, False, True]
     assert np.isnan(steps.lr).tolist() == [True, True, False, True]
 
 
-def test_metrics_that_come_late(tmp_path, monkeypatch):
+def test_metrics_of_later_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "BLOCK_BYTES", 1)  # every line a block of its own
     lines = [HEADER, step(0), step(1, metrics={"accuracy": 0.5}), step(2, metrics={"f1": 0.1}), END]
     metrics = read_run(written(tmp_path, lines)).steps.metrics
@@ -112,7 +112,7 @@ def test_metrics_that_come_late(tmp_path, monkeypatch):
     np.testing.assert_array_equal(metrics["f1"], [np.nan, np.nan, 0.1])
 
 
-def test_ranks_that_come_and_go(tmp_path, monkeypatch):
+def test_varying_numbers_of_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "BLOCK_BYTES", 1)
     row = [1.0, 2.0, 3.0, 4.0]
     lines = [HEADER, step(0, ranks=[row]), step(1, ranks=[row, row]), step(2), END]
@@ -121,7 +121,7 @@ def test_ranks_that_come_and_go(tmp_path, monkeypatch):
     assert np.isnan(ranks[:, :, 0]).tolist() == [[False, True], [False, False], [True, True]]
 
 
-def test_no_record_there(tmp_path):
+def test_a_missing_record_raises_an_error(tmp_path):
     with pytest.raises(UsageError, match="there is no run at"):
         read_run(tmp_path)
     with pytest.raises(UsageError, match="there is no run at"):
@@ -129,13 +129,13 @@ def test_no_record_there(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\x00\xff\n", b'{"loss": 3}\n', b"[]\n"])
-def test_a_file_that_is_no_record(tmp_path, content):
+def test_a_file_that_is_not_a_record_raises_an_error(tmp_path, content):
     (tmp_path / RECORD_FILE).write_bytes(content)
     with pytest.raises(FileError, match="is not the record of a run"):
         read_run(tmp_path)
 
 
-def test_an_empty_record_is_a_run_that_died_at_once(tmp_path):
+def test_an_empty_record_is_a_died_run(tmp_path):
     run = read_run(written(tmp_path, []))
     old = time.time() - 3600
     os.utime(tmp_path / RECORD_FILE, (old, old))
@@ -176,7 +176,7 @@ def test_a_run_is_running_while_its_process_lives_and_died_when_killed(tmp_path)
 
 
 @pytest.mark.parametrize(("age", "state"), [(1, "running"), (3600, "died")])
-def test_a_run_on_another_host_is_told_by_the_age_of_its_last_line(tmp_path, age, state):
+def test_the_state_on_another_host_depends_on_the_age_of_the_record(tmp_path, age, state):
     header = HEADER | {"environment": {"hostname": "elsewhere"}}
     written(tmp_path, [header, step(0)])
     then = time.time() - age

@@ -49,7 +49,7 @@ def test_round_numbers():
     assert labels(log_axis(0.01, 10)) == ["0.01", "0.1", "1", "10"]
 
 
-def test_one_value_has_an_axis_around_it():
+def test_a_single_value_is_within_its_axis():
     assert linear_axis(3.0, 3.0).low < 3.0 < linear_axis(3.0, 3.0).high
     assert linear_axis(0.0, 0.0).positions(np.array([0.0])).tolist() == [0.5]
     assert exact_axis(7, 7).low == 7

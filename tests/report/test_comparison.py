@@ -1,4 +1,4 @@
-"""Runs compared: what is said about speed, digests, losses, weights and settings."""
+"""Comparison of runs: speed, digests, losses, weights and settings."""
 
 import json
 
@@ -38,7 +38,7 @@ def sentences(*runs):
     return compare_runs(list(runs)).pairs[0].sentences
 
 
-def test_the_faster_run_is_named_whichever_comes_first(run):
+def test_the_faster_run_is_named_in_either_order(run):
     slow, fast = run("slow", seconds=0.012), run("fast")
     assert sentences(slow, fast)[0].startswith(
         "fast is 1.20 times as fast as slow (95% interval 1."
@@ -48,11 +48,11 @@ def test_the_faster_run_is_named_whichever_comes_first(run):
     )
 
 
-def test_no_difference_is_an_answer(run):
+def test_equal_speeds_do_not_differ_significantly(run):
     assert "do not differ significantly in speed" in sentences(run("a"), run("b"))[0]
 
 
-def test_equal_runs_agree_in_everything(run):
+def test_equal_runs_have_no_differences(run):
     said = sentences(run("a"), run("b"))
     assert said[1] == "b and a have bit-identical final weights: the digests are equal."
     assert said[2] == "Their losses are bit-identical at all 60 common steps."
@@ -68,7 +68,7 @@ def test_the_first_step_at_which_losses_differ(run):
     assert first_difference(a, b) == 41
 
 
-def test_a_loss_that_is_nan_on_both_sides_is_the_same(run):
+def test_nan_losses_of_both_runs_are_equal(run):
     assert first_difference(run("a", losses={3: None}), run("b", losses={3: None})) is None
     assert first_difference(run("c", losses={3: None}), run("d")) == 3
 
@@ -127,7 +127,7 @@ def test_all_formats_have_the_sentences(run):
     assert page.count('class="chart"') == 3
 
 
-def test_a_runs_name_cannot_break_out_of_the_page(run):
+def test_names_of_runs_are_escaped(run):
     evil = "</script><script>alert(1)</script>"
     page = comparison.comparison_html(compare_runs([run("a", header={"name": evil}), run("b")]))
     assert "<script>alert" not in page

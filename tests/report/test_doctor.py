@@ -1,4 +1,4 @@
-"""The doctor: each check sees what it is there to see, and none takes the doctor down."""
+"""The checks of the doctor, with good and bad environments."""
 
 import os
 import socket
@@ -32,7 +32,7 @@ def only(check, requirements=TWO):
     return found
 
 
-def test_a_check_that_raises_is_a_finding():
+def test_a_check_that_raises_has_a_bad_result():
     def broken(requirements):
         yield good("before", "was fine")
         raise KeyError("oops")
@@ -42,13 +42,13 @@ def test_a_check_that_raises_is_a_finding():
     assert "the check failed with KeyError: 'oops'" in found[1].what
 
 
-def test_what_is_tried_is_said_before():
+def test_the_name_of_a_check_is_announced_before_it_runs():
     begun = []
     list(doctor.run_checks(TWO, {"a": lambda q: [], "b": lambda q: []}, begun.append))
     assert begun == ["a", "b"]
 
 
-def test_the_block_holds_every_finding_and_no_secret(monkeypatch):
+def test_the_issue_block_has_all_results_and_no_secrets(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("TORCH_TOKEN", "hush")
     monkeypatch.setenv("HOME", "/home/ada")
@@ -63,13 +63,13 @@ def test_the_block_holds_every_finding_and_no_secret(monkeypatch):
     assert "ada" not in text
 
 
-def test_two_ranks_add_on_gloo():
+def test_two_ranks_all_reduce_with_gloo():
     found = backends.check_backend("gloo")
     assert found.verdict == "good"
     assert found.what.startswith("all-reduce on 2 ranks: 4 MiB in ")
 
 
-def test_a_backend_that_fails_is_bad_and_says_why(monkeypatch):
+def test_a_failing_backend_is_bad_with_its_reason(monkeypatch):
     def launch(*args, **options):
         raise RankError("rank 1 was killed by SIGKILL")
 
@@ -78,20 +78,20 @@ def test_a_backend_that_fails_is_bad_and_says_why(monkeypatch):
     assert (found.verdict, found.what) == ("bad", "2 ranks fail: rank 1 was killed by SIGKILL")
 
 
-def test_a_backend_that_adds_wrongly_is_bad(monkeypatch):
+def test_a_backend_with_wrong_results_is_bad(monkeypatch):
     answers = [backends.AllReduceResult(0, 0.1, 0.1), backends.AllReduceResult(3, 0.1, 0.1)]
     monkeypatch.setattr("lockstep.launcher.launch.launch", lambda *a, **o: answers)
     assert "3 elements are wrong" in backends.check_backend("gloo").what
 
 
-def test_a_backend_that_someone_registers_is_tried_too(monkeypatch):
+def test_backends_of_other_packages_are_checked(monkeypatch):
     import torch.distributed as dist
 
     monkeypatch.setattr(dist.Backend, "backend_list", ["undefined", "gloo", "mine"])
     assert backends.available_backends() == ["gloo", "mine"]
 
 
-def test_ranks_at_once_are_measured(monkeypatch):
+def test_simultaneous_ranks_are_measured(monkeypatch):
     assert only(backends.check_ranks_at_once).subject == "ranks at once"
     rates = iter([[100.0], [55.0, 90.0]])
     monkeypatch.setattr("lockstep.launcher.launch.launch", lambda *a, **o: next(rates))
@@ -108,7 +108,7 @@ def test_more_ranks_than_cores_are_noted():
     assert "4,096 ranks with 2 threads each need 8192" in found.what
 
 
-def test_a_quota_counts_as_cores(monkeypatch, tmp_path):
+def test_a_cpu_quota_limits_the_cores(monkeypatch, tmp_path):
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     found = only(machine.check_cores, Requirements(1, 1))
@@ -124,13 +124,13 @@ def test_a_quota_counts_as_cores(monkeypatch, tmp_path):
         (9, "note", "which is an error"),
     ],
 )
-def test_how_micro_batches_fall_on_replicas(ranks, verdict, words):
+def test_division_of_micro_batches_among_replicas(ranks, verdict, words):
     found = only(machine.check_microbatches, Requirements(ranks))
     assert found.verdict == verdict
     assert words in found.what
 
 
-def test_memory_that_does_not_hold_the_ranks_is_bad(monkeypatch, tmp_path):
+def test_too_little_memory_is_bad(monkeypatch, tmp_path):
     assert only(machine.check_memory, Requirements(1)).verdict == "good"
     assert only(machine.check_memory, Requirements(10**6)).verdict == "bad"
     (tmp_path / "memory.max").write_text("500000000\n")
@@ -145,7 +145,7 @@ def test_memory_speed_is_measured():
     assert "one thread copies" in only(machine.check_memory_speed).what
 
 
-def test_dockers_small_shared_memory_is_noted(monkeypatch):
+def test_dockers_small_dev_shm_is_noted(monkeypatch):
     docker = types.SimpleNamespace(f_blocks=16384, f_frsize=4096, f_bavail=16384)
     monkeypatch.setattr(machine.os, "statvfs", lambda path: docker)
     found = only(machine.check_shared_memory)
@@ -154,7 +154,7 @@ def test_dockers_small_shared_memory_is_noted(monkeypatch):
     assert "--shm-size" in found.advice
 
 
-def test_a_segment_that_cannot_be_made_is_noted(monkeypatch):
+def test_a_failing_shared_segment_is_noted(monkeypatch):
     def memfd_create(name):
         raise OSError(1, "Operation not permitted")
 
@@ -164,7 +164,7 @@ def test_a_segment_that_cannot_be_made_is_noted(monkeypatch):
     assert "Operation not permitted" in found.what
 
 
-def test_a_folder_that_cannot_be_written_is_bad(monkeypatch):
+def test_an_unwritable_folder_is_bad(monkeypatch):
     assert verdicts(machine.check_disk) == [("good", "disk"), ("good", "temporary files")]
     monkeypatch.chdir("/proc")  # not even root writes there
     assert verdicts(machine.check_disk) == [("bad", "disk"), ("good", "temporary files")]
@@ -176,18 +176,18 @@ def test_open_files(monkeypatch, soft, verdict):
     assert only(machine.check_open_files).verdict == verdict
 
 
-def test_the_clock_is_read():
+def test_the_clock_is_measured():
     assert only(machine.check_clock).verdict in ("good", "note")
 
 
-def test_a_host_name_that_is_another_machine_is_noted(monkeypatch):
+def test_a_host_name_of_another_machine_is_noted(monkeypatch):
     monkeypatch.setattr(network.socket, "gethostname", lambda: "192.0.2.1")  # never ours
     found = only(network.check_host_name)
     assert found.verdict == "note"
     assert "192.0.2.1, which is not this machine" in found.what
 
 
-def test_a_host_name_without_an_address_is_noted(monkeypatch):
+def test_an_unresolvable_host_name_is_noted(monkeypatch):
     def getaddrinfo(name, port):
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -205,19 +205,19 @@ def test_a_host_name_without_an_address_is_noted(monkeypatch):
         ("NCCL_SOCKET_IFNAME", "^docker", "good"),
     ],
 )
-def test_a_named_interface_must_be_up(monkeypatch, variable, value, verdict):
+def test_a_selected_interface_must_be_up(monkeypatch, variable, value, verdict):
     monkeypatch.setenv(variable, value)
     assert only(network.check_interfaces).verdict == verdict
 
 
-def test_a_master_port_that_is_taken_is_noted(monkeypatch):
+def test_a_used_master_port_is_noted(monkeypatch):
     assert only(network.check_ports).verdict == "good"
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
         assert only(network.check_ports).verdict == "note"
 
 
-def test_a_loopback_that_refuses_is_bad(monkeypatch):
+def test_a_refusing_loopback_interface_is_bad(monkeypatch):
     assert only(network.check_loopback).verdict in ("good", "note")
 
     def create_connection(*args, **options):
@@ -247,7 +247,7 @@ def test_versions(monkeypatch):
     assert "cannot be imported" in only(software.check_torch).what
 
 
-def test_the_compiler_is_tried(monkeypatch, tmp_path):
+def test_the_compiler_is_checked(monkeypatch, tmp_path):
     assert only(software.check_compiler).verdict in ("good", "note")
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho 'no room' >&2\nexit 3\n")
@@ -268,7 +268,7 @@ def test_the_compiler_is_tried(monkeypatch, tmp_path):
         ("echo '-----'; echo 'running as root is refused' >&2; exit 1", "note", "refused"),
     ],
 )
-def test_mpiexec_is_tried(monkeypatch, tmp_path, script, verdict, words):
+def test_mpiexec_is_checked(monkeypatch, tmp_path, script, verdict, words):
     program = tmp_path / "mpiexec"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -278,7 +278,7 @@ def test_mpiexec_is_tried(monkeypatch, tmp_path, script, verdict, words):
     assert words in found.what
 
 
-def test_a_driver_without_a_torch_that_uses_it_is_noted(monkeypatch, tmp_path):
+def test_an_nvidia_driver_without_cuda_torch_is_noted(monkeypatch, tmp_path):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

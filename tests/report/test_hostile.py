@@ -1,4 +1,4 @@
-"""A record written to do harm, in every form in which a run is shown."""
+"""A record that tries to inject markup and control characters, in every output format."""
 
 import html.parser
 import json
@@ -70,7 +70,7 @@ def shown(request, tmp_path, monkeypatch):
     return request.param, done
 
 
-def test_no_control_character_reaches_the_reader(shown):
+def test_control_characters_are_escaped(shown):
     form, done = shown
     if form == "png":
         assert done.stdout_bytes.startswith(b"\x89PNG")
@@ -95,7 +95,7 @@ class Tags(html.parser.HTMLParser):
         ]
 
 
-def test_no_text_becomes_a_tag_or_a_link(shown):
+def test_text_does_not_become_tags_or_links(shown):
     form, done = shown
     page = done.output if form != "png" else ""
     if form.endswith("md"):
@@ -111,7 +111,7 @@ def test_no_text_becomes_a_tag_or_a_link(shown):
         assert "svg" not in tags.names or not form.endswith("md")
 
 
-def test_every_form_is_still_well_formed(shown):
+def test_every_format_is_well_formed(shown):
     form, done = shown
     if form == "svg":
         xml.etree.ElementTree.fromstring(done.output)

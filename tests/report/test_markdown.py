@@ -1,4 +1,4 @@
-"""Markdown in which text stays text, as a renderer reads it."""
+"""Escaping of Markdown, checked with a renderer."""
 
 import re
 
@@ -23,13 +23,13 @@ def shown(source: str) -> str:
 
 
 @given(HOSTILE)
-def test_text_is_shown_as_it_is(text):
+def test_text_is_displayed_unchanged(text):
     expected = text.replace("\n", " ").replace("\r", "\\r").replace("\x1b", "\\x1b").strip()
     assert shown(f"x {markdown.escape_markdown(text)} x") == f"x {expected} x"
 
 
 @given(HOSTILE)
-def test_a_block_shows_its_text_and_ends_where_it_should(text):
+def test_a_fenced_block_displays_its_text_and_ends(text):
     *lines, after = RENDERER.render(
         "\n".join([*markdown.fenced_block(text), "", "after"])
     ).splitlines()
@@ -41,7 +41,7 @@ def test_a_block_shows_its_text_and_ends_where_it_should(text):
 
 
 @given(st.lists(st.lists(HOSTILE, min_size=3, max_size=3), min_size=1, max_size=4))
-def test_a_table_has_the_cells_that_it_was_given(rows):
+def test_a_table_has_the_given_cells(rows):
     page = RENDERER.render("\n".join(markdown.markdown_table(["a", "b", "c"], rows)))
     assert page.count("<td>") == 3 * len(rows)
     assert set(re.findall(r"</?(\w+)", page)) == {"table", "thead", "tbody", "tr", "th", "td"}

@@ -31,11 +31,11 @@ def test_every_shape_is_in_both_formats():
     assert found == ["title", "rect", "rect", "polyline", "polygon", "circle", "text"]
     image = opened(picture)
     assert image.size == (200, 100)
-    for place, colour in {
+    for place, color in {
         (20, 10): (255, 0, 0), (100, 90): (0, 255, 0), (100, 20): (0, 0, 255),
         (180, 20): (255, 0, 255), (2, 60): (255, 255, 255),
     }.items():  # fmt: skip
-        assert image.getpixel(place) == colour
+        assert image.getpixel(place) == color
     text = image.crop((58, 50, 130, 76)).convert("L")
     assert text.getextrema()[0] < 100
 
@@ -53,7 +53,7 @@ def test_a_text_that_is_too_wide_is_made_smaller():
     assert font_size(Label(0, 0, "w", 20, "#000", width=100)) == 20
 
 
-def test_names_cannot_break_the_drawing():
+def test_text_is_escaped_in_svg():
     picture = Picture(10, 10, "#fff", '<&">')
     picture.add(Label(0, 0, "<script>\x00&\n", 3, "#000"))
     text = ElementTree.fromstring(picture.svg()).find(f"{SVG}text")
@@ -61,7 +61,7 @@ def test_names_cannot_break_the_drawing():
 
 
 @pytest.mark.parametrize("cut", ["whole", "no ranks", "one step", "only the header", "many steps"])
-def test_a_slide_is_drawn_of_every_run(tmp_path, cut):
+def test_slides_of_complete_and_incomplete_runs(tmp_path, cut):
     lines = {
         "whole": records.whole(),
         "no ranks": [records.HEADER, *(records.step(n, ranks=None) for n in range(5))],
@@ -78,7 +78,7 @@ def test_a_slide_is_drawn_of_every_run(tmp_path, cut):
     assert opened(picture).size == (2400, 1350)
 
 
-def test_a_slide_keeps_every_shape_within_its_frame(tmp_path):
+def test_all_shapes_are_within_the_slide(tmp_path):
     picture = slide.draw_slide(read_run(records.write(tmp_path, records.whole())))
     for shape in picture.shapes:
         for x, y in getattr(shape, "points", None) or [(shape.x, shape.y)]:

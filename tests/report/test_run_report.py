@@ -1,4 +1,4 @@
-"""The report: its words and figures, from records written by hand."""
+"""The report of a run: its text and figures, from records written by hand."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def aged(folder):
     return folder
 
 
-def test_the_headline_says_how_well_where_and_how_fast(run):
+def test_the_headline_has_quality_layout_and_speed(run):
     well, fast = headline(run, summarize(run))
     assert well == "digits: accuracy 91.2%, loss 0.2500 on held-out samples after 2 epochs."
     assert fast == (
@@ -36,7 +36,7 @@ def test_the_headline_says_how_well_where_and_how_fast(run):
     )
 
 
-def test_without_evaluation_the_training_figures_are_named_as_such(tmp_path):
+def test_without_evaluation_the_headline_has_training_figures(tmp_path):
     lines = [line for line in records.whole() if line["kind"] != "epoch"]
     run = read_run(records.write(tmp_path, lines))
     well, _ = headline(run, summarize(run))
@@ -60,7 +60,7 @@ def test_waiting_is_never_the_cause_of_a_slow_step(run):
     assert (found.part, found.rank) == ("data", 1)  # rank 0 waited as long
 
 
-def test_no_cause_is_named_where_none_accounts_for_a_slow_step(tmp_path):
+def test_no_cause_is_named_if_none_explains_a_slow_step(tmp_path):
     lines = [records.HEADER, *map(records.step, range(10)), records.step(10, seconds=0.5)]
     found = find_slowest_step(read_run(records.write(tmp_path, lines)))
     assert (found.step, found.part) == (10, "")
@@ -72,7 +72,7 @@ def test_equal_ranks_are_not_called_slow(tmp_path):
     assert find_slowest_rank(read_run(records.write(tmp_path, lines))) is None
 
 
-def test_the_page_is_whole(run):
+def test_the_page_is_complete(run):
     page = report_html(run)
     assert records.END["digest"] in page
     assert "lockstep train digits -n 2 --note &#39;two words&#39;" in page
@@ -96,7 +96,7 @@ def test_a_run_of_one_rank_has_no_timeline(tmp_path):
     assert "Timeline" not in page
 
 
-def test_stages_are_drawn_as_they_were_and_as_simulated(tmp_path):
+def test_stages_are_drawn_as_recorded_and_as_simulated(tmp_path):
     lines = [records.HEADER, records.step(0), *(records.timeline(n) for n in range(3)), records.END]
     run = read_run(records.write(tmp_path, lines))
     simulated = Timeline("as simulated", 2, (Span(0, "forward", 0, 0.016, 0, 0),))
@@ -115,7 +115,7 @@ def test_stages_are_drawn_as_they_were_and_as_simulated(tmp_path):
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
-def test_a_timeline_cannot_break_out_of_the_page(tmp_path):
+def test_text_of_timelines_is_escaped(tmp_path):
     line = records.timeline(0)
     line["step"] = line["ranks"][0]["works"][0][0] = "</title><img src=x>"
     page = report_html(read_run(records.write(tmp_path, [records.HEADER, line])))
@@ -130,7 +130,7 @@ def test_the_page_loads_nothing(run):
     assert "url(" not in page
 
 
-def test_what_a_record_says_cannot_break_out_of_the_page(tmp_path):
+def test_text_of_records_is_escaped(tmp_path):
     evil = '</script><script>alert(1)</script><img src=x onerror="alert(2)">'
     line = records.step(0) | {"metrics": {evil: 0.5}}
     header = {"name": evil, "recipe": evil, "command": [evil], "options": {evil: evil}}
@@ -147,14 +147,14 @@ def test_what_a_record_says_cannot_break_out_of_the_page(tmp_path):
         ([], "This run ended without a last line, 40.0 ms after its start, in epoch 1"),
     ],
 )
-def test_a_run_that_did_not_end_well_says_so(tmp_path, lines, words):
+def test_failed_and_died_runs_are_marked(tmp_path, lines, words):
     steps = [records.step(number) for number in range(5)]
     folder = aged(records.write(tmp_path / "r", [records.HEADER, *steps, *lines]))
     assert words in report_html(read_run(folder))
     assert words in report_markdown(read_run(folder))
 
 
-def test_a_run_that_is_still_going_says_so(tmp_path):
+def test_running_runs_are_marked(tmp_path):
     folder = records.write(tmp_path / "r", [records.HEADER, records.step(0)], tail='{"kind": "st')
     assert "This run is still going" in report_html(read_run(folder))
 
@@ -172,7 +172,7 @@ def test_every_beginning_of_a_record_renders(tmp_path, keep):
 
 
 @pytest.mark.parametrize("name", ["header", "step", "epoch", "end"])
-def test_a_record_that_lacks_any_one_field_renders(tmp_path, name):
+def test_a_record_without_any_one_field_renders(tmp_path, name):
     lines = records.whole()
     at = next(n for n, line in enumerate(lines) if line["kind"] == name.replace("header", "run"))
     for field in lines[at]:
@@ -182,14 +182,14 @@ def test_a_record_that_lacks_any_one_field_renders(tmp_path, name):
             assert "</html>" in report_html(read_run(folder))
 
 
-def test_a_newer_version_and_unknown_fields_are_shown_with_a_remark(tmp_path):
+def test_a_newer_version_is_rendered_with_a_remark(tmp_path):
     lines = records.whole(version=7, shape_of_the_moon="full")
     page = report_html(read_run(records.write(tmp_path, lines)))
     assert "The record has version 7" in page
     assert page.count('class="chart"') == 3
 
 
-def test_a_loss_that_is_nan_renders(tmp_path):
+def test_a_nan_loss_renders(tmp_path):
     lines = [records.HEADER, *(records.step(n, loss=None) for n in range(3)), records.END]
     page = report_html(read_run(records.write(tmp_path, lines)))
     assert 'id="chart-loss"' not in page
@@ -202,7 +202,7 @@ def test_a_loss_of_any_size_renders(tmp_path, loss):
     assert 'id="chart-loss"' in report_html(read_run(records.write(tmp_path, lines)))
 
 
-def test_many_ranks_and_epochs_are_cut_and_counted(tmp_path):
+def test_only_some_of_many_ranks_and_epochs_are_shown(tmp_path):
     rows = [[0.006 + rank / 1e5, 0.002, 0.0, 0.0] for rank in range(100)]
     lines = [records.HEADER, records.step(0, ranks=rows), *(records.epoch(n) for n in range(500))]
     page = report_html(read_run(records.write(tmp_path, [*lines, records.END])))
@@ -212,7 +212,7 @@ def test_many_ranks_and_epochs_are_cut_and_counted(tmp_path):
     assert len(page) < 100_000
 
 
-def test_markdown_holds_headline_tables_and_command(run):
+def test_markdown_has_headline_tables_and_command(run):
     text = report_markdown(run)
     assert "| digest of the weights | " + records.END["digest"] + " |" in text
     assert "| 0 | 200 ms |" not in text
@@ -222,7 +222,7 @@ def test_markdown_holds_headline_tables_and_command(run):
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
-def test_an_hour_of_steps_stays_small(tmp_path):
+def test_pages_of_many_steps_are_small(tmp_path):
     """The curves are downsampled to 400 points, so ten thousand steps stand for any number."""
     lines = [records.step(n, per_epoch=100, loss=1 + n % 7 / 7) for n in range(10_000)]
     epochs = [records.epoch(n) for n in range(100)]

@@ -91,7 +91,7 @@ def test_few_steps_allow_no_conclusion(count):
     assert verdict.is_known == (count >= 30)
 
 
-def test_speed_counts_samples_not_steps(tmp_path):
+def test_speed_is_samples_per_second(tmp_path):
     small = [records.step(n, samples=32, seconds=0.01, ranks=None) for n in range(100)]
     large = [records.step(n, samples=64, seconds=0.02, ranks=None) for n in range(100)]
     runs = [
@@ -102,7 +102,7 @@ def test_speed_counts_samples_not_steps(tmp_path):
     assert not compare_speeds(*runs).is_significant
 
 
-def test_warm_up_does_not_count(tmp_path, monkeypatch):
+def test_warmup_steps_are_dropped(tmp_path, monkeypatch):
     monkeypatch.setattr(
         significance, "autocorrelation_time", lambda values: 0.5
     )  # every step its own block

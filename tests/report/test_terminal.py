@@ -23,7 +23,7 @@ def test_a_table_without_a_terminal_is_never_wrapped(capsys):
     assert lines[2].split() == ["x" * 300, "done", "y" * 300, "z"]
 
 
-def test_columns_line_up(capsys):
+def test_columns_are_aligned(capsys):
     terminal.print_table(NAMES, ROWS)
     head, rule, first, second = capsys.readouterr().out.splitlines()
     assert head.index("state") == first.index("done") == second.index("died")
@@ -38,7 +38,7 @@ def test_optional_columns_are_left_out_first(narrow, capsys):
     assert max(map(len, lines)) <= 25
 
 
-def test_a_table_that_cannot_fit_becomes_blocks(narrow, capsys):
+def test_a_table_that_does_not_fit_becomes_blocks(narrow, capsys):
     narrow(30)
     terminal.print_table(NAMES, ROWS)
     assert capsys.readouterr().out.splitlines() == [

@@ -1,4 +1,4 @@
-"""The trace: what the Trace Event Format asks for, and arrows that lie in their slices."""
+"""Traces: the fields of the Trace Event Format, and arrows within their slices."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ def enclosing(events, end):
     ]
 
 
-def test_every_event_has_what_its_phase_needs(events):
+def test_events_have_the_fields_of_their_phase(events):
     needed = {
         "M": {"name", "pid", "tid", "args"},
         "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
@@ -75,13 +75,13 @@ def test_slices_of_a_thread_nest(events):
             )
 
 
-def test_waiting_names_for_whom(events):
+def test_waiting_names_the_source(events):
     waiting = [e for e in events if e["name"] == "waiting for rank 1"]
     assert [round(e["dur"]) for e in waiting] == [4000, 1000] * 3
     assert {e["tid"] for e in waiting} == {0}
 
 
-def test_arrows_lead_from_the_maker_to_the_taker(events):
+def test_arrows_lead_from_producer_to_consumer(events):
     begins = {e["id"]: e for e in events if e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["ph"] == "f"}
     assert begins.keys() == ends.keys()
@@ -93,7 +93,7 @@ def test_arrows_lead_from_the_maker_to_the_taker(events):
         assert begin["tid"] // 2 == ends[number]["tid"] // 2  # within its replica
 
 
-def test_steps_by_their_sums_follow_each_other(tmp_path):
+def test_summed_steps_do_not_overlap(tmp_path):
     events = traced(tmp_path, *(records.step(n) for n in range(20)))
     steps = [e for e in events if e["ph"] == "X" and e["cat"] == "step" and e["tid"] == 0]
     assert [e["name"] for e in steps] == [f"step {n}" for n in range(20)]

@@ -1,4 +1,4 @@
-"""Kept weights compared: the first tensor that differs, and by how much."""
+"""Comparison of weights: the first tensor that differs, and by how much."""
 
 import numpy as np
 import pytest
@@ -30,11 +30,11 @@ def tensors(**changed):
     } | changed
 
 
-def test_the_same_bytes_differ_nowhere(weights):
+def test_identical_files_have_no_difference(weights):
     assert first_difference(weights("a", tensors()), weights("b", tensors())) is None
 
 
-def test_the_first_tensor_by_name_and_its_distance(weights):
+def test_the_first_differing_tensor_and_its_distance(weights):
     other = torch.arange(6.0).reshape(2, 3)
     other[1, 2] += 0.5
     changed = {"layer.10.weight": other, "layer.2.weight": torch.zeros(4, dtype=torch.bfloat16)}
@@ -51,7 +51,7 @@ def test_the_first_tensor_by_name_and_its_distance(weights):
     assert found.how == "differs in 1 of 6 elements, by at most 0.5"
 
 
-def test_minus_zero_and_nan_are_seen(weights):
+def test_negative_zero_differs(weights):
     zero = {"counter": torch.zeros(2)}
     minus = {"counter": -torch.zeros(2)}
     found = first_difference(weights("a", tensors(**zero)), weights("b", tensors(**minus)))
@@ -75,20 +75,20 @@ def test_shapes_types_and_missing_tensors(weights):
 @pytest.mark.parametrize(
     "content", [b"", b"\x05", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0[]", b"{}" * 30]
 )
-def test_a_damaged_file_is_one_sentence(weights, tmp_path, content):
+def test_a_damaged_file_raises_an_error(weights, tmp_path, content):
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(FileError, match="damaged, or not a safetensors file"):
         first_difference(weights("a", tensors()), tmp_path / "x.safetensors")
 
 
-def test_a_truncated_file_is_one_sentence(weights):
+def test_a_truncated_file_raises_an_error(weights):
     a, b = weights("a", tensors()), weights("b", tensors())
     b.write_bytes(b.read_bytes()[:-3])
     with pytest.raises(FileError, match="damaged, or not a safetensors file"):
         first_difference(a, b)
 
 
-def test_the_latest_file_that_both_keep(tmp_path):
+def test_the_last_common_file_is_compared(tmp_path):
     for name, files in {"a": ["step-9", "step-10", "step-11"], "b": ["step-9", "step-10"]}.items():
         (tmp_path / name).mkdir()
         for file in files:

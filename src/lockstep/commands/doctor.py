@@ -13,7 +13,7 @@ from lockstep.report.checks import CheckResult, Requirements
 
 __all__ = ["command"]
 
-COLOURS = {"good": "green", "note": "yellow", "bad": "red"}
+COLORS = {"good": "green", "note": "yellow", "bad": "red"}
 
 
 @click.command()
@@ -57,7 +57,7 @@ def print_result(one: CheckResult) -> None:
 
     indent = " " * (23 if terminal_width() >= 60 else 6)
     found = wrap(one.what, indent, f"{one.verdict:<4}  {one.subject:<15}  ")
-    mark = colorize(found[0][:4], COLOURS[one.verdict])
+    mark = colorize(found[0][:4], COLORS[one.verdict])
     advice = wrap(one.advice, f"{indent}   ", f"{indent}-> ") if one.advice else []
     print("\n".join([mark + found[0][4:], *found[1:], *advice]), flush=True)
 

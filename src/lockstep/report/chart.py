@@ -62,14 +62,14 @@ class Series:
     """One curve of a chart.
 
     `role` is "line" (steps, drawn with a band from minimum to maximum) or "dots"
-    (evaluations). `colour` is an index into the palette, so that a series has the same color
+    (evaluations). `color` is an index into the palette, so that a series has the same color
     in every chart.
     """
 
     name: str
     curve: Curve
     role: str = "line"
-    colour: int = 0
+    color: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def comparison_charts(runs: list[Run], names: list[str]) -> list[Chart]:
 def _overlay(runs: list[Run], names: list[str], column: Callable[[Run], Column]) -> list[Series]:
     """Return one column of each run as a curve in its own color."""
     numbered = enumerate(zip(names, runs, strict=True))
-    return [_step_series(name, run, column(run), colour) for colour, (name, run) in numbered]
+    return [_step_series(name, run, column(run), color) for color, (name, run) in numbered]
 
 
 def _metric_column(name: str, run: Run) -> Column:
@@ -158,12 +158,12 @@ def _chart(
     )
 
 
-def _step_series(name: str, run: Run, values: Column, colour: int = 0) -> Series:
+def _step_series(name: str, run: Run, values: Column, color: int = 0) -> Series:
     """Return a column of a run's steps as a curve; an empty column gives an empty curve."""
     x = _step_numbers(run)
     if len(values) != len(x):
         x = values = np.empty(0)
-    return Series(name, downsample(x, values, MAX_POINTS), "line", colour)
+    return Series(name, downsample(x, values, MAX_POINTS), "line", color)
 
 
 def _evaluation_series(run: Run, metric: str | None) -> Series:

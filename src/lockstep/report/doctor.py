@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import lockstep
 from lockstep.messages import escape_control
@@ -60,17 +59,17 @@ CHECKS: dict[str, Check] = {
 
 def run_checks(
     requirements: Requirements,
-    checks: Mapping[str, Check] = MappingProxyType(CHECKS),
+    checks: Mapping[str, Check] | None = None,
     before_check: Callable[[str], None] = lambda name: None,
 ) -> Iterator[CheckResult]:
     """Yield the results of all checks.
 
     Args:
         requirements: The run that the machine is checked for.
-        checks: The checks by name.
+        checks: The checks by name, by default `CHECKS`.
         before_check: Called with the name of each check before it runs.
     """
-    for name, check in checks.items():
+    for name, check in (CHECKS if checks is None else checks).items():
         before_check(name)
         try:
             yield from map(_clean, check(requirements))

@@ -34,7 +34,7 @@ class Stroke:
     """One path: its kind ("band", "line" or "dots"), the index of its color, its outline."""
 
     kind: str
-    colour: int
+    color: int
     path: str
 
 
@@ -84,13 +84,13 @@ def _series_strokes(series: Series, x: Axis, y: Axis) -> list[Stroke]:
     if series.role == "dots":
         kind = "dots" if len(curve) <= MAX_DOTS else "line"
         drawn = _dots_path(across, middle) if kind == "dots" else _line_path(across, middle)
-        return [Stroke(kind, series.colour, drawn)]
+        return [Stroke(kind, series.color, drawn)]
     if np.isfinite(middle).sum() == 1:
-        return [Stroke("dots", series.colour, _dots_path(across, middle))]
-    found = [Stroke("line", series.colour, _line_path(across, middle))]
+        return [Stroke("dots", series.color, _dots_path(across, middle))]
+    found = [Stroke("line", series.color, _line_path(across, middle))]
     if curve.is_downsampled:
         outline = _band_path(across, y.positions(curve.low), y.positions(curve.high))
-        found.insert(0, Stroke("band", series.colour, outline))
+        found.insert(0, Stroke("band", series.color, outline))
     return found
 
 
@@ -148,7 +148,7 @@ def _hover_data(chart: Chart) -> str:
 def _series_data(series: Series) -> dict[str, Any]:
     """Return the values of one series; only downsampled curves have minimum and maximum."""
     curve = series.curve
-    values = {"name": series.name, "colour": series.colour, "first": _rounded(curve.first, 12)}
+    values = {"name": series.name, "color": series.color, "first": _rounded(curve.first, 12)}
     values["mean"] = _rounded(curve.mean)
     if curve.is_downsampled:
         values |= {

@@ -118,7 +118,7 @@ def _tiles(run: Run, summary: Summary) -> list[Tile]:
         Tile(f"loss, {place}", f"{summary.loss:.4f}" if math.isfinite(summary.loss) else "?"),
         Tile("samples per second", format_number(summary.speed)),
         Tile("per step (median)", format_duration(summary.step_seconds)),
-        Tile("the whole run", format_duration(summary.seconds)),
+        Tile("duration of the run", format_duration(summary.seconds)),
     ]
     return metrics + figures
 

@@ -30,7 +30,7 @@ INK, SOFT, FAINT, PAPER, WASH = "#16202e", "#5a6675", "#e4e8ee", "#ffffff", "#f5
 LINES = ("#0b6bb8", "#d1570c")
 BANDS = ("#b5d3ec", "#f3cdb4")
 FILLS = dict(zip(TIME_CATEGORIES, ("#0b6bb8", "#e3a008", "#aab4c0", "#b9509a"), strict=True))
-COLOURS = {"done": "#157f4d", "failed": "#b3261e", "died": "#b3261e", "running": "#8a5a00"}
+COLORS = {"done": "#157f4d", "failed": "#b3261e", "died": "#b3261e", "running": "#8a5a00"}
 MAX_RANKS = 4  # ranks that are drawn
 MAX_DOTS = 40  # evaluations drawn as dots; more are drawn as a line
 
@@ -56,10 +56,10 @@ def draw_slide(run: Run) -> Picture:
 
 def _draw_header(picture: Picture, run: Run, summary: Summary) -> None:
     """Draw the name and the state of the run."""
-    colour = COLOURS[run.state]
+    color = COLORS[run.state]
     picture.add(
         Label(MARGIN, 82, summary.name, 36, INK, bold=True, width=800),
-        Label(WIDTH - MARGIN, 80, STATE_NAMES[run.state], 18, colour, "end", bold=True),
+        Label(WIDTH - MARGIN, 80, STATE_NAMES[run.state], 18, color, "end", bold=True),
     )
 
 
@@ -93,7 +93,7 @@ def _draw_legend(picture: Picture, chart: Chart, right: float, y: float) -> None
     for series in reversed(chart.series):
         picture.add(Label(right, y, series.name, 13, SOFT, "end"))
         right -= text_width(series.name, 13) + 10
-        picture.add(Dot(right, y - 4.5, 4.5, LINES[series.colour % 2]))
+        picture.add(Dot(right, y - 4.5, 4.5, LINES[series.color % 2]))
         right -= 20
 
 
@@ -110,23 +110,23 @@ def _draw_band(picture: Picture, series: Series, x: Axis, y: Axis, box: Frame) -
     under = _finite_runs(across, y.positions(curve.low), box)
     for high, low in zip(over, under, strict=True):
         if len(high) > 1:
-            colour = BANDS[series.colour % 2]
+            color = BANDS[series.color % 2]
             outline = [
                 *high,
                 *reversed(low),
             ]  # with a line, so that a peak of one step stays visible
-            picture.add(Area(outline, colour), Line([*outline, high[0]], colour, 1.25))
+            picture.add(Area(outline, color), Line([*outline, high[0]], color, 1.25))
 
 
 def _draw_line(picture: Picture, series: Series, x: Axis, y: Axis, box: Frame) -> None:
     """Draw a curve as a line or as dots."""
-    colour = LINES[series.colour % 2]
+    color = LINES[series.color % 2]
     runs = _finite_runs(x.positions(series.curve.x), y.positions(series.curve.mean), box)
     for points in runs:
         if (series.role == "dots" and len(series.curve) <= MAX_DOTS) or len(points) == 1:
-            picture.add(*(Dot(across, down, 4, colour) for across, down in points))
+            picture.add(*(Dot(across, down, 4, color) for across, down in points))
         else:
-            picture.add(Line(points, colour, 1.75))
+            picture.add(Line(points, color, 1.75))
 
 
 def _finite_runs(x: Column, y: Column, box: Frame) -> list[list[Point]]:

@@ -121,7 +121,7 @@ def timeline_sentences(recorded: Timeline | None, simulated: Timeline | None) ->
         return []
     took = f"{recorded.title} took {format_duration(recorded.duration)}".capitalize()
     idle = f"the ranks were idle for {format_percent(recorded.bubble_fraction)} of it"
-    balance = f"their load balance is {format_percent(recorded.load_balance)} (mean / maximum)"
+    balance = f"their load balance is {format_percent(recorded.load_balance)} (mean over maximum)"
     found = [f"{took}; {idle}, and {balance}."]
     if simulated is not None:
         same = recorded.select(simulated.kinds)

@@ -19,7 +19,7 @@ __all__ = ["UNLIMITED", "colorize", "print_table", "terminal_width", "wrap"]
 
 UNLIMITED = 10_000  # columns if the output is not a terminal
 GAP = 2  # characters between the columns of a table
-COLOURS = {"red": 31, "green": 32, "yellow": 33}
+COLORS = {"red": 31, "green": 32, "yellow": 33}
 STYLES = {"done": "green", "failed": "red", "died": "red", "still running": "yellow"}
 
 
@@ -36,11 +36,11 @@ def wrap(sentence: str, indent: str = "", first: str | None = None) -> list[str]
     return textwrap.wrap(sentence, room, initial_indent=first, subsequent_indent=indent)
 
 
-def colorize(text: str, colour: str) -> str:
+def colorize(text: str, color: str) -> str:
     """Return text in a color, if standard output is a terminal and the user allows colors."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
-    return f"\033[{COLOURS[colour]}m{text}\033[0m"
+    return f"\033[{COLORS[color]}m{text}\033[0m"
 
 
 def print_table(

@@ -22,7 +22,7 @@ __all__ = ["export_trace", "find_transfers"]
 
 PROCESS_ID = 1
 MAX_SUMMED_STEPS = 2000
-COLOURS = {
+COLORS = {
     "forward": "thread_state_running",
     "backward": "rail_response",
     "input": "rail_response",
@@ -112,7 +112,7 @@ def _slice(
         "ph": "X", "name": name, "cat": kind, "pid": PROCESS_ID, "tid": rank, "ts": ts,
         "dur": round(max(0.0, _microseconds(end) - ts), 3), "args": arguments,
     }  # fmt: skip
-    return found | ({"cname": COLOURS[kind]} if kind in COLOURS else {})
+    return found | ({"cname": COLORS[kind]} if kind in COLORS else {})
 
 
 def _arguments(span: Span) -> dict[str, Any]:

@@ -29,7 +29,7 @@
   const row = (s, i, kind) => {
     const line = document.createElement("div");
     const key = document.createElement("span");
-    key.className = "key b" + (s.colour % 6);
+    key.className = "key b" + (s.color % 6);
     line.append(key, s.name + " ");
     const value = document.createElement("b");
     value.textContent = s.mean[i] === null ? "not finite" : say[kind](s.mean[i]);
