@@ -13,6 +13,8 @@ import lockstep as ls
 from averaging import expected_gradients, inputs_of, local_gradients, net, same, uses_some
 from lockstep.errors import RankError, UsageError
 
+MIB = 1 << 20
+
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_gradients_are_the_mean_along_the_tree(ranks, n):
@@ -20,8 +22,8 @@ def test_gradients_are_the_mean_along_the_tree(ranks, n):
 
     def gradients():
         rank, found = dist.get_rank(), []
-        for bucket_bytes in (64, 3000, 1 << 20):
-            model = ls.DistributedDataParallel(net(seed=rank), bucket_bytes=bucket_bytes)
+        for capacity in (64, 3000, 1 << 20):  # bytes
+            model = ls.DistributedDataParallel(net(seed=rank), bucket_cap_mb=capacity / MIB)
             for _ in range(2):  # the same buffers again
                 model.zero_grad()
                 model(inputs_of(rank), uses_some(rank)).square().mean().backward()
@@ -51,16 +53,16 @@ def test_no_sync_accumulates_and_the_next_backward_averages_the_sum(ranks):
 def test_buckets_are_launched_while_backward_goes_on(ranks):
     def order():
         events = []
-        model = ls.DistributedDataParallel(net(), bucket_bytes=64)
+        model = ls.DistributedDataParallel(net(), bucket_cap_mb=64 / MIB)
         # The first backward shows that nothing forbids it.
         model(inputs_of(dist.get_rank()), True).square().mean().backward()
-        launch = model._reducer._launch
+        launch_next = model._reducer.launch_next
 
         def noted():
             events.append("launch")
-            launch()
+            launch_next()
 
-        model._reducer._launch = noted
+        model._reducer.launch_next = noted
         first = model.module.first.weight
         first.register_hook(lambda gradient: events.append("first layer"))
         model(inputs_of(dist.get_rank()), True).square().mean().backward()
@@ -183,7 +185,9 @@ def test_gradients_may_be_kept_by_the_user(ranks):
 def test_a_backward_that_raised_does_not_spoil_the_next(ranks, forward_between):
     def spoil():
         rank = dist.get_rank()
-        model = ls.DistributedDataParallel(net(), bucket_bytes=64, gradient_as_bucket_view=True)
+        model = ls.DistributedDataParallel(
+            net(), bucket_cap_mb=64 / MIB, gradient_as_bucket_view=True
+        )
         model(inputs_of(rank), uses_some(rank)).square().mean().backward()
         outputs, others = (model(inputs_of(rank), uses_some(rank)) for _ in range(2))
 
@@ -196,7 +200,7 @@ def test_a_backward_that_raised_does_not_spoil_the_next(ranks, forward_between):
             outputs.square().mean().backward()
         except KeyError:
             handle.remove()
-        launched = model._reducer._launched
+        launched = model._reducer.launched
         dist.barrier()
         model.zero_grad()
         if forward_between:
@@ -249,7 +253,9 @@ def test_a_sparse_gradient_that_nobody_declared_is_refused_by_name(ranks):
         model = ls.DistributedDataParallel(Rows())
         model(torch.tensor([1, 2])).sum().backward()
 
-    with pytest.raises(RankError, match="parameter weight has a sparse gradient, and only those"):
+    with pytest.raises(
+        RankError, match="parameter weight has a sparse gradient, which is supported only"
+    ):
         ranks(backward, 2)
 
 

@@ -115,7 +115,9 @@ def test_join_is_refused_where_several_models_wait_for_each_other(ranks):
         models = [ls.DistributedDataParallel(Counting()) for _ in range(2)]
         models[0].join()
 
-    with pytest.raises(RankError, match="Join goes with one DistributedDataParallel on a group"):
+    with pytest.raises(
+        RankError, match="Join supports one DistributedDataParallel per process group"
+    ):
         ranks(join, 2)
 
 

@@ -1,1 +1,1 @@
-"""Mean gradients over ranks, for a training loop that exists already."""
+"""Gradients over ranks: sums for the trainer, means for DistributedDataParallel."""

@@ -1,8 +1,8 @@
-"""Communication hooks: a bucket that is averaged as the user says.
+"""Communication hooks: buckets that user code averages.
 
-A hook is called as DistributedDataParallel calls it: `hook(state, bucket)` returns a
-future of the bucket's means. The next bucket's hook is called after the one before is
-done, so that a hook of several exchanges makes them in one order on all ranks.
+A hook is called as torch's DistributedDataParallel calls it: `hook(state, bucket)` returns
+a future of the bucket's means. The next bucket's hook is called when the one before is
+done, so that hooks with several exchanges make them in the same order on all ranks.
 
     launch 0   hook 0 ───────────────> means 0
     launch 1   (compute)               hook 1 ───────────────> means 1
@@ -20,15 +20,15 @@ from lockstep.comm.dense import in_memory_order
 from lockstep.comm.memory import empty
 from lockstep.comm.tree import Node
 
-__all__ = ["GradBucket", "Hook", "HookedSum"]
+__all__ = ["CommHook", "CommHookReduction", "GradBucket"]
 
 
 class GradBucket:
-    """What a hook is given: the calls of `torch.distributed.GradBucket`, which no one can make.
+    """The bucket that a hook receives, with the methods of `torch.distributed.GradBucket`.
 
-    `buffer()` is a vector of all gradients, each on a 64-byte boundary with zeros
-    between, `gradients()` are its views in the shapes of `parameters()`. A parameter
-    without a gradient has zeros there.
+    (torch's own class has no constructor.) `buffer()` is a vector of all gradients, each on a
+    64-byte boundary with zeros between them; `gradients()` are its views in the shapes of
+    `parameters()`. A parameter without a gradient has zeros there.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class GradBucket:
         self._buffer = self.memory
 
     def index(self) -> int:
-        """Return the bucket's number, 0 for the one that is averaged first."""
+        """Return the index of the bucket, 0 for the one that is averaged first."""
         return self._index
 
     def is_last(self) -> bool:
-        """Tell whether this bucket ends the backward."""
+        """Return whether this is the last bucket of the backward pass."""
         return self._last
 
     def buffer(self) -> torch.Tensor:
@@ -58,11 +58,11 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Put another tensor in the place of the buffer, for this backward."""
+        """Replace the buffer for this backward pass."""
         self._buffer = tensor
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients as views of the buffer, in the order of memory."""
+        """Return the gradients as views of the buffer, in memory order."""
         return [
             self._buffer[each.offset : each.offset + each.numel].view(shape.shape)
             for each, shape in zip(self._bucket.members, self.parameters(), strict=True)
@@ -73,11 +73,11 @@ class GradBucket:
         return [self._parameters[member.index] for member in self._bucket.members]
 
 
-Hook = Callable[[Any, Any], torch.futures.Future[Any]]
+CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
-class HookedSum:
-    """One bucket that a hook averages; the calls of `lockstep.comm.exact.ExactSum`."""
+class CommHookReduction:
+    """Averages one bucket by a hook; has the methods of `lockstep.comm.exact.ExactSum`."""
 
     def __init__(
         self,
@@ -85,11 +85,12 @@ class HookedSum:
         index: int,
         last: bool,
         parameters: Sequence[torch.Tensor],
-        hook: Hook,
+        comm_hook: CommHook,
         state: object,
-        before: HookedSum | None,
+        previous: CommHookReduction | None,
     ) -> None:
-        self._plan, self._hook, self._state, self._before = bucket, hook, state, before
+        self._layout, self._previous = bucket, previous
+        self._comm_hook, self._state = comm_hook, state
         self._bucket = GradBucket(bucket, index, last, parameters)
         self._future: torch.futures.Future[Any] | None = None
         self._means: torch.Tensor | None = None
@@ -97,22 +98,22 @@ class HookedSum:
     def launch(
         self, held: Mapping[Node, Mapping[int, torch.Tensor | None]], stale: Container[int] = ()
     ) -> None:
-        """Bring the gradients into the bucket, zeros where there is none, and call the hook."""
+        """Copy the gradients into the bucket, zeros where there is none, and call the hook."""
         (values,) = held.values()
         memory = self._bucket.memory
-        for member in self._plan.members:
+        for member in self._layout.members:
             part, value = memory[member.offset : member.offset + member.numel], values[member.index]
             if value is None:
                 part.zero_()
             elif value.data_ptr() != part.data_ptr():
                 part.copy_(in_memory_order(value))
         self._bucket.set_buffer(memory)
-        if self._before is not None:
-            self._before.combine()
-        self._future = self._hook(self._state, self._bucket)
+        if self._previous is not None:
+            self._previous.combine()
+        self._future = self._comm_hook(self._state, self._bucket)
 
     def combine(self) -> None:
-        """Wait for the hook's means: the next bucket's hook must not overtake them."""
+        """Wait for the hook's means, before which the next bucket's hook must not be called."""
         if self._future is None:
             return
         means = self._future.wait()
@@ -120,9 +121,9 @@ class HookedSum:
         self._means = means if isinstance(means, torch.Tensor) else means[0]
 
     def gather(self) -> list[tuple[int, torch.Tensor | None]]:
-        """Return (index, mean) of every member, views of what the hook gave."""
+        """Return (index, mean) of every member, as views of the hook's result."""
         self.combine()
         means, self._means = self._means, None
         assert means is not None
-        means = means.view(-1).to(self._plan.dtype)
-        return parts(self._plan, means, [True] * len(self._plan.members))
+        means = means.view(-1).to(self._layout.dtype)
+        return parts(self._layout, means, [True] * len(self._layout.members))

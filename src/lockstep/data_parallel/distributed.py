@@ -1,9 +1,9 @@
-"""DistributedDataParallel: mean gradients over ranks, for a training loop that exists already.
+"""DistributedDataParallel: mean gradients over ranks, for an existing training loop.
 
-It sees whole batches, not micro-batches, so the digest depends on the number of
-ranks, as it does with torch's. It guarantees equal bits on all ranks and from run to
-run, for every bucket size: each element is added along the tree over the ranks
-(`lockstep.data_parallel.reducer`).
+It works on whole batches, not micro-batches, so the digest depends on the number of ranks,
+as it does with torch's. It guarantees equal bits on all ranks and from run to run, for
+every bucket size: each element is added along the tree over the ranks
+(`lockstep.data_parallel.mean_reducer`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep.comm.transfer import broadcast_tensors
-from lockstep.data_parallel.comm_hook import Hook
+from lockstep.data_parallel.comm_hook import CommHook
 from lockstep.data_parallel.gradients import BUCKET_BYTES
-from lockstep.data_parallel.join import DDPJoinHook, last_joiner, meet
-from lockstep.data_parallel.reducer import Reducer
+from lockstep.data_parallel.join import DDPJoinHook, exchange_iteration, find_last_joiner
+from lockstep.data_parallel.mean_reducer import MeanReducer
 from lockstep.errors import UsageError
 from lockstep.launcher.world import world
 from lockstep.model.agreement import give_weights, require_same
@@ -31,30 +31,33 @@ from lockstep.model.units import in_backward
 
 __all__ = ["DistributedDataParallel"]
 
+MIB = 1 << 20
+
 
 class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module so that backward leaves the mean gradient of all ranks in `.grad`.
 
-    Use it as torch's: each rank computes its own part of the
-    batch, of equal size, with a loss that is a mean. The state dict has the
-    module's own names, without a prefix, also for a compiled module. Parameters
-    that get no gradient on some ranks count as zero there; those that get none
-    anywhere keep `.grad = None`. Frozen parameters are left alone. Sparse gradients
-    of Embedding and EmbeddingBag stay sparse.
+    Use it like torch's: each rank computes its own part of the batch, of equal size, with a
+    loss that is a mean. The state dict has the module's own names, without a prefix, also for
+    a compiled module. Parameters that get no gradient on some ranks count as zero there; those
+    that get none on any rank keep `.grad = None`. Frozen parameters are left alone. Sparse
+    gradients of Embedding and EmbeddingBag stay sparse.
 
-    Parameters:
-        module: the model, on this rank's device; rank 0's weights are given to all.
-        broadcast_buffers: give rank 0's buffers to all before each forward in
+    Args:
+        module: The model, on this rank's device; all ranks start from rank 0's weights.
+        broadcast_buffers: Whether rank 0's buffers are broadcast before each forward in
             training mode.
-        bucket_bytes: how many bytes of gradients travel in one message.
-        group: the ranks that average, the whole world if None.
-        gradient_as_bucket_view: let `.grad` be a view of the bucket, which the next
-            backward overwrites, instead of a copy in memory of its own: one pass
-            over the gradients less, and the bucket is all the memory they take.
+        process_group: The ranks that average, the whole world if None.
+        bucket_cap_mb: Capacity of a bucket in MiB. No bit depends on it.
+        gradient_as_bucket_view: Whether `.grad` is a view of the bucket, which the next
+            backward overwrites, instead of a copy in its own memory: one pass over the
+            gradients less, and the bucket is all the memory they take.
 
-    Raises UsageError without `lockstep.init()`, DisagreementError where the ranks'
-    models differ, GradientError in backward for `create_graph=True` and for sparse
-    gradients of other modules.
+    Raises:
+        UsageError: `lockstep.init()` has not been called.
+        DisagreementError: The ranks' models differ.
+        GradientError: In backward, for `create_graph=True` and for sparse gradients of other
+            modules.
     """
 
     def __init__(
@@ -62,8 +65,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         module: nn.Module,
         *,
         broadcast_buffers: bool = True,
-        bucket_bytes: int = BUCKET_BYTES,
-        group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = BUCKET_BYTES / MIB,
         gradient_as_bucket_view: bool = False,
     ) -> None:
         nn.Module.__init__(self)
@@ -73,21 +76,27 @@ class DistributedDataParallel(nn.Module, Joinable):
         origin = self._origin
         self._prefix = "module." if origin is module else "module._orig_mod."
         self._broadcast_buffers = broadcast_buffers
-        self._group = group
-        require_same(describe_tensors("model", origin), "build the same model on every rank", group)
-        give_weights(origin, group, device)
+        self._group = process_group
+        require_same(
+            describe_tensors("model", origin), "build the same model on every rank", process_group
+        )
+        give_weights(origin, process_group, device)
         named = list(origin.named_parameters())
         self._frozen = [(name, each) for name, each in named if not each.requires_grad]
-        self._reducer = Reducer(
-            named, _sparse_weights(origin), bucket_bytes, group, gradient_as_bucket_view
+        self._reducer = MeanReducer(
+            named,
+            _sparse_weights(origin),
+            int(bucket_cap_mb * MIB),
+            process_group,
+            gradient_as_bucket_view,
         )
-        self._hook: Hook | None = None
-        self._original_divisor = True
+        self._comm_hook: CommHook | None = None
+        self._divides_by_world_size = True
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, in training with rank 0's buffers."""
+        """Call the module, in training mode with rank 0's buffers."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UsageError(
@@ -95,24 +104,24 @@ class DistributedDataParallel(nn.Module, Joinable):
                     "DistributedDataParallel, and is not now; its gradient would not be averaged: "
                     "wrap the model after unfreezing"
                 )
-        begins = torch.is_grad_enabled() and not in_backward()
-        if begins:
-            self._begin()
+        begins_pass = torch.is_grad_enabled() and not in_backward()
+        if begins_pass:
+            self._prepare_pass()
         outputs = self.module(*args, **kwargs)
-        if begins:
-            self._reducer.watch(_tensors(outputs))
+        if begins_pass:
+            self._reducer.watch_outputs(_tensors(outputs))
         return outputs
 
-    def _begin(self) -> None:
-        """Do what comes before a forward that a backward will follow."""
-        averages = self._reducer.enabled
+    def _prepare_pass(self) -> None:
+        """Prepare for a forward pass that a backward pass will follow."""
+        averages = self._reducer.is_enabled
         buffers = self.training and averages and self._broadcast_buffers
         source = 0
         if self._join_config.enable:
             work = Join.notify_join_context(self)
             if work is not None:
                 work.wait()
-            source = self._meet(averages, buffers)
+            source = self._begin_iteration(averages, buffers)
         if averages:
             self._reducer.reset()
         if buffers:
@@ -120,39 +129,41 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def _origin(self) -> nn.Module:
-        """The module without the compiler's wrapper; no attribute, which would register it."""
+        """The module without the compiler's wrapper; an attribute would register it again."""
         origin: nn.Module = getattr(self.module, "_orig_mod", self.module)
         return origin
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients local in the context; the first backward outside averages their sum."""
-        before, self._reducer.enabled = self._reducer.enabled, False
+        """Accumulate gradients on this rank; the first backward after it averages their sum."""
+        before, self._reducer.is_enabled = self._reducer.is_enabled, False
         try:
             yield
         finally:
-            self._reducer.enabled = before
+            self._reducer.is_enabled = before
 
-    def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let `hook(state, bucket)` average the dense gradients; call it on every rank.
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Average the dense gradients by `hook(state, bucket)`; call it on every rank.
 
-        The hooks of `torch.distributed.algorithms.ddp_comm_hooks` fit. `bucket` has the
-        calls of `torch.distributed.GradBucket`; the hook returns a future of the vector
-        of means, as long as `bucket.buffer()`. One bucket's hook is called after the one
-        before it is done. The same bits on all ranks are the hook's to promise.
+        The hooks of `torch.distributed.algorithms.ddp_comm_hooks` work. `bucket` has the
+        methods of `torch.distributed.GradBucket`; the hook returns a future of the vector of
+        means, as long as `bucket.buffer()`. A bucket's hook is called after the one before is
+        done. Whether all ranks get the same bits depends on the hook.
 
-        Raises UsageError the second time, DisagreementError where ranks name other hooks.
+        Raises:
+            UsageError: A hook has been registered already.
+            DisagreementError: The ranks register different hooks.
         """
-        if self._hook is not None:
+        if self._comm_hook is not None:
             raise UsageError(
-                "this DistributedDataParallel has a communication hook; there can be one only"
+                "this DistributedDataParallel has a communication hook already; register only one"
             )
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         require_same(
             {"the communication hook": name}, "register the same hook on every rank", self._group
         )
-        self._hook = hook
-        self._reducer.use(hook, state)
+        self._comm_hook = hook
+        self._reducer.set_comm_hook(hook, state)
 
     # --- uneven inputs: `lockstep.data_parallel.join` ---------------------------------------------
 
@@ -164,10 +175,14 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> Join:
         """Return a context for a loop in which some ranks have fewer batches than others.
 
-        Within it an iteration is one forward and one backward. A rank whose data is at
-        its end takes part without a gradient, and at the end takes the model of one that
-        was the last. The mean is over all ranks, or with `divide_by_initial_world_size`
-        False over those that still have data.
+        An iteration is one forward and one backward. A rank that has no more data takes part
+        without gradients, and at the end takes the model of a rank that finished last.
+
+        Args:
+            divide_by_initial_world_size: Whether the mean is over all ranks, or over those
+                that still have data.
+            enable: Whether the context does anything.
+            throw_on_early_termination: Whether all ranks raise when one has no more data.
         """
         return Join(
             [self],
@@ -177,15 +192,19 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what `Join` calls on a rank without data; UsageError beside other wrappers."""
-        if self._reducer.together:
+        """Return what `Join` calls on a rank without data.
+
+        Raises:
+            UsageError: Several DistributedDataParallel use this process group.
+        """
+        if self._reducer.shares_group:
             raise UsageError(
-                "Join goes with one DistributedDataParallel on a group, and when this one was made "
-                "there was "
-                "another: make it with a group of its own, group=torch.distributed.new_group()"
+                "Join supports one DistributedDataParallel per process group, and there was "
+                "another one when this one was made: give it a group of its own, "
+                "process_group=torch.distributed.new_group()"
             )
-        self._original_divisor = bool(kwargs.get("divide_by_initial_world_size", True))
-        return DDPJoinHook(self._iterate, self._leave)
+        self._divides_by_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        return DDPJoinHook(self._take_part, self._leave_join)
 
     @property
     def join_device(self) -> torch.device:
@@ -197,26 +216,28 @@ class DistributedDataParallel(nn.Module, Joinable):
         """The ranks that average."""
         return self._group or dist.group.WORLD
 
-    def _meet(self, averages: bool = False, buffers: bool = False, active: bool = True) -> int:
-        """Begin an iteration together; return the rank whose buffers are taken."""
-        now = meet(self._group, averages, buffers, active)
-        if not self._original_divisor:
-            self._reducer.scale = dist.get_world_size(self._group) / now.active
-        if not active and now.buffers:
-            broadcast_tensors(list(self._origin.buffers()), self._group, now.source)
-        if not active and now.averages:
-            self._reducer.shadow()
-        return now.source
+    def _begin_iteration(
+        self, averages: bool = False, buffers: bool = False, is_active: bool = True
+    ) -> int:
+        """Begin an iteration on all ranks; return the rank whose buffers are broadcast."""
+        iteration = exchange_iteration(self._group, averages, buffers, is_active)
+        if not self._divides_by_world_size:
+            self._reducer.scale = dist.get_world_size(self._group) / iteration.active
+        if not is_active and iteration.buffers:
+            broadcast_tensors(list(self._origin.buffers()), self._group, iteration.source)
+        if not is_active and iteration.averages:
+            self._reducer.average_without_gradients()
+        return iteration.source
 
-    def _iterate(self) -> None:
-        self._meet(active=False)
+    def _take_part(self) -> None:
+        self._begin_iteration(is_active=False)
 
-    def _leave(self, is_last: bool) -> None:
-        source = last_joiner(is_last, self._group)
+    def _leave_join(self, is_last: bool) -> None:
+        source = find_last_joiner(is_last, self._group)
         tensors = [*self._origin.parameters(), *self._origin.buffers()]
         broadcast_tensors(tensors, self._group, source)
         self._reducer.scale = 1.0
-        # torch leaves it on, and each forward to come would ask who has data.
+        # torch leaves it enabled, and each later forward would ask which ranks have data.
         self._join_config = type(self._join_config).construct_disabled_join_config()
 
 
@@ -227,7 +248,7 @@ def _sparse_weights(module: nn.Module) -> set[torch.Tensor]:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Find the tensors in what a model returns: in lists, mappings and dataclasses too."""
+    """Yield the tensors in the outputs of a model, in lists, mappings and dataclasses too."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -241,16 +262,16 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Name the entries of a state dict as the wrapped module does."""
+    """Remove the prefix of the wrapped module from the names in a state dict."""
     assert isinstance(module, DistributedDataParallel)
     inner = prefix + module._prefix
     for name in list(state):
-        value = state.pop(name)  # every entry, so that the order stays
+        value = state.pop(name)  # every entry, to keep the order
         state[prefix + name[len(inner) :] if name.startswith(inner) else name] = value
 
 
 def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Accept the entries of a state dict by the wrapped module's names."""
+    """Add the prefix of the wrapped module to names in a state dict that lack it."""
     assert isinstance(module, DistributedDataParallel)
     inner = prefix + module._prefix
     for name in list(state):

@@ -1,31 +1,33 @@
-"""Gradients: taken from autograd leaf by leaf, added along the tree, given back as `.grad`.
+"""Gradient reducer of the trainer: sums of micro-batch gradients, added along the tree.
 
     backward of micro-batch m ──> .grad of every parameter ──> leaf m of the tree
-    after the last            ──> this rank's nodes ──exact sum──> .grad, on every rank
+    after the last            ──> this rank's nodes ──reproducible sum──> .grad, on every rank
 
-Autograd never adds two micro-batches: after each backward the gradients are
-taken out of `.grad`, and added as soon as siblings meet. A rank holds at most
-log2(M) + 1 partial sums at a time.
+Autograd never adds two micro-batches: after each backward pass the gradients are moved
+out of `.grad` and added as soon as siblings meet. A rank holds at most log2(M) + 1 partial
+sums at a time.
 
-On the backend "lockstep" the last addition of a node writes where the exact sum
-reads it, in a bucket in shared memory, and the sum takes its place:
+On the backend "lockstep" the last addition of a node writes to where the reproducible sum
+reads, in a bucket in shared memory, and the sum replaces it there:
 
     passes over a gradient     lockstep                          other backends
     to bring it there          none, the last addition does      one copy into the message
                                (a single leaf is copied; a large
-                               one but for the rank's own slice)
+                               one except for this rank's slice)
     to add it over ranks       in place                          the backend's own
     to bring it back           none: `.grad` is a view           none: `.grad` is a view
 
-Which tensors a bucket holds is known before the step: those that got a gradient
-in the step before, as all ranks read it in the ledger (`lockstep.data_parallel.arrival`
-launches buckets while backward runs). What else got one goes in further buckets
-after the ledger.
+The members of the buckets are known before the step: the parameters that got a gradient
+on some rank in the step before, which all ranks know from the masks that they exchanged.
+Buckets may therefore be launched while the last backward pass runs, as soon as
+`lockstep.data_parallel.readiness` counts them as complete. Other parameters that get a
+gradient go into further buckets at the end of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -35,27 +37,34 @@ from lockstep.comm.exact import ExactSum, add_lists, exact_sums, in_format_of, i
 from lockstep.comm.native import native_backend
 from lockstep.comm.tree import Fold, Node, nodes_of
 from lockstep.data.microbatch import split_evenly
-from lockstep.data_parallel.arrival import Arrival
+from lockstep.data_parallel.readiness import GradientReadiness, GradientState
 from lockstep.data_parallel.shards import Shards
 from lockstep.errors import GradientError
 
 __all__ = ["BUCKET_BYTES", "Gradients"]
 
 BUCKET_BYTES = 16 << 20
-"""Bytes of a bucket, by measurement: see "Bucket sizes" in LOG.md."""
+"""Bytes per bucket, chosen by measurement: see "Bucket sizes" in LOG.md."""
 
-Row = list[torch.Tensor | None]
-"""A gradient, or its absence, for every parameter."""
+GradientList = list[torch.Tensor | None]
+"""A gradient for every parameter, None where it has none."""
 
 
 class Gradients:
-    """The gradients of `parameters` (name and tensor, the same on every rank) during one step.
+    """Adds the gradients of one step over its micro-batches and over the ranks.
 
-    After `reduce` each `.grad` holds the sum, a 64-byte aligned view of a bucket, until
-    the next step begins. Who holds on to one of them keeps the bucket's memory, and
-    the next step takes new memory. With `shards` a rank gets the sums of its own
-    pieces only, in `sums`, vectors by parameter's number; `.grad` stays None. `modules`
-    are those whose backward hooks may look at `.grad`.
+    After `reduce`, each `.grad` holds the sum, a 64-byte aligned view of a bucket, until the
+    next step begins. If user code keeps a reference to one of them, its bucket keeps the
+    memory, and the next step allocates new memory.
+
+    With `shards`, a rank gets only the sums of its own pieces, in `sums`, as vectors by the
+    index of the parameter; `.grad` stays None.
+
+    Args:
+        parameters: Names and parameters, the same on every rank.
+        group: The ranks that add, the whole world if None.
+        shards: The pieces of the parameters that each rank gets the sums of.
+        modules: Modules whose backward hooks may look at `.grad`.
     """
 
     def __init__(
@@ -68,171 +77,197 @@ class Gradients:
         self._parameters = list(parameters)
         self._group = group
         self._ranks = dist.get_world_size(group)
-        # What all ranks expect to be trained in the next step: they agree on the model.
-        self._trained = [n for n, (_, each) in enumerate(parameters) if each.requires_grad]
         self._shards = shards
         self.sums: dict[int, torch.Tensor] = {}
-        self._fold: Fold[Row] | None = None
+        # The parameters that all ranks expect to get a gradient in the next step: in the first
+        # step those that require one, which is the same on all ranks because their models are.
+        self._expected = [n for n, (_, each) in enumerate(parameters) if each.requires_grad]
+        # This step: its micro-batches, this rank's partial sums, the nodes of every rank.
         self._leaves = 0
-        self._holders: list[list[Node]] = []
-        # The leaf that is being taken: what it meets in the tree, what it becomes, what is there.
-        self._met: list[Row] | None = None
-        self._node: Node = (0, 0)
-        self._row: Row = []
-        # Kept between steps with their memory, for one case: the leaves and the gradients.
-        self._case: tuple[int, ...] = ()
-        self._sums: list[ExactSum] = []
-        self._uses: list[int] = []  # of each sum's memory, by ourselves
-        self._places: dict[Node, dict[int, torch.Tensor]] = {}
-        self._planned = False
+        self._partial_sums: Fold[GradientList] | None = None
+        self._nodes_by_rank: list[list[Node]] = []
         self._announce: Callable[[], object] | None = None
+        # The micro-batch that is being accumulated: the left siblings that it is added to, and
+        # the node and the values of their sum.
+        self._siblings: list[GradientList] | None = None
+        self._node: Node = (0, 0)
+        self._values: GradientList = []
+        # The planned buckets, which are kept between steps with their memory while the number
+        # of leaves and the expected parameters stay the same.
+        self._planned_for: tuple[int, ...] = ()
+        self._is_planned = False
+        self._bucket_sums: list[ExactSum] = []
+        self._own_references: list[int] = []  # to the memory of each sum
+        self._destinations: dict[Node, dict[int, torch.Tensor]] = {}
         self._launched = 0
-        self.arrival = Arrival(parameters, self, modules)
+        # The backward pass that is watched.
+        self._readiness = GradientReadiness(
+            [parameter for _, parameter in parameters], self._on_gradient, modules
+        )
+        self._late = ""
+
+    @property
+    def arrival(self) -> Gradients:
+        """The object that watches the last backward pass."""
+        return self
 
     # --- while the micro-batches are computed ------------------------------------------------
 
     def begin(self, leaves: int, announce: Callable[[], object] | None = None) -> None:
-        """Start a step whose batch has `leaves` micro-batches; `.grad` is emptied.
+        """Start a step and empty `.grad`.
 
-        With `announce`, which tells the other ranks what this step is about (and
-        raises where they do something else), buckets may be launched before
-        `reduce` is called.
+        Args:
+            leaves: The number of micro-batches of the batch.
+            announce: Tells the other ranks what this step is about, and raises if their
+                steps differ. Buckets may be launched before `reduce` only if it is given.
         """
         self.clear()
         self._leaves, self._announce = leaves, announce
-        self._fold = Fold(leaves, add_lists)
-        self._holders = [nodes_of(each, leaves) for each in split_evenly(leaves, self._ranks)]
-        self._planned = self._ranks > 1 and self._native(self._trained)
-        if self._planned:
-            self._prepare(self._trained)
+        self._partial_sums = Fold(leaves, add_lists)
+        self._nodes_by_rank = [nodes_of(each, leaves) for each in split_evenly(leaves, self._ranks)]
+        self._is_planned = self._ranks > 1 and self._is_native(self._expected)
+        if self._is_planned:
+            self._prepare(self._expected)
 
     def clear(self) -> None:
-        """Empty `.grad` of every parameter, and forget what was taken."""
+        """Empty `.grad` of every parameter, and drop what has been accumulated."""
         self.sums = {}
         for _, parameter in self._parameters:
             parameter.grad = None
-        # Never finished, so that the other ranks may still write there; or somebody, such as
-        # an optimizer that compares gradients, holds on to those of the step before.
-        if self._launched or [each.uses() for each in self._sums] != self._uses:
-            self._case, self._sums, self._uses, self._places = (), [], [], {}
-        self._launched, self._met, self._fold = 0, None, None
+        # Launched and never finished: other ranks may still write to the memory. Or user code,
+        # such as an optimizer that compares gradients, refers to those of the step before.
+        if self._launched or [each.uses() for each in self._bucket_sums] != self._own_references:
+            self._planned_for, self._destinations = (), {}
+            self._bucket_sums, self._own_references = [], []
+        self._launched, self._siblings, self._partial_sums = 0, None, None
+        self._late = ""
 
     def take(self, microbatch: int) -> None:
-        """Make what autograd left in `.grad` the leaf of `microbatch`."""
-        self.open(microbatch)
-        for number in range(len(self._parameters)):
-            self.take_one(number)
+        """Move the gradients in `.grad` to the leaf of `microbatch`."""
+        self._open(microbatch)
+        for index in range(len(self._parameters)):
+            self._accumulate_one(index)
         self._close()
 
     def skip(self, microbatch: int) -> None:
-        """Leave the leaf of `microbatch`, which is not computed, absent; `.grad` is not read."""
-        self.open(microbatch)
-        for number in range(len(self._parameters)):
-            self._add(number, None)
+        """Leave the leaf of `microbatch`, which is not computed, empty; `.grad` is not read."""
+        self._open(microbatch)
+        for index in range(len(self._parameters)):
+            self._add(index, None)
         self._close()
 
-    def open(self, microbatch: int) -> None:
-        """Begin to take the gradients of `microbatch`, one after another."""
-        if self._met is None:
-            assert self._fold is not None
-            self._met, self._node = self._fold.meet(microbatch)
-            self._row = [None] * len(self._parameters)
+    def _open(self, microbatch: int) -> None:
+        """Begin to accumulate the gradients of `microbatch`, unless begun before."""
+        if self._siblings is None:
+            assert self._partial_sums is not None
+            self._siblings, self._node = self._partial_sums.meet(microbatch)
+            self._values = [None] * len(self._parameters)
 
-    def take_one(self, number: int) -> None:
-        """Add the gradient of one parameter to what it meets in the tree."""
-        name, parameter = self._parameters[number]
-        if self._row[number] is None:
+    def _accumulate_one(self, index: int) -> None:
+        """Move one parameter's gradient out of `.grad`, unless that has been done before."""
+        name, parameter = self._parameters[index]
+        if self._values[index] is None:
             gradient, parameter.grad = _gradient(name, parameter), None
-            self._add(number, gradient)
+            self._add(index, gradient)
 
     @torch.no_grad()
-    def _add(self, number: int, gradient: torch.Tensor | None) -> None:
-        """Add one parameter's gradient, or its absence, to what it meets in the tree."""
-        assert self._met is not None
-        terms = [each for row in self._met if (each := row[number]) is not None]
+    def _add(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Add one parameter's gradient, or None, to its siblings in the tree."""
+        assert self._siblings is not None
+        terms = [each for values in self._siblings if (each := values[index]) is not None]
         if gradient is not None:
             terms.insert(0, gradient)
         if not terms:
             return
         *others, last = terms
-        place = self._places.get(self._node, {}).get(number)
         if not others:
-            self._row[number] = last  # the launch brings it there
+            self._values[index] = last  # copied to its destination by the launch
             return
+        destination = self._destinations.get(self._node, {}).get(index)
         value = others[0]
         for left in others[1:]:
             value = left.add_(value)
-        self._row[number] = torch.add(last, value, out=last if place is None else place)
+        out = last if destination is None else destination
+        self._values[index] = torch.add(last, value, out=out)
 
     def _close(self) -> None:
-        """Put the leaf that was taken into the tree."""
-        assert self._fold is not None
-        self._fold.nodes[self._node] = self._row
-        self._met = None
+        """Put the sums of the micro-batch and its siblings into the tree."""
+        assert self._partial_sums is not None
+        self._partial_sums.nodes[self._node] = self._values
+        self._siblings = None
 
     def present(self) -> str:
         """Return which parameters have a gradient on this rank, as the bits of a hex number."""
-        assert self._fold is not None
-        columns = zip(*self._fold.nodes.values(), strict=True)
+        assert self._partial_sums is not None
+        columns = zip(*self._partial_sums.nodes.values(), strict=True)
         return f"{sum(1 << index for index, column in enumerate(columns) if _any(column)):x}"
 
-    # --- buckets -------------------------------------------------------------------------------
+    # --- while the last backward pass runs -----------------------------------------------------
 
-    @property
-    def eager(self) -> bool:
-        """Whether buckets may be launched before `reduce` is called."""
-        return self._planned and self._announce is not None
+    @contextmanager
+    def watch(self, loss: torch.Tensor, microbatch: int) -> Iterator[None]:
+        """Accumulate gradients and launch buckets while the body runs backward from `loss`.
 
-    def launch(self) -> None:
-        """Launch every planned bucket that is not launched yet, if that can be done by now."""
-        while self.eager and self._launched < len(self._sums):
-            self.launch_next()
+        For the last micro-batch of this rank, if its gradients come from this one backward
+        pass. The first time it only learns how they arrive.
+        """
+        with self._readiness.watch(loss) as may_accumulate:
+            if may_accumulate:
+                self._open(microbatch)
+            try:
+                yield
+            finally:
+                if self._readiness.has_late_callback:
+                    self._late = (
+                        "a callback was queued for the end of backward (queue_callback), for the "
+                        "first time since training began, when gradients had left .grad already; "
+                        "queue it from the first step on"
+                    )
 
-    def launch_next(self) -> None:
-        """Launch the next planned bucket; before the first one all ranks say where they are."""
-        assert self._fold is not None
-        if not self._launched and self._announce is not None:
-            self._announce()
-        held = dict(self._fold.nodes)
-        if self._met is not None:
-            held[self._node] = self._row
-        self._sums[self._launched].launch(held)
-        self._launched += 1
-        if self._met is not None:  # while backward runs: now, the values are in the cache
-            self._sums[self._launched - 1].finish_here()
-            self._let_go(self._sums[self._launched - 1].bucket)
+    def _on_gradient(self, index: int) -> None:
+        """Accumulate a complete gradient, and launch the buckets that are complete with it."""
+        state = self._readiness.mark(index)
+        if state is GradientState.LATE:
+            self._late = (
+                f"the gradient of {self._parameters[index][0]} came in two parts, and not in the "
+                "steps before; if a part of the model is checkpointed, do it with "
+                "use_reentrant=False"
+            )
+        elif state is GradientState.COMPLETE:
+            self._accumulate_one(index)
+            while self._launched < self._readiness.complete_buckets:
+                self.launch_next()
 
-    def _let_go(self, bucket: Bucket) -> None:
-        """Free the gradients whose sum is there; what is left of them is that they were."""
-        for member in bucket.members:
-            place = self._places[self._node].get(member.index)
-            if place is not None and self._row[member.index] is not None:
-                self._row[member.index] = place
+    def late(self) -> str:
+        """Return why a gradient was accumulated too early in this step, as a sentence, or ""."""
+        return self._late
 
     @torch.no_grad()
     def reduce(self, holders: Sequence[Sequence[Node]], present: Sequence[str]) -> None:
         """Leave the sum over all micro-batches in `.grad` of every parameter, on every rank.
 
-        `holders` lists the nodes of each rank of the group, `present` what each
-        rank says of its own. A parameter that got no gradient in any micro-batch
-        keeps `.grad = None`.
+        A parameter without a gradient in any micro-batch keeps `.grad = None`.
+
+        Args:
+            holders: The nodes of each rank of the group.
+            present: What `present` returned on each rank.
         """
-        assert self._fold is not None
-        held, trained = self._fold.nodes, _union(present)
+        assert self._partial_sums is not None
+        held, used = self._partial_sums.nodes, _union(present)
         if len(holders) == 1:
             (sums,) = held.values()
             pairs = list(enumerate(sums))
-        elif self._planned:
-            while self._launched < len(self._sums):
+        elif self._is_planned:
+            while self._launched < len(self._bucket_sums):
                 self.launch_next()
-            pairs = [pair for each in self._sums for pair in each.gather()]
-            more = self._plan(sorted({*trained} - {*self._trained}))
-            pairs += exact_sums(self._exact_sums(more), held)
+            pairs = [pair for each in self._bucket_sums for pair in each.gather()]
+            more = self._plan(sorted({*used} - {*self._expected}))
+            pairs += exact_sums(self._make_sums(more), held)
         else:
-            self._prepare(trained)
-            pairs = exact_sums(self._sums, held)
-        self._launched, self._fold = 0, None
-        self._trained = trained if self._shards is None else self._shards.covered
+            self._prepare(used)
+            pairs = exact_sums(self._bucket_sums, held)
+        self._launched, self._partial_sums = 0, None
+        self._expected = used if self._shards is None else self._shards.covered
         for index, gradient in pairs:
             parameter = self._parameters[index][1]
             if gradient is not None and self._shards is not None:
@@ -240,58 +275,86 @@ class Gradients:
             elif gradient is not None:
                 parameter.grad = in_layout_of(gradient, parameter) if len(holders) > 1 else gradient
 
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The planned buckets, in the order of their launch."""
-        return [each.bucket for each in self._sums]
+    # --- buckets -------------------------------------------------------------------------------
 
     @property
-    def launched(self) -> int:
-        """How many of the planned buckets are launched."""
-        return self._launched
+    def eager(self) -> bool:
+        """Whether buckets may be launched before `reduce` is called."""
+        return self._is_planned and self._announce is not None
 
-    def _native(self, numbers: Sequence[int]) -> bool:
-        """Tell whether gradients of these parameters are added where they lie."""
-        parameters = [self._parameters[number][1] for number in numbers]
+    def launch(self) -> None:
+        """Launch the planned buckets that are not launched yet, if `reduce` need not come first."""
+        while self.eager and self._launched < len(self._bucket_sums):
+            self.launch_next()
+
+    def launch_next(self) -> None:
+        """Launch the next planned bucket; before the first one, announce the step."""
+        assert self._partial_sums is not None
+        if not self._launched and self._announce is not None:
+            self._announce()
+        held = dict(self._partial_sums.nodes)
+        if self._siblings is not None:
+            held[self._node] = self._values
+        bucket_sum = self._bucket_sums[self._launched]
+        bucket_sum.launch(held)
+        self._launched += 1
+        if self._siblings is not None:  # during backward: add now, while the values are cached
+            bucket_sum.finish_here()
+            self._release_gradients(bucket_sum.bucket)
+
+    def _release_gradients(self, bucket: Bucket) -> None:
+        """Free gradients whose sum is complete; destinations mark them as present."""
+        for member in bucket.members:
+            destination = self._destinations[self._node].get(member.index)
+            if destination is not None and self._values[member.index] is not None:
+                self._values[member.index] = destination
+
+    def _is_native(self, indices: Sequence[int]) -> bool:
+        """Return whether the backend adds the gradients of these parameters in place."""
+        parameters = [self._parameters[index][1] for index in indices]
         kinds = {(each.device, each.dtype) for each in parameters}
         return all(native_backend(*kind, self._group) is not None for kind in kinds)
 
-    def _prepare(self, trained: Sequence[int]) -> None:
-        """Have the buckets of these parameters ready, with places for this rank's nodes."""
-        case = (self._leaves, *trained)
-        if case == self._case:
+    def _prepare(self, indices: Sequence[int]) -> None:
+        """Prepare the buckets of these parameters, and the destinations of this rank's nodes."""
+        planned_for = (self._leaves, *indices)
+        if planned_for == self._planned_for:
             return
-        self._case, self._sums, self._places = case, [], {}  # the old memory goes first
-        buckets = self._plan(trained)
-        self._sums = self._exact_sums(buckets if self._shards is None else self._shards.buckets)
-        mine = self._holders[dist.get_rank(self._group)]
-        self._places = {node: self._places_of(node) for node in mine}
-        self._uses = [each.uses() for each in self._sums]
+        self._planned_for = planned_for
+        self._bucket_sums, self._destinations = [], {}  # frees the old memory first
+        buckets = self._plan(indices)
+        if self._shards is not None:
+            buckets = self._shards.buckets
+        self._bucket_sums = self._make_sums(buckets)
+        self._readiness.set_buckets([[m.index for m in each.members] for each in buckets])
+        own_nodes = self._nodes_by_rank[dist.get_rank(self._group)]
+        self._destinations = {node: self._destinations_of(node) for node in own_nodes}
+        self._own_references = [each.uses() for each in self._bucket_sums]
 
-    def _places_of(self, node: Node) -> dict[int, torch.Tensor]:
+    def _destinations_of(self, node: Node) -> dict[int, torch.Tensor]:
         """Return where the values of one of this rank's nodes belong, by parameter."""
         return {
             member.index: in_layout_of(place, self._parameters[member.index][1])
-            for each in self._sums
+            for each in self._bucket_sums
             for member in each.bucket.members
             if (place := each.place(node, member)) is not None
         }
 
-    def _plan(self, numbers: Sequence[int]) -> list[Bucket]:
-        """Plan buckets of these parameters; with shards, of those that have no place yet."""
+    def _plan(self, indices: Sequence[int]) -> list[Bucket]:
+        """Plan buckets of these parameters; with shards, of those that have no bucket yet."""
         if self._shards is not None:
-            return self._shards.cover(numbers)
-        parameters = [self._parameters[number][1] for number in numbers]
+            return self._shards.cover(indices)
+        parameters = [self._parameters[index][1] for index in indices]
         numels = [parameter.numel() for parameter in parameters]
         dtypes = [parameter.dtype for parameter in parameters]
-        return plan(numels, dtypes, BUCKET_BYTES, indices=numbers)
+        return plan(numels, dtypes, BUCKET_BYTES, indices=indices)
 
-    def _exact_sums(self, buckets: Sequence[Bucket]) -> list[ExactSum]:
+    def _make_sums(self, buckets: Sequence[Bucket]) -> list[ExactSum]:
         shards = self._shards
         return [
             ExactSum(
                 bucket,
-                self._holders,
+                self._nodes_by_rank,
                 self._leaves,
                 self._parameters[bucket.members[0].index][1].device,
                 self._group,
@@ -318,7 +381,7 @@ def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor | None:
     gradient = gradient.detach()
     if gradient.stride() == parameter.stride():
         return gradient
-    # The norm of a gradient depends on the order in which its elements lie.
+    # The norm of a gradient depends on the order of its elements in memory.
     return in_format_of(gradient, parameter)
 
 
@@ -327,7 +390,7 @@ def _any(column: Sequence[torch.Tensor | None]) -> bool:
 
 
 def _union(present: Sequence[str]) -> list[int]:
-    """Return the numbers of the parameters that some rank has a gradient of."""
+    """Return the indices of the parameters that some rank has a gradient of."""
     bits = 0
     for each in present:
         bits |= int(each, 16)

@@ -1,11 +1,11 @@
-"""Uneven inputs: ranks without data take part in the others' steps.
+"""Uneven inputs: ranks without data take part in the exchanges of the others.
 
-torch's `Join` asks at every iteration who still has data; a rank that has none
-shadows the others' exchanges until nobody has.
+torch's `Join` finds out in every iteration which ranks still have data. A rank without
+data repeats the collective calls of the others until no rank has any.
 
-    rank with data      forward: (1) say so   (2) buffers   backward: (3) gradients
-    rank without        main_hook: (1) hear it (2) buffers            (3) no gradients
-    at the end          (4) everybody takes the model of a rank that was the last
+    rank with data      forward:   (1) exchange_iteration   (2) buffers   backward: (3) gradients
+    rank without        main_hook: (1) exchange_iteration   (2) buffers   (3) without gradients
+    at the end          (4) all ranks take the model of a rank that finished last
 """
 
 from __future__ import annotations
@@ -20,30 +20,39 @@ from torch.distributed.algorithms.join import JoinHook
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.errors import DisagreementError
 
-__all__ = ["DDPJoinHook", "Iteration", "last_joiner", "meet"]
+__all__ = ["DDPJoinHook", "Iteration", "exchange_iteration", "find_last_joiner"]
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """What the ranks with data do now: `source` is the first of them, `active` their number."""
+    """What the ranks with data do in an iteration."""
 
     source: int
+    """The first rank with data, whose buffers are broadcast."""
     active: int
+    """Number of ranks with data."""
     averages: bool
     buffers: bool
 
 
-def meet(
+def exchange_iteration(
     group: dist.ProcessGroup | None,
     averages: bool = False,
     buffers: bool = False,
-    active: bool = True,
+    is_active: bool = True,
 ) -> Iteration:
-    """Do (1): tell all ranks what this one does in the iteration, and hear it of the others.
+    """Exchange what each rank does in this iteration.
 
-    Raises DisagreementError on every rank where some average and others don't.
+    Args:
+        group: The ranks.
+        averages: Whether this rank averages gradients.
+        buffers: Whether this rank broadcasts buffers.
+        is_active: Whether this rank has data; without, it takes part in what the others do.
+
+    Raises:
+        DisagreementError: On every rank, if the ranks with data do different things.
     """
-    message = json.dumps([averages, buffers] if active else None).encode()
+    message = json.dumps([averages, buffers] if is_active else None).encode()
     everyone = [
         json.loads(each)
         for each in all_gather_bytes(message, "beginning an iteration in Join", group)
@@ -60,22 +69,27 @@ def meet(
 
 
 class DDPJoinHook(JoinHook):
-    """What torch calls where a rank has no data left."""
+    """What `Join` calls on a rank without data.
 
-    def __init__(self, iterate: Callable[[], None], end: Callable[[bool], None]) -> None:
-        self._iterate, self._end = iterate, end
+    Args:
+        take_part: Takes part in one iteration of the other ranks.
+        finish: Does (4); its argument is whether this rank was among the last with data.
+    """
+
+    def __init__(self, take_part: Callable[[], None], finish: Callable[[bool], None]) -> None:
+        self._take_part, self._finish = take_part, finish
 
     def main_hook(self) -> None:
-        """Take part in one iteration of the others."""
-        self._iterate()
+        """Take part in one iteration of the other ranks."""
+        self._take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Do (4)."""
-        self._end(is_last_joiner)
+        self._finish(is_last_joiner)
 
 
-def last_joiner(is_last: bool, group: dist.ProcessGroup | None) -> int:
-    """Return the first rank that had data to the end."""
+def find_last_joiner(is_last: bool, group: dist.ProcessGroup | None) -> int:
+    """Return the first of the ranks that had data until the end."""
     flags = [
         json.loads(each)
         for each in all_gather_bytes(json.dumps(is_last).encode(), "leaving Join", group)

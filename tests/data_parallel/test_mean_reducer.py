@@ -1,6 +1,6 @@
-"""What people use with torch's DistributedDataParallel, with ours: features and refusals.
+"""Features that users of torch's DistributedDataParallel use, with ours, and its errors.
 
-All programs run in one launch of three ranks; a test looks at one of them.
+All programs run in one launch of three ranks; each test looks at one of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lockstep.errors import GradientError
 from lockstep.launcher.fork_server import get_fork_server
 
 RANKS = 3
+MIB = 1 << 20
 PROGRAMS: dict[str, Callable[[int], Any]] = {}
 ON_GLOO = ("views_of_buckets", "checkpointed_reentrantly")
 """What is done another way where the backend adds nothing by itself."""
@@ -117,20 +118,20 @@ class Segments(nn.Module):
 
 @program
 def checkpointed(rank: int) -> list[bool]:
-    return averaged(lambda: Segments(False), squares, rank, bucket_bytes=64)
+    return averaged(lambda: Segments(False), squares, rank, bucket_cap_mb=64 / MIB)
 
 
 @program
 def checkpointed_reentrantly(rank: int) -> list[bool]:
-    return averaged(lambda: Segments(True), squares, rank, bucket_bytes=64)
+    return averaged(lambda: Segments(True), squares, rank, bucket_cap_mb=64 / MIB)
 
 
 @program
 def checkpointed_reentrantly_in_one_round(rank: int) -> list[bool]:
     model = ls.DistributedDataParallel(Segments(True))
     rounds = []
-    finish = model._reducer._finish
-    model._reducer._finish = lambda: (rounds.append(1), finish())
+    finish = model._reducer.finish
+    model._reducer.finish = lambda: (rounds.append(1), finish())
     for _ in range(2):
         squares(model, rank)
     return [len(rounds) == 2]
@@ -212,7 +213,7 @@ def compiled_around(rank: int) -> list[bool]:
 @program
 def some_ranks_only(rank: int) -> list[bool]:
     some, alone = dist.new_group([0, 2]), [dist.new_group([each]) for each in range(RANKS)]
-    model = ls.DistributedDataParallel(net(), group=alone[1] if rank == 1 else some)
+    model = ls.DistributedDataParallel(net(), process_group=alone[1] if rank == 1 else some)
     squares(model, rank)
     columns = []
     for each in [1] if rank == 1 else [0, 2]:
@@ -250,7 +251,7 @@ def steps_of(model: ls.DistributedDataParallel, rank: int) -> list[list[torch.Te
 def views_of_buckets(rank: int) -> list[bool]:
     """The same gradients as without, and they lie in the bucket."""
     plain, viewed = (
-        ls.DistributedDataParallel(net(), gradient_as_bucket_view=view, bucket_bytes=3000)
+        ls.DistributedDataParallel(net(), gradient_as_bucket_view=view, bucket_cap_mb=3000 / MIB)
         for view in (False, True)
     )
     # One after the other, and each alone: two on one group wait for each other.

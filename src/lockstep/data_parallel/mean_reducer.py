@@ -1,0 +1,313 @@
+"""Mean reducer of DistributedDataParallel: means over ranks, bucket by bucket, during backward.
+
+    backward   (1) a gradient is complete, by `lockstep.data_parallel.readiness`
+               (2) buckets whose members are complete are launched in one fixed order,
+                   the last parameters first, the same on every rank
+               (3) meanwhile the bucket before is added and gathered
+    its end    (4) the other buckets are launched; members without a gradient are absent
+               (5) sparse gradients, whose rows are not known before
+               (6) the means are written to `.grad`, or `.grad` becomes a view of them
+
+With several wrapped modules on one process group, backward passes may reach them in a
+different order on each rank. Then nothing is launched before the end of a pass. The ranks
+exchange which of them have gradients, and (2) to (6) follow in the order in which the
+wrappers were made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm.bucket import Bucket, plan
+from lockstep.comm.exact import ExactSum, in_format_of, in_layout_of
+from lockstep.comm.sparse import sparse_means
+from lockstep.comm.transfer import all_gather_bytes
+from lockstep.data_parallel.comm_hook import CommHook, CommHookReduction
+from lockstep.data_parallel.readiness import GradientReadiness, GradientState
+from lockstep.errors import GradientError
+
+__all__ = ["MeanReducer"]
+
+_reducers: weakref.WeakSet[MeanReducer] = weakref.WeakSet()
+_numbers = itertools.count()
+
+
+class MeanReducer:
+    """Averages gradients during backward; see the steps at the top of the file.
+
+    Args:
+        named: All parameters of the model with their names, in the model's order.
+        sparse: The parameters whose gradients are sparse tensors.
+        bucket_bytes: Capacity of a bucket in bytes.
+        group: The ranks that average, the whole world if None.
+        as_view: Whether `.grad` becomes a view of the means instead of a copy.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        sparse: Collection[torch.Tensor],
+        bucket_bytes: int,
+        group: dist.ProcessGroup | None,
+        as_view: bool,
+    ) -> None:
+        self.is_enabled = True
+        self.scale = 1.0
+        """Factor of the means; not 1 in `Join` when some ranks have no more data."""
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._as_view = as_view
+        trained = [n for n, parameter in enumerate(self._parameters) if parameter.requires_grad]
+        self._sparse = [n for n in trained if self._parameters[n] in sparse]
+        dense = [n for n in trained if n not in self._sparse]
+        self._buckets = plan(
+            [self._parameters[n].numel() for n in dense],
+            [self._parameters[n].dtype for n in dense],
+            bucket_bytes,
+            indices=dense,
+        )
+        self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._node = (self._rank, self._rank + 1)
+        holders = [[(each, each + 1)] for each in range(self._ranks)]
+        self._reductions: list[ExactSum] | list[CommHookReduction] = [
+            ExactSum(
+                bucket, holders, self._ranks, self._parameters[0].device, group, divisor=self._ranks
+            )
+            for bucket in self._buckets
+        ]
+        self._group = group or dist.group.WORLD
+        self._number = next(_numbers)
+        self._has_comm_hook = False
+        self._shares_group = False
+        self._unaveraged: set[int] = set()  # gradients that are not averaged yet
+        # The backward pass that runs.
+        self._launched = 0
+        self._is_active = False  # it has added to a gradient
+        self._is_absent = False  # this rank takes part without gradients
+        self._readiness = GradientReadiness(
+            self._parameters, self._on_gradient, tracks_every_pass=True
+        )
+        self._readiness.set_buckets([[m.index for m in each.members] for each in self._buckets])
+        self._readiness.register_hooks()
+        self._find_others()
+
+    @property
+    def shares_group(self) -> bool:
+        """Whether several reducers use this process group, and must wait for each other."""
+        return self._shares_group
+
+    @property
+    def launched(self) -> int:
+        """Number of buckets that have been launched in the backward pass that runs."""
+        return self._launched
+
+    def set_comm_hook(self, comm_hook: CommHook, state: object) -> None:
+        """Average the dense gradients by a communication hook."""
+        self._has_comm_hook = True
+        last, reductions = len(self._buckets) - 1, list[CommHookReduction]()
+        for n, bucket in enumerate(self._buckets):
+            previous = reductions[-1] if reductions else None
+            reductions.append(
+                CommHookReduction(
+                    bucket, n, n == last, self._parameters, comm_hook, state, previous
+                )
+            )
+        self._reductions = reductions
+
+    def reset(self) -> None:
+        """Discard a backward pass that raised, once what it launched has ended."""
+        if self._launched:
+            self._reductions[self._launched - 1].combine()
+        for each in self._reductions[: self._launched]:
+            each.gather()
+        if self._is_active:
+            self._unaveraged.clear()
+        self._stop_pass()
+
+    def watch_outputs(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Track the backward pass that begins at these outputs of the model.
+
+        The gradients of the outputs come first of all, so the pass that is seen there is the
+        outermost one.
+        """
+        if self._is_alone:
+            return
+        this = weakref.ref(self)
+
+        def begin(_: torch.Tensor) -> None:
+            owner = this()
+            if owner is not None and owner.is_enabled:
+                owner._follow_pass()
+
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(begin)
+
+    def average_without_gradients(self) -> None:
+        """Take part in the average of the other ranks without gradients of this rank."""
+        self._unaveraged.clear()
+        self._is_absent = True
+        self.finish()
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._ranks == 1 and not self._has_comm_hook
+
+    # --- while a backward pass runs --------------------------------------------------------------
+
+    def _follow_pass(self) -> None:
+        """Follow the backward pass that runs now, unless it or one around it is followed."""
+        if not self._readiness.is_following:
+            self.reset()  # the pass before may have raised
+            self._readiness.follow(self._end_pass)
+
+    def _on_gradient(self, index: int) -> None:
+        """Do (1), and launch the buckets that are complete."""
+        if self._is_alone:
+            return
+        if not self.is_enabled:
+            self._unaveraged.add(index)
+            return
+        self._follow_pass()
+        self._require_no_graph(index)
+        state = self._readiness.mark(index)
+        if state is GradientState.LATE:
+            self._require_not_launched(index)
+        self._unaveraged.add(index)
+        self._is_active = True
+        if not self._shares_group:
+            while self._launched < self._readiness.complete_buckets:
+                self.launch_next()
+
+    def _require_no_graph(self, index: int) -> None:
+        gradient = self._parameters[index].grad
+        if gradient is not None and gradient.requires_grad:
+            raise GradientError(
+                "backward(create_graph=True) cannot go through DistributedDataParallel: the mean "
+                f"in the gradient of {self._names[index]} would have the graph of this rank's part "
+                "only; call torch.autograd.grad(..., create_graph=True), and backward on what you "
+                "compute from its result"
+            )
+
+    def _require_not_launched(self, index: int) -> None:
+        launched = self._buckets[: self._launched]
+        if any(member.index == index for bucket in launched for member in bucket.members):
+            raise GradientError(
+                f"parameter {self._names[index]} got a gradient again in one backward pass, after "
+                "the first one had been averaged: use checkpoint(..., use_reentrant=False)"
+            )
+
+    @torch.no_grad()
+    def launch_next(self) -> None:
+        """Do (2) and (3) for the next bucket."""
+        number, self._launched = self._launched, self._launched + 1
+        bucket = self._buckets[number]
+        # A gradient of an earlier pass counts only if another rank has a new one.
+        stale = {member.index for member in bucket.members} - self._unaveraged
+        self._reductions[number].launch({self._node: self._gradients(bucket, stale)}, stale)
+        if number:
+            self._reductions[number - 1].combine()
+
+    def _gradients(self, bucket: Bucket, stale: set[int]) -> dict[int, torch.Tensor | None]:
+        """Return the bucket's gradients by index, None where there is none to average."""
+        if self._is_absent:
+            return {member.index: None for member in bucket.members}
+        gradients: dict[int, torch.Tensor | None] = {}
+        for member in bucket.members:
+            parameter = self._parameters[member.index]
+            if self._as_view and member.index in stale and parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()  # it may stay, while the bucket changes
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                raise GradientError(
+                    f"parameter {self._names[member.index]} has a sparse gradient, which is "
+                    "supported only for the weights of Embedding and EmbeddingBag with "
+                    "sparse=True: use one of these modules, or sparse=False"
+                )
+            if gradient is not None and gradient.stride() != parameter.stride():
+                gradient = in_format_of(gradient, parameter)
+            gradients[member.index] = gradient
+        return gradients
+
+    # --- at its end ------------------------------------------------------------------------------
+
+    def _end_pass(self) -> None:
+        """Finish this reducer, or all that have gradients, in the order in which they were made."""
+        if not self._is_active:
+            return  # no gradients
+        if not self._shares_group:
+            return self.finish()
+        here = {each._number: each for each in _reducers if each._group is self._group}
+        active = [number for number, each in here.items() if each._is_active]
+        messages = all_gather_bytes(
+            json.dumps(active).encode(), "averaging gradients at the end of backward", self._group
+        )
+        for number in sorted({number for each in messages for number in json.loads(each)}):
+            here[number].finish()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Do (4), (5) and (6)."""
+        while self._launched < len(self._buckets):
+            self.launch_next()
+        if self._reductions:
+            self._reductions[-1].combine()
+        self._write(pair for each in self._reductions for pair in each.gather())
+        if self._sparse:
+            self._write_sparse()
+        self._unaveraged.clear()
+        self._stop_pass()
+
+    def _stop_pass(self) -> None:
+        self._launched = 0
+        self._is_active, self._is_absent = False, False
+        self._readiness.stop()
+
+    def _write(self, pairs: Iterable[tuple[int, torch.Tensor | None]]) -> None:
+        """Write the means to `.grad`, in its own memory unless a view is wanted."""
+        new = self._unaveraged_anywhere() if self._has_comm_hook else None
+        for index, mean in pairs:
+            if mean is None or (new is not None and index not in new):
+                continue
+            parameter = self._parameters[index]
+            value = in_layout_of(mean, parameter)
+            if self.scale != 1.0:
+                value.mul_(self.scale)
+            if self._as_view:
+                parameter.grad = value
+            elif parameter.grad is None:
+                parameter.grad = value.clone()
+            else:
+                parameter.grad.copy_(value)
+
+    def _unaveraged_anywhere(self) -> set[int]:
+        """Return the parameters with a new gradient on some rank; comm hooks do not report them."""
+        message = json.dumps(sorted(self._unaveraged)).encode()
+        lists = all_gather_bytes(message, "averaging gradients by a hook", self._group)
+        return {index for each in lists for index in json.loads(each)}
+
+    def _write_sparse(self) -> None:
+        """Average the sparse gradients. They are replaced, since their rows may change."""
+        values = {n: None if self._is_absent else self._parameters[n].grad for n in self._sparse}
+        models = {n: self._parameters[n] for n in self._sparse}
+        for index, mean in sparse_means(values, self._unaveraged, models, self._group).items():
+            parameter = self._parameters[index]
+            parameter.grad = mean if self.scale == 1.0 else mean * self.scale
+
+    def _find_others(self) -> None:
+        """Find out, with the other ranks, whether several reducers use this process group."""
+        _reducers.add(self)
+        here = [each for each in _reducers if each._group is self._group]
+        message = str(len(here)).encode()
+        counts = all_gather_bytes(
+            message, "wrapping a module in DistributedDataParallel", self._group
+        )
+        for each in here:
+            each._shares_group = max(map(int, counts)) > 1

@@ -1,0 +1,284 @@
+"""Gradient readiness: which gradients and buckets are complete while backward runs.
+
+    backward pass              ... layer 6 ─> layer 5 ─> layer 4 ...
+    post-accumulate hooks          w6, b6     w5, b5
+    bucket 0 = {w6, b6}            complete: may be launched
+    bucket 1 = {w5, b5}                       complete, and so is bucket 0: may be launched
+
+Buckets are launched in one fixed order, the same on every rank, so ranks need not agree
+on when each of them launches a bucket. Whether a gradient is complete when its hook runs
+is decided here:
+
+- The first backward pass only shows how gradients arrive; none counts as complete.
+- Reentrant activation checkpointing runs a backward pass inside the outer one for each
+  segment. What an inner pass accumulates is complete only at the end of the outer one.
+- A parameter whose gradient arrived in several parts in some pass is never complete before
+  the end of a pass.
+- Inside `watch`, where the caller moves complete gradients out of `.grad`, none counts as
+  complete while user code could look for it there: while a module has backward hooks, while
+  a parameter has post-accumulate hooks of others, and once a callback has been queued for
+  the end of a backward pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.nn.modules import module as global_hooks
+
+__all__ = ["GradientReadiness", "GradientState"]
+
+
+class GradientState(Enum):
+    """State of a gradient after autograd has added to it."""
+
+    COMPLETE = "complete"
+    """Nothing else is expected in this backward pass."""
+
+    INCOMPLETE = "incomplete"
+    """More may follow: the gradient is complete at the end of the backward pass."""
+
+    LATE = "late"
+    """The gradient was reported as complete before."""
+
+
+class GradientReadiness:
+    """Tracks one backward pass at a time, and counts the complete members of each bucket.
+
+    Only autograd's graph refers to the hooks, and the hooks hold weak references: they do
+    nothing once this object is gone.
+
+    Args:
+        parameters: The parameters, which are identified by their index.
+        on_gradient: Called with a parameter's index each time autograd has added to its
+            `.grad`. A bound method; its object is held weakly.
+        modules: Modules whose backward hooks could look at `.grad`.
+        tracks_every_pass: Whether `on_gradient` is called in every backward pass. Otherwise
+            only inside `watch`.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        on_gradient: Callable[[int], None],
+        modules: Iterable[nn.Module] = (),
+        tracks_every_pass: bool = False,
+    ) -> None:
+        self._parameters, self._modules = list(parameters), list(modules)
+        self._on_gradient = weakref.WeakMethod(on_gradient)
+        self._tracks_every_pass = tracks_every_pass
+        self._hooked: set[int] = set()
+        # Learned from the passes so far.
+        self._has_watched = False
+        self._has_callbacks = False
+        self._split: set[int] = set()  # arrived in several parts
+        # The pass that runs.
+        self._is_watching = False
+        self._pass: weakref.ref[_Pass] | None = None
+        self._outermost = -1  # autograd's number of the outermost pass
+        self._counts_complete = False
+        self._arrived: set[int] = set()
+        self._complete: set[int] = set()
+        self.has_late_callback = False
+        """Whether, in the pass that was watched last, the first callback ever was queued
+        when gradients were complete already."""
+        # The buckets.
+        self._sizes: list[int] = []
+        self._bucket_of: dict[int, int] = {}
+        self._missing: list[int] = []
+        self._complete_buckets = 0
+
+    def register_hooks(self) -> None:
+        """Register a hook on every parameter that requires a gradient and has none of ours."""
+        this = weakref.ref(self)
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad and index not in self._hooked:
+                parameter.register_post_accumulate_grad_hook(_Hook(this, index))
+                self._hooked.add(index)
+
+    def set_buckets(self, members: Sequence[Collection[int]]) -> None:
+        """Set the buckets, in the order of their launch, by the indices of their parameters."""
+        self._sizes = [len(each) for each in members]
+        self._bucket_of = {index: bucket for bucket, each in enumerate(members) for index in each}
+
+    # --- the backward pass to track ------------------------------------------------------------
+
+    @contextmanager
+    def watch(self, loss: torch.Tensor) -> Iterator[bool]:
+        """Track the backward pass that the body runs once, from `loss`.
+
+        Yields:
+            Whether gradients may become complete before its end.
+        """
+        self.register_hooks()
+        self._begin(self._has_watched and not self.is_observed())
+        self.has_late_callback = False
+        handle = loss.register_hook(self._enter)
+        self._is_watching = True
+        try:
+            with _notice_callbacks(self._note_callback):
+                yield self._counts_complete
+        finally:
+            self._is_watching, self._has_watched = False, True
+            handle.remove()
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether the body of `watch` runs."""
+        return self._is_watching
+
+    def follow(self, on_end: Callable[[], None]) -> None:
+        """Track the backward pass that runs now, as the outermost one.
+
+        Args:
+            on_end: Called when the pass ends, unless it raises or `stop` is called before.
+        """
+        self._begin(self._has_watched)
+        self._enter()
+        current = _Pass()
+        self._pass = weakref.ref(current)
+        Variable._execution_engine.queue_callback(partial(self._end, current, on_end))
+
+    @property
+    def is_following(self) -> bool:
+        """Whether the pass given to `follow` still runs; False once it has ended or raised."""
+        return self._pass is not None and self._pass() is not None
+
+    def stop(self) -> None:
+        """Stop following the backward pass that runs."""
+        self._pass = None
+
+    def _begin(self, counts_complete: bool) -> None:
+        self._counts_complete = counts_complete
+        self._arrived, self._complete = set(), set()
+        self._missing, self._complete_buckets = list(self._sizes), 0
+
+    def _enter(self, *_: torch.Tensor) -> None:
+        self._outermost = torch._C._current_graph_task_id()
+
+    def _end(self, ended: _Pass, on_end: Callable[[], None]) -> None:
+        if self._pass is None or self._pass() is not ended:
+            return
+        self.stop()
+        self._has_watched |= bool(self._arrived)
+        on_end()
+
+    # --- decisions -----------------------------------------------------------------------------
+
+    def mark(self, index: int) -> GradientState:
+        """Record that autograd has added to a gradient; call it from `on_gradient`."""
+        if index in self._arrived:
+            self._split.add(index)
+        self._arrived.add(index)
+        if index in self._complete:
+            return GradientState.LATE
+        is_inner = torch._C._current_graph_task_id() != self._outermost
+        if not self._counts_complete or is_inner or index in self._split:
+            return GradientState.INCOMPLETE
+        self._complete.add(index)
+        if index in self._bucket_of:
+            self._missing[self._bucket_of[index]] -= 1
+            self._advance()
+        return GradientState.COMPLETE
+
+    def _advance(self) -> None:
+        """Count the buckets from the first one on that miss no member."""
+        missing = self._missing
+        while self._complete_buckets < len(missing) and not missing[self._complete_buckets]:
+            self._complete_buckets += 1
+
+    @property
+    def complete_buckets(self) -> int:
+        """Number of buckets, from the first one on, that may be launched in this pass."""
+        return self._complete_buckets
+
+    # --- user code that looks at `.grad` -------------------------------------------------------
+
+    def is_observed(self) -> bool:
+        """Return whether user code may look at `.grad` while a backward pass runs."""
+        return (
+            self._has_callbacks
+            or bool(global_hooks._global_backward_hooks)
+            or bool(global_hooks._global_backward_pre_hooks)
+            or any(
+                module._backward_hooks or module._backward_pre_hooks
+                for root in self._modules
+                for module in root.modules()
+            )
+            or any(_has_foreign_hooks(parameter) for parameter in self._parameters)
+        )
+
+    def _note_callback(self) -> None:
+        self._has_callbacks = True
+        self.has_late_callback |= bool(self._complete)
+
+
+class _Pass:
+    """A backward pass that runs.
+
+    Autograd alone refers to it, by the callback at its end, and drops it when the pass raises.
+    """
+
+
+class _Hook:
+    """Post-accumulate hook of a parameter; does nothing once its GradientReadiness is gone."""
+
+    def __init__(self, owner: weakref.ref[GradientReadiness], index: int) -> None:
+        self._owner, self._index = owner, index
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        owner = self._owner()
+        if owner is not None and (owner._is_watching or owner._tracks_every_pass):
+            on_gradient = owner._on_gradient()
+            if on_gradient is not None:
+                on_gradient(self._index)
+
+    @property
+    def may_read_gradient(self) -> bool:
+        """Whether it does something in a backward pass that somebody else watches."""
+        owner = self._owner()
+        return owner is not None and owner._tracks_every_pass
+
+
+def _has_foreign_hooks(parameter: nn.Parameter) -> bool:
+    hooks = parameter._post_accumulate_grad_hooks
+    return bool(hooks) and any(
+        type(hook) is not _Hook or hook.may_read_gradient for hook in hooks.values()
+    )
+
+
+class _NoticingEngine:
+    """Autograd's engine; calls `notice` for every callback that is queued on it."""
+
+    def __init__(self, engine: Any, notice: Callable[[], None]) -> None:
+        self.engine, self._notice = engine, notice
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def queue_callback(self, callback: Callable[[], None]) -> None:
+        """Queue a callback for the end of the backward pass that runs."""
+        self._notice()
+        self.engine.queue_callback(callback)
+
+
+@contextmanager
+def _notice_callbacks(notice: Callable[[], None]) -> Iterator[None]:
+    """Call `notice` where the body queues a callback; torch has no list of them."""
+    holder: Any = Variable
+    engine = _NoticingEngine(holder._execution_engine, notice)
+    holder._execution_engine = engine
+    try:
+        yield
+    finally:
+        # A backward pass in another thread may have replaced it meanwhile.
+        if holder._execution_engine is engine:
+            holder._execution_engine = engine.engine

@@ -1,0 +1,356 @@
+"""Which gradients and buckets are complete during backward, on graphs of one process."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.data_parallel.readiness import GradientReadiness, GradientState
+
+COMPLETE, INCOMPLETE, LATE = GradientState.COMPLETE, GradientState.INCOMPLETE, GradientState.LATE
+
+
+class Layers(nn.Module):
+    """Three layers without bias, parameters 0, 1 and 2, whose gradients arrive as 2, 1, 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(3, 3, bias=False) for _ in range(3))
+        self.recomputed = ()
+        """Layers that run in a reentrant checkpoint between `first` and `last`."""
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        if not self.recomputed:
+            return self.last(self.middle(hidden))
+        segment = nn.Sequential(*self.recomputed)
+        return self.last(checkpoint(segment, hidden, use_reentrant=True))
+
+    def loss(self):
+        return self(torch.ones(2, 3, requires_grad=True)).square().sum()
+
+
+class Recorder:
+    """A policy that launches nothing."""
+
+    def __init__(self, model, buckets=((2,), (1,), (0,)), **options):
+        self.states, self.counts = [], []
+        self.readiness = GradientReadiness(model.parameters(), self.on_gradient, **options)
+        self.readiness.set_buckets(buckets)
+
+    def on_gradient(self, index):
+        self.states.append((index, self.readiness.mark(index)))
+        self.counts.append(self.readiness.complete_buckets)
+
+    def watch(self, model):
+        """Return the states in one backward pass."""
+        self.states, self.counts = [], []
+        loss = model.loss()
+        with self.readiness.watch(loss):
+            loss.backward()
+        return self.states
+
+
+def watched(model, *passes, **options):
+    """Return the states in each of several passes; a pass is a tuple of recomputed layers."""
+    recorder, found = Recorder(model, **options), []
+    for recomputed in passes:
+        model.recomputed = recomputed
+        found.append(recorder.watch(model))
+    return found
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Layers()
+
+
+# --- complete gradients -----------------------------------------------------------------------
+
+
+def test_the_first_pass_only_shows_how_gradients_arrive(model):
+    first, second = watched(model, (), ())
+    assert first == [(2, INCOMPLETE), (1, INCOMPLETE), (0, INCOMPLETE)]
+    assert second == [(2, COMPLETE), (1, COMPLETE), (0, COMPLETE)]
+
+
+def test_what_an_inner_pass_accumulates_is_incomplete(model):
+    _, second = watched(model, (model.middle,), (model.middle,))
+    assert second == [(2, COMPLETE), (1, INCOMPLETE), (0, COMPLETE)]
+
+
+def test_a_gradient_that_came_in_parts_is_incomplete_in_later_passes(model):
+    shared = (model.last, model.middle)
+    first, second, third = watched(model, shared, shared, ())
+    assert [index for index, _ in first] == [2, 1, 2, 0]
+    assert second == [(2, INCOMPLETE), (1, INCOMPLETE), (2, INCOMPLETE), (0, COMPLETE)]
+    assert third == [(2, INCOMPLETE), (1, COMPLETE), (0, COMPLETE)]
+
+
+def test_a_part_that_follows_a_complete_gradient_is_late(model):
+    _, second, third = watched(model, (), (model.last,), (model.last,))
+    assert second == [(2, COMPLETE), (2, LATE), (0, COMPLETE)]
+    assert third == [(2, INCOMPLETE), (2, INCOMPLETE), (0, COMPLETE)]
+
+
+# --- buckets ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("buckets", "counts"),
+    [
+        ([[2], [1], [0]], [1, 2, 3]),
+        ([[1, 2], [0]], [0, 1, 2]),
+        ([[0], [1], [2]], [0, 0, 3]),
+        ([[1], [0, 2]], [0, 1, 2]),
+        ([[1]], [0, 1, 1]),  # the others are in no bucket
+        ([], [0, 0, 0]),
+    ],
+)
+def test_buckets_are_complete_in_their_fixed_order(model, buckets, counts):
+    recorder = Recorder(model, buckets)
+    for _ in range(3):
+        recorder.watch(model)
+    assert recorder.counts == counts
+
+
+def test_no_bucket_with_an_incomplete_gradient_is_complete(model):
+    recorder = Recorder(model, [[2], [1], [0]])
+    model.recomputed = (model.middle,)
+    recorder.watch(model)
+    assert recorder.counts == [0, 0, 0]
+    recorder.watch(model)
+    assert recorder.counts == [1, 1, 1]
+
+
+def test_a_late_gradient_counts_once(model):
+    recorder = Recorder(model, [[2, 0], [1]])
+    recorder.watch(model)
+    model.recomputed = (model.last, model.middle)
+    recorder.watch(model)
+    assert recorder.counts == [0, 0, 0, 1]
+
+
+# --- hooks ------------------------------------------------------------------------------------
+
+
+def hooks_of(parameter):
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
+def test_each_parameter_gets_one_hook_once_it_requires_a_gradient(model):
+    recorder = Recorder(model)
+    model.middle.weight.requires_grad_(False)
+    recorder.watch(model)
+    assert [len(hooks_of(each)) for each in model.parameters()] == [1, 0, 1]
+    model.middle.weight.requires_grad_(True)
+    assert [index for index, _ in recorder.watch(model)] == [2, 1, 0]
+    assert [len(hooks_of(each)) for each in model.parameters()] == [1, 1, 1]
+
+
+def test_hooks_call_only_inside_watch_unless_every_pass_is_tracked(model):
+    recorder, all_passes = Recorder(model), Recorder(model, tracks_every_pass=True)
+    recorder.readiness.register_hooks()
+    all_passes.readiness.register_hooks()
+    model.loss().backward()
+    assert recorder.states == []
+    assert [index for index, _ in all_passes.states] == [2, 1, 0]
+
+
+def test_neither_parameters_nor_losses_keep_readiness_and_policy_alive(model):
+    recorder = Recorder(model)
+    loss = model.loss()
+    with recorder.readiness.watch(loss):
+        loss.backward(retain_graph=True)
+    dropped = [weakref.ref(recorder), weakref.ref(recorder.readiness)]
+    gc.disable()  # there is no cycle that would need it
+    try:
+        del recorder
+        assert [each() for each in dropped] == [None, None]
+    finally:
+        gc.enable()
+    loss.backward()
+
+
+def test_a_policy_that_is_gone_is_not_called(model):
+    recorder = Recorder(model, tracks_every_pass=True)
+    readiness, states = recorder.readiness, recorder.states
+    readiness.register_hooks()
+    del recorder
+    model.loss().backward()
+    assert states == []
+
+
+# --- user code that looks at `.grad` ----------------------------------------------------------
+
+
+def nothing(*_):
+    return None
+
+
+OBSERVERS = {
+    "backward hook": lambda model: model.middle.register_full_backward_hook(nothing),
+    "backward pre-hook": lambda model: model.middle.register_full_backward_pre_hook(nothing),
+    "hook of all modules": lambda _: nn.modules.module.register_module_full_backward_hook(nothing),
+    "pre-hook of all modules": (
+        lambda _: nn.modules.module.register_module_full_backward_pre_hook(nothing)
+    ),
+    "post-accumulate hook": lambda model: model.first.weight.register_post_accumulate_grad_hook(
+        nothing
+    ),
+}
+
+
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_nothing_is_complete_while_a_hook_may_look_at_gradients(model, observer):
+    recorder = Recorder(model, modules=[model])
+    recorder.watch(model)
+    assert not recorder.readiness.is_observed()
+    handle = OBSERVERS[observer](model)
+    try:
+        assert {state for _, state in recorder.watch(model)} == {INCOMPLETE}
+    finally:
+        handle.remove()
+    assert {state for _, state in recorder.watch(model)} == {COMPLETE}
+
+
+def test_another_readiness_looks_at_gradients_only_if_it_tracks_every_pass(model):
+    recorder, other = Recorder(model), Recorder(model)
+    for each in (recorder, other):
+        each.watch(model)
+    assert not recorder.readiness.is_observed()
+    every_pass = Recorder(model, tracks_every_pass=True)
+    every_pass.readiness.register_hooks()
+    assert recorder.readiness.is_observed()
+    del every_pass
+    assert not recorder.readiness.is_observed()
+
+
+def queue_from(layer, callback=nothing):
+    """Queue a callback for the end of backward when the gradient of a layer's output is there."""
+
+    def queue(gradient):
+        Variable._execution_engine.queue_callback(callback)
+
+    def hook(module, inputs, output):
+        output.register_hook(queue)
+
+    return layer.register_forward_hook(hook)
+
+
+def test_a_callback_for_the_end_of_backward_ends_early_completion_for_good(model):
+    recorder, called = Recorder(model), []
+    handle = queue_from(model.last, lambda: called.append(1))
+    recorder.watch(model)
+    handle.remove()
+    assert called == [1]
+    assert not recorder.readiness.has_late_callback  # nothing had been complete
+    for _ in range(2):
+        assert {state for _, state in recorder.watch(model)} == {INCOMPLETE}
+
+
+def test_the_first_callback_after_complete_gradients_is_late_in_that_pass_only(model):
+    recorder = Recorder(model)
+    recorder.watch(model)
+    queue_from(model.first)
+    assert recorder.watch(model)[:2] == [(2, COMPLETE), (1, COMPLETE)]
+    assert recorder.readiness.has_late_callback
+    recorder.watch(model)
+    assert not recorder.readiness.has_late_callback
+
+
+def test_the_engine_of_torch_is_put_back_also_after_an_exception(model):
+    engine, recorder = Variable._execution_engine, Recorder(model)
+
+    def fail():
+        with recorder.readiness.watch(model.loss()):
+            assert Variable._execution_engine is not engine
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert Variable._execution_engine is engine
+    assert not recorder.readiness.is_watching
+
+
+# --- a pass that is followed to its end -------------------------------------------------------
+
+
+class Follower(Recorder):
+    """Follows the pass in which a gradient arrives, from the gradient of the loss on."""
+
+    def __init__(self, model, **options):
+        super().__init__(model, tracks_every_pass=True, **options)
+        self.readiness.register_hooks()
+        self.ends = 0
+
+    def on_gradient(self, index):
+        self.follow()
+        super().on_gradient(index)
+
+    def follow(self, *_):
+        if not self.readiness.is_following:
+            self.readiness.follow(self.on_end)
+
+    def on_end(self):
+        self.ends += 1
+
+    def backward(self, model):
+        self.states = []
+        loss = model.loss()
+        loss.register_hook(self.follow)
+        loss.backward()
+        return self.states
+
+
+def test_only_the_end_of_the_outermost_pass_is_reported(model):
+    follower = Follower(model)
+    model.recomputed = (model.middle,)
+    states = [follower.backward(model) for _ in range(2)]
+    assert follower.ends == 2
+    assert not follower.readiness.is_following
+    assert states[0] == [(2, INCOMPLETE), (1, INCOMPLETE), (0, INCOMPLETE)]
+    assert states[1] == [(2, COMPLETE), (1, INCOMPLETE), (0, COMPLETE)]
+
+
+def test_a_pass_that_raised_is_not_followed_and_has_no_end(model):
+    follower = Follower(model)
+    follower.backward(model)
+
+    def fail(gradient):
+        assert follower.readiness.is_following
+        raise KeyError
+
+    handle = model.first.weight.register_hook(fail)
+    with pytest.raises(KeyError):
+        follower.backward(model)
+    handle.remove()
+    assert not follower.readiness.is_following
+    assert follower.ends == 1
+    assert follower.backward(model) == [(2, COMPLETE), (1, COMPLETE), (0, COMPLETE)]
+    assert follower.ends == 2
+
+
+def test_a_pass_that_is_stopped_has_no_end(model):
+    follower = Follower(model)
+    loss = model.loss()
+    loss.register_hook(follower.follow)
+    loss.register_hook(lambda gradient: follower.readiness.stop())
+    torch.autograd.grad(loss, [model.first.weight])
+    assert follower.ends == 0
+
+
+def test_a_pass_without_gradients_of_parameters_shows_nothing(model):
+    """As torch.autograd.grad makes one, for a penalty of the gradient."""
+    follower = Follower(model)
+    loss = model.loss()
+    loss.register_hook(follower.follow)
+    torch.autograd.grad(loss, [model.first.weight])
+    assert follower.ends == 1
+    assert {state for _, state in follower.backward(model)} == {INCOMPLETE}
+    assert {state for _, state in follower.backward(model)} == {COMPLETE}
