@@ -1,4 +1,4 @@
-"""Adds the native backend to the package, where a compiler and torch's headers are there.
+"""Adds the native backend to the package if a compiler and torch's headers are available.
 
 The extension is optional: without it everything works on gloo.
 """
@@ -18,21 +18,21 @@ EXTENSION = "lockstep.comm._native"
 
 
 def options() -> dict[str, Any]:
-    """Return the arguments of setup() that build the extension, or none where it can't be."""
+    """Return the arguments of setup() that build the extension, or none if it can't be built."""
     if not sys.platform.startswith("linux") or os.environ.get("LOCKSTEP_BUILD") == "python":
         return {}
     try:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except (ImportError, OSError):
         print(
-            "lockstep: torch is not in the building environment, so the backend 'lockstep' is "
-            "not built; install with --no-build-isolation to have it",
+            "lockstep: torch is not in the build environment, so the backend 'lockstep' is "
+            "not built; install with --no-build-isolation to build it",
             file=sys.stderr,
         )
         return {}
 
     class OptionalBuild(BuildExtension):  # type: ignore[misc]
-        """Builds the extension, or says in one line why it is not there."""
+        """Builds the extension, or prints in one line why it was not built."""
 
         def build_extensions(self) -> None:
             try:
@@ -50,7 +50,7 @@ def options() -> dict[str, Any]:
     extension = CppExtension(
         EXTENSION,
         sources,
-        # No fused multiply-add: every processor must give the same bits.
+        # No fused multiply-add: all processors must compute the same bits.
         extra_compile_args=["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-g0"],
         extra_link_args=["-Wl,-s"],
         optional=True,

@@ -7,67 +7,70 @@
 #include <sstream>
 #include <thread>
 
-#include "failure.h"
+#include "errors.h"
 
 namespace lockstep {
 
-// What works that are under way need; the queue and the mail are ended before it.
-struct LockstepBackend::Inside {
+// What works in progress need. The queue and the messages are stopped before it is destroyed.
+struct LockstepBackend::Core {
   std::unique_ptr<Group> group;
-  std::atomic<unsigned long> caller{0};  // the thread that called last
+  std::atomic<unsigned long> caller{0};  // the thread that made the last call
 };
 
-static Naming naming_of(std::string name, std::vector<int> ranks, Where where,
-                        const std::atomic<unsigned long>& caller, Hear hear) {
-  Naming naming;
-  naming.group = name.empty() || name == "0" ? "default" : std::move(name);
-  naming.ranks = std::move(ranks);
-  naming.dtype = dtype_name;
-  naming.where = [where, &caller] { return where ? where(caller.load()) : std::string(); };
-  naming.hear = hear;
-  return naming;
+static GroupInfo make_group_info(std::string name, std::vector<int> ranks, LocateThread locate,
+                                 const std::atomic<unsigned long>& caller,
+                                 PollSignals poll_signals) {
+  GroupInfo info;
+  info.name = name.empty() || name == "0" ? "default" : std::move(name);
+  info.global_ranks = std::move(ranks);
+  info.dtype_name = dtype_name;
+  info.locate = [locate, &caller] { return locate ? locate(caller.load()) : std::string(); };
+  info.poll_signals = poll_signals;
+  return info;
 }
 
 LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                  std::chrono::milliseconds timeout, std::string name,
-                                 std::vector<int> ranks, Where where, Hear hear)
+                                 std::vector<int> ranks, LocateThread locate,
+                                 PollSignals poll_signals)
     : Backend(rank, size),
       options_(c10::make_intrusive<Options>("lockstep", timeout)),
-      inside_(std::make_shared<Inside>()) {
+      core_(std::make_shared<Core>()) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size && (ranks.empty() || ranks.size() == size_t(size)),
                     "a group of ", size, " can't have a rank ", rank, " and ", ranks.size(),
                     " global ranks");
   for (int global : ranks) options_->global_ranks_in_group.push_back(static_cast<uint64_t>(global));
   options_->group_name = name;
-  inside_->caller = static_cast<unsigned long>(pthread_self());
+  core_->caller = static_cast<unsigned long>(pthread_self());
   try {
-    inside_->group = join(*store, rank, size, timeout,
-                          naming_of(std::move(name), std::move(ranks), where, inside_->caller, hear));
+    core_->group = join(
+        *store, rank, size, timeout,
+        make_group_info(std::move(name), std::move(ranks), locate, core_->caller, poll_signals));
   } catch (...) {
-    std::rethrow_exception(as_torch_error());
+    std::rethrow_exception(to_torch_error());
   }
-  queue_ = std::make_shared<Queue>([inside = inside_] { inside->group->hear(); });
-  // A message that is still held keeps the memory that it may yet be copied from.
-  mail_.reset(new Mail(*inside_->group), [inside = inside_](Mail* mail) { delete mail; });
+  queue_ = std::make_shared<CallQueue>([core = core_] { core->group->poll_signals(); });
+  // A work that is still referenced keeps the group's memory mapped until its message is done.
+  p2p_.reset(new PointToPoint(*core_->group), [core = core_](PointToPoint* p2p) { delete p2p; });
 }
 
-// Never destroys what `pointer` holds.
+// Never destroys the object behind `pointer`.
 template <typename T>
 static void leak(std::shared_ptr<T>& pointer) {
   (void)new std::shared_ptr<T>(std::move(pointer));
 }
 
 LockstepBackend::~LockstepBackend() {
-  if (process_ != this_process()) {
-    // Ending the group in a forked child would tell the other ranks that this rank has left.
-    // Even destroying a condition variable waits for ever there: for the threads that slept
-    // on it at the fork, which the child does not have.
+  if (owner_pid_ != current_pid()) {
+    // Leaving the group in a forked child would tell the other ranks that this rank has left.
+    // Even destroying a condition variable would block forever: it waits for the threads that
+    // slept on it at the fork, which the child does not have.
     leak(queue_);
-    leak(mail_);
-    leak(inside_);
+    leak(p2p_);
+    leak(core_);
     return;
   }
-  // Our threads may want the interpreter before they end, so we must not hold it.
+  // The threads that are joined here may need the interpreter's lock before they end.
   if (Py_IsInitialized() && PyGILState_Check()) {
     pybind11::gil_scoped_release release;
     shutdown();
@@ -77,257 +80,256 @@ LockstepBackend::~LockstepBackend() {
 }
 
 void LockstepBackend::shutdown() {
-  if (!inside_) return;
+  if (!core_) return;
   check_process();
   queue_->stop();
-  mail_->stop();
-  inside_->group->leave();
+  p2p_->stop();
+  core_->group->leave();
   queue_.reset();
-  mail_.reset();
-  inside_.reset();
+  p2p_.reset();
+  core_.reset();
 }
 
 void LockstepBackend::abort() {
-  if (!inside_) return;
+  if (!core_) return;
   check_process();
-  inside_->group->abort(inside_->group->name_of(rank_) + " aborted the group");
+  core_->group->abort(core_->group->format_rank(rank_) + " aborted the group");
 }
 
 c10d::ErrorType LockstepBackend::getError() {
-  if (!inside_) return c10d::ErrorType::SUCCESS;
+  if (!core_) return c10d::ErrorType::SUCCESS;
   check_process();
-  return inside_->group->aborted() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+  return core_->group->is_aborted() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
 void LockstepBackend::check_process() const {
-  if (process_ == this_process()) return;
-  const Group& group = *inside_->group;
+  if (owner_pid_ == current_pid()) return;
+  const Group& group = *core_->group;
   C10_THROW_ERROR(
       DistBackendError,
-      group.name_of(rank_) + ": process " + std::to_string(this_process()) +
-          " is a fork of process " + std::to_string(process_) + ", which joined group " +
-          group.naming().group + ", and cannot use the group: make this call in process " +
-          std::to_string(process_) +
+      group.format_rank(rank_) + ": process " + std::to_string(current_pid()) +
+          " is a fork of process " + std::to_string(owner_pid_) + ", which joined group " +
+          group.info().name + ", and cannot use the group: make this call in process " +
+          std::to_string(owner_pid_) +
           ", or start the new process by spawning it and let it join a group of its own");
 }
 
-void LockstepBackend::check_open() {
-  if (!inside_) C10_THROW_ERROR(DistBackendError, "the group was destroyed");
+void LockstepBackend::check_usable() {
+  if (!core_) C10_THROW_ERROR(DistBackendError, "the group was destroyed");
   check_process();
-  inside_->caller.store(static_cast<unsigned long>(pthread_self()), std::memory_order_relaxed);
-  take_name();
+  core_->caller.store(static_cast<unsigned long>(pthread_self()), std::memory_order_relaxed);
+  adopt_group_name();
 }
 
-void LockstepBackend::take_name() {
-  // torch tells the name that the user gave only after the group was made.
+void LockstepBackend::adopt_group_name() {
+  // torch sets the name that the user gave only after the group was created.
   const std::string& given = getGroupDesc();
   if (calls_ == 0 && !given.empty() && given != "undefined" && given != "default_pg")
-    inside_->group->rename(given);
+    core_->group->set_name(given);
 }
 
 void LockstepBackend::check_root(const char* op, int root) const {
-  TORCH_CHECK_VALUE(root >= 0 && root < size_, op, ": there is no rank ", root,
-                    " in a group of ", size_);
+  TORCH_CHECK_VALUE(root >= 0 && root < size_, op, ": there is no rank ", root, " in a group of ",
+                    size_);
 }
 
 at::Tensor LockstepBackend::allocateTensor(long size, at::TensorOptions options) {
   try {
     return shared_empty({size}, c10::typeMetaToScalarType(options.dtype()));
   } catch (...) {
-    std::rethrow_exception(as_torch_error());
+    std::rethrow_exception(to_torch_error());
   }
 }
 
 // ---- joining ----
 //
-//     everybody   number = add(members, 1)         round = number / size: keys of an
+//     all ranks   number = add(members, 1)         round = number / size: the keys of an
 //     rank 0      create; set address/round        earlier group are never read again
-//     others      wait for address/round; attach; raise their hand in the segment
-//     everybody   wait until all hands are up
+//     others      wait for address/round; attach; set their membership in the segment
+//     all ranks   wait until all ranks are members
 //
-// Who cannot attach says so under refused/round, and then nobody waits for it.
+// A rank that cannot attach sets refused/round, so that nobody waits for it.
 
-static std::string written(const Address& address) {
+static std::string serialize(const SegmentHandle& handle) {
   std::ostringstream text;
-  text << address.pid << ' ' << address.fd << ' ' << address.bytes << ' ' << address.nonce.low
-       << ' ' << address.nonce.high;
+  text << handle.pid << ' ' << handle.fd << ' ' << handle.bytes << ' ' << handle.nonce.low << ' '
+       << handle.nonce.high;
   return text.str();
 }
 
-static Address parsed(const std::string& text) {
-  Address address;
+static SegmentHandle deserialize(const std::string& text) {
+  SegmentHandle handle;
   std::istringstream stream(text);
-  if (!(stream >> address.pid >> address.fd >> address.bytes >> address.nonce.low >>
-        address.nonce.high))
-    throw Failure("the address of the group's shared memory is damaged");
-  return address;
+  if (!(stream >> handle.pid >> handle.fd >> handle.bytes >> handle.nonce.low >> handle.nonce.high))
+    throw CommError("the handle of the group's shared memory is damaged");
+  return handle;
 }
 
-static std::string text_of(const std::vector<uint8_t>& bytes) {
+static std::string to_string(const std::vector<uint8_t>& bytes) {
   return std::string(bytes.begin(), bytes.end());
 }
 
 static std::unique_ptr<Group> attach(c10d::Store& store, const std::string& key,
                                      const std::string& refused, int rank, int size,
-                                     std::chrono::milliseconds timeout, const Naming& naming) {
-  Address address;
-  const std::string who = "rank " + std::to_string(naming.ranks.empty() ? rank : naming.ranks[rank]);
-  const std::string host =
-      "rank " + std::to_string(naming.ranks.empty() ? 0 : naming.ranks[0]);
+                                     std::chrono::milliseconds timeout, const GroupInfo& info) {
+  const auto format_rank = [&info](int rank) {
+    return "rank " + std::to_string(info.global_ranks.empty() ? rank : info.global_ranks[rank]);
+  };
+  const std::string self = format_rank(rank), creator = format_rank(0);
   try {
     store.wait({key}, timeout);
   } catch (const std::exception&) {
-    throw Failure(who + " waited " + seconds(timeout) + " for " + host + " to create group " +
-                  naming.group);
+    throw CommError(self + " waited " + format_seconds(timeout) + " for " + creator +
+                    " to create group " + info.name);
   }
-  const std::string text = text_of(store.get(key));
+  const std::string text = to_string(store.get(key));
   if (text.empty())
-    throw Failure(host + " could not create group " + naming.group + ": " +
-                  text_of(store.get(refused)));
-  address = parsed(text);
+    throw CommError(creator + " could not create group " + info.name + ": " +
+                    to_string(store.get(refused)));
+  const SegmentHandle handle = deserialize(text);
   try {
-    return Group::attach(rank, size, address, naming);
-  } catch (const Failure& error) {
+    return Group::attach(rank, size, handle, info);
+  } catch (const CommError& error) {
     const std::string text =
-        who + " could not join " + host + " in group " + naming.group + " (" + error.what() +
-        "): the backend lockstep serves ranks of one host; use the backend gloo across hosts";
+        self + " could not join " + creator + " in group " + info.name + " (" + error.what() +
+        "): the backend lockstep connects ranks on one host; use the backend gloo across hosts";
     store.set(refused, text);
-    throw Failure(text);
+    throw CommError(text);
   }
 }
 
 std::unique_ptr<Group> LockstepBackend::join(c10d::Store& store, int rank, int size,
                                              std::chrono::milliseconds timeout,
-                                             const Naming& naming) {
-  if (size == 1) return Group::create(1, naming);
+                                             const GroupInfo& info) {
+  if (size == 1) return Group::create(1, info);
   const auto begun = Clock::now();
   const std::string round = std::to_string((store.add("lockstep/members", 1) - 1) / size);
   const std::string key = "lockstep/address/" + round, refused = "lockstep/refused/" + round;
   std::unique_ptr<Group> group;
   if (rank == 0) {
     try {
-      group = Group::create(size, naming);
+      group = Group::create(size, info);
     } catch (const std::exception& error) {
       store.set(refused, error.what());
       store.set(key, "");
       throw;
     }
-    store.set(key, written(group->segment()->address()));
+    store.set(key, serialize(group->segment()->handle()));
   } else {
-    group = attach(store, key, refused, rank, size, timeout, naming);
+    group = attach(store, key, refused, rank, size, timeout, info);
   }
-  auto look = begun + std::chrono::milliseconds(100);
-  for (auto absent = group->missing(); !absent.empty(); absent = group->missing()) {
-    if (group->aborted()) throw Failure(group->reason());
-    group->hear();
+  auto next_check = begun + std::chrono::milliseconds(100);
+  for (auto missing = group->missing_ranks(); !missing.empty(); missing = group->missing_ranks()) {
+    if (group->is_aborted()) throw CommError(group->abort_reason());
+    group->poll_signals();
     const auto now = Clock::now();
-    if (now > look && store.check({refused})) {
-      const std::string text = text_of(store.get(refused));
+    if (now > next_check && store.check({refused})) {
+      const std::string text = to_string(store.get(refused));
       group->abort(text);
-      throw Failure(text);
+      throw CommError(text);
     }
-    if (now > look) look = now + std::chrono::milliseconds(100);
+    if (now > next_check) next_check = now + std::chrono::milliseconds(100);
     if (now - begun > timeout)
-      throw Failure(group->abort("group " + naming.group + ": " + group->names_of(absent) +
-                                 " did not join within " + seconds(timeout)));
+      throw CommError(group->abort("group " + info.name + ": " + group->format_ranks(missing) +
+                                   " did not join within " + format_seconds(timeout)));
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
   if (rank == 0) {
-    group->segment()->seal();
+    group->segment()->close_descriptor();
     store.deleteKey(key);
   }
   return group;
 }
 
-// ---- running ----
+// ---- collective calls ----
 
-WorkPtr LockstepBackend::start(c10d::OpType type, Tensors outputs, std::vector<Plan> plans,
-                               std::chrono::milliseconds timeout, bool asynchronous,
-                               std::vector<Writable> settled) {
-  check_open();
-  calls_ += plans.size();
+WorkPtr LockstepBackend::start(c10d::OpType type, Tensors outputs, std::vector<PreparedCall> calls,
+                               std::chrono::milliseconds timeout, bool is_async,
+                               std::vector<OutputTensor> copied_back) {
+  check_usable();
+  calls_ += calls.size();
   if (timeout <= std::chrono::milliseconds(0)) timeout = options_->timeout;
-  auto body = [inside = inside_, plans = std::move(plans), settled = std::move(settled),
-               timeout](bool background) {
-    for (const Plan& plan : plans) {
+  auto body = [core = core_, calls = std::move(calls), copied_back = std::move(copied_back),
+               timeout](bool is_background) {
+    for (const PreparedCall& prepared : calls) {
       try {
-        Turn turn(*inside->group, plan.call, timeout, background);
-        plan.body(turn);
-      } catch (const Refusal&) {
-        throw;  // everybody knows, and the group can go on
+        CollectiveCall call(*core->group, prepared.info, timeout, is_background);
+        prepared.body(call);
+      } catch (const CallError&) {
+        throw;  // all ranks throw, and the group stays usable
       } catch (const std::exception& error) {
-        inside->group->abort(error.what());
+        core->group->abort(error.what());
         throw;
       }
     }
-    for (const Writable& tensor : settled) tensor.settle();
+    for (const OutputTensor& tensor : copied_back) tensor.copy_back();
   };
-  auto work = c10::make_intrusive<CollectiveWork>(type, std::move(outputs), queue_, std::move(body));
-  if (coalescing_) asynchronous = true;
-  work->start(asynchronous);
-  if (coalescing_) coalesce(work);
+  auto work =
+      c10::make_intrusive<CollectiveWork>(type, std::move(outputs), queue_, std::move(body));
+  if (is_coalescing_) is_async = true;
+  work->start(is_async);
+  if (is_coalescing_) add_to_coalesced(work);
   return work;
 }
 
 void LockstepBackend::startCoalescing() {
-  check_open();
-  coalescing_ = true;
+  check_usable();
+  is_coalescing_ = true;
   coalesced_.clear();
 }
 
-void LockstepBackend::coalesce(const WorkPtr& work) {
-  // What is over need not be waited for: a coalescing that an exception broke off never
-  // ends, and must not hold all that follows.
-  std::erase_if(coalesced_, [](const WorkPtr& each) {
-    return each->isCompleted() && each->isSuccess();
-  });
+void LockstepBackend::add_to_coalesced(const WorkPtr& work) {
+  // Completed works need not be waited for. If an exception left the coalescing manager,
+  // endCoalescing is never called, and this list must not grow with every later call.
+  std::erase_if(coalesced_,
+                [](const WorkPtr& each) { return each->isCompleted() && each->isSuccess(); });
   coalesced_.push_back(work);
 }
 
 WorkPtr LockstepBackend::endCoalescing() {
-  check_open();
-  coalescing_ = false;
-  return c10::make_intrusive<ManyWork>(std::exchange(coalesced_, {}), std::vector<Tensors>());
+  check_usable();
+  is_coalescing_ = false;
+  return c10::make_intrusive<CompositeWork>(std::exchange(coalesced_, {}), std::vector<Tensors>());
 }
 
 // ---- messages ----
 
-WorkPtr LockstepBackend::message(c10d::OpType type, Tensors& tensors, int peer, int tag) {
-  check_open();
-  const bool sending = type == c10d::OpType::SEND;
-  const char* op = sending ? "send" : "recv";
+WorkPtr LockstepBackend::post_message(c10d::OpType type, Tensors& tensors, int peer, int tag) {
+  check_usable();
+  const bool is_send = type == c10d::OpType::SEND;
+  const char* op = is_send ? "send" : "recv";
   TORCH_CHECK_VALUE(tensors.size() == 1, op, " takes one tensor");
   TORCH_CHECK_VALUE((peer >= 0 || type == c10d::OpType::RECVANYSOURCE) && peer < size_, op,
                     ": there is no rank ", peer, " in a group of ", size_);
-  at::Tensor kept;
-  std::optional<Writable> written;
-  if (sending) {
-    kept = readable(op, tensors[0]);
+  at::Tensor buffer;
+  std::optional<OutputTensor> output;
+  if (is_send) {
+    buffer = as_input(op, tensors[0]);
   } else {
-    written.emplace(op, tensors[0], false);
-    kept = written->plain();
+    output.emplace(op, tensors[0], false);
+    buffer = output->plain();
   }
   ++calls_;
-  auto work = c10::make_intrusive<MessageWork>(type, tensors, mail_, std::move(kept),
-                                               std::move(written));
+  auto work =
+      c10::make_intrusive<MessageWork>(type, tensors, p2p_, std::move(buffer), std::move(output));
   try {
-    work->start(sending ? Op::send : Op::recv, peer, tag, options_->timeout);
+    work->start(is_send ? Op::send : Op::recv, peer, tag, options_->timeout);
   } catch (...) {
-    std::rethrow_exception(as_torch_error());
+    std::rethrow_exception(to_torch_error());
   }
   return work;
 }
 
 WorkPtr LockstepBackend::send(Tensors& tensors, int target, int tag) {
-  return message(c10d::OpType::SEND, tensors, target, tag);
+  return post_message(c10d::OpType::SEND, tensors, target, tag);
 }
 
 WorkPtr LockstepBackend::recv(Tensors& tensors, int source, int tag) {
-  return message(c10d::OpType::RECV, tensors, source, tag);
+  return post_message(c10d::OpType::RECV, tensors, source, tag);
 }
 
 WorkPtr LockstepBackend::recvAnysource(Tensors& tensors, int tag) {
-  return message(c10d::OpType::RECVANYSOURCE, tensors, -1, tag);
+  return post_message(c10d::OpType::RECVANYSOURCE, tensors, -1, tag);
 }
 
 }  // namespace lockstep

@@ -1,7 +1,8 @@
-// The c10d backend "lockstep": torch's calls, translated for the core.
+// The c10d backend "lockstep": translates torch's calls for the core.
 //
-// One object a rank and group. Collectives run one after the other through the
-// queue; messages through the mail. Joining is below; the calls are in calls.cpp.
+// There is one object per rank and group. Collective calls run one at a time through the
+// CallQueue, messages through PointToPoint. Joining the group and messages are in
+// backend.cpp, collective calls in backend_collectives.cpp.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -13,9 +14,9 @@
 #include <vector>
 
 #include "collectives/exact_sum.h"
-#include "mail.h"
+#include "point_to_point.h"
 #include "process.h"
-#include "queue.h"
+#include "call_queue.h"
 #include "tensors.h"
 #include "work.h"
 
@@ -24,16 +25,17 @@ namespace lockstep {
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// How this process says where a thread is in its own code; "" where it can't.
-using Where = std::string (*)(unsigned long thread);
-using Hear = void (*)();  // lets Python handle signals; throws what a handler raised
+// Returns where a thread of this process is in its own code, or "" if unknown.
+using LocateThread = std::string (*)(unsigned long thread);
+// Lets Python handle signals; throws what a handler raised.
+using PollSignals = void (*)();
 
 class LockstepBackend : public c10d::Backend {
  public:
-  // Joins the group through the store; blocks until all ranks are there.
+  // Joins the group through the store. Blocks until all ranks have joined.
   LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                   std::chrono::milliseconds timeout, std::string name, std::vector<int> ranks,
-                  Where where, Hear hear);
+                  LocateThread locate, PollSignals poll_signals);
   ~LockstepBackend() override;
 
   const std::string getBackendName() const override { return "lockstep"; }
@@ -78,46 +80,49 @@ class LockstepBackend : public c10d::Backend {
   WorkPtr recv(Tensors&, int, int) override;
   WorkPtr recvAnysource(Tensors&, int) override;
 
-  // Beside c10d's calls: see collectives/exact_sum.h. `present` gets one byte a member.
-  // `own` may hold the first node's values, of which this rank's slice is then read.
+  // Not in c10d: see collectives/exact_sum.h. `present` receives one byte per member, 1 if
+  // the member is new. `own` may hold the values of this rank's first node.
   WorkPtr exact_sum(ExactBucket bucket, at::Tensor packed, at::Tensor result, at::Tensor present,
                     std::optional<at::Tensor> own);
-  // The same memory on every rank of the group, as bytes: see collectives/share.h.
+  // Not in c10d: returns the same memory on every rank, as bytes. See collectives/share.h.
   at::Tensor share(int64_t bytes);
 
  private:
-  struct Inside;  // what outlives this object in works that are under way
-  using Body = std::function<void(Turn&)>;
-  struct Plan {   // one turn of a call
-    Call call;
+  struct Core;  // shared with works in progress, which may outlive this object
+  using Body = std::function<void(CollectiveCall&)>;
+  struct PreparedCall {
+    CallInfo info;
     Body body;
   };
 
   static std::unique_ptr<Group> join(c10d::Store& store, int rank, int size,
-                                     std::chrono::milliseconds timeout, const Naming& naming);
-  WorkPtr start(c10d::OpType type, Tensors outputs, std::vector<Plan> plans,
-                std::chrono::milliseconds timeout, bool asynchronous,
-                std::vector<Writable> written);
-  void coalesce(const WorkPtr& work);
-  WorkPtr message(c10d::OpType type, Tensors& tensors, int peer, int tag);
+                                     std::chrono::milliseconds timeout, const GroupInfo& info);
+  // Starts the calls, one after the other, as one Work. `copied_back` lists the tensors that
+  // are copied back afterwards.
+  WorkPtr start(c10d::OpType type, Tensors outputs, std::vector<PreparedCall> calls,
+                std::chrono::milliseconds timeout, bool is_async,
+                std::vector<OutputTensor> copied_back);
+  void add_to_coalesced(const WorkPtr& work);
+  WorkPtr post_message(c10d::OpType type, Tensors& tensors, int peer, int tag);
   // Throws in a process that was forked from the one that joined the group.
   void check_process() const;
-  void check_open();
-  void take_name();
+  void check_usable();
+  void adopt_group_name();
   void check_root(const char* op, int root) const;
-  Plan all_reduce_plan(const at::Tensor& tensor, const c10d::ReduceOp& op, int root);
-  Plan exchange_plan(Call call, Exchange blocks);
-  Plan all_gather_plan(const Outputs& outputs, const at::Tensor& input, std::vector<Block> into);
-  Plan reduce_scatter_plan(const char* op, Tensors inputs, const at::Tensor& output,
-                           const c10d::ReduceOp& reduction, bool uneven);
+  PreparedCall prepare_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op, int root);
+  PreparedCall prepare_exchange(CallInfo info, ExchangeBlocks blocks);
+  PreparedCall prepare_all_gather(const OutputList& outputs, const at::Tensor& input,
+                                  std::vector<Block> receive);
+  PreparedCall prepare_reduce_scatter(const char* op, Tensors inputs, const at::Tensor& output,
+                                      const c10d::ReduceOp& reduction, bool uneven);
 
-  const int process_ = this_process();  // which joined the group
+  const int owner_pid_ = current_pid();
   c10::intrusive_ptr<Options> options_;
-  std::shared_ptr<Inside> inside_;
-  std::shared_ptr<Queue> queue_;
-  std::shared_ptr<Mail> mail_;
+  std::shared_ptr<Core> core_;
+  std::shared_ptr<CallQueue> queue_;
+  std::shared_ptr<PointToPoint> p2p_;
   std::atomic<uint64_t> calls_{0};
-  bool coalescing_ = false;
+  bool is_coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
 };
 

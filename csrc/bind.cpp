@@ -10,16 +10,15 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "backend.h"
-#include "failure.h"
-#include "word.h"
+#include "errors.h"
 
 namespace py = pybind11;
 
 namespace lockstep {
 
-static PyObject* where_function = nullptr;  // set once, never freed: threads may ask late
+static PyObject* locate_function = nullptr;  // set once, never freed: threads may use it late
 
-static bool finalizing() {
+static bool is_finalizing() {
 #if PY_VERSION_HEX >= 0x030d0000
   return Py_IsFinalizing() != 0;
 #else
@@ -27,21 +26,21 @@ static bool finalizing() {
 #endif
 }
 
-// Asks Python where a thread is; called from threads without the interpreter's lock.
-static std::string where(unsigned long thread) {
-  if (!where_function || !Py_IsInitialized() || finalizing()) return "";
+// Asks Python where a thread is. Called from threads without the interpreter's lock.
+static std::string locate_thread(unsigned long thread) {
+  if (!locate_function || !Py_IsInitialized() || is_finalizing()) return "";
   py::gil_scoped_acquire lock;
   try {
-    return py::str(py::handle(where_function)(thread));
+    return py::str(py::handle(locate_function)(thread));
   } catch (const std::exception&) {
     return "";
   }
 }
 
-// Python handles signals in its main thread, and only while that is in Python. Asked every
-// 20 ms by whoever waits, it takes the interpreter's lock five times a second at most:
-// another thread may hold that for long, and the wait may be over meanwhile.
-static void hear() {
+// Python handles signals in its main thread, and only while that thread runs Python code.
+// Waiting threads call this every 20 ms, but it takes the interpreter's lock at most five
+// times per second: another thread may hold that for long, and the wait may end meanwhile.
+static void poll_signals() {
   static Clock::time_point next{};
 #if defined(__linux__)
   if (syscall(SYS_gettid) != getpid()) return;
@@ -49,7 +48,7 @@ static void hear() {
   if (!pthread_main_np()) return;
 #endif
   const auto now = Clock::now();
-  if (now < next || !Py_IsInitialized() || finalizing()) return;
+  if (now < next || !Py_IsInitialized() || is_finalizing()) return;
   next = now + std::chrono::milliseconds(200);
   py::gil_scoped_acquire lock;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -60,29 +59,66 @@ static c10::intrusive_ptr<LockstepBackend> create(const c10::intrusive_ptr<c10d:
                                                   std::chrono::milliseconds timeout,
                                                   std::string name, std::vector<int> ranks) {
   return c10::make_intrusive<LockstepBackend>(store, rank, size, timeout, std::move(name),
-                                              std::move(ranks), &where, &hear);
+                                              std::move(ranks), &locate_thread, &poll_signals);
 }
 
 static at::Tensor empty(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
   try {
     return shared_empty(sizes, dtype);
-  } catch (const Failure& error) {
+  } catch (const CommError& error) {
     throw std::runtime_error(error.what());
   }
 }
 
 static bool is_shared(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.layout() == at::kStrided &&
-         Heap::here().find(tensor.data_ptr(), tensor.nbytes()).shared();
+         Heap::instance().find(tensor.data_ptr(), tensor.nbytes()).is_shared();
 }
 
-using Pairs = std::vector<std::pair<int, int>>;
+// ---- atomic words ----
+//
+// An int64 element of a tensor in shared memory (`share`) that several ranks read and write at
+// once, for decisions that must be made once: a step is committed, or it is not.
+//
+//     rank a   write the data, then compare_exchange(open -> committed)
+//     rank b   load() == committed: sees all that rank a wrote before
+//
+// Stores release and loads acquire.
 
-static WorkPtr start_exact_sum(LockstepBackend& backend, at::Tensor packed, at::Tensor result,
-                         at::Tensor present, size_t length,
-                         std::vector<std::pair<size_t, size_t>> members,
-                         std::vector<Pairs> holders, int leaves, double divisor,
-                         std::vector<size_t> cuts, bool scatter, std::optional<at::Tensor> own) {
+static int64_t* word_at(const at::Tensor& tensor, int64_t index) {
+  check_tensor("a word", tensor);
+  TORCH_CHECK_VALUE(tensor.scalar_type() == at::kLong && is_plain(tensor),
+                    "a word is an element of a contiguous int64 tensor");
+  TORCH_CHECK_INDEX(index >= 0 && index < tensor.numel(), "there is no word ", index, " in ",
+                    tensor.numel());
+  int64_t* word = static_cast<int64_t*>(tensor.data_ptr()) + index;
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(word) % sizeof(int64_t) == 0,
+                    "a word must be aligned to 8 bytes");
+  return word;
+}
+
+static int64_t load_word(const at::Tensor& tensor, int64_t index) {
+  return __atomic_load_n(word_at(tensor, index), __ATOMIC_ACQUIRE);
+}
+
+static void store_word(const at::Tensor& tensor, int64_t index, int64_t value) {
+  __atomic_store_n(word_at(tensor, index), value, __ATOMIC_RELEASE);
+}
+
+// Writes `desired` if the word equals `expected`. Returns the previous value in either case.
+static int64_t compare_exchange(const at::Tensor& tensor, int64_t index, int64_t expected,
+                                int64_t desired) {
+  __atomic_compare_exchange_n(word_at(tensor, index), &expected, desired, false, __ATOMIC_ACQ_REL,
+                              __ATOMIC_ACQUIRE);
+  return expected;
+}
+
+static WorkPtr exact_sum_of_bucket(LockstepBackend& backend, at::Tensor packed,
+                                   at::Tensor result, at::Tensor present, size_t length,
+                                   std::vector<std::pair<size_t, size_t>> members,
+                                   std::vector<std::vector<std::pair<int, int>>> holders,
+                                   int leaves, double divisor, std::vector<size_t> cuts,
+                                   bool scatter, std::optional<at::Tensor> own) {
   ExactBucket bucket;
   bucket.length = length;
   bucket.members = std::move(members);
@@ -102,7 +138,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::module_::import("torch.distributed");
   py::class_<LockstepBackend, c10d::Backend, c10::intrusive_ptr<LockstepBackend>>(
       module, "LockstepBackend")
-      .def("exact_sum", &start_exact_sum, py::arg("packed"), py::arg("result"), py::arg("present"),
+      .def("exact_sum", &exact_sum_of_bucket, py::arg("packed"), py::arg("result"), py::arg("present"),
            py::arg("length"), py::arg("members"), py::arg("holders"), py::arg("leaves"),
            py::arg("divisor"), py::arg("cuts") = std::vector<size_t>(), py::arg("scatter") = false,
            py::arg("own") = std::nullopt, py::call_guard<py::gil_scoped_release>())
@@ -115,11 +151,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("create", &create, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("timeout"), py::arg("name"), py::arg("ranks"),
              py::call_guard<py::gil_scoped_release>());
-  // New memory takes seconds a gigabyte.
+  // The first touch of new memory takes seconds per gigabyte: let other threads run.
   module.def("empty", &empty, py::arg("sizes"), py::arg("dtype"),
              py::call_guard<py::gil_scoped_release>());
   module.def("is_shared", &is_shared, py::arg("tensor"));
-  module.def("heap_bytes", [] { return Heap::here().used(); });
+  module.def("heap_bytes", [] { return Heap::instance().used_bytes(); });
   module.def("kernels", [] { return std::string(kernels().name); });
-  module.def("set_where", [](py::object function) { where_function = function.release().ptr(); });
+  module.def("set_where", [](py::object function) { locate_function = function.release().ptr(); });
 }

@@ -1,18 +1,19 @@
-// A channel carries the messages that one rank sends to another, in order.
+// A channel carries the messages from one rank to another, in order.
 //
 //     sender                                     receiver
 //     cells[tail % n] = {tag, bytes, payload}    finds it at head, copies it out
-//     tail++, ring the bell            ───>      head++, ring the sender's bell
+//     tail++, ring the receiver's doorbell ──>   head++, ring the sender's doorbell
 //
-//     a long message: the cell only announces it, with a ticket
-//       in a segment, or memory that may be read    the receiver copies it by itself
-//       otherwise   granted = ticket    <───        through the lane, half by half:
-//                   filled++            ───>        drained++
-//       tickets[t] = taken              <───        the send is complete
+//     a long message (rendezvous): the cell only announces it, with a ticket
+//       in a segment, or in memory that the         the receiver copies it by itself
+//       receiver may read
+//       otherwise   granted = ticket      <──       through the bounce buffer, half by
+//                   filled++              ──>       half:  drained++
+//       tickets[t] = consumed             <──       the send is complete
 //
-// While the receiver copies out of the sender's memory the ticket says `taking`. A
-// sender that goes takes back what is open, and waits out what is being taken: nobody
-// ever reads memory that was given up.
+// While the receiver copies from the sender's memory the ticket is `kReading`. A sender
+// that leaves revokes its open tickets and waits for those that are being read, so nobody
+// ever reads memory that the sender has released.
 #pragma once
 
 #include <atomic>
@@ -22,14 +23,14 @@
 
 namespace lockstep {
 
-constexpr int kTickets = 128;  // long messages on their way from one rank to another
+constexpr int kTickets = 128;  // long messages in flight from one rank to another
 
-enum Ticket : uint8_t {
-  open_ticket,  // by the receiver:
-  taking,       //   it copies; back to open where it may not read
-  taken,
-  refused,      //   it wants another size or dtype
-  taken_back,   // by the sender, which has gone
+enum TicketState : uint8_t {
+  kOpen,      // set by the sender
+  kReading,   // by the receiver, which copies; back to kOpen if it may not read
+  kConsumed,  // by the receiver
+  kRefused,   // by the receiver: its tensor has another size or dtype
+  kRevoked,   // by the sender, which leaves
 };
 
 struct Cell {
@@ -38,18 +39,18 @@ struct Cell {
   uint64_t count = 0;
   int32_t ticket = -1;  // of a long message
   uint8_t dtype = 0;
-  Place place;          // where a long message lies,
-  uint64_t address = 0;  // or its address in the sender's memory
+  BufferHandle buffer;   // of a long message in a segment
+  uint64_t address = 0;  // of a long message in the sender's private memory
 };
 
 struct Channel {
-  alignas(kLine) std::atomic<uint32_t> tail{0};     // written by the sender
+  alignas(kCacheLine) std::atomic<uint32_t> tail{0};  // written by the sender
   std::atomic<uint32_t> filled{0};
-  alignas(kLine) std::atomic<uint32_t> head{0};     // written by the receiver
+  alignas(kCacheLine) std::atomic<uint32_t> head{0};  // written by the receiver
   std::atomic<uint32_t> drained{0};
-  std::atomic<uint32_t> granted{0};                 // ticket + 1 that may use the lane
-  alignas(kLine) std::atomic<uint8_t> tickets[kTickets] = {};
-  // then the cells, each with its payload, then the two halves of the lane
+  std::atomic<uint32_t> granted{0};  // ticket + 1 that may use the bounce buffer
+  alignas(kCacheLine) std::atomic<uint8_t> tickets[kTickets] = {};
+  // then the cells, each with its payload, then the two halves of the bounce buffer
 };
 
 }  // namespace lockstep

@@ -1,16 +1,16 @@
-// Tensors in shared memory, each in one place that other ranks can map.
+// Tensors in shared memory, which other ranks can map.
 //
-// A process has one heap, whatever groups and ranks (threads) it has: regions of
-// 64 MiB of addresses each, or larger for one larger tensor. A place (region, offset)
-// means the same to every process.
+// A process has one heap, for any number of groups and ranks (threads): regions of 64 MiB
+// of addresses each, or larger for one larger tensor. A handle (region, offset) means the
+// same in every process.
 //
-//     region   | seal | block | hole | block | hole, warm | never had memory |
-//                                                         ^ warm
+//     region   | header | block | hole | block | hole | without memory yet |
+//                                                     ^ committed
 //
-// First touch is slow (0.3 GB/s), so a freed block keeps its memory for the next one,
-// and so does a region without blocks, within a sixteenth of the memory that is left.
-// Beyond that the one that has been idle longest goes back to the system; all of them
-// go where memory would otherwise not suffice.
+// The first touch of memory is slow (0.3 GB/s), so a freed block keeps its memory for the
+// next one, and so does a region without blocks, up to a sixteenth of the available
+// memory. Beyond that, the region that has been idle longest is returned to the system;
+// all idle regions are before an allocation fails.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@
 #include <memory>
 #include <mutex>
 
-#include "headroom.h"
+#include "available_memory.h"
 #include "layout.h"
 #include "segment.h"
 
@@ -29,43 +29,44 @@ namespace lockstep {
 class Heap {
  public:
   // The heap of this process; a forked child gets its own.
-  static Heap& here();
-  // `left` says how many bytes can still be had.
-  explicit Heap(std::function<uint64_t()> left = [] { return headroom(); });
+  static Heap& instance();
+  // `available` returns the bytes that this process can still get.
+  explicit Heap(std::function<uint64_t()> available = [] { return available_memory(); });
 
-  // Memory for `bytes`, 64-byte aligned; throws Failure where there is not enough.
+  // Returns `bytes` of memory, 64-byte aligned. Throws CommError if there is not enough.
   void* allocate(uint64_t bytes);
   void free(void* data);
-  // Where [data, data + bytes) lies; a private place if not in one block of this heap.
-  Place find(const void* data, uint64_t bytes);
-  uint64_t used();  // by blocks
-  uint64_t idle();  // in regions without blocks
+  // Returns the handle of [data, data + bytes), or one of private memory if the range is
+  // not in one block of this heap.
+  BufferHandle find(const void* data, uint64_t bytes);
+  uint64_t used_bytes();  // in blocks
+  uint64_t idle_bytes();  // in regions without blocks
 
  private:
   using Spans = std::map<uint64_t, uint64_t>;  // offset -> bytes
   struct Region {
     Segment segment;
     Spans holes, blocks;
-    uint64_t warm = 0;        // everything below has memory
-    uint64_t idle_since = 0;  // counted in `idlings_`
-    bool serves(uint64_t bytes) const;
-    Spans::iterator hole_for(uint64_t bytes);
+    uint64_t committed = 0;   // everything below has memory
+    uint64_t idle_since = 0;  // counted in `idle_events_`
+    bool is_suitable(uint64_t bytes) const;
+    Spans::iterator find_hole(uint64_t bytes);
     void add_hole(uint64_t offset, uint64_t bytes);
   };
   void* reuse(uint64_t bytes);
-  void* extend(uint64_t bytes);
-  void* take(Region& region, Spans::iterator hole, uint64_t bytes);
-  void rest(Region& region);
-  bool trim(uint64_t most);
-  uint64_t idle_bytes() const;
-  Region* region_of(const void* data);
+  void* add_region(uint64_t bytes);
+  void* claim(Region& region, Spans::iterator hole, uint64_t bytes);
+  void mark_idle(Region& region);
+  bool trim(uint64_t limit);
+  uint64_t count_idle_bytes() const;
+  Region* find_region(const void* data);
 
-  const std::function<uint64_t()> left_;
+  const std::function<uint64_t()> available_;
   std::mutex mutex_;
-  std::map<const char*, std::unique_ptr<Region>> regions_;  // by start
-  std::atomic<const char*> low_{nullptr}, high_{nullptr};
-  uint64_t used_ = 0, idlings_ = 0;
-  uint64_t keeps_;  // this much may be idle before the memory that is left is asked for
+  std::map<const char*, std::unique_ptr<Region>> regions_;  // by start address
+  std::atomic<const char*> lowest_{nullptr}, highest_{nullptr};
+  uint64_t used_ = 0, idle_events_ = 0;
+  uint64_t idle_limit_;  // idle bytes allowed before the available memory is queried again
 };
 
 }  // namespace lockstep

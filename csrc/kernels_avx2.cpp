@@ -1,11 +1,11 @@
-// The kernels for x86 processors with AVX2. The headers come before the target is
-// chosen, so that no shared inline function is compiled for it.
+// The kernels for x86 processors with AVX2. The headers are included before the target
+// is set, so that no shared inline function is compiled for it.
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <type_traits>
 
-#include "reduce.h"
+#include "kernels.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -4,7 +4,7 @@
 #include <initializer_list>
 #include <type_traits>
 
-#include "reduce.h"
+#include "kernels.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -4,98 +4,103 @@
 #include <cstdlib>
 
 #include "channel.h"
-#include "failure.h"
+#include "errors.h"
 
 namespace lockstep {
 
-static uint64_t rounded(uint64_t value, uint64_t multiple) {
+static uint64_t round_up(uint64_t value, uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// A size that tests may shrink, so that small inputs take the long paths.
-static uint64_t asked(const char* name, uint64_t otherwise) {
+// Returns a size, or what tests set instead so that small inputs take the long paths.
+static uint64_t size_from_env(const char* name, uint64_t fallback) {
   const char* text = std::getenv(name);
-  if (!text || !*text) return otherwise;
+  if (!text || !*text) return fallback;
   const long long value = std::atoll(text);
-  return value > 0 ? rounded(static_cast<uint64_t>(value), kLine) : otherwise;
+  return value > 0 ? round_up(static_cast<uint64_t>(value), kCacheLine) : fallback;
 }
 
-static uint64_t between(uint64_t low, uint64_t value, uint64_t high) {
-  return rounded(std::max(low, std::min(value, high)), kLine);
+static uint64_t clamp_to_lines(uint64_t low, uint64_t value, uint64_t high) {
+  return round_up(std::max(low, std::min(value, high)), kCacheLine);
 }
 
-Layout Layout::chosen(int ranks) {
+Layout Layout::choose(int ranks) {
   const uint64_t n = static_cast<uint64_t>(ranks);
   Layout layout;
   layout.ranks = static_cast<uint32_t>(ranks);
-  // Everything that moves together should stay in the caches: about 6 MiB of
-  // stages, whatever the number of ranks.
-  layout.slot_bytes = asked("LOCKSTEP_SLOT_BYTES", between(16 << 10, (256 << 10) / n, 64 << 10));
-  layout.stage_bytes = asked("LOCKSTEP_STAGE_BYTES", between(64 << 10, (2 << 20) / n, 1 << 20));
+  // The data in flight should stay in the caches: about 6 MiB of staging buffers in all,
+  // for any number of ranks.
+  layout.slot_bytes =
+      size_from_env("LOCKSTEP_SLOT_BYTES", clamp_to_lines(16 << 10, (256 << 10) / n, 64 << 10));
+  layout.staging_bytes =
+      size_from_env("LOCKSTEP_STAGING_BYTES", clamp_to_lines(64 << 10, (2 << 20) / n, 1 << 20));
   layout.cells = n <= 8 ? 16 : 8;
-  layout.cell_bytes = asked("LOCKSTEP_CELL_BYTES", between(256, (64 << 10) / (n * n), 8 << 10));
-  layout.lane_bytes = asked("LOCKSTEP_LANE_BYTES", between(4096, (4 << 20) / (n * n), 256 << 10));
-  layout.slot_bytes = std::max(layout.slot_bytes, layout.least_slot());
-  layout.stage_bytes = std::max(layout.stage_bytes, n * kLine);
+  layout.cell_bytes =
+      size_from_env("LOCKSTEP_CELL_BYTES", clamp_to_lines(256, (64 << 10) / (n * n), 8 << 10));
+  layout.bounce_bytes =
+      size_from_env("LOCKSTEP_BOUNCE_BYTES", clamp_to_lines(4096, (4 << 20) / (n * n), 256 << 10));
+  layout.slot_bytes = std::max(layout.slot_bytes, layout.min_slot_bytes());
+  layout.staging_bytes = std::max(layout.staging_bytes, n * kCacheLine);
   return layout;
 }
 
-// The tables of an exchange and a sentence must fit.
-uint64_t Layout::least_slot() const {
-  return rounded(std::max<uint64_t>(uint64_t{ranks} * 128, 2 * kText), kLine);
+// The tables of an exchange and an error message must fit.
+uint64_t Layout::min_slot_bytes() const {
+  return round_up(std::max<uint64_t>(uint64_t{ranks} * 128, 2 * kTextBytes), kCacheLine);
 }
 
-bool Layout::possible() const {
+bool Layout::is_valid() const {
   if (ranks < 1 || ranks > kMaxRanks || cells < 1 || cells > 1024) return false;
-  for (const uint64_t bytes : {slot_bytes, stage_bytes, cell_bytes, lane_bytes})
-    if (bytes == 0 || bytes % kLine != 0 || bytes >= (1u << 30)) return false;
-  // One line for each rank in a stage.
-  return slot_bytes >= least_slot() && stage_bytes >= ranks * kLine;
+  for (const uint64_t bytes : {slot_bytes, staging_bytes, cell_bytes, bounce_bytes})
+    if (bytes == 0 || bytes % kCacheLine != 0 || bytes >= (1u << 30)) return false;
+  // A staging buffer has one cache line per rank.
+  return slot_bytes >= min_slot_bytes() && staging_bytes >= ranks * kCacheLine;
 }
 
-void Layout::write(Header& header) const {
+void Layout::write(GroupHeader& header) const {
   header.ranks = ranks;
   header.cells = cells;
   header.slot_bytes = slot_bytes;
-  header.stage_bytes = stage_bytes;
+  header.staging_bytes = staging_bytes;
   header.cell_bytes = cell_bytes;
-  header.lane_bytes = lane_bytes;
+  header.bounce_bytes = bounce_bytes;
 }
 
-Layout Layout::read(const Header& header, uint64_t bytes) {
+Layout Layout::read(const GroupHeader& header, uint64_t bytes) {
   Layout layout;
   layout.ranks = header.ranks;
   layout.cells = header.cells;
   layout.slot_bytes = header.slot_bytes;
-  layout.stage_bytes = header.stage_bytes;
+  layout.staging_bytes = header.staging_bytes;
   layout.cell_bytes = header.cell_bytes;
-  layout.lane_bytes = header.lane_bytes;
-  if (!layout.possible() || layout.total() > bytes)
-    throw Failure("the sizes in the group's shared memory are impossible");
+  layout.bounce_bytes = header.bounce_bytes;
+  if (!layout.is_valid() || layout.total() > bytes)
+    throw CommError("the sizes in the group's shared memory are invalid");
   return layout;
 }
 
-uint64_t Layout::record(int rank) const {
-  return rounded(sizeof(Header), 4096) + static_cast<uint64_t>(rank) * sizeof(Record);
+uint64_t Layout::rank_state(int rank) const {
+  return round_up(sizeof(GroupHeader), 4096) + static_cast<uint64_t>(rank) * sizeof(RankState);
 }
 
 uint64_t Layout::slot(int rank, int parity) const {
-  return record(static_cast<int>(ranks)) + (static_cast<uint64_t>(rank) * 2 + parity) * slot_bytes;
+  return rank_state(static_cast<int>(ranks)) +
+         (static_cast<uint64_t>(rank) * 2 + parity) * slot_bytes;
 }
 
-uint64_t Layout::stage(int rank, int buffer) const {
+uint64_t Layout::staging_buffer(int rank, int buffer) const {
   return slot(static_cast<int>(ranks), 0) +
-         (static_cast<uint64_t>(rank) * 3 + buffer) * stage_bytes;
+         (static_cast<uint64_t>(rank) * 3 + buffer) * staging_bytes;
 }
 
 uint64_t Layout::channel_bytes() const {
-  return rounded(sizeof(Channel), kLine) +
-         cells * (rounded(sizeof(Cell), kLine) + rounded(cell_bytes, kLine)) +
-         2 * rounded(lane_bytes, kLine);
+  return round_up(sizeof(Channel), kCacheLine) +
+         cells * (round_up(sizeof(Cell), kCacheLine) + round_up(cell_bytes, kCacheLine)) +
+         2 * round_up(bounce_bytes, kCacheLine);
 }
 
 uint64_t Layout::channel(int from, int to) const {
-  return stage(static_cast<int>(ranks), 0) +
+  return staging_buffer(static_cast<int>(ranks), 0) +
          (static_cast<uint64_t>(from) * ranks + static_cast<uint64_t>(to)) * channel_bytes();
 }
 

@@ -1,11 +1,11 @@
-// Being alive, and noticing that another rank is not.
+// Liveness: how ranks learn that another rank has died, left, or is busy elsewhere.
 //
-// Every rank has a keeper thread that locks the rank's robust mutex and holds it
-// as long as the process lives. When the process ends, however it ends, the kernel
-// marks the mutex within a fraction of a millisecond, before it frees the memory:
-// whoever tries the lock then learns it. The keeper also answers the question
-// "where are you?" of a rank that has waited too long, so that the answer costs
-// nothing as long as nobody asks. It sleeps otherwise.
+// Every rank has a thread that locks the rank's robust mutex and holds it for as long as
+// the process lives. However the process ends, the kernel marks the mutex within a
+// fraction of a millisecond, before it frees the memory, and the next rank that tries the
+// lock learns it. The thread also answers location requests of ranks that have waited too
+// long ("where are you in your code?"), so that locations cost nothing until somebody
+// asks. Otherwise it sleeps.
 #pragma once
 
 #include <functional>
@@ -16,35 +16,36 @@
 
 namespace lockstep {
 
-// Prepares the robust mutex of a record, once, before anybody attaches.
-void prepare_lock(Record& record);
+// Initializes a rank's robust mutex; called once, before any rank attaches.
+void init_liveness_lock(RankState& state);
 
-enum class Health { fine, left, dead };
-Health health(Record& record);
+enum class Health { alive, left, dead };
+Health check_health(RankState& state);
 
-class Keeper {
+class LivenessThread {
  public:
-  // `where` says where this rank is in its own code; called on the keeper's thread.
-  Keeper(Record& record, std::function<std::string()> where);
-  ~Keeper();  // marks the rank as left
+  // `locate` returns where this rank is in its own code; it runs on this thread.
+  LivenessThread(RankState& state, std::function<std::string()> locate);
+  ~LivenessThread();  // marks the rank as left
 
-  // Writes `text` where others read it.
-  void say(const std::string& text);
+  // Writes `text` to this rank's state, where other ranks read it.
+  void publish_text(const std::string& text);
 
  private:
   void run();
 
-  Record& record_;
-  std::function<std::string()> where_;
+  RankState& state_;
+  std::function<std::string()> locate_;
   std::atomic<bool> stopping_{false};
   std::atomic<bool> started_{false};
   std::atomic_flag writing_ = ATOMIC_FLAG_INIT;
   std::thread thread_;
 };
 
-// Asks a rank where it is; its answer, or what its silence means.
-std::string ask(Record& record, std::chrono::milliseconds patience);
+// Asks a rank where it is in its code. Returns "" if it does not answer in time.
+std::string request_location(RankState& state, std::chrono::milliseconds timeout);
 
+// Text in shared memory: at most kTextBytes, truncated and null-terminated.
 void copy_text(char* to, const std::string& text);
 std::string read_text(const char* from);
 

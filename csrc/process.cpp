@@ -7,11 +7,11 @@
 
 namespace lockstep {
 
-static std::atomic<int> id{getpid()};
+static std::atomic<int> pid{getpid()};
 
 [[maybe_unused]] static const int at_fork =
-    pthread_atfork(nullptr, nullptr, [] { id.store(getpid(), std::memory_order_relaxed); });
+    pthread_atfork(nullptr, nullptr, [] { pid.store(getpid(), std::memory_order_relaxed); });
 
-int this_process() { return id.load(std::memory_order_relaxed); }
+int current_pid() { return pid.load(std::memory_order_relaxed); }
 
 }  // namespace lockstep

@@ -1,22 +1,22 @@
-// A piece of memory that several processes map: a memfd, proven by a nonce.
+// A segment of memory that several processes map: a memfd, verified by a nonce.
 //
 //     creator                                  attacher
-//     memfd_create, ftruncate, fix the size    open /proc/PID/fd/FD     same user only
-//     fallocate, map, nonce at offset 0        owner and fixed size checked
+//     memfd_create, ftruncate, seal the size   open /proc/PID/fd/FD (same user only)
+//     fallocate, map, nonce at offset 0        check the owner and the sealed size
 //     publish (pid, fd, bytes, nonce)          map, compare the nonce
 //
-// Nothing has a name in /dev/shm, so nothing is left there and its size does not
-// matter. fallocate reserves the pages, and the size is fixed for good: too little
-// memory is an error here and never a SIGBUS later. A nonce that fits proves that both
-// are on one host in one view of its processes; names and environment variables would
-// lie in containers.
+// Nothing has a name in /dev/shm, so nothing can be left behind there, and the size of
+// /dev/shm does not matter. fallocate reserves the pages and the size is sealed, so too
+// little memory is an error here and never a SIGBUS later. A matching nonce proves that
+// both processes are on one host and in one PID namespace; host names and environment
+// variables prove neither inside containers.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <string>
 
-#include "headroom.h"
+#include "available_memory.h"
 
 namespace lockstep {
 
@@ -30,12 +30,12 @@ struct Nonce {
 
 Nonce random_nonce();
 
-constexpr uint64_t kMostBytes = uint64_t{1} << 62;  // no machine has so many; sums of two fit
+constexpr uint64_t kMaxBytes = uint64_t{1} << 62;  // more than any machine has; the sum of two does not overflow
 
-std::string mebibytes(uint64_t bytes);  // "3 MiB", rounded up
+std::string format_mebibytes(uint64_t bytes);  // "3 MiB", rounded up
 
-// How another process finds a segment.
-struct Address {
+// What another process needs to attach a segment, like a cudaIpcMemHandle_t.
+struct SegmentHandle {
   int32_t pid = 0;
   int32_t fd = -1;
   uint64_t bytes = 0;
@@ -45,11 +45,11 @@ struct Address {
 class Segment {
  public:
   Segment() = default;
-  // Creates `bytes` (rounded up to pages), of which the first `reserved` have memory.
-  // Throws Failure where there is not enough.
+  // Creates a segment of `bytes`, rounded up to pages, and reserves memory for the first
+  // `reserved` bytes. Throws CommError if there is not enough.
   static Segment create(const std::string& name, uint64_t bytes, uint64_t reserved);
-  // Maps another process's segment. Throws Failure with the reason.
-  static Segment attach(const Address& address);
+  // Maps another process's segment. Throws CommError with the reason.
+  static Segment attach(const SegmentHandle& handle);
 
   Segment(Segment&& other) noexcept { swap(other); }
   Segment& operator=(Segment&& other) noexcept {
@@ -59,31 +59,33 @@ class Segment {
   ~Segment();
 
   char* data() const { return data_; }
-  uint64_t bytes() const { return address_.bytes; }
-  const Address& address() const { return address_; }
-  // Gives [offset, offset + bytes) memory, none of which it had; throws Failure, and
-  // leaves it without, where there is not enough. `left` says what can still be had.
+  uint64_t bytes() const { return handle_.bytes; }
+  const SegmentHandle& handle() const { return handle_; }
+  // Reserves memory for [offset, offset + bytes), which must have none yet. Throws
+  // CommError if there is not enough, and then reserves nothing. `available` returns the
+  // bytes that this process can still get.
   void reserve(uint64_t offset, uint64_t bytes,
-               const std::function<uint64_t()>& left = [] { return headroom(); });
-  // Gives the memory of whole pages in [offset, offset + bytes) back.
+               const std::function<uint64_t()>& available = [] { return available_memory(); });
+  // Returns the memory of the whole pages in [offset, offset + bytes) to the system.
   void release(uint64_t offset, uint64_t bytes);
-  // Gives all memory back, also for those who have it mapped: they see that it is gone.
-  void dissolve() { release(0, bytes()); }
-  bool dissolved() const;
-  // Fills the page tables, so that the first touch costs no fault.
+  // Returns all memory to the system, for every process that maps the segment: the others
+  // then see is_released().
+  void release_all() { release(0, bytes()); }
+  bool is_released() const;
+  // Populates the page tables, so that the first touch causes no page fault.
   void prefault(uint64_t offset, uint64_t bytes);
-  // Closes the descriptor; the mapping stays. Nobody can attach after that.
-  void seal();
+  // Closes the descriptor; the mapping stays. Nobody can attach after this call.
+  void close_descriptor();
 
  private:
   void swap(Segment& other) noexcept;
 
   char* data_ = nullptr;
-  Address address_;
+  SegmentHandle handle_;
 };
 
-// The first bytes of every segment.
-struct Seal {
+// At offset 0 of every segment.
+struct SegmentHeader {
   Nonce nonce;
   uint64_t bytes;
   uint32_t version;

@@ -14,34 +14,34 @@
 
 namespace lockstep {
 
-void Flag::post(uint32_t now) {
-  value.store(now, std::memory_order_seq_cst);
+void Flag::post(uint32_t new_value) {
+  value.store(new_value, std::memory_order_seq_cst);
   if (sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(value);
 }
 
-void Flag::ring() {
+void Flag::increment() {
   value.fetch_add(1, std::memory_order_seq_cst);
   if (sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(value);
 }
 
 void Flag::wake() { futex_wake_all(value); }
 
-Cores usable_cores() {
-  Cores cores{};
+CoreMask allowed_cores() {
+  CoreMask cores{};
   cpu_set_t set;
   static_assert(sizeof set == sizeof cores);
   if (sched_getaffinity(0, sizeof set, &set) == 0) std::memcpy(cores.data(), &set, sizeof set);
   return cores;
 }
 
-Patience Patience::of(bool crowded, bool background) {
-  Patience patience;
-  if (crowded) patience.spins = 20;
-  if (background) {
-    patience.spins = crowded ? 1 : 200;
-    patience.yielding = std::chrono::microseconds(50);
+SpinPolicy SpinPolicy::choose(bool is_oversubscribed, bool is_background) {
+  SpinPolicy policy;
+  if (is_oversubscribed) policy.spins = 20;
+  if (is_background) {
+    policy.spins = is_oversubscribed ? 1 : 200;
+    policy.yield_time = std::chrono::microseconds(50);
   }
-  return patience;
+  return policy;
 }
 
 void yield_core() { sched_yield(); }
@@ -50,7 +50,7 @@ void futex_sleep(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::nanose
   timespec time;
   time.tv_sec = static_cast<time_t>(limit.count() / 1000000000);
   time.tv_nsec = static_cast<long>(limit.count() % 1000000000);
-  // Not FUTEX_PRIVATE: the waiters live in several processes.
+  // Not FUTEX_PRIVATE: the waiters are in several processes.
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &time, nullptr, 0);
 }
 

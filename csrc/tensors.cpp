@@ -10,24 +10,24 @@
 
 namespace lockstep {
 
-Type type_of(at::ScalarType type) {
+DataType data_type_of(at::ScalarType type) {
   switch (type) {
-    case at::kDouble: return Type::f64;
-    case at::kFloat: return Type::f32;
-    case at::kHalf: return Type::f16;
-    case at::kBFloat16: return Type::bf16;
-    case at::kChar: return Type::i8;
-    case at::kShort: return Type::i16;
-    case at::kInt: return Type::i32;
-    case at::kLong: return Type::i64;
-    case at::kByte: return Type::u8;
-    case at::kUInt16: return Type::u16;
-    case at::kUInt32: return Type::u32;
-    case at::kUInt64: return Type::u64;
-    case at::kBool: return Type::boolean;
-    case at::kComplexFloat: return Type::c64;
-    case at::kComplexDouble: return Type::c128;
-    default: return Type::bytes;
+    case at::kDouble: return DataType::f64;
+    case at::kFloat: return DataType::f32;
+    case at::kHalf: return DataType::f16;
+    case at::kBFloat16: return DataType::bf16;
+    case at::kChar: return DataType::i8;
+    case at::kShort: return DataType::i16;
+    case at::kInt: return DataType::i32;
+    case at::kLong: return DataType::i64;
+    case at::kByte: return DataType::u8;
+    case at::kUInt16: return DataType::u16;
+    case at::kUInt32: return DataType::u32;
+    case at::kUInt64: return DataType::u64;
+    case at::kBool: return DataType::boolean;
+    case at::kComplexFloat: return DataType::c64;
+    case at::kComplexDouble: return DataType::c128;
+    default: return DataType::bytes;
   }
 }
 
@@ -50,39 +50,41 @@ std::string dtype_name(int scalar_type) {
 }
 
 void check_tensor(const char* op, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.defined(), op, ": a tensor is missing");
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), op, ": the backend lockstep moves CPU tensors, not ",
-                    "one on ", tensor.device().str());
+  TORCH_CHECK_VALUE(tensor.defined(), op, ": a tensor is undefined");
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), op,
+                    ": the backend lockstep supports CPU tensors, not ", "tensors on ",
+                    tensor.device().str());
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, op,
-                    ": the backend lockstep moves dense tensors, not ", tensor.layout(),
+                    ": the backend lockstep supports dense tensors, not ", tensor.layout(),
                     " ones; use to_dense() first");
-  TORCH_CHECK_VALUE(!tensor.is_quantized(), op, ": the backend lockstep moves no quantized tensors");
+  TORCH_CHECK_VALUE(!tensor.is_quantized(), op,
+                    ": the backend lockstep does not support quantized tensors");
 }
 
 bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-at::Tensor readable(const char* op, const at::Tensor& tensor) {
+at::Tensor as_input(const char* op, const at::Tensor& tensor) {
   check_tensor(op, tensor);
   if (is_plain(tensor)) return tensor.detach();
   at::NoGradGuard guard;
   return tensor.detach().resolve_conj().resolve_neg().contiguous();
 }
 
-Writable::Writable(const char* op, const at::Tensor& tensor, bool keep, bool apart)
+OutputTensor::OutputTensor(const char* op, const at::Tensor& tensor, bool is_read, bool force_copy)
     : target_(tensor) {
   check_tensor(op, tensor);
   at::NoGradGuard guard;
-  if (is_plain(tensor) && !apart) {
+  if (is_plain(tensor) && !force_copy) {
     plain_ = tensor.detach();
     return;
   }
   plain_ = at::empty(tensor.sizes(), tensor.options().memory_format(c10::nullopt));
-  if (keep) plain_.copy_(tensor.detach());
+  if (is_read) plain_.copy_(tensor.detach());
 }
 
-void Writable::settle() const {
+void OutputTensor::copy_back() const {
   if (plain_.data_ptr() == target_.data_ptr()) return;
   at::NoGradGuard guard;
   target_.detach().copy_(plain_);
@@ -92,7 +94,7 @@ Block block_of(const at::Tensor& tensor) {
   return {static_cast<char*>(tensor.data_ptr()), tensor.nbytes()};
 }
 
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
+bool do_overlap(const at::Tensor& a, const at::Tensor& b) {
   const char* x = static_cast<const char*>(a.data_ptr());
   const char* y = static_cast<const char*>(b.data_ptr());
   return x < y + b.nbytes() && y < x + a.nbytes();
@@ -100,50 +102,50 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
 
 static const char* end_of(const Block& block) { return block.data + block.bytes; }
 
-at::Tensor Outputs::add(const at::Tensor& tensor, bool keep) {
+at::Tensor OutputList::add(const at::Tensor& tensor, bool is_read) {
   check_tensor(op_, tensor);
-  const bool apart = is_plain(tensor) && overlap(block_of(tensor), {});
-  const at::Tensor plain = written_.emplace_back(op_, tensor, keep, apart).plain();
+  const bool force_copy = is_plain(tensor) && has_overlap(block_of(tensor), {});
+  const at::Tensor plain = outputs_.emplace_back(op_, tensor, is_read, force_copy).plain();
   if (const Block block = block_of(plain); block.bytes) ranges_.emplace(block.data, end_of(block));
   return plain;
 }
 
-at::Tensor Outputs::readable(const at::Tensor& tensor, const Block& own) const {
-  at::Tensor plain = lockstep::readable(op_, tensor);
-  return overlap(block_of(plain), own) ? plain.clone() : plain;
+at::Tensor OutputList::as_input(const at::Tensor& tensor, const Block& allowed) const {
+  at::Tensor plain = lockstep::as_input(op_, tensor);
+  return has_overlap(block_of(plain), allowed) ? plain.clone() : plain;
 }
 
-// Whether a block shares memory with an output, outside of `except`.
-bool Outputs::overlap(const Block& block, const Block& except) const {
+// Whether a block shares memory with an output, outside of `allowed`.
+bool OutputList::has_overlap(const Block& block, const Block& allowed) const {
   if (!block.bytes) return false;
   auto range = ranges_.upper_bound(block.data);
   if (range != ranges_.begin() && std::prev(range)->second > block.data) --range;
   for (; range != ranges_.end() && range->first < end_of(block); ++range) {
     const char* from = std::max<const char*>(range->first, block.data);
     const char* to = std::min(range->second, end_of(block));
-    if (from < except.data || to > end_of(except)) return true;
+    if (from < allowed.data || to > end_of(allowed)) return true;
   }
   return false;
 }
 
-// The bytes of a tensor; throws ValueError where no memory can have so many.
-static uint64_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype) {
-  int64_t most = static_cast<int64_t>(c10::elementSize(dtype));
-  bool none = false, too_large = false;
+// Returns the bytes of a tensor; throws ValueError if they overflow.
+static uint64_t byte_size(at::IntArrayRef sizes, at::ScalarType dtype) {
+  int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  bool is_empty = false, too_large = false;
   for (int64_t size : sizes) {
     TORCH_CHECK_VALUE(size >= 0, "a tensor can't have ", size, " elements in a dimension");
-    none |= size == 0;
-    // Strides count without the dimensions that are empty.
-    too_large |= __builtin_mul_overflow(most, std::max<int64_t>(size, 1), &most);
+    is_empty |= size == 0;
+    // Strides are computed as if empty dimensions had size 1.
+    too_large |= __builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes);
   }
   TORCH_CHECK_VALUE(!too_large, "a tensor can't have the sizes ", sizes,
-                    ": no memory has so many bytes");
-  return none ? 0 : static_cast<uint64_t>(most);
+                    ": its bytes overflow 64 bits");
+  return is_empty ? 0 : static_cast<uint64_t>(bytes);
 }
 
 at::Tensor shared_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
-  void* data = Heap::here().allocate(bytes_of(sizes, dtype));
-  return at::from_blob(data, sizes, [](void* block) { Heap::here().free(block); },
+  void* data = Heap::instance().allocate(byte_size(sizes, dtype));
+  return at::from_blob(data, sizes, [](void* block) { Heap::instance().free(block); },
                        at::TensorOptions().dtype(dtype));
 }
 

@@ -1,4 +1,4 @@
-// Tensors on their way into the core: checked, and contiguous.
+// torch's tensors as arguments of the core: checked, and contiguous.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -8,62 +8,62 @@
 #include <vector>
 
 #include "collectives/exchange.h"
-#include "reduce.h"
+#include "kernels.h"
 
 namespace lockstep {
 
-Type type_of(at::ScalarType type);           // Type::bytes where it only moves
+DataType data_type_of(at::ScalarType type);  // DataType::bytes if it cannot be reduced
 std::string dtype_name(int scalar_type);     // "float32"
 
-// Throws ValueError unless it is a dense tensor in the memory of this host.
+// Throws ValueError unless the tensor is a dense CPU tensor.
 void check_tensor(const char* op, const at::Tensor& tensor);
 
-// Whether its bytes are its elements, one after the other.
+// Whether the tensor's memory holds exactly its elements, in order and unconjugated.
 bool is_plain(const at::Tensor& tensor);
 
-// A tensor to read: itself, or a contiguous copy.
-at::Tensor readable(const char* op, const at::Tensor& tensor);
+// Returns the tensor, or a contiguous copy.
+at::Tensor as_input(const char* op, const at::Tensor& tensor);
 
-// A tensor to write: itself, or a contiguous stand-in that `settle` copies back.
-class Writable {
+// A tensor that a call writes: the user's own, or a contiguous copy of it that `copy_back`
+// copies to the user's.
+class OutputTensor {
  public:
-  // `keep` copies its present elements into the stand-in (in-place operations); `apart`
-  // asks for a stand-in in any case.
-  Writable(const char* op, const at::Tensor& tensor, bool keep, bool apart = false);
+  // `is_read` initializes the copy with the present elements (in-place operations);
+  // `force_copy` makes a copy in any case.
+  OutputTensor(const char* op, const at::Tensor& tensor, bool is_read, bool force_copy = false);
   const at::Tensor& plain() const { return plain_; }
-  void settle() const;
+  void copy_back() const;
 
  private:
   at::Tensor target_, plain_;
 };
 
 Block block_of(const at::Tensor& tensor);
-// Whether two plain tensors share memory.
-bool overlap(const at::Tensor& a, const at::Tensor& b);
+bool do_overlap(const at::Tensor& a, const at::Tensor& b);  // of two plain tensors
 
-// The tensors that one call writes, where there are several.
+// The tensors that one call writes.
 //
-// Users may pass one tensor twice, or views of one tensor. The results are then Gloo's,
-// which copies all inputs first and writes all outputs last, in order: an output that
-// overlaps an earlier one gets a stand-in, and an input that overlaps an output is copied.
-class Outputs {
+// Users may pass one tensor twice, or views of one tensor. The results are then those of
+// Gloo, which copies all inputs first and writes all outputs last, in order: an output that
+// overlaps an earlier one is replaced by a copy, and so is an input that overlaps an output.
+class OutputList {
  public:
-  explicit Outputs(const char* op) : op_(op) {}
-  // Returns the tensor to write. `keep` as for Writable.
-  at::Tensor add(const at::Tensor& tensor, bool keep);
-  // A tensor to read, or a copy if it overlaps an output outside of `own`.
-  at::Tensor readable(const at::Tensor& tensor, const Block& own = {}) const;
-  std::vector<Writable> take() { return std::move(written_); }
+  explicit OutputList(const char* op) : op_(op) {}
+  // Returns the tensor to write. `is_read` as for OutputTensor.
+  at::Tensor add(const at::Tensor& tensor, bool is_read);
+  // Returns a tensor to read, or a copy if it overlaps an output outside of `allowed`.
+  at::Tensor as_input(const at::Tensor& tensor, const Block& allowed = {}) const;
+  std::vector<OutputTensor> take() { return std::move(outputs_); }
 
  private:
-  bool overlap(const Block& block, const Block& except) const;
+  bool has_overlap(const Block& block, const Block& allowed) const;
 
   const char* op_;
-  std::vector<Writable> written_;
-  std::map<const char*, const char*> ranges_;  // begin -> end of what is written; disjoint
+  std::vector<OutputTensor> outputs_;
+  std::map<const char*, const char*> ranges_;  // begin -> end of the outputs; disjoint
 };
 
-// A new tensor of shared memory, uninitialised.
+// Returns a new, uninitialized tensor in shared memory.
 at::Tensor shared_empty(at::IntArrayRef sizes, at::ScalarType dtype);
 
 }  // namespace lockstep

@@ -5,20 +5,20 @@
 
 #include <algorithm>
 
-#include "failure.h"
+#include "errors.h"
 
 namespace lockstep {
 
-std::exception_ptr as_torch_error() {
+std::exception_ptr to_torch_error() {
   try {
     throw;
-  } catch (const Failure& error) {
+  } catch (const CommError& error) {
     try {
       C10_THROW_ERROR(DistBackendError, error.what());
     } catch (...) {
       return std::current_exception();
     }
-  } catch (const Misuse& error) {
+  } catch (const UsageError& error) {
     try {
       C10_THROW_ERROR(ValueError, error.what());
     } catch (...) {
@@ -29,21 +29,23 @@ std::exception_ptr as_torch_error() {
   }
 }
 
-[[noreturn]] static void unfinished(const std::string& what, std::chrono::milliseconds timeout) {
-  C10_THROW_ERROR(DistBackendError,
-                  what + " was not finished after " + seconds(timeout) + "; it goes on");
+[[noreturn]] static void throw_unfinished(const std::string& what,
+                                          std::chrono::milliseconds timeout) {
+  C10_THROW_ERROR(DistBackendError, what + " was not finished after " + format_seconds(timeout) +
+                                        "; it continues in the background");
 }
 
 FutureWork::FutureWork(c10d::OpType type, std::vector<at::Tensor> outputs)
     : c10d::Work(-1, type), outputs_(std::move(outputs)) {}
 
 void FutureWork::check_process() const {
-  if (process_ == this_process()) return;
-  C10_THROW_ERROR(DistBackendError,
-                  "process " + std::to_string(this_process()) + " is a fork of process " +
-                      std::to_string(process_) + ", which made this " +
-                      c10d::opTypeToString(opType_) + " call, and cannot wait for it: wait in "
-                      "process " + std::to_string(process_));
+  if (owner_pid_ == current_pid()) return;
+  C10_THROW_ERROR(DistBackendError, "process " + std::to_string(current_pid()) +
+                                        " is a fork of process " + std::to_string(owner_pid_) +
+                                        ", which made this " + c10d::opTypeToString(opType_) +
+                                        " call, and cannot wait for it: wait in "
+                                        "process " +
+                                        std::to_string(owner_pid_));
 }
 
 bool FutureWork::isCompleted() {
@@ -51,27 +53,27 @@ bool FutureWork::isCompleted() {
   return c10d::Work::isCompleted();
 }
 
-bool FutureWork::settle(std::exception_ptr error) {
-  bool heard;
+bool FutureWork::complete(std::exception_ptr error) {
+  bool has_callbacks;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (completed_) return false;
     completed_ = true;
     exception_ = error;
-    heard = future_ != nullptr;
+    has_callbacks = future_ != nullptr;
   }
   cv_.notify_all();
-  return heard;
+  return has_callbacks;
 }
 
-void FutureWork::announce() {
+void FutureWork::run_callbacks() {
   if (exception_)
     future_->setErrorIfNeeded(exception_);
   else
     future_->markCompleted(value());
 }
 
-void FutureWork::await_future() {
+void FutureWork::wait_future() {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -80,151 +82,150 @@ void FutureWork::await_future() {
   if (future) future->wait();
 }
 
-bool FutureWork::has_told() {
+bool FutureWork::is_future_completed() {
   std::lock_guard<std::mutex> lock(mutex_);
   return !future_ || future_->completed();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> FutureWork::getFuture() {
   check_process();
-  bool over;
+  bool is_done;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (future_) return future_;
     future_ = c10::make_intrusive<c10::ivalue::Future>(value().type());
-    over = completed_;
+    is_done = completed_;
   }
-  if (over) announce();
+  if (is_done) run_callbacks();
   return future_;
 }
 
-// ---- collectives ----
+// ---- collective calls ----
 
-class CollectiveWork::Run : public Job {
+class CollectiveWork::Execution : public QueuedCall {
  public:
-  explicit Run(CollectiveWork* work)
+  explicit Execution(CollectiveWork* work)
       : work_(c10::intrusive_ptr<CollectiveWork>::reclaim_copy(work)) {}
   void execute(bool background) override {
     try {
       at::NoGradGuard guard;
       work_->body_(background);
     } catch (...) {
-      error_ = as_torch_error();
+      error_ = to_torch_error();
     }
     work_->body_ = nullptr;
-    over_.store(true, std::memory_order_release);
+    executed_.store(true, std::memory_order_release);
   }
-  bool over() override { return over_.load(std::memory_order_acquire); }
-  bool settle() override {
-    const bool heard = work_->settle(error_);
-    if (!heard) work_ = nullptr;
-    return heard;
+  bool is_executed() override { return executed_.load(std::memory_order_acquire); }
+  bool complete() override {
+    const bool has_callbacks = work_->complete(error_);
+    if (!has_callbacks) work_ = nullptr;
+    return has_callbacks;
   }
-  void announce() override { std::exchange(work_, nullptr)->announce(); }
+  void run_callbacks() override { std::exchange(work_, nullptr)->run_callbacks(); }
 
  private:
-  c10::intrusive_ptr<CollectiveWork> work_;  // until it is concluded
+  c10::intrusive_ptr<CollectiveWork> work_;  // until it is completed
   std::exception_ptr error_;
-  std::atomic<bool> over_{false};
+  std::atomic<bool> executed_{false};
 };
 
 CollectiveWork::CollectiveWork(c10d::OpType type, std::vector<at::Tensor> outputs,
-                               std::shared_ptr<Queue> queue, std::function<void(bool)> body)
+                               std::shared_ptr<CallQueue> queue, std::function<void(bool)> body)
     : FutureWork(type, std::move(outputs)), queue_(std::move(queue)), body_(std::move(body)) {}
 
-void CollectiveWork::start(bool asynchronous) {
-  run_ = std::make_shared<Run>(this);
-  if (asynchronous) {
-    queue_->add(run_);
+void CollectiveWork::start(bool is_async) {
+  execution_ = std::make_shared<Execution>(this);
+  if (is_async) {
+    queue_->add(execution_);
     return;
   }
-  queue_->run(*run_);
+  queue_->run(*execution_);
   if (auto error = exception()) std::rethrow_exception(error);
 }
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   check_process();
-  const bool patient = timeout <= std::chrono::milliseconds(0);
-  if (patient) queue_->help(*run_);
+  const bool is_unlimited = timeout <= std::chrono::milliseconds(0);
+  if (is_unlimited) queue_->help_until_executed(*execution_);
   const auto begun = Clock::now();
   {
     std::unique_lock<std::mutex> lock(mutex_);
-    while (!cv_.wait_for(lock, patient ? kSlice : std::min(kSlice, timeout),
+    while (!cv_.wait_for(lock, is_unlimited ? kSleepSlice : std::min(kSleepSlice, timeout),
                          [this] { return completed_; })) {
       lock.unlock();
-      queue_->hear();
-      if (!patient && Clock::now() - begun > timeout)
-        unfinished(c10d::opTypeToString(opType_), timeout);
+      queue_->poll_signals();
+      if (!is_unlimited && Clock::now() - begun > timeout)
+        throw_unfinished(c10d::opTypeToString(opType_), timeout);
       lock.lock();
     }
   }
-  await_future();
+  wait_future();
   if (exception_) std::rethrow_exception(exception_);
   return true;
 }
 
 // ---- messages ----
 
-class MessageWork::Held : public Message {
+class MessageWork::PostedMessage : public Message {
  public:
-  bool settle() override {
-    const bool heard = work->conclude();
-    if (!heard) work = nullptr;
-    return heard;
+  bool complete() override {
+    const bool has_callbacks = work->complete_message();
+    if (!has_callbacks) work = nullptr;
+    return has_callbacks;
   }
-  void announce() override { std::exchange(work, nullptr)->announce(); }
+  void run_callbacks() override { std::exchange(work, nullptr)->run_callbacks(); }
 
-  c10::intrusive_ptr<MessageWork> work;  // until it is concluded
+  c10::intrusive_ptr<MessageWork> work;  // until it is completed
 };
 
 MessageWork::MessageWork(c10d::OpType type, std::vector<at::Tensor> outputs,
-                         std::shared_ptr<Mail> mail, at::Tensor kept,
-                         std::optional<Writable> written)
+                         std::shared_ptr<PointToPoint> p2p, at::Tensor buffer,
+                         std::optional<OutputTensor> output)
     : FutureWork(type, std::move(outputs)),
-      mail_(std::move(mail)),
-      message_(std::make_shared<Held>()),
-      kept_(std::move(kept)),
-      written_(std::move(written)) {}
+      p2p_(std::move(p2p)),
+      message_(std::make_shared<PostedMessage>()),
+      buffer_(std::move(buffer)),
+      output_(std::move(output)) {}
 
 void MessageWork::start(Op op, int peer, int64_t tag, std::chrono::milliseconds timeout) {
   message_->op = op;
   message_->peer = peer;
   message_->tag = tag;
   message_->timeout = timeout;
-  message_->data = static_cast<char*>(kept_.data_ptr());
-  message_->bytes = kept_.nbytes();
-  message_->count = static_cast<uint64_t>(kept_.numel());
-  message_->dtype = static_cast<uint8_t>(kept_.scalar_type());
+  message_->data = static_cast<char*>(buffer_.data_ptr());
+  message_->bytes = buffer_.nbytes();
+  message_->count = static_cast<uint64_t>(buffer_.numel());
+  message_->dtype = static_cast<uint8_t>(buffer_.scalar_type());
   message_->work = c10::intrusive_ptr<MessageWork>::reclaim_copy(this);
-  mail_->post(message_);
+  p2p_->post(message_);
 }
 
-bool MessageWork::conclude() {
+bool MessageWork::complete_message() {
   std::exception_ptr error;
   try {
-    if (!message_->error.empty()) throw Failure(message_->error);
-    if (written_) {
+    if (!message_->error.empty()) throw CommError(message_->error);
+    if (output_) {
       at::NoGradGuard guard;
-      written_->settle();
+      output_->copy_back();
     }
   } catch (...) {
-    error = as_torch_error();
+    error = to_torch_error();
   }
-  written_.reset();
-  kept_.reset();
-  return settle(error);
+  output_.reset();
+  buffer_.reset();
+  return complete(error);
 }
 
 bool MessageWork::isCompleted() {
   check_process();
-  return mail_->test(message_) && has_told();
+  return p2p_->test(message_) && is_future_completed();
 }
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
   check_process();
-  if (!mail_->wait(message_, timeout))
-    unfinished(mail_->titled(*message_), timeout);
-  await_future();
+  if (!p2p_->wait(message_, timeout)) throw_unfinished(p2p_->describe_in_group(*message_), timeout);
+  wait_future();
   if (exception_) std::rethrow_exception(exception_);
   return true;
 }
@@ -233,64 +234,65 @@ int MessageWork::sourceRank() const { return message_->source; }
 
 c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
   auto future = FutureWork::getFuture();
-  mail_->listen(message_);
+  p2p_->progress_in_background(message_);
   return future;
 }
 
-// ---- several ----
+// ---- coalesced calls ----
 
-ManyWork::ManyWork(std::vector<c10::intrusive_ptr<c10d::Work>> works,
-                   std::vector<std::vector<at::Tensor>> lists)
+CompositeWork::CompositeWork(std::vector<c10::intrusive_ptr<c10d::Work>> works,
+                             std::vector<std::vector<at::Tensor>> lists)
     : FutureWork(c10d::OpType::COALESCED, {}),
       works_(std::move(works)),
       lists_(std::move(lists)),
-      left_(works_.size() + 1) {}  // one for who asks
+      remaining_(works_.size() + 1) {}  // one for `getFuture`
 
-bool ManyWork::isCompleted() {
+bool CompositeWork::isCompleted() {
   check_process();
   for (auto& work : works_)
     if (!work->isCompleted()) return false;
-  return has_told();
+  return is_future_completed();
 }
 
-std::exception_ptr ManyWork::exception() const {
+std::exception_ptr CompositeWork::exception() const {
   for (const auto& work : works_)
     if (auto error = work->exception()) return error;
   return nullptr;
 }
 
-bool ManyWork::wait(std::chrono::milliseconds timeout) {
+bool CompositeWork::wait(std::chrono::milliseconds timeout) {
   check_process();
   const auto until = Clock::now() + timeout;
   std::exception_ptr first;
   for (auto& work : works_) {
-    auto left = timeout;
+    auto remaining = timeout;
     if (timeout > std::chrono::milliseconds(0))
-      left = std::max(std::chrono::milliseconds(1),
-                      std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()));
+      remaining =
+          std::max(std::chrono::milliseconds(1),
+                   std::chrono::duration_cast<std::chrono::milliseconds>(until - Clock::now()));
     try {
-      work->wait(left);
+      work->wait(remaining);
     } catch (...) {
       if (!first) first = std::current_exception();
     }
   }
   if (first) std::rethrow_exception(first);
-  await_future();
+  wait_future();
   return true;
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> ManyWork::getFuture() {
+c10::intrusive_ptr<c10::ivalue::Future> CompositeWork::getFuture() {
   auto future = FutureWork::getFuture();
-  if (asked_.exchange(true)) return future;
-  auto self = c10::intrusive_ptr<ManyWork>::reclaim_copy(this);
+  if (has_callbacks_.exchange(true)) return future;
+  auto self = c10::intrusive_ptr<CompositeWork>::reclaim_copy(this);
   for (auto& work : works_)
-    work->getFuture()->addCallback([self](c10::ivalue::Future&) { self->count(); });
-  count();
+    work->getFuture()->addCallback([self](c10::ivalue::Future&) { self->count_completed(); });
+  count_completed();
   return future;
 }
 
-void ManyWork::count() {
-  if (left_.fetch_sub(1) == 1 && settle(exception())) announce();
+void CompositeWork::count_completed() {
+  if (remaining_.fetch_sub(1) == 1 && complete(exception())) run_callbacks();
 }
 
 }  // namespace lockstep

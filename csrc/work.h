@@ -1,4 +1,4 @@
-// What a call returns: torch's Work for collectives and for messages.
+// torch's Work objects for collective calls and messages.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -8,17 +8,18 @@
 #include <optional>
 #include <vector>
 
-#include "mail.h"
+#include "point_to_point.h"
 #include "process.h"
-#include "queue.h"
+#include "call_queue.h"
 #include "tensors.h"
 
 namespace lockstep {
 
-// Turns an error of the core into torch's; for use in a catch block.
-std::exception_ptr as_torch_error();
+// Converts the current exception, if it is an error of the core, to torch's exception type.
+// For use in a catch block.
+std::exception_ptr to_torch_error();
 
-// A Work whose future is made only when it is asked for.
+// A Work whose future is created on demand.
 class FutureWork : public c10d::Work {
  public:
   FutureWork(c10d::OpType type, std::vector<at::Tensor> outputs);
@@ -27,42 +28,45 @@ class FutureWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  protected:
-  bool settle(std::exception_ptr error);  // wake who waits; true if a future is yet to be told
-  void announce();                        // tell it: this runs its callbacks
-  virtual c10::IValue value() const { return outputs_; }  // what it is told
-  // Who waited sees a future that is complete; its callbacks may still run.
-  void await_future();
-  bool has_told();  // its future, if there is one
+  // Wakes waiting threads. Returns whether there is a future, to be completed by
+  // `run_callbacks`.
+  bool complete(std::exception_ptr error);
+  void run_callbacks();                                   // completes the future
+  virtual c10::IValue value() const { return outputs_; }  // of the future
+  // Waits until the future, if there is one, is complete; its callbacks may still run.
+  void wait_future();
+  bool is_future_completed();  // true if there is none
   // Throws in a process that was forked from the one that made the call.
   void check_process() const;
   std::vector<at::Tensor> outputs_;
 
  private:
-  const int process_ = this_process();  // which made the call
+  const int owner_pid_ = current_pid();
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
 class CollectiveWork : public FutureWork {
  public:
-  // `body` does the call; its argument says whether it runs in the background.
+  // `body` executes the call; its argument says whether it runs in a background thread.
   CollectiveWork(c10d::OpType type, std::vector<at::Tensor> outputs,
-                 std::shared_ptr<Queue> queue, std::function<void(bool)> body);
-  void start(bool asynchronous);
+                 std::shared_ptr<CallQueue> queue, std::function<void(bool)> body);
+  void start(bool is_async);
   bool wait(std::chrono::milliseconds timeout) override;
 
  private:
-  class Run;
-  std::shared_ptr<Queue> queue_;
+  class Execution;
+  std::shared_ptr<CallQueue> queue_;
   std::function<void(bool)> body_;
-  std::shared_ptr<Run> run_;
+  std::shared_ptr<Execution> execution_;
 };
 
 class MessageWork : public FutureWork {
  public:
-  // `kept` is what is sent, or what is received into; `written` says where that belongs.
-  MessageWork(c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Mail> mail,
-              at::Tensor kept, std::optional<Writable> written);
-  // Posts the message, which holds this object until it is over: nobody else needs to.
+  // `buffer` is what is sent or received into; `output` copies what was received to the
+  // user's tensor.
+  MessageWork(c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<PointToPoint> p2p,
+              at::Tensor buffer, std::optional<OutputTensor> output);
+  // Posts the message. It keeps this object alive until it is done; no caller needs to.
   void start(Op op, int peer, int64_t tag, std::chrono::milliseconds timeout);
   bool isCompleted() override;
   bool wait(std::chrono::milliseconds timeout) override;
@@ -70,25 +74,25 @@ class MessageWork : public FutureWork {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
  private:
-  class Held;
-  bool conclude();
+  class PostedMessage;
+  bool complete_message();
 
-  std::shared_ptr<Mail> mail_;
-  std::shared_ptr<Held> message_;
-  at::Tensor kept_;
-  std::optional<Writable> written_;
+  std::shared_ptr<PointToPoint> p2p_;
+  std::shared_ptr<PostedMessage> message_;
+  at::Tensor buffer_;
+  std::optional<OutputTensor> output_;
 };
 
-// Several works as one.
-class ManyWork : public FutureWork {
+// Several works as one (coalesced calls).
+class CompositeWork : public FutureWork {
  public:
-  // `lists` is what the future is told.
-  ManyWork(std::vector<c10::intrusive_ptr<c10d::Work>> works,
-           std::vector<std::vector<at::Tensor>> lists);
+  // `lists` is the value of the future.
+  CompositeWork(std::vector<c10::intrusive_ptr<c10d::Work>> works,
+                std::vector<std::vector<at::Tensor>> lists);
   bool isCompleted() override;
   bool isSuccess() const override { return !exception(); }
   std::exception_ptr exception() const override;
-  // Waits for all of them, also where one fails.
+  // Waits for all works, even if one of them fails.
   bool wait(std::chrono::milliseconds timeout) override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
@@ -96,12 +100,12 @@ class ManyWork : public FutureWork {
   c10::IValue value() const override { return lists_; }
 
  private:
-  void count();
+  void count_completed();
 
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
   std::vector<std::vector<at::Tensor>> lists_;
-  std::atomic<bool> asked_{false};
-  std::atomic<size_t> left_;  // of works that have not told us
+  std::atomic<bool> has_callbacks_{false};  // on the works, since `getFuture`
+  std::atomic<size_t> remaining_;           // works that have not completed
 };
 
 }  // namespace lockstep

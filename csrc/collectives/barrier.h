@@ -1,11 +1,11 @@
-// Barrier: one flag a rank; everybody raises its own and waits for the others'.
+// Barrier: every rank advances its own phase and waits for the phases of all other ranks.
 // Cost: one cache line written and n - 1 read by each rank.
 #pragma once
 
-#include "../group.h"
+#include "../collective_call.h"
 
 namespace lockstep {
 
-inline void barrier(Turn& turn) { turn.arrive(); }
+inline void barrier(CollectiveCall& call) { call.arrive(); }
 
 }  // namespace lockstep

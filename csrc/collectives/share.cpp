@@ -1,59 +1,61 @@
 #include "share.h"
 
-#include "../failure.h"
+#include "../errors.h"
 #include "../liveness.h"
 
 namespace lockstep {
 namespace {
 
-// What a rank says in its slot; `wrong` is empty where all is well.
-struct Report {
-  Address address;
-  char wrong[kText];
+// What a rank publishes in its slot; `error` is empty if it succeeded.
+struct ShareResult {
+  SegmentHandle handle;
+  char error[kTextBytes];
 };
 
-Report& report(Turn& turn, int rank) { return *reinterpret_cast<Report*>(turn.slot(rank)); }
+ShareResult& result_of(CollectiveCall& call, int rank) {
+  return *reinterpret_cast<ShareResult*>(call.slot(rank));
+}
 
-// Does `work`; what it throws goes into this rank's report.
+// Runs `work` and publishes its error.
 template <typename Work>
-void attempt(Turn& turn, Work work) {
-  copy_text(report(turn, turn.rank()).wrong, "");
+void publish_error_of(CollectiveCall& call, Work work) {
+  copy_text(result_of(call, call.rank()).error, "");
   try {
     work();
-  } catch (const Failure& error) {
-    copy_text(report(turn, turn.rank()).wrong, error.what());
+  } catch (const CommError& error) {
+    copy_text(result_of(call, call.rank()).error, error.what());
   }
 }
 
-void check_reports(Turn& turn) {
-  for (int rank = 0; rank < turn.size(); ++rank) {
-    const std::string wrong = read_text(report(turn, rank).wrong);
-    if (!wrong.empty())
-      throw Refusal(turn.group().name_of(rank) + " could not share memory: " + wrong);
+void throw_if_any_failed(CollectiveCall& call) {
+  for (int rank = 0; rank < call.size(); ++rank) {
+    const std::string error = read_text(result_of(call, rank).error);
+    if (!error.empty())
+      throw CallError(call.group().format_rank(rank) + " could not share memory: " + error);
   }
 }
 
 }  // namespace
 
-std::unique_ptr<Segment> share(Turn& turn, uint64_t bytes) {
+std::unique_ptr<Segment> share(CollectiveCall& call, uint64_t bytes) {
   std::unique_ptr<Segment> segment;
-  if (turn.rank() == 0)
-    attempt(turn, [&] {
-      const uint64_t whole = kSharedStart + bytes;
-      segment = std::make_unique<Segment>(Segment::create("lockstep-shared", whole, whole));
+  if (call.rank() == 0)
+    publish_error_of(call, [&] {
+      const uint64_t total = kSharedStart + bytes;
+      segment = std::make_unique<Segment>(Segment::create("lockstep-shared", total, total));
       segment->prefault(0, segment->bytes());
-      report(turn, 0).address = segment->address();
+      result_of(call, 0).handle = segment->handle();
     });
-  turn.arrive();
-  if (turn.rank() != 0)
-    attempt(turn, [&] {
-      if (!read_text(report(turn, 0).wrong).empty()) return;
-      segment = std::make_unique<Segment>(Segment::attach(report(turn, 0).address));
+  call.arrive();
+  if (call.rank() != 0)
+    publish_error_of(call, [&] {
+      if (!read_text(result_of(call, 0).error).empty()) return;
+      segment = std::make_unique<Segment>(Segment::attach(result_of(call, 0).handle));
       segment->prefault(0, segment->bytes());
     });
-  turn.sync();
-  check_reports(turn);
-  if (turn.rank() == 0) segment->seal();
+  call.sync();
+  throw_if_any_failed(call);
+  if (call.rank() == 0) segment->close_descriptor();
   return segment;
 }
 

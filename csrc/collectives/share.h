@@ -1,10 +1,10 @@
-// Share: memory of its own that every rank of the group maps.
+// Share: creates a segment that every rank of the group maps.
 //
-//     rank 0    create, reserve and prefault a memfd; its address into my slot
+//     rank 0    create, reserve and prefault a memfd; write its handle to my slot
 //        ---- arrive ----          the sizes are compared as in any call
-//     others    attach (same user, size, nonce); what went wrong into my slot
+//     others    attach (same user, size, nonce); write an error, if any, to my slot
 //        ---- sync ----
-//     all       read all slots: every rank throws, or none
+//     all       read all slots: either every rank throws, or none
 //     rank 0    close the descriptor: nobody else can attach
 //
 // The kernel frees the memory when the last process has unmapped it or has ended.
@@ -12,14 +12,14 @@
 
 #include <memory>
 
-#include "../group.h"
+#include "../collective_call.h"
 
 namespace lockstep {
 
-constexpr uint64_t kSharedStart = 4096;  // the seal has the first page
+constexpr uint64_t kSharedStart = 4096;  // the segment's header has the first page
 
-// `bytes` from kSharedStart of the segment. Throws Refusal on every rank where one has
-// not enough memory or can't attach; the group can go on.
-std::unique_ptr<Segment> share(Turn& turn, uint64_t bytes);
+// Returns a segment with `bytes` from kSharedStart on. Throws CallError on every rank if one
+// has not enough memory or cannot attach; the group stays usable.
+std::unique_ptr<Segment> share(CollectiveCall& call, uint64_t bytes);
 
 }  // namespace lockstep

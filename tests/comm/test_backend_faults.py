@@ -187,8 +187,8 @@ def test_a_rank_that_joins_twice_is_named_to_all_at_once():
     for each in told:
         seconds, _, told_by = each.partition(" ")
         assert float(seconds) < 10
-        assert "rank 1 is twice in group trio, as process " in told_by
-        assert "give every process a rank of its own (RANK)" in told_by
+        assert "rank 1 joined group trio twice, as process " in told_by
+        assert "give each process its own RANK" in told_by
     assert len(told) == 3
 
 

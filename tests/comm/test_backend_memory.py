@@ -173,7 +173,7 @@ def ask_for(sizes: list[int]) -> list[str]:
 def test_too_little_memory_and_other_sizes_are_told_to_every_rank(ranks):
     for memory, more, sizes, left in ranks(ask_for, 3, [1 << 50, 1 << 70, 5], **on_lockstep):
         for told in (memory, more):
-            assert told.startswith("WorkError rank 0 could not share memory: there are not")
+            assert told.startswith("WorkError rank 0 could not share memory: cannot reserve")
         assert "disagree" in sizes
         assert all(f"rank {rank} called share({5 + rank} bytes)" in sizes for rank in range(3))
         assert left == "0"

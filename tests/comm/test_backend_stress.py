@@ -21,9 +21,9 @@ pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension i
 
 SMALL = {
     "LOCKSTEP_SLOT_BYTES": "512",
-    "LOCKSTEP_STAGE_BYTES": "1024",
+    "LOCKSTEP_STAGING_BYTES": "1024",
     "LOCKSTEP_CELL_BYTES": "128",
-    "LOCKSTEP_LANE_BYTES": "256",
+    "LOCKSTEP_BOUNCE_BYTES": "256",
 }
 
 

@@ -53,9 +53,9 @@ THRESHOLDS: dict[str, tuple[int, ...]] = {
 # Variables that shrink a backend's pieces, so that small messages take the long paths.
 SMALL_PIECES = {
     "LOCKSTEP_SLOT_BYTES": "512",
-    "LOCKSTEP_STAGE_BYTES": "1024",
+    "LOCKSTEP_STAGING_BYTES": "1024",
     "LOCKSTEP_CELL_BYTES": "128",
-    "LOCKSTEP_LANE_BYTES": "512",
+    "LOCKSTEP_BOUNCE_BYTES": "512",
 }
 
 # Backends whose sums are those of the design's tree, on every rank and in every run.

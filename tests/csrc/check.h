@@ -1,4 +1,4 @@
-// The smallest of test frameworks: a test is a function, a check says where it failed.
+// A minimal test framework: a test is a function, and CHECK reports where it failed.
 #pragma once
 
 #include <cstdio>
@@ -34,12 +34,12 @@ struct Test {
   static void name()
 
 #if defined(__SANITIZE_THREAD__) || defined(WITHOUT_FORK)
-constexpr bool kMayFork = false;  // the sanitizer's threads do not survive a fork
+constexpr bool kMayFork = false;  // ThreadSanitizer's threads do not survive a fork
 #else
 constexpr bool kMayFork = true;
 #endif
 
-constexpr std::chrono::milliseconds kPatience{60000};
+constexpr std::chrono::milliseconds kTestTimeout{60000};
 
 // Runs `body(group)` in a thread for each of `n` ranks. They share one mapping, so
 // that a sanitizer sees the same addresses from all of them.
@@ -54,9 +54,9 @@ inline void on_ranks(int n, const std::function<void(lockstep::Group&)>& body) {
   for (auto& thread : threads) thread.join();
 }
 
-// What `body` throws; "" if nothing.
+// Returns the message of the exception that `body` throws, or "".
 template <typename F>
-std::string failure(F body) {
+std::string error_of(F body) {
   try {
     body();
   } catch (const std::exception& error) {

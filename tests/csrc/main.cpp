@@ -11,8 +11,7 @@ int main(int argc, char** argv) {
     const auto begun = std::chrono::steady_clock::now();
     test.body();
     const auto took = std::chrono::steady_clock::now() - begun;
-    std::printf("%-60s %6.2f s\n", test.name,
-                std::chrono::duration<double>(took).count());
+    std::printf("%-60s %6.2f s\n", test.name, std::chrono::duration<double>(took).count());
     std::fflush(stdout);
     ++ran;
   }

@@ -1,4 +1,4 @@
-// What tests of groups share: meeting, and a rank that is a process of its own.
+// Helpers for tests of groups: a barrier, and ranks in processes of their own.
 #pragma once
 
 #include <sys/wait.h>
@@ -7,33 +7,33 @@
 #include "check.h"
 #include "collectives/barrier.h"
 
-inline lockstep::Call barrier_call() {
-  lockstep::Call call;
-  call.op = lockstep::Op::barrier;
-  return call;
+inline lockstep::CallInfo barrier_info() {
+  lockstep::CallInfo info;
+  info.op = lockstep::Op::barrier;
+  return info;
 }
 
-inline void meet(lockstep::Group& group, std::chrono::milliseconds timeout = kPatience) {
-  lockstep::Turn turn(group, barrier_call(), timeout, false);
-  lockstep::barrier(turn);
+inline void run_barrier(lockstep::Group& group, std::chrono::milliseconds timeout = kTestTimeout) {
+  lockstep::CollectiveCall call(group, barrier_info(), timeout, false);
+  lockstep::barrier(call);
 }
 
 // Forks a process that is rank 1 of a group of two, runs `body` there and exits.
-inline pid_t rank_one(const lockstep::Address& address,
+inline pid_t fork_rank_one(const lockstep::SegmentHandle& handle,
                       const std::function<void(lockstep::Group&)>& body) {
   const pid_t child = fork();
   if (child != 0) return child;
-  auto group = lockstep::Group::attach(1, 2, address, {});
+  auto group = lockstep::Group::attach(1, 2, handle, {});
   body(*group);
   _exit(0);
 }
 
-// A process that is rank 1 of a group of two, has met it once and waits to be killed.
-inline pid_t idle_rank_one(lockstep::Group& group) {
-  const pid_t child = rank_one(group.segment()->address(), [](lockstep::Group& other) {
-    meet(other);
+// Forks a process that is rank 1 of a group of two, passes one barrier and waits to be killed.
+inline pid_t fork_idle_rank_one(lockstep::Group& group) {
+  const pid_t child = fork_rank_one(group.segment()->handle(), [](lockstep::Group& other) {
+    run_barrier(other);
     pause();
   });
-  if (child != 0) meet(group);
+  if (child != 0) run_barrier(group);
   return child;
 }

@@ -1,4 +1,4 @@
-// Collectives of threads against a plain computation, through every route.
+// Collectives between threads, compared with a plain computation, on every route.
 #include <cstdlib>
 #include <cstring>
 #include <random>
@@ -8,24 +8,25 @@
 #include "collectives/barrier.h"
 #include "collectives/exact_sum.h"
 #include "collectives/exchange.h"
+#include "collectives/reduce_scatter.h"
 #include "collectives/share.h"
-#include "failure.h"
+#include "errors.h"
 
 using namespace lockstep;
 
 namespace {
 
-// Small pieces, so that small messages take the long paths.
+// Small buffers, so that small messages take the long paths.
 struct SmallPieces {
   SmallPieces() {
     setenv("LOCKSTEP_SLOT_BYTES", "1024", 1);
-    setenv("LOCKSTEP_STAGE_BYTES", "2048", 1);
+    setenv("LOCKSTEP_STAGING_BYTES", "2048", 1);
     setenv("LOCKSTEP_CELL_BYTES", "256", 1);
-    setenv("LOCKSTEP_LANE_BYTES", "512", 1);
+    setenv("LOCKSTEP_BOUNCE_BYTES", "512", 1);
   }
   ~SmallPieces() {
-    for (const char* name : {"LOCKSTEP_SLOT_BYTES", "LOCKSTEP_STAGE_BYTES", "LOCKSTEP_CELL_BYTES",
-                             "LOCKSTEP_LANE_BYTES"})
+    for (const char* name : {"LOCKSTEP_SLOT_BYTES", "LOCKSTEP_STAGING_BYTES", "LOCKSTEP_CELL_BYTES",
+                             "LOCKSTEP_BOUNCE_BYTES"})
       unsetenv(name);
   }
 };
@@ -38,7 +39,7 @@ std::vector<float> values(int rank, size_t count, int salt) {
   return result;
 }
 
-// The sum along the tree, by recursion: what the fold must equal bit for bit.
+// The sum along the tree, computed recursively: the reference for bitwise comparison.
 float tree(const std::vector<std::vector<float>>& inputs, size_t i, int lo, int hi) {
   if (hi - lo == 1) return inputs[static_cast<size_t>(lo)][i];
   int width = 1;
@@ -46,12 +47,12 @@ float tree(const std::vector<std::vector<float>>& inputs, size_t i, int lo, int 
   return tree(inputs, i, lo, lo + width) + tree(inputs, i, lo + width, hi);
 }
 
-Call call_of(Op op, size_t count, int root = -1) {
-  Call call;
-  call.op = op;
-  call.count = count;
-  call.root = root;
-  return call;
+CallInfo make_call_info(Op op, size_t count, int root = -1) {
+  CallInfo info;
+  info.op = op;
+  info.count = count;
+  info.root = root;
+  return info;
 }
 
 // A tensor in private memory, or in the heap.
@@ -60,10 +61,10 @@ struct Buffer {
   bool shared;
   Buffer(const std::vector<float>& from, bool in_heap) : shared(in_heap) {
     const size_t bytes = std::max<size_t>(from.size() * sizeof(float), 1);
-    data = static_cast<float*>(shared ? Heap::here().allocate(bytes) : std::malloc(bytes));
+    data = static_cast<float*>(shared ? Heap::instance().allocate(bytes) : std::malloc(bytes));
     if (!from.empty()) std::memcpy(data, from.data(), from.size() * sizeof(float));
   }
-  ~Buffer() { shared ? Heap::here().free(data) : std::free(data); }
+  ~Buffer() { shared ? Heap::instance().free(data) : std::free(data); }
 };
 
 void check_all_reduce(int n, bool (*in_heap)(int rank)) {
@@ -73,11 +74,12 @@ void check_all_reduce(int n, bool (*in_heap)(int rank)) {
       std::vector<std::vector<float>> inputs;
       ++salt;
       for (int rank = 0; rank < n; ++rank) inputs.push_back(values(rank, count, salt));
-      for (uint32_t call = 0; call < 2 * Choice::kTrial; ++call) {  // with either kind of store
+      // With both kinds of stores.
+      for (uint32_t repeat = 0; repeat < 2 * AutoTuner::kTrialCalls; ++repeat) {
         Buffer buffer(inputs[static_cast<size_t>(group.rank())], in_heap(group.rank()));
         {
-          Turn turn(group, call_of(Op::all_reduce, count), kPatience, false);
-          all_reduce(turn, buffer.data, count, Type::f32, Reduction::sum);
+          CollectiveCall call(group, make_call_info(Op::all_reduce, count), kTestTimeout, false);
+          all_reduce(call, buffer.data, count, DataType::f32, Reduction::sum);
         }
         for (size_t i = 0; i < count; ++i) CHECK(buffer.data[i] == tree(inputs, i, 0, n));
       }
@@ -87,22 +89,22 @@ void check_all_reduce(int n, bool (*in_heap)(int rank)) {
 
 }  // namespace
 
-TEST(all_reduce_adds_along_the_tree_privately) {
+TEST(all_reduce_of_private_tensors_adds_along_the_tree) {
   SmallPieces small;
   for (int n : {1, 2, 3, 4, 7}) check_all_reduce(n, [](int) { return false; });
 }
 
-TEST(all_reduce_adds_along_the_tree_in_segments) {
+TEST(all_reduce_of_shared_tensors_adds_along_the_tree) {
   SmallPieces small;
   for (int n : {1, 2, 3, 5}) check_all_reduce(n, [](int) { return true; });
 }
 
-TEST(all_reduce_mixes_private_and_shared) {
+TEST(all_reduce_mixes_private_and_shared_tensors) {
   SmallPieces small;
   for (int n : {2, 3, 4}) check_all_reduce(n, [](int rank) { return rank % 2 == 1; });
 }
 
-TEST(reduce_leaves_other_tensors_alone) {
+TEST(reduce_does_not_change_other_tensors) {
   SmallPieces small;
   on_ranks(3, [](Group& group) {
     for (bool shared : {false, true})
@@ -111,8 +113,8 @@ TEST(reduce_leaves_other_tensors_alone) {
         for (int rank = 0; rank < 3; ++rank) inputs.push_back(values(rank, count, 5));
         Buffer buffer(inputs[static_cast<size_t>(group.rank())], shared);
         {
-          Turn turn(group, call_of(Op::reduce, count, 1), kPatience, false);
-          all_reduce(turn, buffer.data, count, Type::f32, Reduction::sum, 1);
+          CollectiveCall call(group, make_call_info(Op::reduce, count, 1), kTestTimeout, false);
+          all_reduce(call, buffer.data, count, DataType::f32, Reduction::sum, 1);
         }
         for (size_t i = 0; i < count; ++i)
           CHECK(buffer.data[i] == (group.rank() == 1
@@ -122,33 +124,34 @@ TEST(reduce_leaves_other_tensors_alone) {
   });
 }
 
-TEST(exchange_brings_unequal_blocks_to_everybody) {
+TEST(exchange_delivers_blocks_of_unequal_sizes) {
   SmallPieces small;
   for (int n : {1, 2, 3, 4})
     on_ranks(n, [n](Group& group) {
-      // Rank s sends s * 300 + d * 17 floats to d, some of them none.
+      // Rank s sends s * 300 + d * 17 floats to rank d; the first block is empty.
       const auto length = [](int s, int d) { return static_cast<size_t>(s * 300 + d * 17); };
       for (bool shared : {false, true}) {
         std::vector<std::unique_ptr<Buffer>> send, receive;
-        Exchange blocks;
+        ExchangeBlocks blocks;
         for (int r = 0; r < n; ++r) {
           send.push_back(std::make_unique<Buffer>(
               values(group.rank() * n + r, length(group.rank(), r), 3), shared));
-          receive.push_back(std::make_unique<Buffer>(
-              std::vector<float>(length(r, group.rank()), 7.f), false));
+          receive.push_back(
+              std::make_unique<Buffer>(std::vector<float>(length(r, group.rank()), 7.f), false));
           blocks.send.push_back({reinterpret_cast<char*>(send.back()->data),
                                  length(group.rank(), r) * sizeof(float)});
           blocks.receive.push_back({reinterpret_cast<char*>(receive.back()->data),
                                     length(r, group.rank()) * sizeof(float)});
         }
-        Call call = call_of(Op::all_to_all, 0);
-        call.uneven = 1;
-        for (uint32_t again = 0; again < 2 * Choice::kTrial + 1; ++again) {  // either kind of store
+        CallInfo info = make_call_info(Op::all_to_all, 0);
+        info.uneven = 1;
+        // With both kinds of stores.
+        for (uint32_t again = 0; again < 2 * AutoTuner::kTrialCalls + 1; ++again) {
           for (const Block& block : blocks.receive)
             if (block.bytes) std::memset(block.data, 7, block.bytes);
           {
-            Turn turn(group, call, kPatience, false);
-            exchange(turn, blocks);
+            CollectiveCall call(group, info, kTestTimeout, false);
+            exchange(call, blocks);
           }
           for (int s = 0; s < n; ++s) {
             const auto expected = values(s * n + group.rank(), length(s, group.rank()), 3);
@@ -176,12 +179,14 @@ TEST(reduce_scatter_adds_along_the_tree) {
           for (int d = 0; d < n; ++d)
             send.push_back({reinterpret_cast<char*>(input.data + static_cast<size_t>(d) * count),
                             count * sizeof(float)});
-          for (uint32_t call = 0; call < 2 * Choice::kTrial; ++call) {  // with either kind of store
+          // With both kinds of stores.
+          for (uint32_t repeat = 0; repeat < 2 * AutoTuner::kTrialCalls; ++repeat) {
             std::fill(result.begin(), result.end(), 7.0f);
             {
-              Turn turn(group, call_of(Op::reduce_scatter, count), kPatience, false);
-              reduce_scatter(turn, send, reinterpret_cast<char*>(result.data()), count, Type::f32,
-                             Reduction::sum);
+              CollectiveCall call(group, make_call_info(Op::reduce_scatter, count), kTestTimeout,
+                                  false);
+              reduce_scatter(call, send, reinterpret_cast<char*>(result.data()), count,
+                             DataType::f32, Reduction::sum);
             }
             for (size_t i = 0; i < count; ++i)
               CHECK(result[i] == tree(all, i + static_cast<size_t>(group.rank()) * count, 0, n));
@@ -190,7 +195,7 @@ TEST(reduce_scatter_adds_along_the_tree) {
     });
 }
 
-TEST(reduce_scatter_bears_a_rank_that_gets_nothing) {
+TEST(reduce_scatter_accepts_empty_outputs) {
   SmallPieces small;
   constexpr size_t kCounts[] = {700, 0, 3};
   on_ranks(3, [&](Group& group) {
@@ -208,27 +213,27 @@ TEST(reduce_scatter_bears_a_rank_that_gets_nothing) {
         inputs.push_back(values(rank, kCounts[me], group.rank()));
       std::vector<float> result(kCounts[me]);
       {
-        Call call = call_of(Op::reduce_scatter, 0);
-        call.uneven = 1;
-        Turn turn(group, call, kPatience, false);
-        reduce_scatter(turn, send, reinterpret_cast<char*>(result.data()), kCounts[me], Type::f32,
-                       Reduction::sum);
+        CallInfo info = make_call_info(Op::reduce_scatter, 0);
+        info.uneven = 1;
+        CollectiveCall call(group, info, kTestTimeout, false);
+        reduce_scatter(call, send, reinterpret_cast<char*>(result.data()), kCounts[me],
+                       DataType::f32, Reduction::sum);
       }
       for (size_t i = 0; i < kCounts[me]; ++i) CHECK(result[i] == tree(inputs, i, 0, 3));
     }
   });
 }
 
-TEST(a_ranks_own_block_may_go_where_one_for_another_rank_lies) {
+TEST(a_ranks_own_block_may_overwrite_a_block_for_another_rank) {
   SmallPieces small;
   on_ranks(2, [&](Group& group) {
     for (bool shared : {true, false})
       for (size_t count : {100, 3000}) {
-        // Rank 0 scatters (a, b) and has its own, a, put over b.
+        // Rank 0 scatters (a, b) and receives its own block, a, into b.
         Buffer a(values(0, count, 1), shared), b(values(0, count, 2), shared);
         std::vector<float> got(count);
         const size_t bytes = count * sizeof(float);
-        Exchange blocks;
+        ExchangeBlocks blocks;
         blocks.send.resize(2);
         blocks.receive.resize(2);
         if (group.rank() == 0) {
@@ -239,8 +244,8 @@ TEST(a_ranks_own_block_may_go_where_one_for_another_rank_lies) {
           blocks.receive[0] = {reinterpret_cast<char*>(got.data()), bytes};
         }
         {
-          Turn turn(group, call_of(Op::scatter, count, 0), kPatience, false);
-          exchange(turn, blocks);
+          CollectiveCall call(group, make_call_info(Op::scatter, count, 0), kTestTimeout, false);
+          exchange(call, blocks);
         }
         const auto expected = values(0, count, group.rank() == 0 ? 1 : 2);
         CHECK(std::memcmp(group.rank() == 0 ? b.data : got.data(), expected.data(), bytes) == 0);
@@ -257,29 +262,35 @@ TEST(exact_sum_leaves_absent_members_out) {
     bucket.holders = {{{0, 2}, {2, 3}}, {{3, 4}, {4, 6}}, {{6, 8}}};
     bucket.leaves = 8;
     const auto& held = bucket.holders[static_cast<size_t>(group.rank())];
-    const auto value = [](std::pair<int, int> node) { return -0.0f - static_cast<float>(node.first == 6); };
-    char* packed = static_cast<char*>(Heap::here().allocate(packed_bytes(bucket, group.rank())));
-    auto* result = static_cast<float*>(Heap::here().allocate(bucket.length * sizeof(float)));
+    const auto value = [](std::pair<int, int> node) {
+      return -0.0f - static_cast<float>(node.first == 6);
+    };
+    char* packed =
+        static_cast<char*>(Heap::instance().allocate(packed_bytes(bucket, group.rank())));
+    auto* result = static_cast<float*>(Heap::instance().allocate(bucket.length * sizeof(float)));
     for (size_t i = 0; i < held.size(); ++i) {
       auto* node = reinterpret_cast<float*>(packed) + i * bucket.length;
       std::fill(node, node + bucket.length, value(held[i]));
       char* flags = packed + held.size() * bucket.length * sizeof(float) + i * 2;
       flags[0] = held[i].first != 2;
       flags[1] = held[i].first == 6;
-      if (!flags[0]) std::fill(node, node + 32, 1e30f);       // must not be looked at
+      if (!flags[0]) std::fill(node, node + 32, 1e30f);  // must not be read
       if (!flags[1]) std::fill(node + 32, node + 96, 1e30f);
     }
     std::vector<bool> present;
     {
-      Turn turn(group, call_of(Op::exact_sum, bucket.length), kPatience, false);
-      present = exact_sum(turn, bucket, packed, reinterpret_cast<char*>(result));
+      CollectiveCall call(group, make_call_info(Op::exact_sum, bucket.length), kTestTimeout, false);
+      present = exact_sum(call, bucket, packed, reinterpret_cast<char*>(result));
     }
     CHECK(present[0] && present[1]);
     for (size_t i = 0; i < 30; ++i) CHECK(result[i] == -1.0f);
     for (size_t i = 32; i < 96; ++i) CHECK(result[i] == -1.0f);
-    { Turn turn(group, call_of(Op::barrier, 0), kPatience, false); barrier(turn); }
-    Heap::here().free(packed);
-    Heap::here().free(result);
+    {
+      CollectiveCall call(group, make_call_info(Op::barrier, 0), kTestTimeout, false);
+      barrier(call);
+    }
+    Heap::instance().free(packed);
+    Heap::instance().free(result);
   });
 }
 
@@ -295,7 +306,7 @@ ExactBucket uneven_bucket(size_t length) {
   return bucket;
 }
 
-// What the tree gives for element i, where node (lo, hi) holds values(lo).
+// The sums along the tree, where node (lo, hi) holds values(lo).
 std::vector<float> tree_of(const ExactBucket& bucket) {
   std::vector<std::pair<int, int>> nodes;
   std::vector<std::vector<float>> held;
@@ -322,15 +333,15 @@ std::vector<float> tree_of(const ExactBucket& bucket) {
   return sums;
 }
 
-// Sums `bucket` on 5 ranks into each rank's first node, or where it has none into a
-// buffer of its own, again and again; `seen` gets every rank's result.
+// Sums `bucket` on 5 ranks into each rank's first node, or into a separate buffer if it has
+// none, repeatedly, and passes every rank's result to `check_result`.
 void sum_in_place(const ExactBucket& bucket,
-                  const std::function<void(int rank, const float* result)>& seen) {
+                  const std::function<void(int rank, const float* result)>& check_result) {
   on_ranks(5, [&](Group& group) {
     const int rank = group.rank();
     const auto& held = bucket.holders[static_cast<size_t>(rank)];
-    auto* packed = static_cast<float*>(Heap::here().allocate(packed_bytes(bucket, rank)));
-    auto* own = static_cast<float*>(Heap::here().allocate(bucket.length * sizeof(float)));
+    auto* packed = static_cast<float*>(Heap::instance().allocate(packed_bytes(bucket, rank)));
+    auto* own = static_cast<float*>(Heap::instance().allocate(bucket.length * sizeof(float)));
     float* result = held.empty() ? own : packed;
     std::memset(packed + held.size() * bucket.length, 1, held.size());
     for (int again = 0; again < 20; ++again) {
@@ -340,20 +351,24 @@ void sum_in_place(const ExactBucket& bucket,
         std::copy(filled.begin(), filled.end(), packed + i * bucket.length);
       }
       {
-        Turn turn(group, call_of(Op::exact_sum, bucket.length), kPatience, false);
-        exact_sum(turn, bucket, reinterpret_cast<char*>(packed), reinterpret_cast<char*>(result));
+        CollectiveCall call(group, make_call_info(Op::exact_sum, bucket.length), kTestTimeout,
+                            false);
+        exact_sum(call, bucket, reinterpret_cast<char*>(packed), reinterpret_cast<char*>(result));
       }
-      seen(rank, result);
+      check_result(rank, result);
     }
-    { Turn turn(group, call_of(Op::barrier, 0), kPatience, false); barrier(turn); }
-    Heap::here().free(packed);
-    Heap::here().free(own);
+    {
+      CollectiveCall call(group, make_call_info(Op::barrier, 0), kTestTimeout, false);
+      barrier(call);
+    }
+    Heap::instance().free(packed);
+    Heap::instance().free(own);
   });
 }
 
 }  // namespace
 
-TEST(exact_sum_in_place_gives_everybody_the_tree) {
+TEST(exact_sum_in_place_adds_along_the_tree) {
   for (const std::vector<size_t>& cuts : {std::vector<size_t>{}, {0, 1, 1, 3000, 5003, 5003}}) {
     ExactBucket bucket = uneven_bucket(5003);
     bucket.cuts = cuts;
@@ -364,7 +379,7 @@ TEST(exact_sum_in_place_gives_everybody_the_tree) {
   }
 }
 
-TEST(exact_sum_scattered_writes_only_a_ranks_own_slice) {
+TEST(scattered_exact_sum_writes_only_a_ranks_own_slice) {
   ExactBucket bucket = uneven_bucket(5003);
   bucket.cuts = {0, 17, 1000, 1000, 4099, 5003};
   bucket.scatter = true;
@@ -380,18 +395,20 @@ TEST(exact_sum_scattered_writes_only_a_ranks_own_slice) {
   });
 }
 
-TEST(an_exact_sum_that_contradicts_itself_is_refused) {
+TEST(inconsistent_exact_sums_are_refused) {
   ExactBucket bucket = uneven_bucket(64);
   std::vector<char> packed(packed_bytes(bucket, 0) + 4096);
   const auto refusal = [&](const ExactBucket& asked, size_t offset) {
-    return failure([&] { check(asked, 0, packed.data(), packed.data() + offset); });
+    return error_of([&] { check(asked, 0, packed.data(), packed.data() + offset); });
   };
   CHECK(refusal(bucket, 0).empty() && refusal(bucket, 256).empty());
   CHECK(refusal(bucket, packed_bytes(bucket, 0)).empty());
   CHECK(contains(refusal(bucket, 128), "overlaps"));
   CHECK(contains(refusal(bucket, 512), "overlaps"));  // the flags
-  for (const std::vector<size_t>& cuts :
-       {std::vector<size_t>{0, 64}, {0, 1, 2, 3, 4, 65}, {0, 9, 8, 10, 11, 64}, {1, 1, 1, 1, 1, 64}}) {
+  for (const std::vector<size_t>& cuts : {std::vector<size_t>{0, 64},
+                                          {0, 1, 2, 3, 4, 65},
+                                          {0, 9, 8, 10, 11, 64},
+                                          {1, 1, 1, 1, 1, 64}}) {
     bucket.cuts = cuts;
     CHECK(contains(refusal(bucket, 0), "ascend"));
   }
@@ -400,7 +417,7 @@ TEST(an_exact_sum_that_contradicts_itself_is_refused) {
   CHECK(contains(refusal(bucket, 0), "ends outside"));
 }
 
-TEST(plans_that_differ_have_other_digests) {
+TEST(different_plans_have_different_digests) {
   const ExactBucket bucket = uneven_bucket(640);
   ExactBucket other = bucket;
   CHECK(bucket.digest() == other.digest());
@@ -414,84 +431,89 @@ TEST(plans_that_differ_have_other_digests) {
   CHECK(bucket.digest() != other.digest());
 }
 
-TEST(shared_memory_is_the_same_for_all) {
+TEST(shared_memory_is_the_same_on_all_ranks) {
   on_ranks(3, [](Group& group) {
-    Call call = call_of(Op::share, 100000);
+    CallInfo info = make_call_info(Op::share, 100000);
     std::unique_ptr<Segment> segment;
     {
-      Turn turn(group, call, kPatience, false);
-      segment = share(turn, 100000);
+      CollectiveCall call(group, info, kTestTimeout, false);
+      segment = share(call, 100000);
     }
     auto* words = reinterpret_cast<std::atomic<int>*>(segment->data() + kSharedStart);
     words[group.rank()].store(group.rank() + 5);
-    { Turn turn(group, call_of(Op::barrier, 0), kPatience, false); barrier(turn); }
+    {
+      CollectiveCall call(group, make_call_info(Op::barrier, 0), kTestTimeout, false);
+      barrier(call);
+    }
     for (int rank = 0; rank < 3; ++rank) CHECK(words[rank].load() == rank + 5);
   });
 }
 
 TEST(too_much_shared_memory_is_refused_on_every_rank) {
   on_ranks(3, [](Group& group) {
-    const std::string text = failure([&] {
-      Turn turn(group, call_of(Op::share, 0), kPatience, false);
-      share(turn, uint64_t{1} << 50);
+    const std::string text = error_of([&] {
+      CollectiveCall call(group, make_call_info(Op::share, 0), kTestTimeout, false);
+      share(call, uint64_t{1} << 50);
     });
     CHECK(contains(text, "rank 0 could not share memory: "));
-    CHECK(contains(text, "MiB of memory"));
-    Turn turn(group, call_of(Op::barrier, 0), kPatience, false);
-    barrier(turn);  // the group goes on
+    CHECK(contains(text, "MiB of shared memory"));
+    CollectiveCall call(group, make_call_info(Op::barrier, 0), kTestTimeout, false);
+    barrier(call);  // the group is still usable
   });
 }
 
-TEST(ranks_that_disagree_all_learn_both_sides) {
+TEST(mismatched_calls_are_reported_on_every_rank) {
   on_ranks(3, [](Group& group) {
     std::vector<float> data(100, 1.f);
     const size_t count = group.rank() == 1 ? 99 : 100;
-    const std::string text = failure([&] {
-      Turn turn(group, call_of(Op::all_reduce, count), kPatience, false);
-      all_reduce(turn, data.data(), count, Type::f32, Reduction::sum);
+    const std::string text = error_of([&] {
+      CollectiveCall call(group, make_call_info(Op::all_reduce, count), kTestTimeout, false);
+      all_reduce(call, data.data(), count, DataType::f32, Reduction::sum);
     });
     CHECK(contains(text, "ranks 0, 2 called all_reduce(SUM, dtype 0, 100 elements)"));
     CHECK(contains(text, "rank 1 called all_reduce(SUM, dtype 0, 99 elements)"));
-    // The group goes on.
-    Turn turn(group, call_of(Op::barrier, 0), kPatience, false);
-    barrier(turn);
+    // The group is still usable.
+    CollectiveCall call(group, make_call_info(Op::barrier, 0), kTestTimeout, false);
+    barrier(call);
   });
 }
 
-TEST(unequal_tables_are_a_disagreement) {
+TEST(mismatched_block_sizes_are_reported) {
   on_ranks(2, [](Group& group) {
     std::vector<char> data(1000);
-    Exchange blocks;
+    ExchangeBlocks blocks;
     blocks.send = {{data.data(), 8}, {data.data(), 8}};
     blocks.receive = {{data.data() + 500, 8}, {data.data() + 600, group.rank() == 0 ? 9u : 8u}};
-    Call call = call_of(Op::all_to_all, 0);
-    call.uneven = 1;
-    const std::string text = failure([&] {
-      Turn turn(group, call, kPatience, false);
-      exchange(turn, blocks);
+    CallInfo info = make_call_info(Op::all_to_all, 0);
+    info.uneven = 1;
+    const std::string text = error_of([&] {
+      CollectiveCall call(group, info, kTestTimeout, false);
+      exchange(call, blocks);
     });
     CHECK(contains(text, "disagree"));
   });
 }
 
 TEST(kernels_give_the_same_bits_on_every_processor) {
-  const Kernels& plain = *kernels_named("plain");
+  const Kernels& plain = *find_kernels("plain");
   std::vector<uint16_t> halves(1 << 16), back(1 << 16);
   std::vector<float> wide(1 << 16);
   for (size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<uint16_t>(i);
   for (const char* name : {"plain", "avx2", "avx512"}) {
-    const Kernels* kernels = kernels_named(name);
+    const Kernels* kernels = find_kernels(name);
     if (!kernels) continue;
     for (int kind : {0, 1}) {
       kernels->widen[kind](wide.data(), halves.data(), halves.size());
       kernels->narrow[kind](back.data(), wide.data(), wide.size());
       for (size_t i = 0; i < halves.size(); ++i)
-        if (wide[i] == wide[i]) CHECK(back[i] == halves[i]);
-        else CHECK((back[i] & 0x7fff) > (kind ? 0x7f80 : 0x7c00));
+        if (wide[i] == wide[i])
+          CHECK(back[i] == halves[i]);
+        else
+          CHECK((back[i] & 0x7fff) > (kind ? 0x7f80 : 0x7c00));
     }
     const auto a = values(1, 1003, 1), b = values(2, 1003, 2);
     for (int r = 0; r < 5; ++r) {
-      // Into three places at once, one of which is an input.
+      // To three outputs at once, one of which is an input.
       std::vector<float> x(1003), y(1003), z(1003), in_place = a;
       char* one[] = {reinterpret_cast<char*>(x.data())};
       char* three[] = {reinterpret_cast<char*>(y.data()), reinterpret_cast<char*>(in_place.data()),
@@ -505,7 +527,8 @@ TEST(kernels_give_the_same_bits_on_every_processor) {
 
 TEST(narrowing_rounds_to_nearest_even) {
   const Kernels& k = kernels();
-  const float inputs[] = {1.0f + 1.0f / 2048, 1.0f + 3.0f / 2048, 65519.9f, 65520.0f, 1e-8f, 5.9604645e-8f, 2.9802322e-8f, 2.98023259e-8f};
+  const float inputs[] = {1.0f + 1.0f / 2048, 1.0f + 3.0f / 2048, 65519.9f,      65520.0f, 1e-8f,
+                          5.9604645e-8f,      2.9802322e-8f,      2.98023259e-8f};
   const uint16_t expected[] = {0x3c00, 0x3c02, 0x7bff, 0x7c00, 0x0000, 0x0001, 0x0000, 0x0001};
   uint16_t out[8];
   k.narrow[0](out, inputs, 8);
@@ -517,5 +540,5 @@ TEST(tree_shape_depends_on_the_leaves_alone) {
   CHECK((tree_steps(5) == std::vector<int>{0, 1, kCombine, 2, 3, kCombine, kCombine, 4, kCombine}));
   CHECK((tree_steps({{6, 8}, {0, 4}, {4, 6}}, 8) == std::vector<int>{1, 2, 0, kCombine, kCombine}));
   CHECK((tree_steps({{0, 1}, {1, 2}}, 2, {false, true}) == std::vector<int>{1}));
-  CHECK(!failure([] { tree_steps({{0, 1}}, 2); }).empty());
+  CHECK(!error_of([] { tree_steps({{0, 1}}, 2); }).empty());
 }

@@ -1,70 +1,70 @@
-// Death, silence, leaving: what happens when a rank does not come.
+// Ranks that die, hang or leave while others wait for them.
 #include <sched.h>
 #include <signal.h>
 
 #include <cstring>
 
-#include "failure.h"
+#include "errors.h"
 #include "process.h"
 #include "ranks.h"
 
 using namespace lockstep;
 
-TEST(a_killed_rank_is_noticed_within_a_second) {
+TEST(a_killed_rank_is_detected_within_a_second) {
   if (!kMayFork) return;
   auto group = Group::create(2, {});
-  const pid_t child = idle_rank_one(*group);
+  const pid_t child = fork_idle_rank_one(*group);
   kill(child, SIGKILL);
   const auto begun = Clock::now();
-  const std::string text = failure([&] { meet(*group); });
+  const std::string text = error_of([&] { run_barrier(*group); });
   CHECK(Clock::now() - begun < std::chrono::seconds(1));
   CHECK(contains(text, "rank 1 died"));
   CHECK(contains(text, "barrier #2"));
   waitpid(child, nullptr, 0);
 }
 
-TEST(a_forked_child_is_another_process) {
+TEST(a_forked_child_has_its_own_pid) {
   if (!kMayFork) return;
-  CHECK(this_process() == getpid());
+  CHECK(current_pid() == getpid());
   const pid_t child = fork();
-  if (child == 0) _exit(this_process() == getpid() ? 0 : 1);
+  if (child == 0) _exit(current_pid() == getpid() ? 0 : 1);
   int status = -1;
   CHECK(waitpid(child, &status, 0) == child);
   CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  CHECK(this_process() == getpid());
+  CHECK(current_pid() == getpid());
 }
 
-TEST(a_rank_that_left_is_named) {
+TEST(a_rank_that_has_left_is_named) {
   on_ranks(2, [](Group& group) {
-    meet(group);
+    run_barrier(group);
     if (group.rank() == 1) return group.leave();
-    CHECK(contains(failure([&] { meet(group); }), "rank 1 has left the group"));
+    CHECK(contains(error_of([&] { run_barrier(group); }), "rank 1 has left the group"));
   });
 }
 
-TEST(a_rank_that_is_there_already_is_refused_and_everybody_learns_it) {
+TEST(a_rank_that_joins_twice_is_refused_on_every_rank) {
   auto group = Group::create(2, {});
   auto other = Group::attach(1, 2, group->segment(), {});
-  const std::string text = failure([&] { Group::attach(1, 2, group->segment(), {}); });
-  CHECK(contains(text, "rank 1 is twice in group default, as process"));
-  CHECK(group->aborted() && other->reason() == text);
+  const std::string text = error_of([&] { Group::attach(1, 2, group->segment(), {}); });
+  CHECK(contains(text, "rank 1 joined group default twice, as process"));
+  CHECK(group->is_aborted() && other->abort_reason() == text);
 }
 
-TEST(a_rank_that_does_not_come_is_named_at_the_deadline) {
+TEST(a_rank_that_does_not_arrive_is_named_after_the_timeout) {
   on_ranks(3, [](Group& group) {
-    meet(group);
+    run_barrier(group);
     if (group.rank() == 2) {
-      while (!group.aborted()) yield_core();  // it is alive, and elsewhere
+      while (!group.is_aborted()) yield_core();  // it is alive, but does not call
       return;
     }
     const auto begun = Clock::now();
-    const std::string text = failure([&] { meet(group, std::chrono::milliseconds(200)); });
+    const std::string text = error_of([&] { run_barrier(group, std::chrono::milliseconds(200)); });
     CHECK(Clock::now() - begun < std::chrono::seconds(5));
     CHECK(contains(text, "(limit 0.2 s) in barrier #2 for rank 2, last seen at #1 barrier"));
   });
 }
 
-TEST(ranks_on_cores_of_their_own_are_not_crowded) {
+TEST(ranks_on_separate_cores_are_not_oversubscribed) {
   cpu_set_t allowed;
   CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
   std::vector<int> cores;
@@ -77,11 +77,11 @@ TEST(ranks_on_cores_of_their_own_are_not_crowded) {
       CPU_ZERO(&one);
       CPU_SET(cores[own % cores.size()], &one);
       CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
-      // Everybody looks at the cores again, then once more with the others' news.
+      // Every rank publishes its core mask again, then reads the new masks of the others.
       for (int again = 0; again < 2; ++again) {
-        for (int call = 0; call < 64; ++call) group.crowded();
-        meet(group);
+        for (int repeat = 0; repeat < 64; ++repeat) group.is_oversubscribed();
+        run_barrier(group);
       }
-      CHECK(group.crowded() == (!apart || cores.size() == 1));
+      CHECK(group.is_oversubscribed() == (!apart || cores.size() == 1));
     });
 }

@@ -1,0 +1,116 @@
+#include "collective_call.h"
+
+#include "errors.h"
+
+namespace lockstep {
+
+CollectiveCall::CollectiveCall(Group& group, const CallInfo& info,
+                               std::chrono::milliseconds timeout, bool is_background)
+    : group_(group),
+      number_(++group.calls_),
+      parity_(static_cast<int>(number_ & 1)),
+      spin_policy_(SpinPolicy::choose(group.is_oversubscribed(), is_background)),
+      timeout_(timeout),
+      begun_(Clock::now()) {
+  target_phase_ = group_.phase_;
+  RankState& own = group_.rank_state(rank());
+  own.calls[parity_] = info;
+  own.last_op.store(static_cast<uint32_t>(info.op), std::memory_order_relaxed);
+  own.calls_begun.store(number_, std::memory_order_relaxed);
+  if (is_stopped()) check();
+}
+
+void CollectiveCall::arrive() {
+  sync();
+  const CallInfo& own = own_info();
+  for (int rank = 0; rank < size(); ++rank)
+    if (!own.matches(info(rank))) throw_mismatch();
+}
+
+uint32_t CollectiveCall::advance() {
+  group_.rank_state(rank()).phase.post(++group_.phase_);
+  return group_.phase_;
+}
+
+void CollectiveCall::wait_phase(uint32_t phase) {
+  target_phase_ = phase;
+  // Begin with the next rank, so that not all ranks read the flag of rank 0 first.
+  for (int ahead = 1; ahead < size(); ++ahead) {
+    Flag& flag = group_.rank_state((rank() + ahead) % size()).phase;
+    if (reached(flag.value.load(std::memory_order_acquire), phase)) continue;
+    wait_for(flag, [phase](uint32_t value) { return reached(value, phase); }, spin_policy_, *this);
+  }
+}
+
+void CollectiveCall::check() {
+  if (group_.is_aborted()) fail(group_.abort_reason());
+  group_.poll_signals();
+  group_.abort_if_rank_died();
+  if (group_.is_aborted()) fail(group_.abort_reason());
+  for (int rank = 0; rank < size(); ++rank) {
+    RankState& state = group_.rank_state(rank);
+    if (check_health(state) == Health::left &&
+        !reached(state.phase.value.load(std::memory_order_acquire), target_phase_))
+      fail(group_.abort(group_.format_rank(rank) + " has left the group"));
+  }
+  if (Clock::now() - begun_ > timeout_) fail_if_late();
+}
+
+void CollectiveCall::on_sleep(bool is_sleeping) {
+  const std::string what = title();
+  if (is_sleeping) group_.begin_sleep(what);
+  if (group_.on_sleep) group_.on_sleep(is_sleeping);
+  if (!is_sleeping) group_.end_sleep(what);
+}
+
+void CollectiveCall::fail_if_late() {
+  std::vector<int> late;
+  for (int rank = 0; rank < size(); ++rank)
+    if (!reached(group_.rank_state(rank).phase.value.load(std::memory_order_acquire),
+                 target_phase_))
+      late.push_back(rank);
+  if (late.empty()) return;  // they have arrived in the meantime
+  const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begun_);
+  std::string text = group_.format_rank(rank()) + " waited " + format_seconds(waited) + " (limit " +
+                     format_seconds(timeout_) + ") in " + title() + " for " +
+                     group_.describe_peer(late[0]);
+  late.erase(late.begin());
+  if (!late.empty()) text += "; also for " + group_.format_ranks(late);
+  fail(group_.abort(text));
+}
+
+std::string CollectiveCall::title() {
+  return std::string(op_name(own_info().op)) + " #" + std::to_string(number_);
+}
+
+void CollectiveCall::fail(const std::string& reason) {
+  throw CommError(group_.format_rank(rank()) + ": " + title() + " on group " + group_.info_.name +
+                  " failed: " + reason);
+}
+
+void CollectiveCall::throw_mismatch() {
+  // All ranks have arrived and compare the same calls, so all of them get here.
+  const std::string location = group_.info_.locate ? group_.info_.locate() : "";
+  group_.liveness_thread_->publish_text(group_.describe(own_info()) +
+                                        (location.empty() ? "" : " " + location));
+  sync();
+  std::vector<std::pair<std::string, std::vector<int>>> calls;  // and the ranks that made it
+  for (int rank = 0; rank < size(); ++rank) {
+    const std::string text = read_text(group_.rank_state(rank).text);
+    bool is_known = false;
+    for (auto& [call, ranks] : calls)
+      if (call == text) {
+        ranks.push_back(rank);
+        is_known = true;
+      }
+    if (!is_known) calls.push_back({text, {rank}});
+  }
+  sync();  // before any rank overwrites its text
+  std::string text = group_.format_rank(rank()) + ": the ranks of group " + group_.info_.name +
+                     " disagree in call #" + std::to_string(number_) + ": ";
+  for (size_t i = 0; i < calls.size(); ++i)
+    text += (i ? "; " : "") + group_.format_ranks(calls[i].second) + " called " + calls[i].first;
+  throw MismatchError(text);
+}
+
+}  // namespace lockstep

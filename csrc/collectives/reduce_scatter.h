@@ -1,0 +1,14 @@
+// Reduce-scatter: an exchange (exchange.h) in which each rank combines the blocks that it
+// receives along the tree.
+#pragma once
+
+#include "exchange.h"
+#include "../tree_reduce.h"
+
+namespace lockstep {
+
+// Combines the blocks for this rank into `result`, of `count` elements.
+void reduce_scatter(CollectiveCall& call, const std::vector<Block>& send, char* result,
+                    size_t count, DataType type, Reduction reduction);
+
+}  // namespace lockstep

@@ -1,0 +1,644 @@
+#include "point_to_point.h"
+
+#include <pthread.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "errors.h"
+#include "kernels.h"
+
+namespace lockstep {
+
+using std::chrono::milliseconds;
+
+PointToPoint::PointToPoint(Group& group) : group_(group), rank_(group.rank()), size_(group.size()) {
+  const auto n = static_cast<size_t>(size_);
+  unexpected_.resize(n);
+  bounce_receives_.resize(n);
+  pending_sends_.resize(n);
+  rendezvous_sends_.resize(n);
+  const char* no_read = std::getenv("LOCKSTEP_NO_READ");  // tests: use the bounce buffers
+  can_read_memory_.assign(n, no_read && *no_read ? 2 : 0);
+  group_.make_progress = [this] {
+    if (unfinished_.load(std::memory_order_relaxed) != 0) progress();
+  };
+  group_.on_sleep = [this](bool is_sleeping) { on_collective_sleep(is_sleeping); };
+}
+
+void PointToPoint::stop() {
+  Messages finished;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!stopping_) {
+      stopping_ = true;
+      abort_on_error(finished, [&] { progress_channels(finished); });  // what has arrived
+      fail_all(group_.format_rank(rank_) + " left the group first", finished);
+    }
+  }
+  changed_.notify_all();
+  ring_doorbell(rank_);
+  complete(finished);
+  if (thread_.joinable()) thread_.join();
+  callbacks_.stop();
+  group_.make_progress = nullptr;
+  group_.on_sleep = nullptr;
+}
+
+std::string PointToPoint::describe(const Message& message) const {
+  std::string text = op_name(message.op);
+  text += message.op == Op::send ? " to " : " from ";
+  text += message.peer < 0 ? "any rank" : group_.format_rank(message.peer);
+  return text + " (tag " + std::to_string(message.tag) + ")";
+}
+
+std::string PointToPoint::describe_in_group(const Message& message) const {
+  return group_.format_rank(rank_) + ": " + describe(message) + " on group " + group_.info().name;
+}
+
+void PointToPoint::post(const MessagePtr& message) {
+  Messages finished;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const bool is_send = message->op == Op::send;
+    ++unfinished_;
+    if (is_send)
+      pending_sends_[static_cast<size_t>(message->peer)].push_back(message);
+    else
+      posted_receives_.push_back(message);
+    abort_on_error(finished, [&] {
+      if (is_send)
+        send_to(message->peer, finished);
+      else
+        progress_channels(finished);
+    });
+    if (stopping_) fail_all(group_.format_rank(rank_) + " has left the group", finished);
+    if (!message->is_finished && (is_send || sleeping_collectives_ > 0)) start_thread();
+  }
+  complete(finished);
+}
+
+bool PointToPoint::test(const MessagePtr& message) {
+  if (!message->done) progress();
+  return message->done;
+}
+
+void PointToPoint::progress_in_background(const MessagePtr& message) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (message->is_finished || message->is_in_background) return;
+  message->is_in_background = true;
+  message->background_since = Clock::now();
+  background_.push_back(message);
+  start_thread();
+}
+
+// ---- completion ----
+
+void PointToPoint::progress() {
+  Messages finished;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    abort_on_error(finished, [&] { progress_channels(finished); });
+  }
+  complete(finished);
+}
+
+// An error while moving messages aborts the group: the other side would wait in vain.
+template <typename Step>
+void PointToPoint::abort_on_error(Messages& finished, Step step) {
+  if (!group_.is_aborted()) try {
+      step();
+    } catch (const std::exception& error) {
+      group_.abort_if_rank_died();  // the better reason, if it applies
+      group_.abort(group_.format_rank(rank_) + " cannot move its messages: " + error.what());
+    }
+  if (group_.is_aborted()) fail_all(group_.abort_reason(), finished);
+}
+
+void PointToPoint::finish(const MessagePtr& message, Messages& finished, const std::string& error) {
+  if (message->is_finished) return;  // it was in two lists when moving threw
+  finished.push_back(message);
+  message->is_finished = true;
+  if (!error.empty()) message->error = describe_in_group(*message) + " failed: " + error;
+  if (message->is_in_background) std::erase(background_, message);
+  --unfinished_;
+}
+
+void PointToPoint::fail_all(const std::string& error, Messages& finished) {
+  for (const MessagePtr& message : posted_receives_) finish(message, finished, error);
+  posted_receives_.clear();
+  for (int rank = 0; rank < size_; ++rank) {
+    const auto r = static_cast<size_t>(rank);
+    for (const BounceReceive& receive : bounce_receives_[r])
+      finish(receive.message, finished, error);
+    for (const MessagePtr& message : pending_sends_[r]) finish(message, finished, error);
+    for (const MessagePtr& message : rendezvous_sends_[r]) {
+      revoke_send(rank, *message);
+      finish(message, finished, error);
+    }
+    bounce_receives_[r].clear();
+    pending_sends_[r].clear();
+    rendezvous_sends_[r].clear();
+  }
+}
+
+void PointToPoint::complete(Messages& finished) {
+  if (finished.empty()) return;
+  for (const MessagePtr& message : finished) {
+    const bool has_callbacks = message->complete();
+    message->done.store(true, std::memory_order_seq_cst);
+    if (has_callbacks) callbacks_.submit([message] { message->run_callbacks(); });
+  }
+  finished.clear();
+  // Another thread may sleep until one of these is done, or until nothing is left to do.
+  if (waiters_.load(std::memory_order_seq_cst) > 0 || thread_awake_.load(std::memory_order_seq_cst))
+    ring_doorbell(rank_);
+}
+
+// ---- waiting ----
+
+static milliseconds time_since(Clock::time_point begun) {
+  return std::chrono::duration_cast<milliseconds>(Clock::now() - begun);
+}
+
+struct WaitEnded {};  // thrown to end a wait; the loop around the wait finds out why
+
+class PointToPoint::MessageWaitObserver : public WaitObserver {
+ public:
+  MessageWaitObserver(PointToPoint& p2p, const Message& message, milliseconds limit)
+      : p2p_(p2p), message_(message), limit_(limit), begun_(Clock::now()) {}
+
+  bool is_expired() const { return limit_ > milliseconds(0) && time_since(begun_) > limit_; }
+  bool is_stopped() const override { return p2p_.group_.is_aborted(); }
+  void on_sleep(bool is_sleeping) override {
+    const std::string what = p2p_.describe(message_);
+    is_sleeping ? p2p_.group_.begin_sleep(what) : p2p_.group_.end_sleep(what);
+  }
+  void check() override {
+    Group& group = p2p_.group_;
+    group.poll_signals();
+    group.abort_if_rank_died();
+    if (group.is_aborted() || message_.done || is_expired()) throw WaitEnded{};
+    if (p2p_.have_peers_left(message_)) {
+      // What they sent before they left may still be in the channel.
+      p2p_.progress();
+      if (!message_.done)
+        group.abort((message_.peer < 0 ? "all other ranks have"
+                                       : group.format_rank(message_.peer) + " has") +
+                    std::string(" left the group"));
+      throw WaitEnded{};
+    }
+    if (limit_ > milliseconds(0) || time_since(begun_) <= message_.timeout) return;
+    p2p_.abort_timed_out(message_, time_since(begun_));
+    throw WaitEnded{};
+  }
+
+ private:
+  PointToPoint& p2p_;
+  const Message& message_;
+  const milliseconds limit_;
+  const Clock::time_point begun_;
+};
+
+// While a thread waits, and so makes progress, the background thread need not.
+class PointToPoint::WaiterScope {
+ public:
+  explicit WaiterScope(PointToPoint& p2p) : p2p_(p2p) { ++p2p_.waiters_; }
+  ~WaiterScope() {
+    std::lock_guard<std::mutex> lock(p2p_.mutex_);
+    --p2p_.waiters_;
+    p2p_.changed_.notify_all();
+  }
+
+ private:
+  PointToPoint& p2p_;
+};
+
+bool PointToPoint::wait(const MessagePtr& message, milliseconds limit) {
+  if (test(message)) return true;
+  MessageWaitObserver observer(*this, *message, limit);
+  const SpinPolicy policy = SpinPolicy::choose(group_.is_oversubscribed(), false);
+  Flag& doorbell = group_.rank_state(rank_).doorbell;
+  WaiterScope scope(*this);
+  while (true) {
+    const uint32_t seen = doorbell.value.load(std::memory_order_acquire);
+    if (test(message)) return true;
+    if (observer.is_expired()) return false;
+    try {
+      wait_for(
+          doorbell, [&](uint32_t value) { return value != seen || message->done; }, policy,
+          observer);
+    } catch (const WaitEnded&) {
+    }
+  }
+}
+
+bool PointToPoint::have_peers_left(const Message& message) {
+  const auto has_left = [&](int rank) {
+    return check_health(group_.rank_state(rank)) == Health::left;
+  };
+  if (message.peer >= 0) return message.peer != rank_ && has_left(message.peer);
+  for (int rank = 0; rank < size_; ++rank)
+    if (rank != rank_ && !has_left(rank)) return false;
+  return size_ > 1;
+}
+
+void PointToPoint::abort_timed_out(const Message& message, milliseconds waited) {
+  std::string text = group_.format_rank(rank_) + " waited " + format_seconds(waited) + " (limit " +
+                     format_seconds(message.timeout) + ") in " + describe(message);
+  if (message.peer >= 0) text += " for " + group_.describe_peer(message.peer);
+  if (message.op == Op::recv) text += describe_unexpected(message.peer);
+  group_.abort(text);
+}
+
+// Names the tags that have arrived without a receive: often one of them is a typo.
+std::string PointToPoint::describe_unexpected(int source) {
+  std::vector<int64_t> tags;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (int rank = 0; rank < size_; ++rank)
+      if (source < 0 || source == rank)
+        for (const UnexpectedMessage& message : unexpected_[static_cast<size_t>(rank)])
+          if (std::find(tags.begin(), tags.end(), message.cell.tag) == tags.end() &&
+              tags.size() < 3)
+            tags.push_back(message.cell.tag);
+  }
+  if (tags.empty()) return "";
+  std::string text = tags.size() == 1 ? "; a message with tag " : "; messages with tags ";
+  for (size_t i = 0; i < tags.size(); ++i) text += (i ? ", " : "") + std::to_string(tags[i]);
+  return text + (source < 0 ? " arrived" : " arrived from it") + " but no receive was posted for " +
+         (tags.size() == 1 ? "it" : "them");
+}
+
+// ---- the background thread ----
+
+void PointToPoint::check_background_timeouts() {
+  MessagePtr late;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const MessagePtr& message : background_)
+      if (time_since(message->background_since) > message->timeout) late = message;
+  }
+  if (late) abort_timed_out(*late, time_since(late->background_since));
+}
+
+// Whether other threads make all the progress that is possible.
+bool PointToPoint::is_driven_by_waiters() const {
+  if (waiters_ > 0) return true;
+  if (!background_.empty() || (sleeping_collectives_ > 0 && unfinished_ > 0)) return false;
+  for (size_t rank = 0; rank < pending_sends_.size(); ++rank)
+    if (!pending_sends_[rank].empty() || !rendezvous_sends_[rank].empty()) return false;
+  return true;
+}
+
+void PointToPoint::on_collective_sleep(bool is_sleeping) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  sleeping_collectives_ += is_sleeping ? 1 : -1;
+  if (is_sleeping && unfinished_ > 0) start_thread();
+}
+
+void PointToPoint::start_thread() {
+  if (!thread_.joinable() && !stopping_)
+    thread_ = std::thread([this] { run_thread(); });
+  else
+    changed_.notify_all();
+}
+
+class PointToPoint::BackgroundObserver : public WaitObserver {
+ public:
+  explicit BackgroundObserver(PointToPoint& p2p) : p2p_(p2p) {}
+  bool is_stopped() const override { return p2p_.group_.is_aborted(); }
+  void check() override {
+    p2p_.group_.abort_if_rank_died();
+    if (!p2p_.group_.is_aborted()) p2p_.check_background_timeouts();
+    if (p2p_.group_.is_aborted()) throw WaitEnded{};  // `progress` then fails all messages
+  }
+
+ private:
+  PointToPoint& p2p_;
+};
+
+void PointToPoint::run_thread() {
+  pthread_setname_np(pthread_self(), "lockstep-p2p");
+  Flag& doorbell = group_.rank_state(rank_).doorbell;
+  const SpinPolicy policy = SpinPolicy::choose(group_.is_oversubscribed(), true);
+  BackgroundObserver observer(*this);
+  while (true) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      thread_awake_ = false;
+      changed_.wait(lock, [&] { return stopping_ || !is_driven_by_waiters(); });
+      if (stopping_) return;
+      thread_awake_ = true;
+    }
+    const uint32_t seen = doorbell.value.load(std::memory_order_acquire);
+    progress();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (is_driven_by_waiters()) continue;
+    }
+    try {
+      wait_for(doorbell, [&](uint32_t value) { return value != seen; }, policy, observer);
+      // The observer does not get to check while the doorbell rings all the time.
+      if (!group_.is_aborted()) check_background_timeouts();
+    } catch (const WaitEnded&) {
+    }
+  }
+}
+
+// ---- addresses in the channels ----
+
+static uint64_t round_to_lines(uint64_t bytes) {
+  return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
+
+Channel& PointToPoint::channel(int from, int to) {
+  return *reinterpret_cast<Channel*>(group_.at(group_.layout().channel(from, to)));
+}
+
+Cell& PointToPoint::cell(int from, int to, uint32_t number) {
+  const Layout& layout = group_.layout();
+  const uint64_t stride = round_to_lines(sizeof(Cell)) + round_to_lines(layout.cell_bytes);
+  return *reinterpret_cast<Cell*>(group_.at(
+      layout.channel(from, to) + round_to_lines(sizeof(Channel)) + number % layout.cells * stride));
+}
+
+char* PointToPoint::payload(Cell& cell) {
+  return reinterpret_cast<char*>(&cell) + round_to_lines(sizeof(Cell));
+}
+
+char* PointToPoint::bounce_buffer(int from, int to, uint32_t half) {
+  const Layout& layout = group_.layout();
+  return group_.at(layout.channel(from, to) + layout.channel_bytes() -
+                   (2 - half % 2) * round_to_lines(layout.bounce_bytes));
+}
+
+void PointToPoint::progress_channels(Messages& finished) {
+  for (int rank = 0; rank < size_; ++rank) {
+    receive_from(rank, finished);
+    receive_through_bounce_buffer(rank, finished);
+    send_to(rank, finished);
+  }
+}
+
+// ---- receiving ----
+
+std::list<MessagePtr>::iterator PointToPoint::find_receive(int source, int64_t tag) {
+  return std::find_if(
+      posted_receives_.begin(), posted_receives_.end(), [&](const MessagePtr& message) {
+        return (message->peer < 0 || message->peer == source) && message->tag == tag;
+      });
+}
+
+void PointToPoint::receive_from(int source, Messages& finished) {
+  auto& unexpected = unexpected_[static_cast<size_t>(source)];
+  for (auto message = unexpected.begin();
+       message != unexpected.end() && !posted_receives_.empty();) {
+    const auto receive = find_receive(source, message->cell.tag);
+    if (receive != posted_receives_.end()) {
+      deliver(*receive, source, message->cell, message->payload.data(), finished);
+      posted_receives_.erase(receive);
+      message = unexpected.erase(message);
+    } else {
+      ++message;
+    }
+  }
+  if (source == rank_) return;
+  Channel& in = channel(source, rank_);
+  uint32_t head = in.head.load(std::memory_order_relaxed);
+  bool any_received = false;
+  while (head != in.tail.load(std::memory_order_acquire)) {
+    Cell& shared_cell = cell(source, rank_, head);
+    const Cell next = shared_cell;  // one copy: what is checked is what is used
+    const bool is_rendezvous = next.ticket >= 0;
+    if (next.ticket >= kTickets || (!is_rendezvous && next.bytes > group_.layout().cell_bytes))
+      throw CommError(group_.format_rank(source) + " wrote invalid sizes into shared memory");
+    const auto receive = find_receive(source, next.tag);
+    if (receive != posted_receives_.end()) {
+      deliver(*receive, source, next, payload(shared_cell), finished);
+      posted_receives_.erase(receive);
+    } else {
+      const char* data = payload(shared_cell);
+      unexpected.push_back({source, next, {data, data + (is_rendezvous ? 0 : next.bytes)}});
+    }
+    in.head.store(++head, std::memory_order_release);
+    any_received = true;
+  }
+  if (any_received) ring_doorbell(source);
+}
+
+void PointToPoint::deliver(const MessagePtr& message, int source, const Cell& cell,
+                           const char* payload, Messages& finished) {
+  message->source = source;
+  if (cell.bytes != message->bytes || cell.dtype != message->dtype) {
+    const auto& dtype_name = group_.info().dtype_name;
+    const auto describe_tensor = [&](uint8_t dtype, uint64_t count) {
+      return std::to_string(count) + " elements of " +
+             (dtype_name ? dtype_name(dtype) : "dtype " + std::to_string(dtype));
+    };
+    std::string error =
+        group_.format_rank(source) + " sent " + describe_tensor(cell.dtype, cell.count) +
+        ", but the tensor to receive has " + describe_tensor(message->dtype, message->count);
+    if (cell.ticket >= 0) close_ticket(source, cell, kRefused);
+    finish(message, finished, error);
+    return;
+  }
+  if (cell.ticket < 0) {
+    copy_bytes(message->data, payload, cell.bytes);
+    finish(message, finished);
+  } else if (copy_from_sender(message, source, cell)) {
+    close_ticket(source, cell, kConsumed);
+    // If the group was aborted meanwhile, the sender may have released its memory.
+    finish(message, finished, group_.is_aborted() ? group_.abort_reason() : "");
+  } else {
+    bounce_receives_[static_cast<size_t>(source)].push_back({message, cell, false});
+  }
+}
+
+// Copies a rendezvous message from the sender's memory. Returns false if that is not
+// possible.
+bool PointToPoint::copy_from_sender(const MessagePtr& message, int source, const Cell& cell) {
+  std::atomic<uint8_t>& ticket = channel(source, rank_).tickets[cell.ticket];
+  uint8_t state = kOpen;
+  if (!ticket.compare_exchange_strong(state, kReading)) return false;
+  if (copy_from_segment(cell, message->data) || copy_from_process(source, cell, message->data))
+    return true;
+  ticket.store(kOpen);
+  return false;
+}
+
+bool PointToPoint::copy_from_segment(const Cell& cell, char* to) {
+  if (!cell.buffer.is_shared()) return false;
+  try {
+    copy_bytes(to, group_.peer_mappings().map(cell.buffer, cell.bytes), cell.bytes);
+    return true;
+  } catch (const CommError&) {
+    return false;  // no free file descriptor, or the sender has died: try the other ways
+  }
+}
+
+static bool read_memory(int pid, uint64_t address, char* to, uint64_t bytes) {
+  while (bytes > 0) {
+    iovec local{to, bytes};
+    iovec remote{reinterpret_cast<void*>(address), bytes};
+    const ssize_t got = process_vm_readv(pid, &local, 1, &remote, 1, 0);
+    if (got <= 0) return false;
+    to += got;
+    address += static_cast<uint64_t>(got);
+    bytes -= static_cast<uint64_t>(got);
+  }
+  return true;
+}
+
+bool PointToPoint::copy_from_process(int source, const Cell& cell, char* to) {
+  uint8_t& can_read = can_read_memory_[static_cast<size_t>(source)];
+  RankState& state = group_.rank_state(source);
+  if (can_read == 0) {
+    // The kernel may forbid it, or the pid may name another process in this PID namespace.
+    Nonce probe;
+    can_read = read_memory(state.pid, state.probe_address, reinterpret_cast<char*>(&probe),
+                           sizeof probe) &&
+                       probe == state.probe
+                   ? 1
+                   : 2;
+  }
+  return can_read == 1 && read_memory(state.pid, cell.address, to, cell.bytes);
+}
+
+void PointToPoint::close_ticket(int source, const Cell& cell, TicketState result) {
+  // Acquire and release: the check for an aborted group that follows happens after all
+  // that was read.
+  channel(source, rank_).tickets[cell.ticket].exchange(result, std::memory_order_acq_rel);
+  ring_doorbell(source);
+}
+
+void PointToPoint::receive_through_bounce_buffer(int source, Messages& finished) {
+  auto& receives = bounce_receives_[static_cast<size_t>(source)];
+  if (receives.empty()) return;
+  BounceReceive& receive = receives.front();
+  Channel& in = channel(source, rank_);
+  if (!receive.is_granted) {
+    receive.is_granted = true;
+    in.granted.store(static_cast<uint32_t>(receive.cell.ticket) + 1, std::memory_order_release);
+    ring_doorbell(source);
+  }
+  Message& message = *receive.message;
+  const uint64_t half = group_.layout().bounce_bytes;
+  uint32_t drained = in.drained.load(std::memory_order_relaxed);
+  while (message.bytes_moved < message.bytes &&
+         drained != in.filled.load(std::memory_order_acquire)) {
+    const uint64_t bytes = std::min(half, message.bytes - message.bytes_moved);
+    copy_bytes(message.data + message.bytes_moved, bounce_buffer(source, rank_, drained), bytes);
+    message.bytes_moved += bytes;
+    in.drained.store(++drained, std::memory_order_release);
+    ring_doorbell(source);
+  }
+  if (message.bytes_moved < message.bytes) return;
+  in.granted.store(0, std::memory_order_release);
+  close_ticket(source, receive.cell, kConsumed);
+  finish(receive.message, finished);
+  receives.pop_front();
+}
+
+// ---- sending ----
+
+void PointToPoint::send_to(int target, Messages& finished) {
+  const auto t = static_cast<size_t>(target);
+  auto& sends = rendezvous_sends_[t];
+  for (auto send = sends.begin(); send != sends.end();) {
+    Message& message = **send;
+    std::atomic<uint8_t>& ticket = channel(rank_, target).tickets[message.ticket];
+    send_through_bounce_buffer(target, message);
+    const uint8_t state = ticket.load(std::memory_order_acquire);
+    if (state == kOpen || state == kReading) {
+      ++send;
+      continue;
+    }
+    ticket.store(kOpen, std::memory_order_relaxed);
+    finish(*send, finished,
+           state == kConsumed ? ""
+                              : group_.format_rank(target) +
+                                    " expects another size or dtype; see the error of that rank");
+    send = sends.erase(send);
+  }
+  auto& pending = pending_sends_[t];
+  while (!pending.empty() && start_send(pending.front(), finished)) pending.pop_front();
+}
+
+// Puts a message, or its announcement, into the channel. Returns false if there is no free
+// cell or ticket.
+bool PointToPoint::start_send(const MessagePtr& message, Messages& finished) {
+  const int target = message->peer;
+  const auto t = static_cast<size_t>(target);
+  Cell new_cell;
+  new_cell.tag = message->tag;
+  new_cell.bytes = message->bytes;
+  new_cell.count = message->count;
+  new_cell.dtype = message->dtype;
+  if (target == rank_) {
+    unexpected_[t].push_back(
+        {rank_, new_cell, std::vector<char>(message->data, message->data + message->bytes)});
+    finish(message, finished);
+    receive_from(rank_, finished);
+    return true;
+  }
+  Channel& out = channel(rank_, target);
+  const uint32_t tail = out.tail.load(std::memory_order_relaxed);
+  if (tail - out.head.load(std::memory_order_acquire) >= group_.layout().cells) return false;
+  Cell& shared_cell = cell(rank_, target, tail);
+  if (message->bytes <= group_.layout().cell_bytes) {
+    stream_bytes(payload(shared_cell), message->data, message->bytes);
+    finish(message, finished);
+  } else {
+    std::vector<bool> is_used(kTickets, false);
+    for (const MessagePtr& other : rendezvous_sends_[t])
+      is_used[static_cast<size_t>(other->ticket)] = true;
+    const auto free = std::find(is_used.begin(), is_used.end(), false);
+    if (free == is_used.end()) return false;
+    message->ticket = new_cell.ticket = static_cast<int32_t>(free - is_used.begin());
+    new_cell.buffer = Heap::instance().find(message->data, message->bytes);
+    new_cell.address = reinterpret_cast<uint64_t>(message->data);
+    rendezvous_sends_[t].push_back(message);
+  }
+  shared_cell = new_cell;
+  out.tail.store(tail + 1, std::memory_order_release);
+  ring_doorbell(target);
+  return true;
+}
+
+void PointToPoint::send_through_bounce_buffer(int target, Message& message) {
+  Channel& out = channel(rank_, target);
+  if (out.granted.load(std::memory_order_acquire) != static_cast<uint32_t>(message.ticket) + 1)
+    return;
+  const uint64_t half = group_.layout().bounce_bytes;
+  uint32_t filled = out.filled.load(std::memory_order_relaxed);
+  while (message.bytes_moved < message.bytes &&
+         filled - out.drained.load(std::memory_order_acquire) < 2) {
+    const uint64_t bytes = std::min(half, message.bytes - message.bytes_moved);
+    stream_bytes(bounce_buffer(rank_, target, filled), message.data + message.bytes_moved, bytes);
+    message.bytes_moved += bytes;
+    out.filled.store(++filled, std::memory_order_release);
+    ring_doorbell(target);
+  }
+}
+
+// Makes sure that no rank reads the memory of a send from now on.
+void PointToPoint::revoke_send(int target, const Message& message) {
+  std::atomic<uint8_t>& ticket = channel(rank_, target).tickets[message.ticket];
+  const auto until = Clock::now() + message.timeout;
+  uint8_t state = kOpen;
+  while (!ticket.compare_exchange_strong(state, kRevoked) && state == kReading) {
+    // After an abort the receiver discards what it has read.
+    if (group_.is_aborted() || check_health(group_.rank_state(target)) == Health::dead) return;
+    if (Clock::now() > until)
+      group_.abort(group_.format_rank(rank_) + " waited " + format_seconds(message.timeout) +
+                   " for " + group_.format_rank(target) + " to finish reading a message");
+    state = kOpen;
+    yield_core();
+  }
+}
+
+}  // namespace lockstep

@@ -1,0 +1,167 @@
+// Send and receive: the messages that a rank has posted, and their progress along the
+// channels.
+//
+// `progress` moves everything that can move and never blocks. A thread that waits for a
+// message calls it, and so does one that waits in a collective. A background thread does
+// when nobody else would: while a send is pending, a message has a future, or the thread
+// in the collective sleeps. It starts on first use and sleeps on the rank's doorbell.
+//
+//     eager (fits a cell)   copied into the channel at once: the send is complete
+//     rendezvous            the receiver copies from the sender's memory, if that is in a
+//                           segment or the kernel allows it (process_vm_readv): one copy,
+//                           and the sender need not act; otherwise the message passes
+//                           through the channel's bounce buffer
+//
+// Messages match by (source, tag) in the order of sending, as in MPI. A message that a rank
+// sends to itself is copied aside, so that the send completes before the receive is posted.
+//
+// A message takes the same path whether or not anybody waits for it:
+//
+//     posted ──> finished (moved or failed) ──> complete() ──> done ──> run_callbacks()
+//                under the lock                 in the thread           in a thread of the
+//                                               that moved it           callback pool
+//
+// The timeout of a message starts when a thread waits for it or attaches a future to it,
+// not when it is posted: a receive may be posted long before the message can arrive. A
+// message that nobody waits for has no timeout.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "channel.h"
+#include "group.h"
+#include "threads.h"
+
+namespace lockstep {
+
+struct Message {
+  virtual ~Message() = default;
+  // Called once when the message is finished, with no lock held: copies what was received
+  // to its tensor and releases memory. Returns whether there are callbacks to run. Must
+  // not throw.
+  virtual bool complete() { return false; }
+  virtual void run_callbacks() {}
+
+  Op op = Op::recv;
+  int peer = -1;  // -1: receive from any rank
+  int64_t tag = 0;
+  char* data = nullptr;  // stays valid until `complete`
+  uint64_t bytes = 0, count = 0;
+  uint8_t dtype = 0;
+  std::chrono::milliseconds timeout{};
+
+  std::atomic<bool> done{false};  // finished and completed
+  int source = -1;                // of a received message
+  std::string error;              // the full message; empty: no error
+
+  // Used by PointToPoint, under its lock.
+  bool is_finished = false, is_in_background = false;
+  Clock::time_point background_since;
+  int ticket = -1;           // of a rendezvous send
+  uint64_t bytes_moved = 0;  // through the bounce buffer so far
+};
+using MessagePtr = std::shared_ptr<Message>;
+
+class PointToPoint {
+ public:
+  explicit PointToPoint(Group& group);
+  ~PointToPoint() { stop(); }
+  // Fails unfinished messages, revokes sends that nobody has taken, runs all callbacks.
+  void stop();
+
+  void post(const MessagePtr& message);  // a send or a receive, according to its `op`
+  // Blocks until the message is done. Returns false if `limit` (0: none) expires first; the
+  // message then goes on. After the message's own timeout the group is aborted.
+  bool wait(const MessagePtr& message, std::chrono::milliseconds limit = {});
+  // Makes progress without blocking. Returns whether the message is done.
+  bool test(const MessagePtr& message);
+  // Makes progress in the background, within the message's timeout from now on.
+  void progress_in_background(const MessagePtr& message);
+  // "rank 0: recv from rank 1 (tag 0) on group default"
+  std::string describe_in_group(const Message& message) const;
+
+ private:
+  class MessageWaitObserver;
+  class BackgroundObserver;
+  class WaiterScope;
+  struct UnexpectedMessage {  // has arrived before its receive was posted
+    int source;
+    Cell cell;
+    std::vector<char> payload;
+  };
+  struct BounceReceive {  // of a message that passes through a bounce buffer
+    MessagePtr message;
+    Cell cell;
+    bool is_granted = false;
+  };
+  using Messages = std::vector<MessagePtr>;
+
+  std::string describe(const Message& message) const;  // "recv from rank 1 (tag 0)"
+
+  // Completion. Finished messages are collected under the lock and completed without it.
+  void progress();
+  template <typename Step>
+  void abort_on_error(Messages& finished, Step step);
+  void finish(const MessagePtr& message, Messages& finished, const std::string& error = "");
+  void fail_all(const std::string& error, Messages& finished);
+  void complete(Messages& finished);
+
+  // Waiting, and the background thread.
+  bool have_peers_left(const Message& message);
+  void abort_timed_out(const Message& message, std::chrono::milliseconds waited);
+  std::string describe_unexpected(int source);
+  void check_background_timeouts();
+  bool is_driven_by_waiters() const;
+  void on_collective_sleep(bool is_sleeping);
+  void start_thread();
+  void run_thread();
+
+  // Moving along the channels: everything here runs under the lock and does not block.
+  Channel& channel(int from, int to);
+  Cell& cell(int from, int to, uint32_t number);
+  char* payload(Cell& cell);
+  char* bounce_buffer(int from, int to, uint32_t half);
+  void ring_doorbell(int rank) { group_.rank_state(rank).doorbell.increment(); }
+  void progress_channels(Messages& finished);
+  void receive_from(int source, Messages& finished);
+  std::list<MessagePtr>::iterator find_receive(int source, int64_t tag);
+  void deliver(const MessagePtr& message, int source, const Cell& cell, const char* payload,
+               Messages& finished);
+  bool copy_from_sender(const MessagePtr& message, int source, const Cell& cell);
+  bool copy_from_segment(const Cell& cell, char* to);
+  bool copy_from_process(int source, const Cell& cell, char* to);
+  void close_ticket(int source, const Cell& cell, TicketState result);
+  void receive_through_bounce_buffer(int source, Messages& finished);
+  void send_to(int target, Messages& finished);
+  bool start_send(const MessagePtr& message, Messages& finished);
+  void send_through_bounce_buffer(int target, Message& message);
+  void revoke_send(int target, const Message& message);
+
+  Group& group_;
+  const int rank_, size_;
+  std::mutex mutex_;
+  std::list<MessagePtr> posted_receives_;                   // in the order of posting
+  std::vector<std::list<UnexpectedMessage>> unexpected_;    // by source
+  std::vector<std::deque<BounceReceive>> bounce_receives_;  // by source
+  std::vector<std::deque<MessagePtr>> pending_sends_;       // found no free cell; by target
+  std::vector<std::list<MessagePtr>> rendezvous_sends_;     // announced; by target
+  std::vector<uint8_t> can_read_memory_;  // by source: 0 unknown, 1 yes, 2 no
+  Messages background_;                   // see `progress_in_background`
+  int sleeping_collectives_ = 0;          // threads asleep in a collective
+  bool stopping_ = false;
+  std::atomic<int> unfinished_{0};
+  std::atomic<int> waiters_{0};  // threads in `wait`, which make progress
+  std::atomic<bool> thread_awake_{false};
+  std::condition_variable changed_;
+  std::thread thread_;
+  CallbackPool callbacks_;
+};
+
+}  // namespace lockstep
