@@ -46,8 +46,8 @@ CHECKS = {
         ("lockstep.data.loader.Batches._exchange_samples", lambda self, probed: [b"[]"]),
     ],
     "settings": [
-        ("lockstep.model.live_settings.LiveSettings.begin", lambda self: None),
-        ("lockstep.model.live_settings.LiveSettings.finish", lambda self: ""),
+        ("lockstep.training.live_settings.LiveSettings.begin", lambda self: None),
+        ("lockstep.training.live_settings.LiveSettings.finish", lambda self: ""),
     ],
     # Measured in a step that is checked, as the first three and every hundredth are.
     "side effects": [("lockstep.model.side_effects.SideEffects.begin", lambda self, step: None)],

@@ -20,10 +20,11 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from lockstep.model.ledger import Page
-from lockstep.model.watch import Watch, ranks_of
+from lockstep.model.step_context import Span
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
+from lockstep.training.rank_status import RankStatus
+from lockstep.training.step_trace import StepTrace, span_row, timeline_rows
 
 STEP = 0.005
 TURNS = 12
@@ -86,27 +87,27 @@ def shares():
 
 
 def action(watched, spans):
-    """Do what a rank does around an action, with and without a watch: see pipeline/passage.py."""
+    """Do what a rank does around an action, traced or not: see pipeline/schedule_executor.py."""
     begun = time.perf_counter()
     if watched:
-        spans.append(("forward", 1, 5, begun, time.perf_counter(), 0.001, 0, 65536))
+        spans.append(Span("forward", 1, 5, begun, time.perf_counter(), 0.001, 0, 65536))
 
 
 def timeline_turn(recorder, sees):
     """Return the processor time that the timelines of 1,000 steps of 16 actions take, a step."""
-    watch, empty = Watch(0.0), Page([], [], 0.0, 0.0)
+    trace = StepTrace(0.0)
     taken = 0.0
     for step in range(1000):
         if step % 10 == 0:
             busy_step()  # the caches of a real step
         began = time.thread_time()
-        spans, watched = [], sees and watch.sees(step)
+        spans, watched = [], sees and trace.covers(step)
         for _ in range(ACTIONS):
             action(watched, spans)
-        page = watch.noted(empty, 0.0, spans) if watched else empty
-        message = json.dumps(asdict(page))  # what the ledger sends
-        pages = [Page(**json.loads(message))] * 2  # what it reads: of two ranks, as one here
-        if ranks := ranks_of(pages, (1.0, 2.0, 3.0)):
+        status = RankStatus(spans=[span_row(span, 0.0) for span in spans])
+        message = json.dumps(asdict(status))  # what a rank sends
+        statuses = [RankStatus(**json.loads(message))] * 2  # what it reads: of two ranks, as one
+        if ranks := timeline_rows(statuses, (1.0, 2.0, 3.0)):
             recorder.write("timeline", step=step, ranks=ranks)
         taken += time.thread_time() - began
     return taken / 1000

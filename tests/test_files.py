@@ -13,7 +13,7 @@ import lockstep
 from lockstep import files
 from lockstep.errors import FileError
 from lockstep.files import create_file, make_folder, open_for_write, replace_file
-from lockstep.training.saving import save_weights
+from lockstep.training.weights_file import save_weights
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077], ids="umask {:03o}".format)

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 import torch
 import lockstep as ls
+from lockstep.record.recorder import Recorder
 
 class Writer:
     def write(self, kind, /, **fields):
@@ -37,12 +38,14 @@ batch = torch.randn(8, 4), torch.arange(8) % 2
 run = Path(os.environ["LOCKSTEP_RUN"])
 print("a line for the log")
 sgd = partial(torch.optim.SGD, lr=0.1)
-record = [run, ls.TensorBoard("tensorboard"), Writer()] if ls.rank() == 0 else ()
 options = {"api_key": "planted-option", "logger": [{"login": {"password": "planted-nested"}}]}
 about = {"options": options, "data": "https://me:planted-url@host/data?sig=planted-query"}
-with ls.Trainer(model, loss, sgd, microbatches=2, record=record, about=about) as trainer:
+loggers = ()
+if ls.rank() == 0:
+    loggers = [Recorder(run, about), ls.loggers.TensorBoard("tensorboard"), Writer()]
+with ls.Trainer(model, loss, sgd, microbatches=2, loggers=loggers) as trainer:
     trainer.step(batch)
-    trainer.save(run / "weights.safetensors")
+    trainer.save_weights(run / "weights.safetensors")
     try:
         trainer.step((batch[0] * float("nan"), batch[1]))
     except ls.LockstepError as error:

@@ -129,7 +129,11 @@ class Ours:
         options: dict[str, Any] = {}
         if stages > 1:
             balance = None if measured else [cut, len(pieces(model)) - cut]
-            options = {"stages": stages, "schedule": schedule, "balance": balance}
+            options = {
+                "pipeline": lockstep.PipelineConfig(
+                    stages=stages, schedule=schedule, balance=balance
+                )
+            }
         self._trainer = lockstep.Trainer(
             model, F.cross_entropy, case.optimizer(), microbatches=case.splits, **options
         )
@@ -150,7 +154,7 @@ class Driven:
         balance = [case.net.cut, len(pieces(case.build())) - case.net.cut]
         self._training = driver().trainer(
             case.build, F.cross_entropy, case.optimizer(), microbatches=case.splits,
-            stages=STAGES, schedule="1f1b", balance=balance,
+            pipeline=lockstep.PipelineConfig(stages=STAGES, schedule="1f1b", balance=balance),
         )  # fmt: skip
 
     def step(self, batch: Batch) -> float | None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.launcher.environment import read_rank_info
+from lockstep.launcher.world import World
 
 __all__ = ["init", "print_table", "run_example"]
 
@@ -36,7 +37,7 @@ def run_example(main: Callable[[str | None], Any]) -> None:
         main(options.backend)
 
 
-def init(backend: str | None) -> ls.World:
+def init(backend: str | None) -> World:
     """Join the other ranks over `backend` and create new tensors on this rank's device."""
     world = ls.init(backend=backend)
     torch.set_default_device(world.device)

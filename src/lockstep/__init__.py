@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     )
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.launcher.launch import launch as launch
-    from lockstep.launcher.world import World as World
     from lockstep.launcher.world import init as init
     from lockstep.launcher.world import local_rank as local_rank
-    from lockstep.launcher.world import local_world_size as local_world_size
     from lockstep.launcher.world import rank as rank
     from lockstep.launcher.world import shutdown as shutdown
     from lockstep.launcher.world import world as world
@@ -29,35 +27,33 @@ if TYPE_CHECKING:
     from lockstep.model.digest import digest as digest
     from lockstep.model.forward import accuracy as accuracy
     from lockstep.model.loss_weight import target_weight as target_weight
-    from lockstep.record.loggers import MLflow as MLflow
-    from lockstep.record.loggers import TensorBoard as TensorBoard
-    from lockstep.record.loggers import WandB as WandB
+    from lockstep.pipeline.config import PipelineConfig as PipelineConfig
+    from lockstep.record import loggers as loggers
     from lockstep.remote.driver import Driver as Driver
+    from lockstep.training.optimization import OptimizerConfig as OptimizerConfig
     from lockstep.training.trainer import Trainer as Trainer
 
-# name -> the module that defines it
+# name -> the module that defines it; loggers is a module itself
 PUBLIC = {
     "launch": "launcher.launch",
     "init": "launcher.world",
-    "World": "launcher.world",
     "world": "launcher.world",
     "rank": "launcher.world",
     "world_size": "launcher.world",
     "local_rank": "launcher.world",
-    "local_world_size": "launcher.world",
     "shutdown": "launcher.world",
     "partition": "data.partition",
     "empty": "comm.memory",
     "Trainer": "training.trainer",
+    "OptimizerConfig": "training.optimization",
+    "PipelineConfig": "pipeline.config",
+    "loggers": "record.loggers",
     "accuracy": "model.forward",
     "target_weight": "model.loss_weight",
     "digest": "model.digest",
     "DistributedDataParallel": "data_parallel.distributed",
     "Driver": "remote.driver",
     "build": "model.deferred_init",
-    "TensorBoard": "record.loggers",
-    "WandB": "record.loggers",
-    "MLflow": "record.loggers",
     "LockstepError": "errors",
 }
 
@@ -68,7 +64,8 @@ __all__ = [*PUBLIC, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in PUBLIC:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"lockstep.{PUBLIC[name]}"), name)
+    module = importlib.import_module(f"lockstep.{PUBLIC[name]}")
+    value = module if name == "loggers" else getattr(module, name)
     globals()[name] = value
     return value
 

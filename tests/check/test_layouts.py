@@ -25,5 +25,5 @@ def test_one_backend_and_other_ranks():
 
 def test_replicas_and_chunks():
     assert Layout(4, stages=2, schedule="interleaved").replicas == 2
-    assert Layout(4, stages=2, schedule="interleaved").chunks == 2
-    assert Layout(2, stages=2, schedule="1f1b").chunks is None
+    assert Layout(4, stages=2, schedule="interleaved").stages_per_rank == 2
+    assert Layout(2, stages=2, schedule="1f1b").stages_per_rank is None

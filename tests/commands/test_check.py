@@ -68,7 +68,7 @@ def test_an_honest_script_that_would_go_on_for_ever(tmp_path, monkeypatch):
         + """
 model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 4))
 trainer = ls.Trainer(model, nn.CrossEntropyLoss(), partial(torch.optim.Adam, lr=0.1),
-                     clip_norm=1.0, average=0.9, record="runs/mine")
+                     max_grad_norm=1.0, ema_decay=0.9, loggers="runs/mine")
 while True:
     trainer.step((torch.randn(16, 6), torch.randint(0, 4, (16,))))
     print("a step", trainer.digest())
@@ -426,13 +426,13 @@ of_maker = ls.Trainer(maker, None, adam, also=[judge])
 bce = nn.functional.binary_cross_entropy_with_logits
 while True:
     batch = torch.randn(16, 6)
-    with of_judge.step() as step:
+    with of_judge.manual_step() as step:
         for real in step.microbatches(batch):
             with torch.no_grad():
                 fake = maker(torch.randn(len(real), 4))
             yes, no = judge(real), judge(fake)
             step.backward(bce(yes, torch.ones_like(yes)) + bce(no, torch.zeros_like(no)))
-    with of_maker.step() as step:
+    with of_maker.manual_step() as step:
         for real in step.microbatches(batch):
             said = judge(maker(torch.randn(len(real), 4)))
             step.backward(bce(said, torch.ones_like(said)))

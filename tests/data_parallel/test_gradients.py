@@ -31,7 +31,7 @@ def deep():
 
 def events_of(trainer):
     """Note, in order, when buckets are launched and when backward ends."""
-    events, gradients = [], trainer._model._gradients
+    events, gradients = [], trainer._executor._gradients
     launch_next, take = gradients.launch_next, gradients.take
     gradients.launch_next = lambda: (events.append("launch"), launch_next())
     gradients.take = lambda leaf: (events.append(f"take {leaf}"), take(leaf))
@@ -158,7 +158,7 @@ def test_a_rank_that_catches_its_exception_is_not_paired_with_the_others(ranks, 
                 caught = True
                 trainer.model.wrong = False
                 if goes_on == "saves":
-                    trainer.save(tmp_path / "model.safetensors")
+                    trainer.save_weights(tmp_path / "model.safetensors")
                 trainer.steps += 1
                 trainer.step(rows())
         except LockstepError as error:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import lockstep as ls
 from grammar.drawing import Draw
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -29,6 +30,7 @@ class Layout:
     def __str__(self) -> str:
         """Describe the layout."""
         parts = [f"{self.world} x {self.backend}"]
+        parts += [f"{name}={value}" for name, value in vars(self.pipeline(None)).items() if value]
         parts += [f"{name}={value}" for name, value in self.options().items() if value]
         return " ".join(parts + ["own loop"] * self.loop)
 
@@ -39,11 +41,17 @@ class Layout:
 
     def options(self) -> dict[str, Any]:
         """Return the trainer's options."""
-        found: dict[str, Any] = {"shared": self.shared, "recompute": self.recompute}
-        if self.stages > 1:
-            found |= {"stages": self.stages, "schedule": self.schedule, "chunks": self.chunks}
-            found["balance"] = None if self.balance is None else list(self.balance)
-        return found
+        return {
+            "storage": "shared" if self.shared else "replicated",
+            "activation_checkpointing": self.recompute,
+        }
+
+    def pipeline(self, blocks: Sequence[str] | None) -> ls.PipelineConfig:
+        """Return the stages of a model with these blocks."""
+        if self.stages == 1:
+            return ls.PipelineConfig(blocks=blocks)
+        balance = None if self.balance is None else list(self.balance)
+        return ls.PipelineConfig(self.stages, self.schedule, blocks, balance, self.chunks)
 
 
 def draw_layout(draw: Draw, blocks: int, microbatches: int, must_loop: bool) -> Layout:

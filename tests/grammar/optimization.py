@@ -11,6 +11,7 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler as schedules
 
+import lockstep as ls
 from grammar.drawing import Draw, described
 
 
@@ -43,11 +44,11 @@ class Optimization:
     def options(self) -> dict[str, Any]:
         """Return the trainer's options."""
         return {
-            "groups": self.groups,
-            "scheduler": self.scheduler,
-            "scheduler_each": self.scheduler_each,
-            "clip_norm": self.clip_norm,
-            "average": self.average,
+            "optimizer": ls.OptimizerConfig(
+                self.optimizer, self.groups, self.scheduler, self.scheduler_each
+            ),
+            "max_grad_norm": self.clip_norm,
+            "ema_decay": self.average,
         }
 
     def grouped(self, model: nn.Module) -> list[Any]:

@@ -64,13 +64,12 @@ def _trainer(case: Case, leg: Leg, losses: list[float]) -> tuple[ls.Trainer, Any
     trainer = ls.Trainer(
         model,
         loss,
-        case.optimization.optimizer,
         microbatches=case.microbatches,
         seed=case.seed,
-        weight=case.loss.weight,
-        precision=case.precision,
-        on_step=lambda result: losses.append(result.loss),
-        blocks=Named.NAMES if case.model.form == "named" else None,
+        loss_weight=case.loss.weight,
+        autocast_dtype=case.precision,
+        callbacks=[lambda result: losses.append(result.loss)],
+        pipeline=leg.layout.pipeline(Named.NAMES if case.model.form == "named" else None),
         **case.optimization.options(),
         **leg.layout.options(),
     )
@@ -106,12 +105,12 @@ def _evaluation(case: Case, trainer: ls.Trainer) -> str:
     """Return the loss over all samples, of the averaged weights where there are some."""
     inputs, targets = tensors(case.data, case.model, case.loss, case.microbatches, case.seed)
     dataset = TensorDataset(*inputs, targets)
-    return trainer.evaluate(dataset, EVALUATED, average=trainer.average is not None).loss.hex()
+    return trainer.evaluate(dataset, EVALUATED, ema=trainer.ema_model is not None).loss.hex()
 
 
 def _loop(case: Case, trainer: ls.Trainer, loss: Any, batch: Any) -> None:
     """Do a step as a loop of the user's own does it."""
-    with trainer.step() as step:
+    with trainer.manual_step() as step:
         for part in step.microbatches(batch):
             for value in loop_of(case.loop)(trainer.model, loss, part):
                 step.backward(value, retain_graph=True)

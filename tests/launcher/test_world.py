@@ -46,7 +46,12 @@ def test_alone_is_a_world_of_one_in_which_collectives_work(alone):
 def test_without_a_world_it_says_what_to_call():
     with pytest.raises(UsageError, match=r"call lockstep\.init\(\) first"):
         ls.world()
-    assert (ls.rank(), ls.world_size(), ls.local_rank(), ls.local_world_size()) == (0, 1, 0, 1)
+    assert (ls.rank(), ls.world_size(), ls.local_rank(), ls.world().local_world_size) == (
+        0,
+        1,
+        0,
+        1,
+    )
 
 
 def test_asking_for_something_else_is_refused(alone):

@@ -345,6 +345,6 @@ def test_a_model_without_blocks_is_refused():
             (compiled, "a compiled model is one piece"),
         ]:
             with pytest.raises(LayoutError, match=said):
-                ls.Trainer(model, nn.CrossEntropyLoss(), SGD, recompute=True)
+                ls.Trainer(model, nn.CrossEntropyLoss(), SGD, activation_checkpointing=True)
     finally:
         ls.shutdown()

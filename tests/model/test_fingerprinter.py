@@ -155,12 +155,11 @@ def test_the_session_decides_the_layout_and_nothing_is_recorded_or_saved(ranks, 
                 model(),
                 nn.CrossEntropyLoss(),
                 partial(torch.optim.SGD, lr=0.1),
-                stages=2,
-                schedule="gpipe",
-                record=tmp_path / "run",
+                pipeline=ls.PipelineConfig(stages=2, schedule="gpipe"),
+                loggers=tmp_path / "run",
             )
-            trainer.save(tmp_path / "weights.safetensors")
-        return trainer.setting.stages, trainer._optimization.sharded is not None
+            trainer.save_weights(tmp_path / "weights.safetensors")
+        return trainer.parallel.stages, trainer._optimization.sharded is not None
 
     assert ranks(rank, 2) == [(1, True), (1, True)]
     assert not list(tmp_path.iterdir())
@@ -213,19 +212,19 @@ def test_outside_of_a_step_and_of_a_session_there_are_no_hooks(ranks):
             trainer = make(
                 model(),
                 *given,
-                on_step=lambda result: counts.append(len(trainer.module[1]._forward_hooks)),
+                callbacks=[lambda result: counts.append(len(trainer.module[1]._forward_hooks))],
             )
             trainer.step(batches()[0])
         plain = make(model(), *given)
         plain.step(batches()[0])
-        return counts, plain._model.fingerprinter
+        return counts, plain._fingerprinter
 
     assert ranks(rank, 1) == [([0], None)]
 
 
 def test_recomputation_is_not_recorded_twice(ranks):
     def rank():
-        done = trained(model(), Layout(1), recompute=True).steps
+        done = trained(model(), Layout(1), activation_checkpointing=True).steps
         return [name for _, name, _ in done[0].calls[0, 0]].count("1.inner")
 
     assert ranks(rank, 1) == [2]

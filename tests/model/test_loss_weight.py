@@ -78,8 +78,8 @@ def gradient_error(name):
         model,
         loss,
         partial(torch.optim.SGD, lr=0.0),
-        weight=weight() if weight else None,
-        on_step=lambda _: kept.extend(p.grad.clone() for p in model.parameters()),
+        loss_weight=weight() if weight else None,
+        callbacks=[lambda _: kept.extend(p.grad.clone() for p in model.parameters())],
     )
     value = trainer.step((inputs, targets))
     errors = [
@@ -112,7 +112,7 @@ def test_ignored_targets_without_a_weight_are_pointed_out_once(ranks):
 
     ((message,),) = ranks(warned, 1)
     assert "weight=lockstep.target_weight" in message
-    assert "rank 0, step 0, micro-batch 1: some targets are ignored" in message
+    assert "rank 0, step 0, micro-batch 1: the loss ignores some targets" in message
 
 
 def test_a_batch_that_weighs_nothing_is_an_error(ranks):
@@ -121,5 +121,5 @@ def test_a_batch_that_weighs_nothing_is_an_error(ranks):
         trainer = ls.Trainer(nn.Linear(5, 4), loss, partial(torch.optim.SGD, lr=0.0))
         trainer.step((torch.ones(8, 5), torch.zeros(8, dtype=torch.int64)))
 
-    with pytest.raises(ls.LockstepError, match=r"add up to 0\.0; does every sample"):
+    with pytest.raises(ls.LockstepError, match=r"sum to 0\.0; does every sample"):
         ranks(step, 2)

@@ -15,7 +15,13 @@ from lockstep.errors import DisagreementError, LayoutError, StateError
 from lockstep.model.side_effects import FIRST, SideEffects
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-LAYOUTS = [(1, {}), (2, {}), (3, {}), (2, {"shared": True}), (2, {"stages": 2, "balance": [1, 1]})]
+LAYOUTS = [
+    (1, {}),
+    (2, {}),
+    (3, {}),
+    (2, {"storage": "shared"}),
+    (2, {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 1])}),
+]
 
 
 class Teacher(nn.Module):
@@ -139,7 +145,7 @@ def test_a_parameter_that_forward_writes_is_named_when_blocks_are_checked(ranks)
 
     def refused():
         torch.manual_seed(1)
-        trainer = ls.Trainer(Named(), F.cross_entropy, SGD, stages=2)
+        trainer = ls.Trainer(Named(), F.cross_entropy, SGD, pipeline=ls.PipelineConfig(stages=2))
         with pytest.raises((StateError, LayoutError)) as raised:
             trainer.step(batch())
         return str(raised.value)
@@ -206,7 +212,7 @@ def test_only_the_first_steps_and_every_hundredth_are_checked():
     assert checked == [0, 1, 2, 100, 200]
 
 
-@pytest.mark.parametrize("over", [{}, {"stages": 2, "balance": [1, 1]}])
+@pytest.mark.parametrize("over", [{}, {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 1])}])
 def test_weights_that_one_rank_changed_by_itself_are_named(ranks, over):
     def train():
         torch.manual_seed(1)

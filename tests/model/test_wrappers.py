@@ -39,7 +39,10 @@ def wrapped(wrapper):
     yield "model.1", other | {"model": nn.Sequential(nn.Tanh(), wrapper(nn.Linear(6, 4)))}
     yield "model.1", other | {"model": [nn.Tanh(), lambda: wrapper(nn.Linear(6, 4))]}
     yield "loss.judge", other | {"model": head, "loss": Measured(wrapper(nn.Linear(4, 4)))}
-    yield "also[1]", other | {"model": head, "also": [nn.Tanh(), wrapper(nn.Linear(4, 4))]}
+    yield (
+        "extra_modules[1]",
+        other | {"model": head, "extra_modules": [nn.Tanh(), wrapper(nn.Linear(4, 4))]},
+    )
 
 
 @pytest.mark.usefixtures("alone")

@@ -26,7 +26,7 @@ def test_1f1b_wins_where_splitting_costs_more() -> None:
 def test_interleaved_wins_with_many_blocks_where_nothing_can_be_split() -> None:
     costs = Costs((1,) * 8, (2,) * 8, (2,) * 8, backward=(2,) * 8)
     chosen = choose(costs, ranks=4, microbatches=8)
-    assert (chosen.name, chosen.chunks, len(chosen.cut)) == ("interleaved", 2, 8)
+    assert (chosen.name, chosen.stages_per_rank, len(chosen.cut)) == ("interleaved", 2, 8)
 
 
 def test_ties_go_to_1f1b() -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lockstep.launcher.world import World
-from lockstep.model.parallel_context import Setting
+from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline import costs as measuring
 from lockstep.pipeline.costs import measured_costs
 
@@ -40,9 +40,11 @@ def clock(monkeypatch):
 
 def measured(blocks, recompute=False):
     alone = World(0, 1, 0, 1, 0, torch.device("cpu"), "gloo")
-    setting = Setting.of(alone, 1, lambda *_: None, None, None, (), recompute=recompute)
+    parallel = ParallelContext.of(
+        alone, 1, lambda *_: None, None, None, (), activation_checkpointing=recompute
+    )
     named = {str(number): block for number, block in enumerate(blocks)}
-    return measured_costs(named, (torch.ones(2, 3),), setting)
+    return measured_costs(named, (torch.ones(2, 3),), parallel)
 
 
 def test_what_disturbs_one_pass_does_not_count(clock):

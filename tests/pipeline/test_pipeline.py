@@ -47,12 +47,12 @@ def whole_training(folder, **layout):
     trainer = ls.Trainer(
         small_model(),
         nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5])),
-        ADAM,
+        ls.OptimizerConfig(
+            ADAM, decayed, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        ),
         metrics={"accuracy": ls.accuracy},
-        groups=decayed,
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3),
-        clip_norm=0.7,
-        average=0.9,
+        max_grad_norm=0.7,
+        ema_decay=0.9,
         **layout,
     )
     seen = []
@@ -63,9 +63,9 @@ def whole_training(folder, **layout):
                 seen.append(trainer.history.last.metrics["accuracy"])
                 seen.append(trainer.history.last.norm)
             seen.append(trainer.evaluate(rows(), 20))
-        seen.append(trainer.evaluate(rows(), 20, average=True))
-        trainer.save(folder / "weights.safetensors")
-        trainer.save(folder / "average.safetensors", average=True)
+        seen.append(trainer.evaluate(rows(), 20, ema=True))
+        trainer.save_weights(folder / "weights.safetensors")
+        trainer.save_weights(folder / "average.safetensors", ema=True)
         state = trainer.state_dict()
     for name in ("weights", "average"):
         seen.append(ls.digest(load_file(folder / f"{name}.safetensors")))
@@ -75,14 +75,22 @@ def whole_training(folder, **layout):
 def test_whatever_a_trainer_does_a_cut_model_gives_the_same_bits(ranks, tmp_path):
     def trained(stages):
         folder = tmp_path / f"{ls.world_size()}-{stages}"
-        layout = {} if stages == 1 else {"stages": stages, "schedule": "1f1b"}
-        if ls.world_size() == 4:
-            layout |= {"schedule": "interleaved", "recompute": True}
+        is_wide = ls.world_size() == 4
+        schedule = "interleaved" if is_wide else "1f1b"
+        layout = {"activation_checkpointing": is_wide}
+        if stages > 1:
+            layout["pipeline"] = ls.PipelineConfig(stages, schedule)
         seen, state = whole_training(folder, **layout)
         # The state goes on in another layout: the same one cut otherwise, and not cut at all.
-        again = {} if stages == 1 else {"stages": stages, "balance": [4, 1]}
+        again = (
+            {} if stages == 1 else {"pipeline": ls.PipelineConfig(stages=stages, balance=[4, 1])}
+        )
         other = ls.Trainer(
-            small_model(), nn.CrossEntropyLoss(), ADAM, groups=decayed, average=0.9, **again
+            small_model(),
+            nn.CrossEntropyLoss(),
+            ls.OptimizerConfig(ADAM, decayed),
+            ema_decay=0.9,
+            **again,
         )
         state = torch.load(_saved(state), weights_only=True)
         other.load_state_dict(state)
@@ -105,7 +113,9 @@ def _saved(state):
 def test_a_rank_keeps_its_own_stage_only(ranks):
     def held():
         model = small_model()
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, stages=2, balance=[2, 3])
+        trainer = ls.Trainer(
+            model, nn.CrossEntropyLoss(), SGD, pipeline=ls.PipelineConfig(stages=2, balance=[2, 3])
+        )
         before = [parameter.is_meta for parameter in model.parameters()]
         trainer.step(rows()[:16])
         buffers = [buffer.is_meta for buffer in model.buffers()]
@@ -236,10 +246,10 @@ def recomputed_model():
 
 MODELS = {
     "skip": (lambda: nn.Sequential(Skip(), Middle(), Join()), {}),
-    "tied": (tied_model, {"clip_norm": 0.2}),
+    "tied": (tied_model, {"max_grad_norm": 0.2}),
     "recurrent": (recurrent_model, {}),
-    "transformer": (transformer_model, {"precision": torch.bfloat16}),
-    "channels last": (channels_last_model, {"precision": torch.bfloat16}),
+    "transformer": (transformer_model, {"autocast_dtype": torch.bfloat16}),
+    "channels last": (channels_last_model, {"autocast_dtype": torch.bfloat16}),
     "frozen": (frozen_model, {}),
     "repeated": (repeated_model, {}),
     "recomputed": (recomputed_model, {}),
@@ -254,7 +264,11 @@ def trained(stages, schedules, names=tuple(MODELS), **more):
         for schedule in schedules:
             torch.manual_seed(5)
             made = model()
-            layout = {"stages": stages, "schedule": schedule} if stages > 1 else {}
+            layout = (
+                {"pipeline": ls.PipelineConfig(stages=stages, schedule=schedule)}
+                if stages > 1
+                else {}
+            )
             layout |= options | more
             trainer = ls.Trainer(made, nn.CrossEntropyLoss(), SGD, seed=3, **layout)
             generator = torch.Generator().manual_seed(2)
@@ -288,7 +302,7 @@ def alone():
 
 @pytest.mark.parametrize(("n", "schedule"), [(1, None), (2, "zero-bubble")])
 def test_recomputing_changes_no_bit(ranks, alone, n, schedule):
-    for found in ranks(partial(trained, recompute=True), n, n, (schedule,)):
+    for found in ranks(partial(trained, activation_checkpointing=True), n, n, (schedule,)):
         assert found == {(name, schedule): alone[name, None] for name in MODELS}
 
 
@@ -315,7 +329,10 @@ class Hidden(nn.Module):
 def test_a_stage_that_recomputes_lets_go_of_activations(ranks):
     def train(recompute):
         model = nn.Sequential(Hidden(), Hidden())
-        layout = {"stages": 2, "schedule": "gpipe", "balance": [1, 1], "recompute": recompute}
+        layout = {
+            "pipeline": ls.PipelineConfig(stages=2, schedule="gpipe", balance=[1, 1]),
+            "activation_checkpointing": recompute,
+        }
         trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=4, **layout)
         batch = torch.randn(16, 6), torch.arange(16) % 6
         trainer.step(batch)
@@ -345,7 +362,7 @@ def test_a_stage_that_fails_stops_every_rank_with_its_place_and_training_can_go_
         first = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
         fails = Fails()
         model = nn.Sequential(first, fails, nn.Linear(6, 3))
-        options = {"stages": 2, "schedule": "1f1b", "balance": [1, 2]}
+        options = {"pipeline": ls.PipelineConfig(stages=2, schedule="1f1b", balance=[1, 2])}
         trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=4, **options)
         before, said = trainer.digest(), ""
         with pytest.raises((ValueError, ls.LockstepError)) as caught:
@@ -371,7 +388,9 @@ def test_a_failure_in_one_stage_is_reported_as_that_ranks(ranks):
 
     def train():
         model = nn.Sequential(nn.Linear(6, 6), Fails(), nn.Linear(6, 3))
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, stages=2, balance=[1, 2])
+        trainer = ls.Trainer(
+            model, nn.CrossEntropyLoss(), SGD, pipeline=ls.PipelineConfig(stages=2, balance=[1, 2])
+        )
         trainer.step(rows()[:16])
 
     with pytest.raises(RankError, match=r"^rank 1 raised ValueError: boom") as caught:
@@ -383,7 +402,9 @@ def test_a_loss_that_is_no_number_stops_every_stage_before_the_weights_change(ra
     def train():
         os.chdir(tmp_path)
         model = small_model()
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, stages=2)
+        trainer = ls.Trainer(
+            model, nn.CrossEntropyLoss(), SGD, pipeline=ls.PipelineConfig(stages=2)
+        )
         inputs, targets = rows()[:16]
         trainer.step((inputs, targets))
         before = trainer.digest()
@@ -409,7 +430,9 @@ def test_a_killed_stage_is_named(ranks, tmp_path, backend):
     def train(folder):
         os.chdir(folder)
         model = nn.Sequential(nn.Linear(6, 6), Dies(), nn.Linear(6, 3))
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, stages=2, balance=[1, 2])
+        trainer = ls.Trainer(
+            model, nn.CrossEntropyLoss(), SGD, pipeline=ls.PipelineConfig(stages=2, balance=[1, 2])
+        )
         trainer.step(rows()[:16])
         Path("die").touch()
         trainer.step(rows()[:16])
@@ -436,9 +459,10 @@ def refusals():
         def forward(self, x):
             return self.two(torch.tanh(self.one(x)))
 
-    def said(model, use=lambda trainer: None, **options):
+    def said(model, use=lambda trainer: None, extra_modules=(), stages=2, **stage_options):
+        pipeline = ls.PipelineConfig(stages, **stage_options)
         with pytest.raises(ls.LockstepError) as caught:
-            use(ls.Trainer(model, loss, SGD, **{"stages": 2, **options}))
+            use(ls.Trainer(model, loss, SGD, extra_modules=extra_modules, pipeline=pipeline))
         return str(caught.value)
 
     class Draws(nn.Module):
@@ -450,13 +474,17 @@ def refusals():
         said(sequence, stages=3),
         said(Opaque()),
         said(Opaque(), blocks=["one", "three"]),
-        said(Opaque(), blocks=["one", "two"], use=lambda trainer: trainer.step(batch)),
+        said(
+            Opaque(),
+            blocks=["one", "two"],
+            use=lambda trainer: trainer.step(batch),
+        ),
         said(sequence, schedule="2f2b"),
         said(sequence, balance=[1, 1]),
         said(nn.Sequential(nn.Linear(6, 3))),
-        said(sequence, chunks=2),
-        said(sequence, also=[nn.Linear(1, 1)]),
-        said(sequence, use=lambda trainer: trainer.step()),
+        said(sequence, stages_per_rank=2),
+        said(sequence, extra_modules=[nn.Linear(1, 1)]),
+        said(sequence, use=lambda trainer: trainer.manual_step()),
         said(
             nn.Sequential(nn.Linear(6, 3), Draws()),
             balance=[1, 1],
@@ -474,9 +502,9 @@ def test_what_cannot_be_cut_is_refused_by_name(ranks):
         "there is no schedule '2f2b'",
         "balance=[1, 1] must give each of 2 stages its number of blocks, of 5 together",
         "1 blocks cannot be cut into 2 stages",
-        "chunks=2 belongs to schedule",
+        "stages_per_rank=2 is for schedule",
         "cannot be cut into stages: train them with stages=1",
-        "a loop of one's own needs the whole model on every rank",
+        "a manual step needs the whole model on every rank",
         "a block draws from Python's or numpy's random numbers",
     ]
     for found in ranks(refusals, 2):
@@ -486,7 +514,10 @@ def test_what_cannot_be_cut_is_refused_by_name(ranks):
 
 def test_a_record_says_stages_and_the_digest_of_all_of_them(ranks, tmp_path):
     def train():
-        layout = {"stages": 2, "schedule": "1f1b", "record": tmp_path / "run"}
+        layout = {
+            "pipeline": ls.PipelineConfig(stages=2, schedule="1f1b"),
+            "loggers": tmp_path / "run",
+        }
         with ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, **layout) as trainer:
             trainer.step(rows()[:16])
             return trainer.digest(), trainer.optimizer_digest()

@@ -16,10 +16,10 @@ from lockstep.errors import LayoutError, LockstepError, RankError
 BATCH = (torch.ones(8, 4), torch.zeros(8, dtype=torch.long))
 
 
-def trainer(model, stages, balance, **options):
+def trainer(model, stages, balance, blocks=None, **options):
     """Return a trainer with SGD and 4 micro-batches."""
     if stages > 1:
-        options |= {"stages": stages, "balance": balance, "schedule": "1f1b"}
+        options["pipeline"] = ls.PipelineConfig(stages, "1f1b", blocks, balance)
     optimizer = partial(torch.optim.SGD, lr=0.1)
     return ls.Trainer(model, nn.CrossEntropyLoss(), optimizer, microbatches=4, **options)
 
@@ -138,7 +138,11 @@ def layouts(blocks):
     cut = [blocks // 2, blocks - blocks // 2]
     chunked = [1, 1, 1, blocks - 3]
     return [
-        {"stages": 2, "schedule": each, "balance": chunked if each == "interleaved" else cut}
+        {
+            "pipeline": ls.PipelineConfig(
+                stages=2, schedule=each, balance=chunked if each == "interleaved" else cut
+            )
+        }
         for each in SCHEDULES
     ]
 
@@ -170,7 +174,9 @@ def in_every_schedule(ranks, blocks, **cases):
 
     def two():
         return {
-            name: {each["schedule"]: outcome(layout=each, **case) for each in layouts(blocks)}
+            name: {
+                each["pipeline"].schedule: outcome(layout=each, **case) for each in layouts(blocks)
+            }
             for name, case in cases.items()
         }
 
@@ -321,7 +327,7 @@ def test_random_numbers_of_backward_are_those_of_one_process(ranks):
         functions={"make": lambda: chain(layer, Noised, layer, Noised), "loss": NoisyLoss()},
         recomputed={
             "make": lambda: chain(dropped_layer, dropped_layer, Noised, dropped_layer),
-            "recompute": True,
+            "activation_checkpointing": True,
         },
         some={"make": lambda: chain(layer, noisy_layer, nn.Dropout, layer)},
     )
@@ -422,7 +428,7 @@ def test_the_loss_draws_the_same_however_often_the_first_block_was_called(ranks)
         return trained(make, NoisyLoss())
 
     def two():
-        return trained(make, NoisyLoss(), {"stages": 2, "balance": [2, 2]})
+        return trained(make, NoisyLoss(), {"pipeline": ls.PipelineConfig(stages=2, balance=[2, 2])})
 
     (expected,) = ranks(one, 1)
     assert ranks(two, 2) == [expected] * 2
@@ -584,7 +590,7 @@ def test_inputs_that_are_the_targets_too_are_not_written(ranks):
     """The last stage has targets of its own, which the first one does not write."""
 
     def rank(stages):
-        layout = {"stages": 2, "balance": [1, 1]} if stages else {}
+        layout = {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 1])} if stages else {}
         optimizer = partial(torch.optim.SGD, lr=0.1)
         made = ls.Trainer(chain(partial(nn.ReLU, True), layer), nn.MSELoss(), optimizer, **layout)
         rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
@@ -789,7 +795,10 @@ def test_a_gradient_that_one_stage_refuses_ends_the_step_on_every_rank(ranks, ba
         torch.manual_seed(1)
         model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
         trainer = ls.Trainer(
-            model, F.cross_entropy, partial(torch.optim.SGD, lr=0.1), stages=2, balance=[1, 2]
+            model,
+            F.cross_entropy,
+            partial(torch.optim.SGD, lr=0.1),
+            pipeline=ls.PipelineConfig(stages=2, balance=[1, 2]),
         )
         try:
             trainer.step((torch.randint(0, 9, (16, 2)), torch.randint(0, 3, (16,))))

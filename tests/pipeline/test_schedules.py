@@ -61,10 +61,12 @@ def test_every_schedule_is_valid(name: str, ranks: int, microbatches: int) -> No
 
 
 @given(RANKS, MICROBATCHES, CHUNKS)
-def test_interleaved_is_valid_for_any_chunks(ranks: int, microbatches: int, chunks: int) -> None:
-    made_so = interleaved(ranks, microbatches, chunks)
+def test_interleaved_is_valid_for_any_chunks(
+    ranks: int, microbatches: int, stages_per_rank: int
+) -> None:
+    made_so = interleaved(ranks, microbatches, stages_per_rank)
     validate(made_so)
-    assert stages_of(made_so) == ranks * chunks
+    assert stages_of(made_so) == ranks * stages_per_rank
 
 
 @given(RANKS, MICROBATCHES)
@@ -75,10 +77,10 @@ def test_the_bubble_of_gpipe_and_1f1b(ranks: int, microbatches: int) -> None:
 
 
 @given(RANKS, MICROBATCHES, CHUNKS)
-def test_the_bubble_of_interleaved(ranks: int, microbatches: int, chunks: int) -> None:
-    bubble = simulate(interleaved(ranks, microbatches, chunks)).bubble
+def test_the_bubble_of_interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> None:
+    bubble = simulate(interleaved(ranks, microbatches, stages_per_rank)).bubble
     if microbatches >= ranks:
-        assert bubble == pytest.approx((ranks - 1) / (chunks * microbatches + ranks - 1))
+        assert bubble == pytest.approx((ranks - 1) / (stages_per_rank * microbatches + ranks - 1))
     assert bubble <= simulate(one_f_one_b(ranks, microbatches)).bubble + 1e-9
 
 
@@ -167,8 +169,8 @@ def test_a_schedule_without_actions_is_refused() -> None:
     ("arguments", "sentence"),
     [
         (("2f2b", 2, 4), "no schedule '2f2b'; there are gpipe, 1f1b"),
-        (("1f1b", 2, 4, 2), "chunks=2: only the schedule interleaved"),
-        (("interleaved", 2, 4, 0), "chunks=0"),
+        (("1f1b", 2, 4, 2), "stages_per_rank=2: only the schedule interleaved"),
+        (("interleaved", 2, 4, 0), "stages_per_rank=0"),
         (("gpipe", 0, 4), "at least one rank"),
         (("zero-bubble", 2, 0), "one micro-batch"),
     ],

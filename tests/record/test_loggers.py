@@ -76,7 +76,7 @@ def test_scalars_have_the_names_of_the_record():
 
 
 def test_tensorboard_shows_every_name(tmp_path):
-    feed(ls.TensorBoard(tmp_path / "tb"), records.whole())
+    feed(ls.loggers.TensorBoard(tmp_path / "tb"), records.whole())
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == STEP | HELD_OUT
@@ -95,7 +95,7 @@ def test_tensorboard_shows_every_name(tmp_path):
 
 
 def test_wandb_gets_the_same_names(wandb):
-    feed(ls.WandB(project="digits", mode="offline"), records.whole())
+    feed(ls.loggers.WandB(project="digits", mode="offline"), records.whole())
     (given,) = wandb.given
     assert given["project"] == "digits"
     assert given["config"]["options.seed"] == 7
@@ -107,7 +107,7 @@ def test_wandb_gets_the_same_names(wandb):
 
 
 def test_mlflow_gets_the_same_names_of_every_tenth_step(mlflow):
-    feed(ls.MLflow(run_name="night"), records.whole())
+    feed(ls.loggers.MLflow(run_name="night"), records.whole())
     calls = {name: [(args, options) for n, args, options in mlflow.calls if n == name]
              for name, _, _ in mlflow.calls}  # fmt: skip
     assert calls["start_run"] == [((), {"run_name": "night"})]
@@ -120,16 +120,16 @@ def test_mlflow_gets_the_same_names_of_every_tenth_step(mlflow):
 
 
 def test_a_run_without_an_end_is_closed_as_failed(wandb, mlflow):
-    feed(ls.WandB(), records.whole()[:5])
-    feed(ls.MLflow(), records.whole()[:5])
+    feed(ls.loggers.WandB(), records.whole()[:5])
+    feed(ls.loggers.MLflow(), records.whole()[:5])
     assert wandb.run.exit_codes == [1]
     assert mlflow.calls[-1] == ("end_run", ("FAILED",), {})
 
 
 def test_a_logger_without_lines_is_never_opened(wandb, tmp_path):
     """Other ranks make the writer too, and write nothing."""
-    ls.WandB().close()
-    ls.TensorBoard(tmp_path / "tb").close()
+    ls.loggers.WandB().close()
+    ls.loggers.TensorBoard(tmp_path / "tb").close()
     assert wandb.given == []
     assert not (tmp_path / "tb").exists()
 
@@ -139,7 +139,7 @@ def test_a_failing_logger_is_disabled_with_one_message(wandb, capsys):
         raise ConnectionError("no route")
 
     wandb.run.log = log
-    writer = ls.WandB()
+    writer = ls.loggers.WandB()
     feed(writer, records.whole())
     said = capsys.readouterr().err
     assert said.count("lockstep: WandB failed and is disabled") == 1
@@ -147,7 +147,7 @@ def test_a_failing_logger_is_disabled_with_one_message(wandb, capsys):
 
 
 def test_a_missing_package_raises_an_error():
-    class Nowhere(ls.TensorBoard):
+    class Nowhere(ls.loggers.TensorBoard):
         package, extra = "no_such_dashboard", "nowhere"
 
     with pytest.raises(UsageError, match=r"pip install 'torch-lockstep\[nowhere\]'"):
@@ -156,4 +156,4 @@ def test_a_missing_package_raises_an_error():
 
 def test_every_must_be_positive(tmp_path):
     with pytest.raises(UsageError, match="every=0"):
-        ls.TensorBoard(tmp_path, every=0)
+        ls.loggers.TensorBoard(tmp_path, every=0)

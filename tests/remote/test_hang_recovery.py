@@ -76,7 +76,11 @@ def test_a_callback_that_raises_on_one_stage_ends_the_training(backend, tmp_path
 
     with ls.Driver(nprocs=2, timeout=LONG, backend=backend) as driver:
         blocks = [partial(nn.Linear, 2, 2), partial(nn.Linear, 2, 2)]
-        options = {"stages": 2, "on_step": told, "record": str(tmp_path / "run")}
+        options = {
+            "pipeline": ls.PipelineConfig(stages=2),
+            "callbacks": [told],
+            "loggers": str(tmp_path / "run"),
+        }
         trainer = driver.trainer(blocks, nn.MSELoss(), SGD, **options)
         with pytest.raises(RankError, match=r"^rank 1 raised ValueError: disk full"), trainer:
             trainer.train(samples, 8, 2)

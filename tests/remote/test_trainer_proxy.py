@@ -41,7 +41,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 def without_driver() -> list[object]:
     trainer = ls.Trainer(
         ls.build(BLOCKS, seed=5), nn.CrossEntropyLoss(), SGD, seed=5,
-        metrics={"accuracy": ls.accuracy}, clip_norm=1.0,
+        metrics={"accuracy": ls.accuracy}, max_grad_norm=1.0,
     )  # fmt: skip
     losses = [trainer.step(batch) for batch in batches()]
     for batch in trainer.batches(samples(), 24, seed=3, epoch=0):
@@ -59,7 +59,7 @@ def driver():
 def trainer_of(driver, **options):
     return driver.trainer(
         BLOCKS, nn.CrossEntropyLoss(), SGD, seed=5,
-        metrics={"accuracy": ls.accuracy}, clip_norm=1.0, **options,
+        metrics={"accuracy": ls.accuracy}, max_grad_norm=1.0, **options,
     )  # fmt: skip
 
 
@@ -92,21 +92,26 @@ def test_results_of_steps_and_epochs_are_told(driver, tmp_path):
     (epoch,) = trainer.train(samples, 24, 1, on_epoch=told.append)
     assert told == [epoch]
     assert epoch.samples == 70
-    trainer.save(tmp_path / "weights.safetensors")
+    trainer.save_weights(tmp_path / "weights.safetensors")
     assert ls.digest(load_file(tmp_path / "weights.safetensors")) == trainer.digest()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_two_stages_give_the_same_bits(driver, one_process, schedule, tmp_path):
-    trainer = trainer_of(driver, stages=2, schedule=schedule, balance=[2, 3])
+    trainer = trainer_of(
+        driver, pipeline=ls.PipelineConfig(stages=2, schedule=schedule, balance=[2, 3])
+    )
     assert trained(trainer) == one_process
-    trainer.save(tmp_path / "weights.safetensors")
+    trainer.save_weights(tmp_path / "weights.safetensors")
     assert ls.digest(load_file(tmp_path / "weights.safetensors")) == trainer.digest()
 
 
 def test_stages_are_cut_by_measurement(driver, one_process, capsys):
-    for options in ({}, {"recompute": True}):
-        assert trained(trainer_of(driver, stages=2, **options)) == one_process
+    for options in ({}, {"activation_checkpointing": True}):
+        assert (
+            trained(trainer_of(driver, pipeline=ls.PipelineConfig(stages=2), **options))
+            == one_process
+        )
 
 
 def test_a_loss_with_weights_of_its_own_through_stages(driver):
@@ -117,11 +122,11 @@ def test_a_loss_with_weights_of_its_own_through_stages(driver):
             trainer.step(batch)
         return trainer.digest()
 
-    assert digest() == digest(stages=2, balance=[1, 4])
+    assert digest() == digest(pipeline=ls.PipelineConfig(stages=2, balance=[1, 4]))
 
 
 def test_inputs_go_to_the_first_stage_and_targets_to_the_last(driver):
-    trainer = trainer_of(driver, stages=2, balance=[2, 3])
+    trainer = trainer_of(driver, pipeline=ls.PipelineConfig(stages=2, balance=[2, 3]))
     batch = split_batch(batches()[0], 8, 1, 0)
     first, last = (trainer._needed(batch, position).microbatches for position in (0, 1))
     assert all(each.data[0].shape[1] == 12 and each.data[1] is None for each in first)
@@ -178,9 +183,13 @@ class Weighty(nn.Linear):
 
 def test_no_worker_gives_memory_to_another_stages_block(driver, capsys):
     blocks = [partial(Weighty, 0, 12, 8), partial(Weighty, 1, 8, 6), partial(Weighty, 2, 6, 4)]
-    options = {"average": 0.5, "seed": 5}
+    options = {"ema_decay": 0.5, "seed": 5}
     trainer = driver.trainer(
-        blocks, nn.CrossEntropyLoss(), SGD, stages=2, balance=[2, 1], **options
+        blocks,
+        nn.CrossEntropyLoss(),
+        SGD,
+        pipeline=ls.PipelineConfig(stages=2, balance=[2, 1]),
+        **options,
     )
     said = sorted(capsys.readouterr().out.splitlines())
     places = [("cpu", "cpu", "meta"), ("meta", "meta", "cpu")]
@@ -213,7 +222,7 @@ def test_errors_of_a_trainer_come_back_as_they_are(driver):
 
 
 def test_a_run_is_recorded_by_rank_0(driver, tmp_path):
-    with trainer_of(driver, record=str(tmp_path / "run")) as trainer:
+    with trainer_of(driver, loggers=str(tmp_path / "run")) as trainer:
         trainer.step(batches()[0])
     lines = (tmp_path / "run" / "record.jsonl").read_text().splitlines()
     assert '"kind":"end"' in lines[-1].replace(" ", "")
@@ -221,6 +230,9 @@ def test_a_run_is_recorded_by_rank_0(driver, tmp_path):
 
 def test_two_replicas_of_two_stages_give_the_same_bits(one_process):
     with ls.Driver(nprocs=4, timeout=60) as driver:
-        assert trained(trainer_of(driver, stages=2, balance=[1, 4])) == one_process
+        assert (
+            trained(trainer_of(driver, pipeline=ls.PipelineConfig(stages=2, balance=[1, 4])))
+            == one_process
+        )
         with pytest.raises(LayoutError, match="3"):
-            trainer_of(driver, stages=3)
+            trainer_of(driver, pipeline=ls.PipelineConfig(stages=3))

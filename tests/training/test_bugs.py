@@ -3,6 +3,7 @@
 import copy
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,11 @@ import lockstep as ls
 from lockstep.errors import DisagreementError, LayoutError, LossError, RankError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def on_epoch(function):
+    """Return a callback of epochs."""
+    return SimpleNamespace(on_epoch=function)
 
 
 def rows(samples=24, width=6, classes=3):
@@ -69,7 +75,7 @@ def test_a_parameter_that_is_frozen_while_the_step_runs(ranks):
         trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
         for samples in (24, 2):
             inputs, targets = rows(samples)
-            with trainer.step() as step:
+            with trainer.manual_step() as step:
                 for x, y in step.microbatches((inputs, targets)):
                     second.requires_grad_(True)
                     loss = F.cross_entropy(model(x), y)
@@ -87,15 +93,15 @@ def test_two_trainers_that_use_each_others_batch_norm(ranks):
         torch.manual_seed(0)
         generator = nn.Linear(4, 6)
         judge = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 1))
-        of_generator = ls.Trainer(generator, None, SGD, also=[judge])
-        of_judge = ls.Trainer(judge, None, SGD, also=[generator], seed=1)
+        of_generator = ls.Trainer(generator, None, SGD, extra_modules=[judge])
+        of_judge = ls.Trainer(judge, None, SGD, extra_modules=[generator], seed=1)
         for _ in range(3):
-            with of_judge.step() as step:
+            with of_judge.manual_step() as step:
                 for real in step.microbatches(rows(32)[0]):
                     with torch.no_grad():
                         false = generator(torch.randn(len(real), 4))
                     step.backward(F.softplus(judge(false)).mean() + F.softplus(-judge(real)).mean())
-            with of_generator.step() as step:
+            with of_generator.manual_step() as step:
                 for real in step.microbatches(rows(32)[0]):
                     false = generator(torch.randn(len(real), 4))
                     step.backward(F.softplus(-judge(false)).mean())
@@ -169,7 +175,7 @@ def test_saving_on_one_rank_only_is_told_apart(ranks, tmp_path):
         trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
         try:
             if dist.get_rank() == 0:
-                trainer.save(tmp_path / "model.safetensors")
+                trainer.save_weights(tmp_path / "model.safetensors")
             trainer.step(rows())
         except DisagreementError as error:
             return str(error)
@@ -247,9 +253,11 @@ def test_schedules_go_on_from_every_place_where_a_state_is_saved(which):
     def trainer_of(**more):
         torch.manual_seed(0)
         return ls.Trainer(
-            nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD,
-            scheduler=scheduler, scheduler_each=each, **more,
-        )  # fmt: skip
+            nn.Linear(6, 3),
+            nn.CrossEntropyLoss(),
+            ls.OptimizerConfig(SGD, scheduler=scheduler, scheduler_interval=each),
+            **more,
+        )
 
     def go_on(trainer, state=None):
         epochs, saved = range(3), []
@@ -308,10 +316,13 @@ def test_a_callback_sees_the_schedule_after_it_moved():
     ls.init()
     try:
         trainer = ls.Trainer(
-            nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD,
-            scheduler=schedules()[0][0], scheduler_each="epoch",
-            on_epoch=lambda _: rates.append(trainer.optimizer.param_groups[0]["lr"]),
-        )  # fmt: skip
+            nn.Linear(6, 3),
+            nn.CrossEntropyLoss(),
+            ls.OptimizerConfig(SGD, scheduler=schedules()[0][0], scheduler_interval="epoch"),
+            callbacks=[
+                on_epoch(lambda _: rates.append(trainer.optimizer.param_groups[0]["lr"])),
+            ],
+        )
         for batch in trainer.batches(TensorDataset(*rows()), 10):
             trainer.step(batch)
     finally:
@@ -323,7 +334,8 @@ def test_an_epoch_that_was_broken_off_does_not_count_in_the_next():
     epochs = []
     ls.init()
     try:
-        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD, on_epoch=epochs.append)
+        callbacks = [on_epoch(epochs.append)]
+        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD, callbacks=callbacks)
         for batch in trainer.batches(TensorDataset(*rows()), 10, epoch=0):
             trainer.step(batch)
             break
@@ -356,13 +368,13 @@ def test_what_follows_the_model_in_a_checkpointed_region_draws_the_same_again():
         model = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.3), nn.Tanh(), nn.Linear(9, 3))
         kept = []
         trainer = ls.Trainer(
-            model, None, SGD, on_step=lambda _: kept.extend(p.grad for p in model.parameters())
+            model, None, SGD, callbacks=[lambda _: kept.extend(p.grad for p in model.parameters())]
         )
 
         def outputs(x):
             return F.dropout(model(x), 0.4)
 
-        with trainer.step() as step:
+        with trainer.manual_step() as step:
             for x, y in step.microbatches(rows()):
                 made = checkpoint(outputs, x, use_reentrant=False) if checkpointed else outputs(x)
                 step.backward(F.cross_entropy(made, y))
@@ -381,7 +393,7 @@ def test_a_parameter_with_gaps_in_memory(ranks):
         model = nn.Linear(5, 3)
         model.weight = nn.Parameter(torch.randn(6, 5)[::2])
         model.bias = nn.Parameter(torch.randn(6, 5).t()[:3, 0])
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, clip_norm=0.1)
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, max_grad_norm=0.1)
         inputs, targets = rows(24, 5)
         trainer.step((inputs, targets))
         averaged = ls.DistributedDataParallel(copy.deepcopy(model))
@@ -421,7 +433,7 @@ def test_weights_that_are_saved_as_good_are_good(ranks, tmp_path):
     def train():
         model = nn.Linear(2, 1, bias=False)
         loss = lambda outputs, targets: (outputs.sum(dim=1) * 0).sqrt().mean()  # noqa: E731
-        trainer = ls.Trainer(model, loss, SGD, record=tmp_path / "run")
+        trainer = ls.Trainer(model, loss, SGD, loggers=tmp_path / "run")
         try:
             trainer.step((torch.ones(8, 2), torch.ones(8)))
         except ls.LockstepError as error:
@@ -479,7 +491,7 @@ def test_warnings_of_every_rank_reach_the_record(ranks, tmp_path):
 
         inputs, targets = rows()
         targets[-1] = -100  # in rank 1's half
-        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD, record=tmp_path / "run")
+        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD, loggers=tmp_path / "run")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer.step((inputs, targets))
@@ -533,11 +545,11 @@ def test_numpy_and_random_in_a_model_are_keyed_too(ranks):
 def test_autocast_ends_with_the_step_even_if_the_iteration_is_kept():
     ls.init()
     try:
-        trainer = ls.Trainer(nn.Linear(6, 3), None, SGD, precision=torch.bfloat16)
+        trainer = ls.Trainer(nn.Linear(6, 3), None, SGD, autocast_dtype=torch.bfloat16)
         kept = []
 
         def fail():
-            with trainer.step() as step:
+            with trainer.manual_step() as step:
                 kept.append(step.microbatches(rows()))
                 next(kept[0])
                 assert torch.is_autocast_enabled("cpu")
@@ -553,8 +565,8 @@ def test_autocast_ends_with_the_step_even_if_the_iteration_is_kept():
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"clip_norm": -1.0}, "the largest norm is a positive number"),
-        ({"average": 2.0}, "from 0 to below 1"),
+        ({"max_grad_norm": -1.0}, "the largest norm is a positive number"),
+        ({"ema_decay": 2.0}, "from 0 to below 1"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss several times"),
     ],
 )
@@ -676,7 +688,12 @@ def test_a_parameter_that_shared_memory_would_lay_out_otherwise_is_refused(ranks
     def train(shared):
         torch.manual_seed(0)
         try:
-            trainer = ls.Trainer(Projected(), nn.CrossEntropyLoss(), SGD, shared=shared)
+            trainer = ls.Trainer(
+                Projected(),
+                nn.CrossEntropyLoss(),
+                SGD,
+                storage="shared" if shared else "replicated",
+            )
         except LayoutError as error:
             return str(error)
         for _ in range(3):
@@ -693,7 +710,9 @@ def test_a_channels_last_parameter_may_be_shared(ranks):
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(
             memory_format=torch.channels_last
         )
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, shared=shared)
+        trainer = ls.Trainer(
+            model, nn.CrossEntropyLoss(), SGD, storage="shared" if shared else "replicated"
+        )
         trainer.step((torch.randn(16, 3, 5, 5), torch.randint(0, 3, (16,))))
         return trainer.digest()
 

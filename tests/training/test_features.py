@@ -47,7 +47,7 @@ def plain() -> nn.Module:
 
 
 def reentrant_checkpoints() -> str:
-    trainer = ls.Trainer(Segments(), nn.CrossEntropyLoss(), SGD, clip_norm=0.5)
+    trainer = ls.Trainer(Segments(), nn.CrossEntropyLoss(), SGD, max_grad_norm=0.5)
     for batch in batches():
         trainer.step(batch)
     return trainer.digest()
@@ -58,7 +58,7 @@ def a_penalty_of_the_gradient() -> str:
     model, loss = plain(), nn.CrossEntropyLoss()
     trainer = ls.Trainer(model, None, SGD)
     for batch in batches():
-        with trainer.step() as step:
+        with trainer.manual_step() as step:
             for inputs, targets in step.microbatches(batch):
                 inputs.requires_grad_()
                 value = loss(model(inputs), targets)

@@ -50,7 +50,7 @@ def train(place, first, backend, shared):
     torch.manual_seed(1)
     layers = [nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 4)]
     model = nn.Sequential(*layers)
-    trainer = ls.Trainer(model, F.cross_entropy, SGD, shared=shared)
+    trainer = ls.Trainer(model, F.cross_entropy, SGD, storage="shared" if shared else "replicated")
     found, handle = [], None
     for step in range(STEPS):
         if step == first:

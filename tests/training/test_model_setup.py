@@ -62,7 +62,7 @@ def trained(**layout) -> tuple[list[list[bool]], list[str], list[object]]:
     notes: list[list[bool]] = [[] for _ in BLOCKS]
     blocks = [noting(*pair) for pair in zip(BLOCKS, notes, strict=True)]
     trainer = ls.Trainer(
-        blocks, nn.CrossEntropyLoss(), SGD, seed=5, microbatches=4, clip_norm=1.0, **layout
+        blocks, nn.CrossEntropyLoss(), SGD, seed=5, microbatches=4, max_grad_norm=1.0, **layout
     )
     alive = [name for name, each in trainer.module.state_dict().items() if not each.is_meta]
     generator = torch.Generator().manual_seed(7)
@@ -73,9 +73,13 @@ def trained(**layout) -> tuple[list[list[bool]], list[str], list[object]]:
 
 def test_the_same_bits_with_blocks_alive_on_their_ranks_alone(ranks):
     def rank():
-        given = trained(stages=2, balance=[3, 3])
-        interleaved = trained(stages=2, schedule="interleaved", chunks=2, balance=[1, 2, 2, 1])
-        return given, interleaved, trained(stages=2)[-1]
+        given = trained(pipeline=ls.PipelineConfig(stages=2, balance=[3, 3]))
+        interleaved = trained(
+            pipeline=ls.PipelineConfig(
+                stages=2, schedule="interleaved", stages_per_rank=2, balance=[1, 2, 2, 1]
+            )
+        )
+        return given, interleaved, trained(pipeline=ls.PipelineConfig(stages=2))[-1]
 
     ((notes, alive, bits),) = ranks(trained, 1)
     assert notes == [[True]] * 4 + [[], [True]]
@@ -120,7 +124,9 @@ def test_a_stage_is_given_to_its_replicas_alone(ranks):
                 model[1] = nn.BatchNorm1d(8)
         else:
             nn.init.normal_(model[1].weight)
-        trainer = ls.Trainer(model, nn.MSELoss(), SGD, stages=2, balance=[1, 1])
+        trainer = ls.Trainer(
+            model, nn.MSELoss(), SGD, pipeline=ls.PipelineConfig(stages=2, balance=[1, 1])
+        )
         state = model.state_dict()
         held = {name: each.clone() for name, each in state.items() if not each.is_meta}
         return held, trainer.digest()
@@ -152,7 +158,12 @@ def test_a_block_that_one_rank_cannot_build_stops_all(ranks):
             return nn.Linear(8, 3)
 
         with pytest.raises((UsageError, OSError)) as raised:
-            ls.Trainer([partial(nn.Linear, 6, 8), block], nn.MSELoss(), SGD, stages=2)
+            ls.Trainer(
+                [partial(nn.Linear, 6, 8), block],
+                nn.MSELoss(),
+                SGD,
+                pipeline=ls.PipelineConfig(stages=2),
+            )
         return str(raised.value)
 
     failure = "no such file: weights.bin"
@@ -166,7 +177,9 @@ def test_blocks_that_share_a_tensor_come_to_life_together(ranks):
             first, last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
         last.weight = first.weight
         blocks = [nn.Tanh(), first, last, nn.Tanh()]
-        layout = {"stages": 2, "schedule": "interleaved", "balance": [1, 1, 1, 1]}
+        layout = {
+            "pipeline": ls.PipelineConfig(stages=2, schedule="interleaved", balance=[1, 1, 1, 1])
+        }
         layout = layout if ls.world().world_size == 2 else {}
         trainer = ls.Trainer(blocks, nn.MSELoss(), SGD, seed=3, **layout)
         assert first.weight is last.weight
@@ -190,7 +203,7 @@ def tied_by_memory(*without):
 def test_parameters_over_one_memory_stay_tied_on_every_number_of_ranks(ranks):
     def rank():
         model = tied_by_memory()
-        trainer = ls.Trainer(model, nn.MSELoss(), SGD, average=0.9)
+        trainer = ls.Trainer(model, nn.MSELoss(), SGD, ema_decay=0.9)
         inputs = torch.linspace(-1, 1, 108).view(18, 6)
         losses = [trainer.step((inputs, inputs)) for _ in range(3)]
         tied = model[0].weight.data_ptr() == model[2].weight.data_ptr()
@@ -206,7 +219,11 @@ def test_parameters_over_one_memory_are_refused_where_they_would_lose_it(ranks):
 
     def rank():
         said = []
-        for layout in ({"shared": True}, {"stages": 2}, {"stages": 2, "balance": [1, 2]}):
+        for layout in (
+            {"storage": "shared"},
+            {"pipeline": ls.PipelineConfig(stages=2)},
+            {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 2])},
+        ):
             with pytest.raises(LayoutError) as raised:
                 ls.Trainer(tied_by_memory(), nn.MSELoss(), SGD, **layout)
             said.append(str(raised.value))

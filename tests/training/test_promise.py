@@ -69,7 +69,7 @@ def lockstep_digests(cases=tuple(models.CASES), **layout):
         if case not in cases:
             continue
         model, batches, loss = prepared(case)
-        trainer = ls.Trainer(model, loss, OPTIMIZERS[name], seed=11, clip_norm=clip, **layout)
+        trainer = ls.Trainer(model, loss, OPTIMIZERS[name], seed=11, max_grad_norm=clip, **layout)
         losses = [trainer.step(batch) for batch in batches]
         found[case, name] = losses, trainer.digest(), trainer.optimizer_digest()
     return found
@@ -89,18 +89,30 @@ def test_every_layout_gives_the_bits_of_the_reference(ranks, plain, n):
 
 
 LAYOUTS = {
-    1: [{"recompute": True}],
+    1: [{"activation_checkpointing": True}],
     2: [
-        *({"stages": 2, "schedule": name} for name in ("1f1b", "gpipe", "interleaved")),
-        {"stages": 2, "schedule": "zero-bubble"},
-        {"stages": 2, "schedule": "gpipe", "recompute": True},
-        {"shared": True, "recompute": True},
+        *(
+            {"pipeline": ls.PipelineConfig(stages=2, schedule=name)}
+            for name in ("1f1b", "gpipe", "interleaved")
+        ),
+        {"pipeline": ls.PipelineConfig(stages=2, schedule="zero-bubble")},
+        {
+            "pipeline": ls.PipelineConfig(stages=2, schedule="gpipe"),
+            "activation_checkpointing": True,
+        },
+        {"storage": "shared", "activation_checkpointing": True},
     ],
     3: [
-        {"stages": 3, "schedule": "zero-bubble"},
-        {"stages": 3, "schedule": "1f1b", "recompute": True},
+        {"pipeline": ls.PipelineConfig(stages=3, schedule="zero-bubble")},
+        {
+            "pipeline": ls.PipelineConfig(stages=3, schedule="1f1b"),
+            "activation_checkpointing": True,
+        },
     ],
-    4: [{"stages": 4}, {"stages": 2, "schedule": "1f1b"}],
+    4: [
+        {"pipeline": ls.PipelineConfig(stages=4)},
+        {"pipeline": ls.PipelineConfig(stages=2, schedule="1f1b")},
+    ],
 }
 
 
@@ -152,7 +164,7 @@ def test_gradients_are_those_of_one_full_batch_backward(ranks, n):
             model,
             nn.CrossEntropyLoss(),
             partial(torch.optim.SGD, lr=0.0),
-            on_step=lambda _: kept.extend(p.grad.clone() for p in model.parameters()),
+            callbacks=[lambda _: kept.extend(p.grad.clone() for p in model.parameters())],
         )
         loss = trainer.step((inputs, targets))
         assert abs(loss - float(_loss(model, inputs, targets))) < 1e-6

@@ -61,8 +61,8 @@ def losses(trainer, batches):
     [
         ("forward", {}, None),
         ("forward", {}, "gloo"),
-        ("forward", {"weight": lambda data: float(len(data[0]))}, None),
-        ("backward", {"shared": True}, None),
+        ("forward", {"loss_weight": lambda data: float(len(data[0]))}, None),
+        ("backward", {"storage": "shared"}, None),
         ("backward", {}, "gloo"),
     ],
 )
@@ -106,7 +106,9 @@ def test_a_stage_that_skips_a_batch_alone_is_named(ranks, bad):
     def train():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, stages=2, balance=[2, 1])
+        trainer = ls.Trainer(
+            model, nn.CrossEntropyLoss(), SGD, pipeline=ls.PipelineConfig(stages=2, balance=[2, 1])
+        )
         batches = [rows(number) for number in range(5)]
         if dist.get_rank() == bad:
             batches[2] = (batches[2][0], batches[2][1][:5])
@@ -143,7 +145,7 @@ def test_a_long_form_step_that_fails_on_one_rank_is_named(ranks):
         trainer = ls.Trainer(model, None, SGD)
         for number in range(2):
             try:
-                with trainer.step() as step:
+                with trainer.manual_step() as step:
                     for inputs, targets in step.microbatches(rows(number)):
                         step.backward(nn.functional.cross_entropy(model(inputs), targets))
                         if number == 0 and dist.get_rank() == 1:
@@ -209,7 +211,7 @@ def distributed(dataset):
     return DataLoader(dataset, 16, sampler=DistributedSampler(dataset))
 
 
-@pytest.mark.parametrize("options", [{}, {"stages": 2, "balance": [1, 1]}])
+@pytest.mark.parametrize("options", [{}, {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 1])}])
 @pytest.mark.parametrize("loader", [shuffled, distributed])
 def test_ranks_that_are_given_different_batches_say_so_before_the_weights_change(
     ranks, loader, options

@@ -14,10 +14,10 @@ ADAM = partial(torch.optim.Adam, lr=0.05)
 LAYOUTS = [
     (1, {}),
     (2, {}),
-    (2, {"shared": True}),
-    (2, {"stages": 2, "balance": [2, 1]}),
-    (2, {"stages": 2, "balance": [1, 2]}),
-    (4, {"stages": 2}),
+    (2, {"storage": "shared"}),
+    (2, {"pipeline": ls.PipelineConfig(stages=2, balance=[2, 1])}),
+    (2, {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 2])}),
+    (4, {"pipeline": ls.PipelineConfig(stages=2)}),
 ]
 
 
@@ -59,10 +59,10 @@ def trained(layout, path, begin, end):
     """Train the steps from `begin` to `end`; load before and save after where there are others."""
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(6, 5), Drift(5), nn.Linear(5, 3))
-    trainer = ls.Trainer(model, Centred(), ADAM, average=0.5, **layout)
+    trainer = ls.Trainer(model, Centred(), ADAM, ema_decay=0.5, **layout)
     if begin:
         trainer.load_state_dict(torch.load(path, weights_only=True))
-    losses = [trainer.evaluate(list(zip(*batch(9), strict=True)), 24, average=True).loss]
+    losses = [trainer.evaluate(list(zip(*batch(9), strict=True)), 24, ema=True).loss]
     losses += [trainer.step(batch(step)) for step in range(begin, end)]
     state = trainer.state_dict()
     if not begin and ls.rank() == 0:
@@ -78,7 +78,7 @@ def test_buffers_of_model_average_and_loss_go_on_in_every_layout(ranks, tmp_path
     ((whole, buffers),) = ranks(trained, 1, {}, path, 0, 6)
     assert {name: list(group) for name, group in buffers.items()} == {
         "model": ["1.mean"],
-        "average": ["1.mean"],
+        "ema_decay": ["1.mean"],
         "loss": ["centre", "steps"],
     }
     for number, layout in LAYOUTS:
@@ -97,13 +97,13 @@ def test_buffers_of_the_averaged_weights_are_loaded_before_the_first_step(ranks,
     def evaluated(path, load):
         torch.manual_seed(2)
         model = nn.Sequential(nn.Linear(6, 5), Drift(5), nn.Linear(5, 3))
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), ADAM, average=0.5)
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), ADAM, ema_decay=0.5)
         if load:
             trainer.load_state_dict(torch.load(path, weights_only=True))
         else:
             trainer.step(batch(0))
             torch.save(trainer.state_dict(), path)
-        return trainer.evaluate(list(zip(*batch(9), strict=True)), 24, average=True)
+        return trainer.evaluate(list(zip(*batch(9), strict=True)), 24, ema=True)
 
     path = tmp_path / "state.pt"
     assert ranks(evaluated, 1, path, False) == ranks(evaluated, 1, path, True)
@@ -115,11 +115,11 @@ def test_buffers_of_extra_modules_go_on(ranks, tmp_path):
     def played(begin, end):
         torch.manual_seed(2)
         model, helper = nn.Linear(6, 3), nn.Sequential(nn.BatchNorm1d(6), Drift(6))
-        trainer = ls.Trainer(model, None, ADAM, also=[helper])
+        trainer = ls.Trainer(model, None, ADAM, extra_modules=[helper])
         if begin:
             trainer.load_state_dict(torch.load(path, weights_only=True))
         for step in range(begin, end):
-            with trainer.step() as turn:
+            with trainer.manual_step() as turn:
                 for inputs, targets in turn.microbatches(batch(step)):
                     turn.backward(F.cross_entropy(model(helper(inputs)), targets))
         if not begin and ls.rank() == 0:

@@ -51,6 +51,11 @@ def batch(step=0):
     return inputs, torch.randint(0, 4, (16,), generator=generator)
 
 
+def exponential(gamma):
+    """Return an optimizer with a schedule."""
+    return ls.OptimizerConfig(SGD, scheduler=partial(schedulers.ExponentialLR, gamma=gamma))
+
+
 BASE = {"model": network, "loss": nn.CrossEntropyLoss, "optimizer": lambda: SGD}
 """What makes the arguments that every Trainer is given."""
 
@@ -66,64 +71,79 @@ CASES = {
     ),
     "microbatches": (4, {}, "microbatches is 4, on rank 0 it is 8"),
     "seed": (7, {}, "seed is 7, on rank 0 it is 0"),
-    "weight": (len, {}, "weight is len, on rank 0 it is None"),
+    "loss_weight": (len, {}, "loss_weight is len, on rank 0 it is None"),
     "metrics": (
         {"accuracy": ls.accuracy}, {"metrics": {"exact": ls.accuracy}},
-        r"metrics\['exact'\], which is lockstep\.step\.forward\.accuracy on rank 0",
+        r"metrics\['exact'\], which is lockstep\.model\.forward\.accuracy on rank 0",
     ),
-    "groups": (
-        lambda: lambda name, _: {"lr": 0.5 if name == "0.bias" else 0.1}, {},
-        r"optimizer\.param_groups\[0\]\.params\[1\] is 2\.weight, on rank 0 it is 0\.bias",
+    "optimizer.parameter_groups": (
+        lambda: ls.OptimizerConfig(SGD, lambda name, _: {"lr": 0.5 if name == "0.bias" else 0.1}),
+        {}, r"optimizer\.param_groups\[0\]\.params\[1\] is 2\.weight, on rank 0 it is 0\.bias",
     ),
-    "scheduler": (
-        lambda: partial(schedulers.ExponentialLR, gamma=0.5),
-        {"scheduler": lambda: partial(schedulers.ExponentialLR, gamma=0.9)},
+    "optimizer.scheduler": (
+        lambda: exponential(0.5), {"optimizer": lambda: exponential(0.9)},
         r"scheduler\.gamma is 0\.5, on rank 0 it is 0\.9",
     ),
-    "scheduler_each": ("epoch", {}, "scheduler_each is 'epoch', on rank 0 it is 'step'"),
-    "clip_norm": (0.5, {}, r"clip_norm is 0\.5, on rank 0 it is None"),
-    "precision": (torch.bfloat16, {}, r"precision is torch\.bfloat16, on rank 0 it is None"),
-    "average": (0.5, {"average": 0.9}, r"average is 0\.5, on rank 0 it is 0\.9"),
-    "also": (
-        lambda: [nn.Dropout(0.5)], {"also": lambda: [nn.Dropout(0.2)]},
-        r"also\[0\] \(Dropout\)\.p is 0\.5, on rank 0 it is 0\.2",
+    "optimizer.scheduler_interval": (
+        lambda: ls.OptimizerConfig(SGD, scheduler_interval="epoch"), {},
+        "scheduler_interval is 'epoch', on rank 0 it is 'step'",
     ),
-    "stages": (2, {}, "stages is 2, on rank 0 it is 1"),
-    "schedule": (
-        "gpipe", {"stages": 2, "schedule": "1f1b"}, "schedule is 'gpipe', on rank 0 it is '1f1b'"
+    "max_grad_norm": (0.5, {}, r"max_grad_norm is 0\.5, on rank 0 it is None"),
+    "autocast_dtype": (
+        torch.bfloat16, {}, r"autocast_dtype is torch\.bfloat16, on rank 0 it is None"
     ),
-    "blocks": (["0"], {}, r"blocks is \['0'\], on rank 0 it is None"),
-    "balance": (
-        [2, 1], {"stages": 2, "balance": [1, 2]}, r"balance is \[2, 1\], on rank 0 it is \[1, 2\]"
+    "ema_decay": (0.5, {"ema_decay": 0.9}, r"ema_decay is 0\.5, on rank 0 it is 0\.9"),
+    "extra_modules": (
+        lambda: [nn.Dropout(0.5)], {"extra_modules": lambda: [nn.Dropout(0.2)]},
+        r"extra_modules\[0\] \(Dropout\)\.p is 0\.5, on rank 0 it is 0\.2",
     ),
-    "chunks": (
-        1, {"stages": 2, "schedule": "interleaved"}, "chunks is 1, on rank 0 it is None"
+    "pipeline": (ls.PipelineConfig(2), {}, r"pipeline\.stages is 2, on rank 0 it is 1"),
+    "pipeline.schedule": (
+        ls.PipelineConfig(2, "gpipe"), {"pipeline": ls.PipelineConfig(2, "1f1b")},
+        r"pipeline\.schedule is 'gpipe', on rank 0 it is '1f1b'",
     ),
-    "recompute": (True, {}, "recompute is True, on rank 0 it is False"),
-    "shared": (True, {}, "shared is True, on rank 0 it is False"),
-    "elementwise": (True, {}, "elementwise is True, on rank 0 it is False"),
+    "pipeline.blocks": (
+        ls.PipelineConfig(blocks=["0"]), {},
+        r"pipeline\.blocks is \['0'\], on rank 0 it is None",
+    ),
+    "pipeline.balance": (
+        ls.PipelineConfig(2, balance=[2, 1]), {"pipeline": ls.PipelineConfig(2, balance=[1, 2])},
+        r"pipeline\.balance is \[2, 1\], on rank 0 it is \[1, 2\]",
+    ),
+    "pipeline.stages_per_rank": (
+        ls.PipelineConfig(2, "interleaved", stages_per_rank=1),
+        {"pipeline": ls.PipelineConfig(2, "interleaved")},
+        r"pipeline\.stages_per_rank is 1, on rank 0 it is None",
+    ),
+    "activation_checkpointing": (
+        True, {}, "activation_checkpointing is True, on rank 0 it is False"
+    ),
+    "storage": ("shared", {}, "storage is 'shared', on rank 0 it is 'replicated'"),
 }  # fmt: skip
 """Of each argument: its value on rank 1, what else both ranks are given, and the message."""
 
 FREE = {
-    "on_step": quietly,
-    "on_epoch": quietly,
-    "record": "run",
-    "about": {"note": "of rank 1"},
+    "callbacks": quietly,
+    "loggers": "run",
 }
 """Arguments that decide no bit, in which ranks may differ."""
 
 
 def test_every_argument_has_a_case():
     """A new argument of the Trainer needs one: it must not differ between ranks unnoticed."""
-    assert {*CASES, *FREE} == {*inspect.signature(ls.Trainer).parameters}
+    cases = {case.partition(".")[0] for case in CASES}
+    assert {*cases, *FREE} == {*inspect.signature(ls.Trainer).parameters}
+    fields = {case for case in CASES if case.startswith("pipeline.")}
+    assert fields | {"pipeline.stages"} == {
+        f"pipeline.{name}" for name in vars(ls.PipelineConfig())
+    }
 
 
 def build(case, value):
     """Make a trainer, on rank 1 with another value of one argument."""
     given = BASE | CASES.get(case, (None, {}))[1]
     if ls.rank() == 1:
-        given = given | {case: value}
+        given = given | {case.partition(".")[0]: value}
     made = {name: each() if callable(each) and each is not len else each
             for name, each in given.items()}  # fmt: skip
     return ls.Trainer(**made)
@@ -169,9 +189,9 @@ def test_settings_of_torch_that_differ_are_named(ranks):
 
 def test_the_rank_that_differs_from_most_is_named(ranks):
     def clipped():
-        ls.Trainer(network(), nn.CrossEntropyLoss(), SGD, clip_norm=1.0 + (ls.rank() == 0))
+        ls.Trainer(network(), nn.CrossEntropyLoss(), SGD, max_grad_norm=1.0 + (ls.rank() == 0))
 
-    with pytest.raises(RankError, match=r"rank 0: clip_norm is 2\.0, on rank 1 it is 1\.0"):
+    with pytest.raises(RankError, match=r"rank 0: max_grad_norm is 2\.0, on rank 1 it is 1\.0"):
         ranks(clipped, 3)
 
 
@@ -200,7 +220,9 @@ def test_blocks_of_other_stages_are_compared_too(ranks):
     def train(factor):
         last = partial(Scaled, 8, 4, factor=factor if ls.rank() == 0 else 1.0)
         blocks = [partial(Scaled, 6, 8), last]
-        return ls.Trainer(blocks, nn.CrossEntropyLoss(), SGD, stages=2).step(batch())
+        return ls.Trainer(
+            blocks, nn.CrossEntropyLoss(), SGD, pipeline=ls.PipelineConfig(stages=2)
+        ).step(batch())
 
     first, second = ranks(train, 2, 1.0)
     assert first == second
@@ -236,7 +258,7 @@ def freeze(trainer):
 
 
 def smoothing(trainer):
-    trainer.setting.loss.label_smoothing = 0.5
+    trainer.parallel.loss.label_smoothing = 0.5
 
 
 def deletion(trainer):
@@ -283,7 +305,10 @@ def test_a_change_on_one_rank_is_named_before_the_weights_change(ranks):
         assert unchanged
 
 
-@pytest.mark.parametrize("layout", [{"stages": 2}, {"shared": True}, {"recompute": True}])
+@pytest.mark.parametrize(
+    "layout",
+    [{"pipeline": ls.PipelineConfig(2)}, {"storage": "shared"}, {"activation_checkpointing": True}],
+)
 def test_a_change_on_one_rank_is_named_in_every_layout(ranks, layout):
     def train():
         trainer = ls.Trainer(network(), nn.CrossEntropyLoss(), ADAM, **layout)
@@ -306,7 +331,7 @@ def test_a_change_in_a_loop_of_the_users_own_is_named(ranks):
         model, loss = network(), nn.CrossEntropyLoss()
         trainer = ls.Trainer(model, None, ADAM)
         for step in range(2):
-            with trainer.step() as turn:
+            with trainer.manual_step() as turn:
                 for inputs, targets in turn.microbatches(batch(step)):
                     turn.backward(loss(model(inputs), targets))
                 if step == 1 and ls.rank() == 1:
@@ -321,13 +346,15 @@ def test_the_mode_of_an_extra_module_is_compared_and_its_attributes_are_not(rank
 
     def train():
         model, other = network(), nn.Sequential(nn.Dropout(0.5), Numbered())
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), ADAM, also=[other])
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), ADAM, extra_modules=[other])
         other[1].calls = ls.rank()
         trainer.step(batch(0))
         other.train(ls.rank() == 0)
         trainer.step(batch(1))
 
-    with pytest.raises(RankError, match=r"rank 1: also\[0\] \(Sequential\)\.training is False"):
+    with pytest.raises(
+        RankError, match=r"rank 1: extra_modules\[0\] \(Sequential\)\.training is False"
+    ):
         ranks(train, 2)
 
 

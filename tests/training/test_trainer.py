@@ -7,6 +7,7 @@ import resource
 import signal
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from lockstep.errors import (
     RankError,
     UsageError,
 )
+from lockstep.record.recorder import Recorder
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -67,11 +69,11 @@ def test_batches_of_an_augmented_dataset_give_one_digest(ranks):
 def test_a_loop_of_ones_own_gives_the_bits_of_the_short_form(ranks):
     def train(own):
         model, loss = small_model(), nn.CrossEntropyLoss()
-        options = {"metrics": {"accuracy": ls.accuracy}, "recompute": own == 2}
+        options = {"metrics": {"accuracy": ls.accuracy}, "activation_checkpointing": own == 2}
         trainer = ls.Trainer(model, loss, SGD, **options)
         for batch in trainer.batches(rows(), 10):
             if own:
-                with trainer.step() as step:
+                with trainer.manual_step() as step:
                     for inputs, targets in step.microbatches(batch):
                         outputs = model(inputs)
                         accuracy = ls.accuracy(outputs, targets)
@@ -91,7 +93,7 @@ def test_several_backward_passes_add_up_within_a_microbatch(ranks):
         model = nn.Linear(6, 3)
         trainer = ls.Trainer(model, None, SGD)
         inputs, targets = rows(16).tensors
-        with trainer.step() as step:
+        with trainer.manual_step() as step:
             for x, y in step.microbatches((inputs, targets)):
                 loss = nn.functional.cross_entropy(model(x), y)
                 step.backward(loss, retain_graph=True)
@@ -140,21 +142,22 @@ def test_groups_schedules_and_the_average_are_the_same_everywhere(ranks):
         trainer = ls.Trainer(
             small_model(),
             nn.CrossEntropyLoss(),
-            partial(torch.optim.AdamW, lr=0.01),
-            groups=lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {"lr": 0.02},
-            scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
-            scheduler_each="epoch",
-            average=0.9,
-            clip_norm=0.1,
-            on_step=steps.append,
-            on_epoch=[epochs.append],
+            ls.OptimizerConfig(
+                partial(torch.optim.AdamW, lr=0.01),
+                lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {"lr": 0.02},
+                partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
+                scheduler_interval="epoch",
+            ),
+            ema_decay=0.9,
+            max_grad_norm=0.1,
+            callbacks=[steps.append, SimpleNamespace(on_epoch=epochs.append)],
         )
         digests = []
         for epoch in range(2):
             for batch in trainer.batches(rows(), 16, epoch=epoch):
                 trainer.step(batch)
-            digests.append(ls.digest(trainer.average.state_dict()))
-        averaged = trainer.evaluate(rows(), 16, average=True)
+            digests.append(ls.digest(trainer.ema_model.state_dict()))
+        averaged = trainer.evaluate(rows(), 16, ema=True)
         return (
             trainer.digest(),
             trainer.optimizer_digest(),
@@ -183,13 +186,13 @@ def test_the_average_is_the_exponential_moving_average():
     ls.init()
     try:
         model = nn.Linear(1, 1, bias=False)
-        trainer = ls.Trainer(model, nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), average=0.5)
+        trainer = ls.Trainer(model, nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), ema_decay=0.5)
         expected = None
         for _ in range(4):
             trainer.step((torch.ones(8, 1), torch.zeros(8, 1)))
             weight = model.weight.item()
             expected = weight if expected is None else expected + 0.5 * (weight - expected)
-        assert trainer.average.weight.item() == pytest.approx(expected, rel=1e-6)
+        assert trainer.ema_model.weight.item() == pytest.approx(expected, rel=1e-6)
     finally:
         ls.shutdown()
 
@@ -202,7 +205,7 @@ def test_mixed_precision_gives_one_digest_and_bfloat16_outputs(ranks):
             model,
             nn.CrossEntropyLoss(),
             SGD,
-            precision=torch.bfloat16,
+            autocast_dtype=torch.bfloat16,
             metrics={"bf16": lambda outputs, targets: dtypes.append(outputs.dtype) or 0.0},
         )
         trainer.step(rows(30).tensors)
@@ -251,7 +254,7 @@ def test_evaluation_counts_every_sample_once_and_keeps_modes(ranks):
 def test_training_goes_on_at_another_width_from_any_batch(ranks, tmp_path):
     def start(stop):
         trainer = ls.Trainer(
-            small_model(), nn.CrossEntropyLoss(), partial(torch.optim.AdamW, lr=0.01), average=0.9
+            small_model(), nn.CrossEntropyLoss(), partial(torch.optim.AdamW, lr=0.01), ema_decay=0.9
         )
         batches = trainer.batches(rows(), 10, seed=2)
         for number, batch in enumerate(batches):
@@ -268,7 +271,7 @@ def test_training_goes_on_at_another_width_from_any_batch(ranks, tmp_path):
         torch.manual_seed(99)
         model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3))
         trainer = ls.Trainer(
-            model, nn.CrossEntropyLoss(), partial(torch.optim.AdamW, lr=0.5), average=0.9
+            model, nn.CrossEntropyLoss(), partial(torch.optim.AdamW, lr=0.5), ema_decay=0.9
         )
         trainer.load_state_dict(state["trainer"])
         batches = trainer.batches(rows(), 10, seed=2)
@@ -320,7 +323,7 @@ def test_channels_last_and_a_frozen_layer_keep_the_digest(ranks):
             nn.Linear(64, 3),
         ).to(memory_format=torch.channels_last)
         model[0].requires_grad_(not frozen)
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, clip_norm=0.3)
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, max_grad_norm=0.3)
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(27, 3, 8, 8, generator=generator)
         inputs = inputs.contiguous(memory_format=torch.channels_last)
@@ -359,7 +362,7 @@ def test_a_compiled_model_has_its_own_names_and_the_same_bits(ranks):
             torch.compile(model, backend="eager") if compiled else model,
             nn.CrossEntropyLoss(),
             SGD,
-            average=0.9,
+            ema_decay=0.9,
         )
         trainer.step(rows(32).tensors)
         return trainer.digest(), list(trainer.state_dict()["model"]) == list(model.state_dict())
@@ -378,8 +381,9 @@ def test_rank_zero_records_the_run_line_by_line(ranks, tmp_path):
             nn.CrossEntropyLoss(),
             SGD,
             metrics={"accuracy": ls.accuracy},
-            record=tmp_path / "run",
-            about={"recipe": "rows", "epochs": 2},
+            loggers=Recorder(tmp_path / "run", {"recipe": "rows", "epochs": 2})
+            if ls.rank() == 0
+            else (),
         ) as trainer:
             for epoch in range(2):
                 for batch in trainer.batches(rows(), 16, epoch=epoch):
@@ -410,7 +414,7 @@ def test_a_record_that_cannot_be_finished_fails_the_run_at_its_end(tmp_path, cap
     (tmp_path / "run").mkdir()
     ls.init()
     try:
-        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, record=tmp_path / "run")
+        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, loggers=tmp_path / "run")
         (recorder,) = trainer.history.writers
         with Path("/dev/full").open("wb", buffering=0) as full:
             os.dup2(full.fileno(), recorder._descriptor)
@@ -425,7 +429,7 @@ def test_a_record_that_cannot_be_finished_fails_the_run_at_its_end(tmp_path, cap
 
 def test_an_exception_ends_the_record_as_failed(tmp_path):
     def fail():
-        with ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, record=tmp_path / "run"):
+        with ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, loggers=tmp_path / "run"):
             raise ValueError("my own")
 
     ls.init()
@@ -443,7 +447,7 @@ def test_an_exception_ends_the_record_as_failed(tmp_path):
 
 def test_a_loss_that_is_not_a_number_stops_all_ranks_with_the_last_good_weights(ranks, tmp_path):
     def train():
-        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, record=tmp_path / "run")
+        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, loggers=tmp_path / "run")
         trainer.step(rows(40).tensors)
         good = trainer.digest()
         inputs = rows(40).tensors[0].clone()
@@ -467,8 +471,8 @@ def test_a_gradient_that_is_not_a_number_stops_before_the_weights_change(ranks, 
             model,
             lambda outputs, targets: (outputs.sum(dim=1) * 0).sqrt().mean(),  # d sqrt(0) = inf
             SGD,
-            clip_norm=1.0,
-            record=tmp_path / "run",
+            max_grad_norm=1.0,
+            loggers=tmp_path / "run",
         )
         before = model.weight.detach().clone()
         try:
@@ -540,8 +544,14 @@ def test_without_init_the_trainer_says_so():
     ("wrong", "error", "sentence"),
     [
         ({"microbatches": 0}, LayoutError, "at least one"),
-        ({"precision": torch.float16}, UsageError, "bfloat16 or torch.float32"),
-        ({"scheduler_each": "week", "scheduler": object}, UsageError, '"step" or "epoch"'),
+        ({"autocast_dtype": torch.float16}, UsageError, "bfloat16 or torch.float32"),
+        (
+            {"optimizer": ls.OptimizerConfig(SGD, scheduler=object, scheduler_interval="week")},
+            UsageError,
+            '"step" or "epoch"',
+        ),
+        ({"storage": "sharded"}, UsageError, '"replicated" or "shared", not'),
+        ({"callbacks": [1]}, UsageError, "a int is neither a function of a StepResult"),
         (
             {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1)},
             UsageError,
@@ -565,7 +575,7 @@ def test_wrong_arguments_get_one_sentence(wrong, error, sentence):
             r"rank 0, step 0, micro-batch 0: the loss has shape \(2,\); it must be a scalar",
         ),
         (lambda o, t: 1.0, rows(16).tensors, "the loss is a float, not a tensor"),
-        (lambda o, t: o.detach().sum(), rows(16).tensors, "depends on no parameter"),
+        (lambda o, t: o.detach().sum(), rows(16).tensors, "depends on no trainable parameter"),
         (
             nn.CrossEntropyLoss(),
             (torch.zeros(16, 6), torch.arange(16)),
@@ -611,7 +621,7 @@ def test_an_exception_in_a_loop_of_ones_own_undoes_the_step():
     before, state = trainer.digest(), torch.get_rng_state()
 
     def step():
-        with trainer.step() as step:
+        with trainer.manual_step() as step:
             for number, (inputs, targets) in enumerate(step.microbatches(rows(32).tensors)):
                 step.backward(nn.functional.cross_entropy(model(inputs), targets))
                 if number == 2:
@@ -627,28 +637,43 @@ def test_an_exception_in_a_loop_of_ones_own_undoes_the_step():
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_manual_step_that_is_not_entered_says_so():
+    trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
+    with pytest.raises(UsageError, match=r"manual_step\(\) was not entered: write `with"):
+        trainer.manual_step().microbatches(rows(16).tensors)
+    with pytest.warns(RuntimeWarning, match="its context was never entered"):
+        trainer.manual_step()
+    with trainer.manual_step() as step:
+        for inputs, targets in step.microbatches(rows(16).tensors):
+            step.backward(nn.functional.cross_entropy(trainer.model(inputs), targets))
+    with pytest.raises(UsageError, match="has ended"):
+        step.microbatches(rows(16).tensors)
+    assert trainer.steps == 1
+
+
+@pytest.mark.usefixtures("alone")
 def test_misuse_of_the_step_object_is_explained():
     model = nn.Linear(6, 3)
     trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
     batch = rows(16).tensors
 
     def leave_early():
-        with trainer.step() as step:
+        with trainer.manual_step() as step:
             for inputs, targets in step.microbatches(batch):
                 step.backward(nn.functional.cross_entropy(model(inputs), targets))
                 break
 
     def forget_backward():
-        with trainer.step() as step:
+        with trainer.manual_step() as step:
             for _ in step.microbatches(batch):
                 pass
 
     def backward_outside():
-        with trainer.step() as step:
+        with trainer.manual_step() as step:
             step.backward(torch.zeros((), requires_grad=True))
 
     def two_batches():
-        with trainer.step() as step:
+        with trainer.manual_step() as step:
             for inputs, targets in step.microbatches(batch):
                 step.backward(nn.functional.cross_entropy(model(inputs), targets))
             next(step.microbatches(batch))
@@ -656,7 +681,7 @@ def test_misuse_of_the_step_object_is_explained():
     for misuse, sentence in [
         (leave_early, "left before its last micro-batch"),
         (forget_backward, "was not called"),
-        (backward_outside, "belongs into the loop"),
+        (backward_outside, "inside the loop over step.microbatches"),
         (two_batches, "one step takes one batch"),
     ]:
         with pytest.raises(UsageError, match=sentence):
@@ -670,7 +695,7 @@ def test_weights_that_cannot_be_written_fail_on_every_rank(ranks, tmp_path):
     def save():
         trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
         try:
-            trainer.save(tmp_path / "file" / "model.safetensors")
+            trainer.save_weights(tmp_path / "file" / "model.safetensors")
         except FileError as error:
             return str(error)
 
@@ -683,13 +708,13 @@ def test_a_disk_that_fills_leaves_the_old_weights(ranks, tmp_path):
 
     def save():
         trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
-        trainer.save(path)
+        trainer.save_weights(path)
         saved = trainer.digest()
         trainer.step(rows(16).tensors)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
         try:
-            trainer.save(path)
+            trainer.save_weights(path)
         except FileError as error:
             return str(error), saved
         finally:

@@ -39,7 +39,7 @@ class Layout:
         return self.ranks // self.stages
 
     @property
-    def chunks(self) -> int | None:
+    def stages_per_rank(self) -> int | None:
         """The number of stages per rank, for the schedule that has several."""
         return 2 if self.schedule == "interleaved" else None
 

@@ -9,23 +9,21 @@ Without a session a trainer does nothing of this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from lockstep.check.layouts import Layout
 from lockstep.data.microbatch import split_evenly
-from lockstep.launcher.world import World
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.model.fingerprinter import Fingerprinter
-from lockstep.model.history import StepResult
-from lockstep.model.optimization import Optimization
-from lockstep.model.parallel_context import Setting
-from lockstep.pipeline.cut import Blocks, block_names
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.pipeline.config import PipelineConfig
+from lockstep.pipeline.cut import block_names
 
-__all__ = ["CheckComplete", "LayoutOptions", "Session", "current", "opened"]
+__all__ = ["CheckComplete", "Session", "current", "opened"]
 
 WAIT_FACTOR = 10
 """How many times its steps a trainer may take while another one has too few."""
@@ -33,16 +31,6 @@ WAIT_FACTOR = 10
 
 class CheckComplete(BaseException):
     """Every trainer has taken its steps; no `except Exception` of a script stops this."""
-
-
-class LayoutOptions(NamedTuple):
-    """The options of a Trainer that a layout decides."""
-
-    stages: int
-    schedule: str | None
-    balance: Sequence[int] | None
-    chunks: int | None
-    shared: bool
 
 
 class Session:
@@ -65,43 +53,46 @@ class Session:
         self._fingerprinters: list[Fingerprinter] = []
         self._counts: list[int] = []  # of each trainer's committed steps
 
-    def options(self, model: nn.Module | Sequence[Any], blocks: Blocks) -> LayoutOptions:
-        """Return the options of the layout for a trainer of `model`.
+    def options(
+        self, model: nn.Module | Sequence[Any], given: PipelineConfig
+    ) -> tuple[PipelineConfig, bool]:
+        """Return the stages of a trainer of `model`, and whether it shares parameters.
 
         The blocks are cut evenly where their number is known, so that nothing is measured.
         """
-        layout = self.layout
+        layout, blocks = self.layout, given.blocks
         if layout.stages == 1:
-            return LayoutOptions(1, None, None, None, layout.shared)
-        stages = layout.stages * (layout.chunks or 1)
+            return PipelineConfig(blocks=blocks), layout.shared
+        stages = layout.stages * (layout.stages_per_rank or 1)
         count = 0
         if isinstance(model, nn.Module):
             count = 0 if hasattr(model, "_orig_mod") else len(block_names(model, blocks))
         elif blocks is None:
             count = len(model)
         balance = [len(span) for span in split_evenly(count, stages)] if count >= stages else None
-        return LayoutOptions(layout.stages, layout.schedule, balance, layout.chunks, False)
+        schedule, per_rank = layout.schedule, layout.stages_per_rank
+        return PipelineConfig(layout.stages, schedule, blocks, balance, per_rank), False
 
     def fingerprinter(
         self,
-        world: World,
-        setting: Setting,
+        backend: str,
+        parallel: ParallelContext,
         called: nn.Module,
         module: nn.Module,
-        optimization: Optimization,
+        has_whole_gradients: bool,
     ) -> Fingerprinter:
         """Return the fingerprinter of a trainer that has just been constructed."""
-        made = Fingerprinter(len(self._counts), setting, called, module, optimization)
+        made = Fingerprinter(len(self._counts), parallel, called, module, has_whole_gradients)
         self._fingerprinters.append(made)
         self._counts.append(0)
-        self._record(made.trainer(world.backend))
+        self._record(made.trainer(backend))
         return made
 
-    def committed(
-        self, fingerprinter: Fingerprinter, digest: Callable[[], str], result: StepResult
+    def commit(
+        self, fingerprinter: Fingerprinter, loss: float, digest: str, optimizer: Mapping[str, Any]
     ) -> None:
         """Record a trainer's step; raise CheckComplete when no trainer needs another one."""
-        self._record(fingerprinter.commit(result.loss, digest()))
+        self._record(fingerprinter.commit(loss, digest, optimizer))
         self._counts[fingerprinter.number] += 1
         if min(self._counts) >= self.steps or max(self._counts) >= WAIT_FACTOR * self.steps:
             raise CheckComplete

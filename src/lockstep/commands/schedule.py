@@ -47,7 +47,7 @@ def by_hand(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..
 @click.argument("name")
 @click.option("--stages", default=4, show_default=True, help="Ranks of the pipeline.")
 @click.option("--microbatches", default=8, show_default=True, help="Micro-batches of a step.")
-@click.option("--chunks", type=int, help="Stages a rank, for interleaved (2 by default).")
+@click.option("--stages_per_rank", type=int, help="Stages a rank, for interleaved (2 by default).")
 @click.option("--compare", is_flag=True, help="Draw all the others beside it.")
 @click.option("--costs", "file", type=click.Path(), help="Measured costs: a run, or a JSON file.")
 @by_hand("--forward", "Time of a forward, for each stage or block.")
@@ -59,7 +59,7 @@ def command(
     name: str,
     stages: int,
     microbatches: int,
-    chunks: int | None,
+    stages_per_rank: int | None,
     compare: bool,
     file: str | None,
     svg: str | None,
@@ -75,8 +75,8 @@ def command(
     names = NAMES if compare or name == "all" else (name,)
     if name != "all" and name not in NAMES:
         raise LayoutError(f"there is no schedule {name!r}; there are all, {', '.join(NAMES)}")
-    costs = costs_of(file, given, stages, chunks if "interleaved" in names else 1)
-    plans = planned(names, costs, stages, microbatches, chunks)
+    costs = costs_of(file, given, stages, stages_per_rank if "interleaved" in names else 1)
+    plans = planned(names, costs, stages, microbatches, stages_per_rank)
     time = format_duration if file else format_number
     drawn = [timeline(one, time) for one in plans]
     title = f"{', '.join(one.name for one in plans)}: {stages} ranks, {microbatches} micro-batches"
@@ -92,12 +92,12 @@ def command(
 
 
 def planned(
-    names: Sequence[str], costs: Costs, stages: int, microbatches: int, chunks: int | None
+    names: Sequence[str], costs: Costs, stages: int, microbatches: int, stages_per_rank: int | None
 ) -> list[Plan]:
     """Return the plans of `names`; in a comparison, of those that the costs suffice for."""
     found = []
     for name in names:
-        own = chunks if name == "interleaved" or len(names) == 1 else None
+        own = stages_per_rank if name == "interleaved" or len(names) == 1 else None
         try:
             found.append(plan(name, costs, stages, microbatches, own))
         except LayoutError as error:
@@ -108,7 +108,10 @@ def planned(
 
 
 def costs_of(
-    file: str | None, given: dict[str, tuple[float, ...] | None], stages: int, chunks: int | None
+    file: str | None,
+    given: dict[str, tuple[float, ...] | None],
+    stages: int,
+    stages_per_rank: int | None,
 ) -> Costs:
     """Return the costs that the options name; unit costs where they name none."""
     if file:
@@ -120,7 +123,7 @@ def costs_of(
         if any(given.values()):
             raise UsageError("schedule: --backward, --weight and --transfer want --forward too")
         # Numbers below 1 are refused by the schedule, with its own sentence.
-        return Costs.unit(max(1, stages), max(1, 2 if chunks is None else chunks))
+        return Costs.unit(max(1, stages), max(1, 2 if stages_per_rank is None else stages_per_rank))
     backward = given["backward"] or tuple(2 * cost for cost in forward)
     weight = given["weight"] or tuple(cost / 2 for cost in backward)
     inputs = tuple(whole - part for whole, part in zip(backward, weight, strict=False))

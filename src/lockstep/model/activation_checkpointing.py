@@ -69,13 +69,13 @@ class Recomputation:
                     f"{self._block(self._repeated)} computed something else when it was "
                     "recomputed: its forward may depend on its inputs, parameters, buffers and "
                     "random numbers, not on what it counts itself; change that, or train without "
-                    "recompute=True"
+                    "activation_checkpointing=True"
                 ) from error
             if self._names and "modified by an inplace operation" in str(error):
                 raise UsageError(
-                    "a tensor that backward needs was overwritten in place; with recompute=True "
-                    "that may be an input which a block also returned, and which a later block "
-                    f"writes into: let that one write into a copy ({error})"
+                    "a tensor that backward needs was overwritten in place; with "
+                    "activation_checkpointing=True that may be an input that a block also returned "
+                    f"and a later block writes into: let that block write into a copy ({error})"
                 ) from error
             raise
 
@@ -129,12 +129,12 @@ class Recomputation:
         if not known.issuperset(changed):
             raise UsageError(
                 f"{self._block(block)} writes into an input that its first call did not write "
-                "into: with recompute=True it must do so in every call, or in none"
+                "into: with activation_checkpointing=True it must do so in every call, or in none"
             )
         if len(memory) < len(changed):
             raise UsageError(
                 f"{self._block(block)} writes into an input that shares its memory with another "
-                "one: with recompute=True give it a copy (.clone()) of one of them"
+                "one: with activation_checkpointing=True give it a copy (.clone()) of one of them"
             )
 
     def _block(self, block: nn.Module | None) -> str:
@@ -145,14 +145,14 @@ def check_blocks(model: nn.Module, names: Sequence[str]) -> None:
     """Raise LayoutError for a model whose blocks cannot be recomputed one by one."""
     if hasattr(model, "_orig_mod"):
         raise LayoutError(
-            "recompute=True recomputes block by block, and a compiled model is one piece: compile "
-            "its blocks one by one instead"
+            "activation_checkpointing=True recomputes block by block, and a compiled model is one "
+            "piece: compile its blocks one by one instead"
         )
     if not names:
         raise LayoutError(
-            f"recompute=True recomputes block by block, and {type(model).__name__} names no "
-            "blocks: give a torch.nn.Sequential, a method blocks(), or blocks=[...] with the "
-            "modules that its forward calls"
+            f"activation_checkpointing=True recomputes block by block, and {type(model).__name__} "
+            "names no blocks: give a torch.nn.Sequential, a method blocks(), or "
+            "PipelineConfig(blocks=[...]) with the modules that its forward calls"
         )
 
 

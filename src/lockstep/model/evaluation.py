@@ -19,7 +19,7 @@ from lockstep.model.buffers import Buffers
 from lockstep.model.compilation import static_shapes
 from lockstep.model.forward import Metric, check_scalar, forward
 from lockstep.model.loss_weight import is_sum
-from lockstep.model.parallel_context import Setting
+from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.units import Units, units_of
 
 __all__ = ["Evaluation", "Row", "combined", "evaluate", "evaluating", "row"]
@@ -54,7 +54,7 @@ Row = tuple[int, float, float, dict[str, float]]
 def evaluate(
     model: nn.Module,
     batches: Iterable[Batch],
-    setting: Setting,
+    parallel: ParallelContext,
     metrics: Mapping[str, Metric],
     seed: int,
     names: Sequence[str] = (),
@@ -67,41 +67,47 @@ def evaluate(
     the layout changes no bit.
     """
     rows: list[Row] = []
-    units = Units(units_of(model, names), model, seed, setting.device)
-    buffers = Buffers(setting.modules_with(model))
+    units = Units(units_of(model, names), model, seed, parallel.device)
+    buffers = Buffers(parallel.modules_with(model))
     with evaluating(model), units.seeded():
         for number, batch in enumerate(batches):
             for microbatch in batch.microbatches:
                 units.begin(-1 - number, microbatch.index)  # keys that no training step has
-                data = setting.moved(microbatch.data)
-                place = f"rank {setting.rank}, evaluation batch {number}, {microbatch.index}"
+                data = parallel.moved(microbatch.data)
+                place = f"rank {parallel.rank}, evaluation batch {number}, {microbatch.index}"
                 # Even in evaluation a module may count or collect: on a copy.
-                with buffers.untouched(), setting.autocast():
-                    loss, values = forward(model, setting.loss, metrics, data, place)
-                rows.append(row(setting, microbatch, loss, values, place))
-    return combined(rows, setting)
+                with buffers.untouched(), parallel.autocast():
+                    loss, values = forward(model, parallel.loss, metrics, data, place)
+                rows.append(row(parallel, microbatch, loss, values, place))
+    return combined(rows, parallel)
 
 
 def row(
-    setting: Setting, microbatch: Microbatch, loss: Any, metrics: Mapping[str, Any], place: str
+    parallel: ParallelContext,
+    microbatch: Microbatch,
+    loss: Any,
+    metrics: Mapping[str, Any],
+    place: str,
 ) -> Row:
     """Return what one micro-batch contributes."""
     check_scalar(loss, place)
-    weight = _weight(setting, microbatch.size, microbatch.data)
+    weight = _weight(parallel, microbatch.size, microbatch.data)
     numbers = {name: float(value) for name, value in metrics.items()}
     return microbatch.size, weight, float(loss) if weight else 0.0, numbers
 
 
-def combined(rows: Sequence[Row], setting: Setting, failure: str = "") -> Evaluation:
+def combined(rows: Sequence[Row], parallel: ParallelContext, failure: str = "") -> Evaluation:
     """Return the evaluation that all ranks' rows make, on every rank.
 
     With a `failure` on some rank, StoppedError on every one.
     """
     message = json.dumps([failure, rows]).encode()
-    everyone = [json.loads(each) for each in all_gather_bytes(message, "evaluating", setting.group)]
+    everyone = [
+        json.loads(each) for each in all_gather_bytes(message, "evaluating", parallel.group)
+    ]
     for said, _ in everyone:
         if said:
-            raise StoppedError(f"rank {setting.rank} stopped because {said}")
+            raise StoppedError(f"rank {parallel.rank} stopped because {said}")
     gathered = [each for _, theirs in everyone for each in theirs]
     samples = sum(size for size, _, _, _ in gathered)
     loss = math.fsum(weight * loss for _, weight, loss, _ in gathered)
@@ -112,7 +118,7 @@ def combined(rows: Sequence[Row], setting: Setting, failure: str = "") -> Evalua
             "every one have its target ignored?"
         )
     return Evaluation(
-        loss=loss if is_sum(setting.loss) else loss / whole,
+        loss=loss if is_sum(parallel.loss) else loss / whole,
         metrics={
             name: math.fsum(size * values[name] for size, _, _, values in gathered) / samples
             for name in gathered[0][3]
@@ -121,8 +127,8 @@ def combined(rows: Sequence[Row], setting: Setting, failure: str = "") -> Evalua
     )
 
 
-def _weight(setting: Setting, size: int, data: Any) -> float:
-    if is_sum(setting.loss):
+def _weight(parallel: ParallelContext, size: int, data: Any) -> float:
+    if is_sum(parallel.loss):
         return 1.0
-    weight: Callable[[Any], float] | None = setting.weight
+    weight: Callable[[Any], float] | None = parallel.loss_weight
     return float(size) if weight is None else float(weight(data))

@@ -11,7 +11,7 @@ step, so that copying or pickling the model between steps works as without them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.checksum import checksum
 from lockstep.data.microbatch import Batch
 from lockstep.model.fingerprint import Checksums, StepFingerprint, TrainerFingerprint
-from lockstep.model.ledger import Entry
 from lockstep.model.meta_device import tensors_of
-from lockstep.model.optimization import Optimization
-from lockstep.model.parallel_context import Setting
+from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.units import in_backward
 
 __all__ = ["Fingerprinter", "checksums", "hookable_modules"]
@@ -45,29 +43,29 @@ class Fingerprinter:
 
     Args:
         number: The trainer's number.
-        setting: The trainer's layout, loss and other modules.
+        parallel: The trainer's layout, loss and other modules.
         called: What the trainer calls: the model, or what compiled it.
         module: The model.
-        optimization: The trainer's optimizer and average of the weights.
+        has_whole_gradients: Whether `.grad` holds whole gradients after the reduction.
     """
 
     def __init__(
         self,
         number: int,
-        setting: Setting,
+        parallel: ParallelContext,
         called: nn.Module,
         module: nn.Module,
-        optimization: Optimization,
+        has_whole_gradients: bool,
     ) -> None:
         self.number = number
-        self._model, self._optimization = module, optimization
-        others = {type(each).__name__: each for each in setting.also}
+        self._model, self._has_whole_gradients = module, has_whole_gradients
+        others = {type(each).__name__: each for each in parallel.extra_modules}
         self._hooked = dict(hookable_modules(type(module).__name__, called, is_root=True))
         for name, each in others.items():
             self._hooked |= dict(hookable_modules(name, each))
         # With stages only the last one merges the buffers of the loss.
-        has_loss = setting.position == setting.stages - 1
-        self._buffers_of = others | (setting.loss_module() if has_loss else {})
+        has_loss = parallel.position == parallel.stages - 1
+        self._buffers_of = others | (parallel.loss_module() if has_loss else {})
         self.current = StepFingerprint(number, 0)
         """The step that is being computed, or the last one."""
         self.is_unfinished = False
@@ -105,24 +103,37 @@ class Fingerprinter:
         """Record why the trainer would have stopped; "" for no reason."""
         self.current.refusal = sentence
 
-    def record_reduction(self, entries: Iterable[Entry]) -> None:
-        """Record this rank's losses, the parameters, and the sums in `.grad`."""
+    def record_reduction(self, losses: Mapping[int, float]) -> None:
+        """Record this rank's losses by micro-batch, the parameters, and the sums in `.grad`."""
         held = {
             _plain(name): parameter
             for name, parameter in self._model.named_parameters()
             if not parameter.is_meta
         }
-        self.current.losses = {each.leaf: each.loss.hex() for each in entries}
+        self.current.losses = {leaf: loss.hex() for leaf, loss in losses.items()}
         self.current.parameters = {name: checksum(each) for name, each in held.items()}
-        if self._optimization.sharded is None:  # otherwise no rank has a whole gradient
+        if self._has_whole_gradients:
             self.current.gradients = {
                 name: 0 if each.grad is None else checksum(each.grad) for name, each in held.items()
             }
 
-    def commit(self, loss: float, digest: str) -> StepFingerprint:
-        """Record the state after the step, and return the step's fingerprint."""
+    def commit(self, loss: float, digest: str, optimizer: Mapping[str, Any]) -> StepFingerprint:
+        """Record the state after the step, and return the step's fingerprint.
+
+        Args:
+            loss: The loss of the batch.
+            digest: The digest of the model.
+            optimizer: The optimizer's state on this rank, as "weight/exp_avg".
+        """
         done = self.current
-        done.state, done.optimizer = self._state(), self._optimizer_state()
+        done.state = self._state()
+        done.optimizer = {
+            _plain(name): checksum(value)
+            if isinstance(value, torch.Tensor)
+            else xxhash.xxh3_64_intdigest(repr(value).encode())
+            for name, value in optimizer.items()
+            if value is not None
+        }
         done.loss, done.digest = loss.hex(), digest
         self.is_unfinished = False
         return done
@@ -137,30 +148,6 @@ class Fingerprinter:
         for root, module in self._buffers_of.items():
             found |= {_plain(name): checksum(each) for name, each in module.named_buffers(root)}
         return found
-
-    def _optimizer_state(self) -> dict[str, int]:
-        names: dict[torch.Tensor, str] = {
-            each: _plain(name) for name, each in self._model.named_parameters()
-        }
-        here = {name for each, name in names.items() if not each.is_meta}
-        found = {
-            name: value
-            for name, value in self._optimization.tensors(names).items()
-            if name.rpartition("/")[0] in here
-        }
-        if (average := self._optimization.average) is not None:
-            found |= {
-                f"{_plain(name)}/average": parameter
-                for name, parameter in average.module.named_parameters()
-                if not parameter.is_meta
-            }
-        return {
-            name: checksum(value)
-            if isinstance(value, torch.Tensor)
-            else xxhash.xxh3_64_intdigest(repr(value).encode())
-            for name, value in found.items()
-            if value is not None
-        }
 
     def _hooks(self, name: str, module: nn.Module) -> list[RemovableHandle]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:

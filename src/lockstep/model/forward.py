@@ -58,7 +58,7 @@ def parts(data: Any, place: str) -> tuple[list[Any], Any]:
         raise UsageError(
             f"{place}: a batch for a loss function is a pair (inputs, targets), not a "
             f"{type(data).__name__}; for anything else use a loop of your own: "
-            "with trainer.step() as step"
+            "with trainer.manual_step() as step"
         )
     *inputs, targets = data
     return inputs, targets

@@ -1,4 +1,4 @@
-"""The setting: what stays the same from step to step, on this rank."""
+"""The parallel: what stays the same from step to step, on this rank."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lockstep.launcher.world import World
 from lockstep.model.activation_checkpointing import Recomputation
 from lockstep.model.loss_weight import WeightFunction, weight_of
 
-__all__ = ["Setting"]
+__all__ = ["ParallelContext"]
 
 
 @dataclass(frozen=True)
-class Setting:
+class ParallelContext:
     """The layout, the loss and the arithmetic, with this rank's place in them."""
 
     microbatches: int
@@ -35,12 +35,12 @@ class Setting:
     device: torch.device
     threads: int
     loss: Callable[..., Any] | None
-    weight: WeightFunction | None
-    precision: torch.dtype | None
+    loss_weight: WeightFunction | None
+    autocast_dtype: torch.dtype | None
     group: dist.ProcessGroup | None
     peers: dist.ProcessGroup | None
-    also: tuple[nn.Module, ...] = ()
-    recompute: bool = False
+    extra_modules: tuple[nn.Module, ...] = ()
+    activation_checkpointing: bool = False
 
     @classmethod
     def of(
@@ -48,20 +48,20 @@ class Setting:
         world: World,
         microbatches: int,
         loss: Callable[..., Any] | None,
-        weight: WeightFunction | None,
-        precision: torch.dtype | None,
-        also: Sequence[nn.Module],
+        loss_weight: WeightFunction | None,
+        autocast_dtype: torch.dtype | None,
+        extra_modules: Sequence[nn.Module],
         stages: int = 1,
-        recompute: bool = False,
-    ) -> Setting:
-        """Return the setting of a trainer on this rank.
+        activation_checkpointing: bool = False,
+    ) -> ParallelContext:
+        """Return the context of a trainer on this rank.
 
         A replica is `stages` neighbouring ranks, each with its part of the model.
 
         Raises LayoutError or UsageError for what cannot work.
         """
-        _check_stages(world.world_size, stages, also)
-        _check(world.world_size // stages, microbatches, precision)
+        _check_stages(world.world_size, stages, extra_modules)
+        _check(world.world_size // stages, microbatches, autocast_dtype)
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             raise UsageError(
                 f"the loss {type(loss).__name__} has parameters, which nobody would train: make it "
@@ -77,17 +77,17 @@ class Setting:
             device=world.device,
             threads=torch.get_num_threads(),
             loss=loss,
-            weight=weight or weight_of(loss),
-            precision=None if precision == torch.float32 else precision,
+            loss_weight=loss_weight or weight_of(loss),
+            autocast_dtype=None if autocast_dtype == torch.float32 else autocast_dtype,
             group=None,
             peers=_peers(world, stages),
-            also=tuple(also),
-            recompute=recompute,
+            extra_modules=tuple(extra_modules),
+            activation_checkpointing=activation_checkpointing,
         )
 
     def recomputation(self, blocks: Mapping[str, nn.Module]) -> Recomputation:
         """Return the recomputation of some blocks: of none of them where it was not asked for."""
-        return Recomputation(blocks if self.recompute else {}, self.device)
+        return Recomputation(blocks if self.activation_checkpointing else {}, self.device)
 
     def share(self) -> dict[str, Any]:
         """Return this rank's part of every batch, as the loader takes it."""
@@ -107,14 +107,16 @@ class Setting:
             return part
         return replace(part, identity=BatchIdentity(checksum=hash_content(batch)))
 
-    def extra_modules(self) -> dict[str, nn.Module]:
+    def other_modules(self) -> dict[str, nn.Module]:
         """Return the modules besides the model that a step calls, by the Trainer's arguments."""
-        found = {f"also[{number}]": module for number, module in enumerate(self.also)}
+        found = {
+            f"extra_modules[{number}]": module for number, module in enumerate(self.extra_modules)
+        }
         return found | ({"loss": self.loss} if isinstance(self.loss, nn.Module) else {})
 
     def modules_with(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return `model` and what else a step calls, by the names that messages use."""
-        others = {type(each).__name__: each for each in self.also}
+        others = {type(each).__name__: each for each in self.extra_modules}
         return {"": model} | others | self.loss_module()
 
     def loss_module(self) -> dict[str, nn.Module]:
@@ -126,14 +128,14 @@ class Setting:
         return f"rank {self.rank}, step {step}, micro-batch {microbatch}"
 
     def autocast(self) -> Any:
-        """Return the context of mixed precision.
+        """Return the context of mixed autocast_dtype.
 
         Without its cache: a cast weight that one micro-batch left there would tie
         the next one's gradient to the first one's graph.
         """
-        if self.precision is None:
+        if self.autocast_dtype is None:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.precision, cache_enabled=False)
+        return torch.autocast(self.device.type, dtype=self.autocast_dtype, cache_enabled=False)
 
     def moved(self, data: Any) -> Any:
         """Return nested data with its tensors on this rank's device."""
@@ -142,7 +144,7 @@ class Setting:
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), data)
 
 
-def _check(replicas: int, microbatches: int, precision: torch.dtype | None) -> None:
+def _check(replicas: int, microbatches: int, autocast_dtype: torch.dtype | None) -> None:
     if microbatches < 1:
         raise LayoutError(f"microbatches={microbatches}: a batch is cut into at least one")
     if replicas > microbatches:
@@ -151,11 +153,11 @@ def _check(replicas: int, microbatches: int, precision: torch.dtype | None) -> N
             f"start at most {microbatches} ranks, or train with microbatches={replicas} or more "
             "(which changes the bits)"
         )
-    if precision not in (None, torch.float32, torch.bfloat16):
-        raise UsageError(f"precision is torch.bfloat16 or torch.float32, not {precision}")
+    if autocast_dtype not in (None, torch.float32, torch.bfloat16):
+        raise UsageError(f"autocast_dtype is torch.bfloat16 or torch.float32, not {autocast_dtype}")
 
 
-def _check_stages(ranks: int, stages: int, also: Sequence[nn.Module]) -> None:
+def _check_stages(ranks: int, stages: int, extra_modules: Sequence[nn.Module]) -> None:
     if stages < 1:
         raise LayoutError(f"stages={stages}: a model is one stage, or several")
     if ranks % stages:
@@ -163,10 +165,10 @@ def _check_stages(ranks: int, stages: int, also: Sequence[nn.Module]) -> None:
             f"{ranks} rank(s) cannot hold replicas of {stages} stages, one rank each: start "
             f"{stages} ranks, or a multiple of that"
         )
-    if stages > 1 and also:
+    if stages > 1 and extra_modules:
         raise LayoutError(
-            "modules that a loop of one's own calls besides the model (also=...) cannot be cut "
-            "into stages: train them with stages=1"
+            "extra_modules, which a manual step calls besides the model, cannot be cut into "
+            "stages: train them with stages=1"
         )
 
 

@@ -187,7 +187,7 @@ def _failure(before: Snapshot, after: Snapshot) -> str:
         return (
             f"parameter {name} was written during forward or backward; each rank computes other "
             "micro-batches, so the ranks would end with different weights: leave out options "
-            "such as max_norm, update weights after trainer.step(), or register a buffer "
+            "such as max_norm, update weights after trainer.manual_step(), or register a buffer "
             "instead of a parameter for what forward writes"
         )
     for name in _differing(before.generators, after.generators):

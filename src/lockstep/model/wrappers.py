@@ -37,8 +37,8 @@ def refuse_wrappers(values: Mapping[str, Any]) -> None:
             if isinstance(part, _sharded()):
                 raise UsageError(
                     f"{path} is sharded by fully_shard, which exchanges gradients by itself, as "
-                    "the Trainer does: give the Trainer the model without it (shared=True holds "
-                    "parameters and optimizer state once per host)"
+                    "the Trainer does: give the Trainer the model without it (storage='shared' "
+                    "keeps parameters and optimizer state once per host)"
                 )
 
 

@@ -23,7 +23,7 @@ class Plan:
     """
 
     name: str
-    chunks: int
+    stages_per_rank: int
     cut: tuple[range, ...]
     schedule: Schedule
     simulation: Simulation
@@ -34,7 +34,7 @@ def plan(
     costs: Costs,
     ranks: int,
     microbatches: int,
-    chunks: int | None = None,
+    stages_per_rank: int | None = None,
     cut: list[range] | None = None,
 ) -> Plan:
     """Plan the schedule `name`: cut the pieces of `costs` into its stages, and simulate.
@@ -42,17 +42,24 @@ def plan(
     A `cut` that is given is kept. Raises LayoutError where the pieces are too few, or
     the cut is not into the schedule's stages.
     """
-    actions = schedule(name, ranks, microbatches, chunks)
-    chunks = (2 if chunks is None else chunks) if name == "interleaved" else 1
-    cut = partition(costs.totals, _crossing(costs), ranks * chunks) if cut is None else cut
-    return Plan(name, chunks, tuple(cut), actions, simulate(actions, grouped(costs, cut)))
+    actions = schedule(name, ranks, microbatches, stages_per_rank)
+    stages_per_rank = (
+        (2 if stages_per_rank is None else stages_per_rank) if name == "interleaved" else 1
+    )
+    cut = partition(costs.totals, _crossing(costs), ranks * stages_per_rank) if cut is None else cut
+    return Plan(name, stages_per_rank, tuple(cut), actions, simulate(actions, grouped(costs, cut)))
 
 
 def plans(costs: Costs, ranks: int, microbatches: int) -> Iterator[Plan]:
     """Plan every schedule that the pieces of `costs` suffice for, 1F1B first."""
-    for name, chunks in (("1f1b", 1), ("zero-bubble", 1), ("gpipe", 1), ("interleaved", 2)):
-        if name == "1f1b" or ranks * chunks <= len(costs.forward):
-            yield plan(name, costs, ranks, microbatches, chunks)
+    for name, stages_per_rank in (
+        ("1f1b", 1),
+        ("zero-bubble", 1),
+        ("gpipe", 1),
+        ("interleaved", 2),
+    ):
+        if name == "1f1b" or ranks * stages_per_rank <= len(costs.forward):
+            yield plan(name, costs, ranks, microbatches, stages_per_rank)
 
 
 def choose(costs: Costs, ranks: int, microbatches: int, memory: float | None = None) -> Plan:

@@ -24,12 +24,12 @@ from lockstep.data.microbatch import map_tensors
 from lockstep.errors import LayoutError, StateError
 from lockstep.model.buffers import Buffers
 from lockstep.model.forward import called
-from lockstep.model.parallel_context import Setting
+from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects
 from lockstep.pipeline.boundary import assembled, flattened
 from lockstep.pipeline.graph_entry import Entry
 from lockstep.pipeline.simulation import Costs
-from lockstep.pipeline.splitting import Split, splittable
+from lockstep.pipeline.split_backward import Split, splittable
 from lockstep.randomness import isolated
 
 __all__ = ["BYTES_PER_SECOND", "check_composition", "measured_costs"]
@@ -44,7 +44,7 @@ PATIENCE = 5.0  # seconds after which no further pass begins; two there always a
 def measured_costs(
     blocks: Mapping[str, nn.Module],
     data: Any,
-    setting: Setting,
+    parallel: ParallelContext,
     told: Callable[[str], None] = lambda line: None,
 ) -> Costs:
     """Return what the blocks cost on one micro-batch, in seconds and bytes.
@@ -57,12 +57,12 @@ def measured_costs(
     rows: list[list[float]] = []
     begun = time.perf_counter()
     told(f"measuring {len(blocks)} blocks on one micro-batch, once, to cut the model evenly")
-    again = setting.recomputation(blocks).active(buffers)
-    with isolated(setting.device, everything=True), buffers.untouched(), again:
+    again = parallel.recomputation(blocks).active(buffers)
+    with isolated(parallel.device, everything=True), buffers.untouched(), again:
         for turn in range(PASSES):
             if turn > 1 and time.perf_counter() - begun > PATIENCE:
                 break
-            found = _passed(blocks, _copied(data), setting)
+            found = _passed(blocks, _copied(data), parallel)
             rows = found if turn <= 1 else _least(rows, found)
     for block in blocks.values():
         block.zero_grad(set_to_none=True)
@@ -83,24 +83,26 @@ def _least(rows: list[list[float]], others: list[list[float]]) -> list[list[floa
     return [list(map(min, *pair)) for pair in zip(rows, others, strict=True)]
 
 
-def _passed(blocks: Mapping[str, nn.Module], value: Any, setting: Setting) -> list[list[float]]:
+def _passed(
+    blocks: Mapping[str, nn.Module], value: Any, parallel: ParallelContext
+) -> list[list[float]]:
     """Run the blocks once, one after another; return each one's times and bytes."""
     rows = []
     for number, (name, block) in enumerate(blocks.items()):
-        value, row = _measured(name, block, value, setting, first=number == 0)
+        value, row = _measured(name, block, value, parallel, first=number == 0)
         rows.append(row)
     return rows
 
 
 def _measured(
-    name: str, block: nn.Module, data: Any, setting: Setting, first: bool
+    name: str, block: nn.Module, data: Any, parallel: ParallelContext, first: bool
 ) -> tuple[Any, list[float]]:
     """Return a block's output, without history, and its times and the output's bytes."""
     entry = None if first else _entered(data)
     arguments = data if entry is None else (assembled(flattened(data)[0], entry.tensors),)
     begun = time.perf_counter()
     try:
-        with setting.autocast():
+        with parallel.autocast():
             value = called(block, arguments, f"block {name}")
     except (TypeError, AttributeError, ValueError, RuntimeError) as error:
         said = (str(error).splitlines() or [""])[0]
@@ -140,7 +142,7 @@ def _timed(work: Callable[[], Any]) -> float:
 
 
 def check_composition(
-    model: nn.Module, blocks: Mapping[str, nn.Module], data: Any, setting: Setting
+    model: nn.Module, blocks: Mapping[str, nn.Module], data: Any, parallel: ParallelContext
 ) -> None:
     """Check that the blocks, one after another, give what the model gives.
 
@@ -153,7 +155,7 @@ def check_composition(
             no two passes agree.
     """
     place = "the first micro-batch"
-    alike = partial(isolated, setting.device, everything=True)
+    alike = partial(isolated, parallel.device, everything=True)
     effects = SideEffects({"": model})
     effects.begin(step=0)
     modes = {module: module.training for module in model.modules()}
@@ -163,7 +165,7 @@ def check_composition(
             expected = flattened(called(model, _copied(data), place))[1]
         effects.finish()
         if effects.failure:
-            raise StateError(f"rank {setting.rank}, {place}: {effects.failure}")
+            raise StateError(f"rank {parallel.rank}, {place}: {effects.failure}")
         with alike(), Buffers(dict(blocks)).untouched(), torch.no_grad():
             value = _copied(data)
             for number, block in enumerate(blocks.values()):

@@ -21,12 +21,12 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.model.parallel_context import Setting
+from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects
-from lockstep.pipeline.link import Receiver, Sender
+from lockstep.pipeline.p2p import Receiver, Sender
 from lockstep.pipeline.schedules import Action, schedule
 from lockstep.pipeline.stage import Stage
-from lockstep.pipeline.tying import Tie
+from lockstep.pipeline.tied_weights import Tie
 
 __all__ = ["Pipeline"]
 
@@ -61,30 +61,30 @@ class Pipeline:
     """The stages of this rank, with their links to the ranks of the same replica.
 
     Parameters:
-        setting: the layout, with this rank's place in it.
+        parallel: the layout, with this rank's place in it.
         stages: this rank's stages.
         name: of the schedule.
-        chunks: stages a rank; more than one only if the schedule is interleaved.
+        stages_per_rank: stages a rank; more than one only if the schedule is interleaved.
         ties: of all stages; each gets its links here.
     """
 
     def __init__(
         self,
-        setting: Setting,
+        parallel: ParallelContext,
         stages: Sequence[Stage],
         name: str,
-        chunks: int,
+        stages_per_rank: int,
         ties: Sequence[Tie],
     ) -> None:
-        self.setting, self.name, self.chunks = setting, name, chunks
+        self.parallel, self.name, self.stages_per_rank = parallel, name, stages_per_rank
         self.stages = {stage.number: stage for stage in stages}
-        self.number = setting.stages * chunks
+        self.number = parallel.stages * stages_per_rank
         here = self.stages.keys()
         self.ties = [tie for tie in ties if tie.later in here or tie.earlier in here]
         self._all_ties = list(ties)
         modules = {name: block for stage in stages for name, block in stage.named.items()}
         self.side_effects = SideEffects(
-            modules | (setting.loss_module() if self.last in here else {})
+            modules | (parallel.loss_module() if self.last in here else {})
         )
         self._former: list[Any] = []
         self.ends: dict[int, Ends] = {}
@@ -97,7 +97,7 @@ class Pipeline:
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that holds a stage of this replica."""
-        return self.setting.replica * self.setting.stages + stage % self.setting.stages
+        return self.parallel.replica * self.parallel.stages + stage % self.parallel.stages
 
     def connect(self) -> None:
         """Make the links; made anew, they have nothing to do with messages of the old ones.
@@ -105,7 +105,7 @@ class Pipeline:
         Those are kept: what was under way may still be written into their memory.
         """
         self._former += [self.ends, [vars(tie).copy() for tie in self.ties]] if self.ends else []
-        group, device = dist.group.WORLD, self.setting.device
+        group, device = dist.group.WORLD, self.parallel.device
         base = new_tags(group, 2 * (self.number + 1 + len(self._all_ties)))
 
         def sender(stage: int, tag: int) -> Sender:
@@ -150,9 +150,9 @@ class Pipeline:
         """Return what this rank does of so many micro-batches."""
         if not microbatches:
             return ()
-        chunks = self.chunks if self.name == "interleaved" else None
-        plan = actions_of(self.name, self.setting.stages, microbatches, chunks)
-        return plan[self.setting.position]
+        stages_per_rank = self.stages_per_rank if self.name == "interleaved" else None
+        plan = actions_of(self.name, self.parallel.stages, microbatches, stages_per_rank)
+        return plan[self.parallel.position]
 
     def fail(self, sentence: str, attempt: int) -> None:
         """Tell the neighbours that this rank sends nothing more in this step."""
@@ -165,7 +165,7 @@ class Pipeline:
                 if sender is not None:
                     sender.fail(sentence, attempt)
 
-    def share_tied(self, attempt: int) -> None:
+    def broadcast_tied_gradients(self, attempt: int) -> None:
         """Give the sums of shared parameters to all their stages, the owner's first."""
         for tie in reversed(self.ties):
             if tie.later in self.stages:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from lockstep.data_parallel.gradients import Gradients
-from lockstep.model.parallel_context import Setting
+from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.units import Units, units_of
 from lockstep.pipeline.cut import Cut
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.python_state import python_states
 from lockstep.pipeline.stage import Stage
-from lockstep.pipeline.tying import ties_of
+from lockstep.pipeline.tied_weights import ties_of
 
 __all__ = ["Placement"]
 
@@ -26,12 +26,12 @@ class Placement:
     `holders` has an entry for every parameter and buffer, under each of its names.
     """
 
-    setting: Setting
+    parallel: ParallelContext
     cut: Cut
     holders: Mapping[str, Sequence[int]]
 
     @classmethod
-    def of(cls, setting: Setting, cut: Cut, model: nn.Module) -> Placement:
+    def of(cls, parallel: ParallelContext, cut: Cut, model: nn.Module) -> Placement:
         """Return the placement of a model that is whole."""
         first = cut.holders(model)
         names = {id(tensor): name for name, tensor in model.named_parameters()}
@@ -40,12 +40,12 @@ class Placement:
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         ]
-        return cls(setting, cut, {name: first[names[id(tensor)]] for name, tensor in every})
+        return cls(parallel, cut, {name: first[names[id(tensor)]] for name, tensor in every})
 
     @property
     def stages(self) -> range:
         """The numbers of the stages on this rank."""
-        return range(self.setting.position, len(self.cut.ranges), self.setting.stages)
+        return range(self.parallel.position, len(self.cut.ranges), self.parallel.stages)
 
     def here(self, name: str) -> bool:
         """Tell whether a tensor of the model is needed on this rank."""
@@ -57,13 +57,15 @@ class Placement:
 
     def source(self, name: str) -> int:
         """Return the rank of replica 0 that owns a tensor."""
-        return self.holders[name][0] % self.setting.stages
+        return self.holders[name][0] % self.parallel.stages
 
-    def pipeline(self, model: nn.Module, seed: int, schedule: str, chunks: int) -> Pipeline:
+    def pipeline(
+        self, model: nn.Module, seed: int, schedule: str, stages_per_rank: int
+    ) -> Pipeline:
         """Make this rank's stages and link them with the others."""
         parameters = dict(model.named_parameters())
         blocks = [self.named(model, number) for number in range(len(self.cut.ranges))]
-        states = python_states(blocks, self.setting.loss)
+        states = python_states(blocks, self.parallel.loss)
         stages = [
             Stage(
                 number,
@@ -71,15 +73,17 @@ class Placement:
                 self.units(model, number, seed),
                 Gradients(
                     [pair for pair in parameters.items() if self.holders[pair[0]][0] == number],
-                    self.setting.peers,
+                    self.parallel.peers,
                 ),
-                self.setting.recomputation(blocks[number]),
-                self.setting.device,
+                self.parallel.recomputation(blocks[number]),
+                self.parallel.device,
                 states[number],
             )
             for number in self.stages
         ]
-        return Pipeline(self.setting, stages, schedule, chunks, ties_of(parameters, self.holders))
+        return Pipeline(
+            self.parallel, stages, schedule, stages_per_rank, ties_of(parameters, self.holders)
+        )
 
     def named(self, model: nn.Module, stage: int) -> dict[str, nn.Module]:
         """Return a stage's blocks by name, in `model` or a copy of it."""
@@ -98,6 +102,6 @@ class Placement:
             [unit if unit in here else None for unit in units],
             None,
             seed,
-            self.setting.device,
+            self.parallel.device,
             counts,
         )

@@ -8,10 +8,10 @@
 
 A schedule is plain data: for each rank the tuple of its actions, in order. What
 runs them only runs them. Stage s lies on rank s % ranks; only "interleaved" has
-several stages (chunks) a rank. On every stage the gradients of micro-batches
+several stages per rank. On every stage the gradients of micro-batches
 0, 1, 2, ... are made in that order, whatever the schedule.
 
-Letters: p ranks, m micro-batches, v chunks; r a rank, s a stage, j a micro-batch.
+Letters: p ranks, m micro-batches, v stages per rank; r a rank, s a stage, j a micro-batch.
 """
 
 from __future__ import annotations
@@ -70,18 +70,23 @@ Product = tuple[Literal["output", "gradient"], int, int]
 NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
-def schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+def schedule(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
+) -> Schedule:
     """Return the schedule called `name`, one of NAMES.
 
-    `chunks`, stages a rank, belongs to "interleaved" (2 by default). Raises
-    LayoutError for another name, for chunks elsewhere, and for numbers below 1.
+    `stages_per_rank`, stages a rank, belongs to "interleaved" (2 by default). Raises
+    LayoutError for another name, for stages_per_rank elsewhere, and for numbers below 1.
     """
     if name not in NAMES:
         raise LayoutError(f"there is no schedule {name!r}; there are {', '.join(NAMES)}")
     if name == "interleaved":
-        return interleaved(ranks, microbatches, 2 if chunks is None else chunks)
-    if chunks not in (None, 1):
-        raise LayoutError(f"chunks={chunks}: only the schedule interleaved has several, not {name}")
+        return interleaved(ranks, microbatches, 2 if stages_per_rank is None else stages_per_rank)
+    if stages_per_rank not in (None, 1):
+        raise LayoutError(
+            f"stages_per_rank={stages_per_rank}: only the schedule interleaved has several, "
+            f"not {name}"
+        )
     makers = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero-bubble": zero_bubble}
     return makers[name](ranks, microbatches)
 
@@ -116,8 +121,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     )
 
 
-def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """Return interleaved 1F1B: each rank has `chunks` stages, every `ranks`-th of the model.
+def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """Return interleaved 1F1B: a rank has `stages_per_rank` stages, every `ranks`-th of the model.
 
     Micro-batches go through a rank's stages in groups of p to 2p - 1, as even as can
     be, so that any number of them fits. Bubble (p-1)/(vm+p-1) from m = p on; more
@@ -125,19 +130,19 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     Large-Scale Language Model Training on GPU Clusters", 2021.
     """
     _check(ranks, microbatches)
-    if chunks < 1:
-        raise LayoutError(f"chunks={chunks}: a rank has at least one stage")
+    if stages_per_rank < 1:
+        raise LayoutError(f"stages_per_rank={stages_per_rank}: a rank has at least one stage")
     rounds = max(1, microbatches // ranks)
     bounds = [-(-microbatches * turn // rounds) for turn in range(rounds + 1)]  # larger first
     groups = [range(lo, hi) for lo, hi in pairwise(bounds)]
     result = []
     for rank in range(ranks):
-        own = range(rank, ranks * chunks, ranks)
+        own = range(rank, ranks * stages_per_rank, ranks)
         forwards = [Action("forward", s, j) for group in groups for s in own for j in group]
         backwards = [
             Action("backward", s, j) for group in groups for s in reversed(own) for j in group
         ]
-        ahead = 2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[0])
+        ahead = 2 * (ranks - 1 - rank) + (stages_per_rank - 1) * len(groups[0])
         result.append(_alternating(forwards, backwards, ahead))
     return tuple(result)
 

@@ -68,13 +68,13 @@ class Costs:
                 raise LayoutError(f"costs: {name} holds {number}; a cost is a number from 0")
 
     @classmethod
-    def unit(cls, ranks: int, chunks: int = 1) -> Costs:
+    def unit(cls, ranks: int, stages_per_rank: int = 1) -> Costs:
         """Return the costs by which schedules are compared.
 
         A rank's share of the model costs 1 forward and 2 backward, half of that for
-        the weights, and holds 1; it is cut evenly into `chunks` stages.
+        the weights, and holds 1; it is cut evenly into `stages_per_rank` stages.
         """
-        piece = (1 / chunks,) * (ranks * chunks)
+        piece = (1 / stages_per_rank,) * (ranks * stages_per_rank)
         return cls(piece, piece, piece, held=piece)
 
     def of(self, action: Action) -> float:

@@ -8,7 +8,7 @@
     after it        gradients become leaf m of the tree, buffers are kept aside
 
 Several micro-batches may be in flight. The backward is whole, or in its two parts
-(`lockstep.pipeline.splitting`).
+(`lockstep.pipeline.split_backward`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.errors import UsageError
 from lockstep.model.activation_checkpointing import Recomputation
 from lockstep.model.buffers import Buffers, Paused
 from lockstep.model.forward import parts
-from lockstep.model.parallel_context import Setting
+from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.units import Calls, Units
 from lockstep.pipeline.aliasing import Arrival, Departure
 from lockstep.pipeline.boundary import Pattern
@@ -35,7 +35,7 @@ from lockstep.pipeline.draws import NO_DRAWS, Draws
 from lockstep.pipeline.graph_entry import Entry
 from lockstep.pipeline.inspection import Inspection
 from lockstep.pipeline.python_state import Assigned, PythonState
-from lockstep.pipeline.splitting import Split, splittable
+from lockstep.pipeline.split_backward import Split, splittable
 from lockstep.randomness import set_state_of_torch, state_of_torch
 
 __all__ = ["Stage", "StageInput", "StageOutput", "first_input"]
@@ -65,10 +65,10 @@ class StageInput:
     entry: Entry | None = None
 
 
-def first_input(microbatch: Microbatch, setting: Setting, place: str) -> StageInput:
+def first_input(microbatch: Microbatch, parallel: ParallelContext, place: str) -> StageInput:
     """Return what the first stage is given: a micro-batch without its targets."""
-    data = setting.moved(microbatch.data)
-    if setting.loss is None:
+    data = parallel.moved(microbatch.data)
+    if parallel.loss is None:
         return StageInput(data, Arrival((), ()))
     inputs, targets = parts(data, place)
     return StageInput(inputs, Arrival.of_batch(_tensors_in(inputs), _tensors_in(targets)))

@@ -16,9 +16,11 @@ from torch.utils.data import Dataset
 from lockstep.errors import FileError
 from lockstep.launcher.world import init
 from lockstep.model.forward import accuracy
+from lockstep.pipeline.config import PipelineConfig
 from lockstep.recipes.rate import Rate
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
+from lockstep.training.optimization import OptimizerConfig
 from lockstep.training.trainer import Trainer
 
 __all__ = ["Data", "Options", "train"]
@@ -82,33 +84,34 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
     if world.rank == 0:
         title = f"{options.recipe}, {_layout(world.world_size, options)}, {world.backend}"
         progress = Progress(epochs=options.epochs, steps=steps, title=title, quiet=options.quiet)
-        record = [Recorder(Path(folder)), progress]
-    begun = time.perf_counter()
-    with Trainer(
-        network(data.classes),
-        nn.CrossEntropyLoss(label_smoothing=options.label_smoothing),
-        partial(
-            torch.optim.SGD,
-            lr=options.lr,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-        ),
-        microbatches=options.microbatches,
-        stages=options.stages,
-        schedule=options.schedule,
-        recompute=options.recompute,
-        seed=options.seed,
-        metrics={"accuracy": accuracy},
-        precision=torch.bfloat16 if options.bf16 else None,
-        scheduler=rate.schedule if rate else None,
-        record=record,
-        about={
+        metadata = {
             "recipe": options.recipe,
             "options": asdict(options),
             "epochs": options.epochs,
             "steps_per_epoch": steps,
             "samples": samples,
-        },
+        }
+        record = [Recorder(Path(folder), metadata), progress]
+    begun = time.perf_counter()
+    with Trainer(
+        network(data.classes),
+        nn.CrossEntropyLoss(label_smoothing=options.label_smoothing),
+        OptimizerConfig(
+            partial(
+                torch.optim.SGD,
+                lr=options.lr,
+                momentum=options.momentum,
+                weight_decay=options.weight_decay,
+            ),
+            scheduler=rate.schedule if rate else None,
+        ),
+        microbatches=options.microbatches,
+        pipeline=PipelineConfig(stages=options.stages, schedule=options.schedule),
+        activation_checkpointing=options.recompute,
+        seed=options.seed,
+        metrics={"accuracy": accuracy},
+        autocast_dtype=torch.bfloat16 if options.bf16 else None,
+        loggers=record,
     ) as trainer:
         for epoch in range(options.epochs):
             for batch in trainer.batches(
@@ -119,7 +122,7 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
                 data.held_out, options.batch_size, num_workers=options.workers
             )
         seconds = time.perf_counter() - begun
-        trainer.save(Path(folder) / WEIGHTS)
+        trainer.save_weights(Path(folder) / WEIGHTS)
         summary = {
             "recipe": options.recipe,
             "world_size": world.world_size,

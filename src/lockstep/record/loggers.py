@@ -1,6 +1,6 @@
 """Loggers: they receive the lines of the record.
 
-    Trainer(..., record=["runs/night", ls.TensorBoard("tensorboard/night")])
+    Trainer(..., loggers=["runs/night", ls.loggers.TensorBoard("tensorboard/night")])
 
 Besides the record itself and the progress display, the lines can be sent to TensorBoard,
 Weights & Biases and MLflow. All three use the same names:

@@ -29,6 +29,7 @@ import orjson
 from lockstep.errors import FileError, UsageError
 from lockstep.files import create_file, make_folder
 from lockstep.messages import say
+from lockstep.redaction import redact
 
 __all__ = ["RECORD_FILE", "RECORD_VERSION", "TIME_CATEGORIES", "Recorder", "create_run_folder"]
 
@@ -49,14 +50,16 @@ class Recorder:
 
     Args:
         folder: The folder of the run, which is created if it does not exist.
+        metadata: More entries for the line "run" ("recipe", "epochs", "options", ...).
 
     Raises:
         UsageError: The folder already holds a record.
         FileError: The folder or the record cannot be created.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, metadata: Mapping[str, Any] | None = None) -> None:
         self.folder = Path(folder)
+        self._metadata = dict(metadata or {})
         self.path = self.folder / RECORD_FILE
         self.failure: str | None = None
         """The message that was printed when the record could not be written any more."""
@@ -101,7 +104,8 @@ class Recorder:
     def _header(self, fields: dict[str, Any]) -> dict[str, Any]:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         own = {"kind": "run", "version": RECORD_VERSION, "name": self.folder.name, "started": now}
-        return own | fields
+        metadata: dict[str, Any] = redact(self._metadata)
+        return own | fields | metadata
 
     def _fail(self, error: OSError) -> None:
         self.failure = (

@@ -21,10 +21,10 @@ from lockstep.errors import UsageError
 from lockstep.launcher.world import rank, world
 from lockstep.model.deferred_init import Blocks, awaken
 from lockstep.model.evaluation import Evaluation
-from lockstep.model.history import EpochResult, StepResult
 from lockstep.model.loss_weight import weight_of
 from lockstep.remote.reference import Remote
 from lockstep.remote.worker_pool import WorkerPool
+from lockstep.training.history import EpochResult, StepResult
 from lockstep.training.trainer import Trainer
 
 __all__ = ["TrainerProxy"]
@@ -46,9 +46,9 @@ class TrainerProxy:
     ) -> None:
         self.last: StepResult | None = None
         self._pool, self._microbatches = pool, microbatches
-        self._stages = int(arguments.get("stages", 1))
+        self._stages = int(getattr(arguments.get("pipeline"), "stages", 1))
         self._whole = arguments["loss"] is None or bool(
-            arguments.get("weight") or weight_of(arguments["loss"])
+            arguments.get("loss_weight") or weight_of(arguments["loss"])
         )
         given = (blocks, seed, {**arguments, "microbatches": microbatches})
         pool.require_world()
@@ -101,10 +101,10 @@ class TrainerProxy:
         return results
 
     def evaluate(
-        self, dataset: Callable[[], Any], batch_size: int, *, average: bool = False, **options: Any
+        self, dataset: Callable[[], Any], batch_size: int, *, ema: bool = False, **options: Any
     ) -> Evaluation:
         """Return mean loss and metrics over a dataset, which each worker gets by `dataset()`."""
-        result: Evaluation = self._on_all("evaluate", dataset, batch_size, average, options)
+        result: Evaluation = self._on_all("evaluate", dataset, batch_size, ema, options)
         return result
 
     def digest(self) -> str:
@@ -124,9 +124,9 @@ class TrainerProxy:
         """Load what `state_dict` returned, here or from `Trainer.state_dict`."""
         self._on_all("load_state_dict", state)
 
-    def save(self, path: str | Path, *, average: bool = False) -> None:
+    def save_weights(self, path: str | Path, *, ema: bool = False) -> None:
         """Write the weights as safetensors, on rank 0's host."""
-        self._on_all("save", str(path), average)
+        self._on_all("save_weights", str(path), ema)
 
     def finish(self, state: str = "done", message: str | None = None) -> None:
         """End the run: write the last line of the record, where there is one."""
@@ -180,15 +180,17 @@ class TrainerActor:
     """One worker's trainer; what only rank 0 must return, only rank 0 sends to the driver."""
 
     def __init__(self, blocks: Blocks, seed: int, arguments: dict[str, Any]) -> None:
-        noted = arguments.pop("on_epoch", ())
+        given = arguments.pop("callbacks", ())
+        callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
         self._epochs: list[EpochResult] = []
-        callbacks = [noted] if callable(noted) else list(noted)
         # A list comes to life in the trainer, each block where it is held.
         model = blocks if isinstance(blocks, Sequence) else awaken(blocks, seed, 0, world().device)
-        self._trainer = Trainer(
-            model, seed=seed, on_epoch=[self._epochs.append, *callbacks], **arguments
-        )
+        self._trainer = Trainer(model, seed=seed, callbacks=[self, *callbacks], **arguments)
         self._dataset: Any = None
+
+    def on_epoch(self, result: EpochResult) -> None:
+        """Keep the result of an epoch, for the driver."""
+        self._epochs.append(result)
 
     def step(self, batch: Batch) -> StepResult:
         """Train on this worker's part of a batch."""
@@ -213,11 +215,11 @@ class TrainerActor:
         self,
         dataset: Callable[[], Any],
         batch_size: int,
-        average: bool,
+        ema: bool,
         options: dict[str, Any],
     ) -> Evaluation:
         """Evaluate this worker's part of a dataset."""
-        return self._trainer.evaluate(made(dataset), batch_size, average=average, **options)
+        return self._trainer.evaluate(made(dataset), batch_size, ema=ema, **options)
 
     def digest(self) -> str:
         """Return the digest of the weights."""
@@ -236,9 +238,9 @@ class TrainerActor:
         """Load the whole state."""
         self._trainer.load_state_dict(state)
 
-    def save(self, path: str, average: bool) -> None:
+    def save_weights(self, path: str, ema: bool) -> None:
         """Let rank 0 write the weights."""
-        self._trainer.save(path, average=average)
+        self._trainer.save_weights(path, ema=ema)
 
     def finish(self, state: str, message: str | None) -> None:
         """End the run."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -23,38 +24,38 @@ from lockstep.model.compilation import check_static
 from lockstep.model.deferred_init import BlockLike, build, build_sequence
 from lockstep.model.memory_overlap import overlaps_of_parameters
 from lockstep.model.meta_device import moved
-from lockstep.model.parallel_context import Setting
-from lockstep.pipeline.cut import Blocks, block_names
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.pipeline.config import PipelineConfig
+from lockstep.pipeline.cut import block_names
 from lockstep.pipeline.placement import Placement
 from lockstep.pipeline.staging import Staging
 
-__all__ = ["begun", "give_weights_to_all"]
+__all__ = ["build_model", "give_weights_to_all"]
 
 
-def begun(
+def build_model(
     model: nn.Module | Sequence[BlockLike],
-    setting: Setting,
+    parallel: ParallelContext,
     seed: int,
-    blocks: Blocks,
-    schedule: str | None,
-    balance: Sequence[int] | None,
-    chunks: int | None,
+    config: PipelineConfig,
 ) -> tuple[nn.Module, Staging]:
-    """Return the model, with this rank's blocks at least, and what was asked about stages.
+    """Return the model, with this rank's blocks at least, and its stages as requested.
 
-    Raises UsageError on every rank where a block cannot be built on one.
+    Raises:
+        UsageError: On every rank, where a block cannot be built on one.
+        LayoutError: The model cannot be cut as requested.
     """
-    if not isinstance(model, nn.Module) and balance is None and len(model) == setting.stages > 1:
-        balance = [1] * setting.stages
-    if isinstance(model, nn.Module) or blocks is not None:
-        whole = model if isinstance(model, nn.Module) else build(model, seed, setting.device)
+    if not isinstance(model, nn.Module) and len(model) == config.stages > 1:
+        config = replace(config, balance=config.balance or [1] * config.stages)
+    if isinstance(model, nn.Module) or config.blocks is not None:
+        whole = model if isinstance(model, nn.Module) else build(model, seed, parallel.device)
         check_static(whole)
-        whole = moved(whole, setting.device)
+        whole = moved(whole, parallel.device)
         # A compiled model is a wrapper, whose name is in front of every parameter's.
-        names = [] if hasattr(whole, "_orig_mod") else block_names(whole, blocks)
-        return whole, Staging.of(setting, whole, names, schedule, balance, chunks)
+        names = [] if hasattr(whole, "_orig_mod") else block_names(whole, config.blocks)
+        return whole, Staging.of(parallel, whole, names, config)
     numbers = [str(number) for number in range(len(model))]
-    staging = Staging.of(setting, nn.Sequential(), numbers, schedule, balance, chunks)
+    staging = Staging.of(parallel, nn.Sequential(), numbers, config)
     return _built(model, seed, staging), staging
 
 
@@ -63,11 +64,11 @@ def _built(blocks: Sequence[BlockLike], seed: int, staging: Staging) -> nn.Modul
     failure: Exception | None = None
     said = ""
     try:
-        model = build_sequence(blocks, staging.held(), seed, staging.setting.device)
+        model = build_sequence(blocks, staging.held(), seed, staging.parallel.device)
     except Exception as error:  # whatever it is, the other ranks wait for the outcome
         failure = error
         said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    everyone = all_gather_bytes(said.encode(), "building the blocks", staging.setting.group)
+    everyone = all_gather_bytes(said.encode(), "building the blocks", staging.parallel.group)
     if failure is not None:
         raise failure
     for rank, each in enumerate(everyone):
@@ -79,13 +80,13 @@ def _built(blocks: Sequence[BlockLike], seed: int, staging: Staging) -> nn.Modul
 
 
 def give_weights_to_all(
-    module: nn.Module, setting: Setting, staging: Staging, shared: bool = False
+    module: nn.Module, parallel: ParallelContext, staging: Staging, shared: bool = False
 ) -> None:
     """Give this rank what it needs of the model, and of what else a step calls.
 
     Args:
         module: The model.
-        setting: The layout.
+        parallel: The layout.
         staging: How the model is cut into stages.
         shared: Whether the ranks will hold the parameters once.
 
@@ -93,19 +94,21 @@ def give_weights_to_all(
         DisagreementError: Parameters have memory in common on some ranks only.
         LayoutError: Parameters have memory in common, which this layout does not keep.
     """
-    given = staging.given() if setting.stages > 1 else None
-    modules = setting.modules_with(module)
+    given = staging.given() if parallel.stages > 1 else None
+    modules = parallel.modules_with(module)
     for name, each in modules.items():
-        moved(each, setting.device)
+        moved(each, parallel.device)
         if name or given is None:
-            give_weights(each, setting.group, setting.device)
+            give_weights(each, parallel.group, parallel.device)
         else:
-            placement = Placement.of(setting, given[0], module)
-            give_weights(each, setting.group, setting.device, placement.here)
-    _check_memory(modules, setting, shared)
+            placement = Placement.of(parallel, given[0], module)
+            give_weights(each, parallel.group, parallel.device, placement.here)
+    _check_memory(modules, parallel, shared)
 
 
-def _check_memory(modules: Mapping[str, nn.Module], setting: Setting, shared: bool) -> None:
+def _check_memory(
+    modules: Mapping[str, nn.Module], parallel: ParallelContext, shared: bool
+) -> None:
     """Refuse parameters that have memory in common where they would not keep it.
 
     An optimizer of whole parameters on every rank steps that memory once for each of them,
@@ -115,18 +118,19 @@ def _check_memory(modules: Mapping[str, nn.Module], setting: Setting, shared: bo
     everyone = [
         [tuple(pair) for pair in json.loads(each)]
         for each in all_gather_bytes(
-            json.dumps(pairs).encode(), "comparing the memory of parameters", setting.group
+            json.dumps(pairs).encode(), "comparing the memory of parameters", parallel.group
         )
     ]
     found = sorted({pair for each in everyone for pair in each})
     if not found:
         return
     first, second = found[0]
-    if shared or setting.stages > 1:
+    if shared or parallel.stages > 1:
+        option = 'storage="shared"' if shared else f"stages={parallel.stages}"
         raise LayoutError(
             f"{first} and {second} are different tensors over the same memory, and would have "
-            f"memory of their own with {'shared=True' if shared else f'stages={setting.stages}'}: "
-            f"make them one parameter ({second} = {first}), or let one be a copy (.clone())"
+            f"memory of their own with {option}: make them one parameter ({second} = {first}), or "
+            "let one be a copy (.clone())"
         )
     for rank, theirs in enumerate(everyone):
         for first, second in [pair for pair in found if pair not in theirs]:

@@ -8,11 +8,11 @@ batches ──> step ──> ledger ──> buffers ──> gradients ──> cl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,158 +23,158 @@ from lockstep.comm.clock import clock_offset
 from lockstep.comm.transfer import all_gather_bytes
 from lockstep.data.loader import Agree, Batches
 from lockstep.data.samplers import SamplerStates
+from lockstep.data_parallel.gradients import Gradients
 from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
 from lockstep.launcher.world import world
 from lockstep.model.agreement import require_same
-from lockstep.model.attempt import Attempt
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.description import describe, describe_environment, describe_module
 from lockstep.model.evaluation import Evaluation
+from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.model.forward import Metric
-from lockstep.model.history import EpochResult, History, StepResult
-from lockstep.model.live_settings import LiveSettings
 from lockstep.model.loss_weight import WeightFunction
-from lockstep.model.optimization import (
-    Groups,
-    Optimization,
-    OptimizerFactory,
-    SchedulerFactory,
-)
-from lockstep.model.parallel_context import Setting
-from lockstep.model.step import Step
-from lockstep.model.turn import Turn
-from lockstep.model.watch import Watch, ranks_of
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.step_context import Attempt, StepContext
 from lockstep.model.wrappers import refuse_wrappers
-from lockstep.pipeline.cut import Blocks
-from lockstep.pipeline.stages import Stages
-from lockstep.pipeline.state import State
+from lockstep.pipeline.config import PipelineConfig
+from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.record.recorder import Recorder
 from lockstep.training.epoch import Epoch
-from lockstep.training.model_setup import begun, give_weights_to_all
-from lockstep.training.opening import Record, folder_of, header, opened
-from lockstep.training.saving import save_last_good, save_together
-from lockstep.training.undivided import Undivided
+from lockstep.training.history import History, OnEpoch, OnStep, StepResult
+from lockstep.training.live_settings import LiveSettings
+from lockstep.training.microbatch_loop import ManualStep, MicrobatchLoop
+from lockstep.training.model_setup import build_model, give_weights_to_all
+from lockstep.training.optimization import Optimization, OptimizerConfig, OptimizerFactory
+from lockstep.training.run_header import LoggerLike, folder_of, header, opened
+from lockstep.training.sharded_optimizer import share_parameters
+from lockstep.training.state import TrainingState
+from lockstep.training.step import CommittedStep, OptimizerStep
+from lockstep.training.step_trace import StepTrace, timeline_rows
+from lockstep.training.weights_file import save_last_good, save_together
+from lockstep.training.whole_model import WholeModelExecutor
 
 __all__ = ["Trainer"]
 
-NOT_COMPARED = {
-    "self",
-    *("model", "optimizer", "groups", "scheduler"),  # what they make is compared
-    *("on_step", "on_epoch", "record", "about"),  # which decide no bit
-}
-"""Arguments of a Trainer that may differ between ranks."""
+Callback = Callable[[StepResult], None] | OnStep | OnEpoch
+"""A function of a `StepResult`, or an object with `on_step(result)` or `on_epoch(result)`."""
+
+Storage = Literal["replicated", "shared"]
 
 
 class Trainer:
     """Trains a model on all ranks of the world, with the same bits in every layout.
 
-    For a given model, loss, optimizer, seed, data order, `microbatches`, thread
-    count, torch build and kind of processor, parameters, buffers, optimizer state
-    and loss are the same bits after every step, however many ranks compute it.
+    For a given model, loss, optimizer, seed, data order, `microbatches`, thread count, torch
+    build and kind of processor, parameters, buffers, optimizer state and loss are bit-identical
+    after every step for any number of ranks.
 
-    Parameters:
-        model: a module, built on every rank; the first rank that has a weight gives it to
-            all. A list of modules, or of callables that return one, is their sequence,
-            with `stages` of that number cut between them. What is on the meta device in
-            a list comes to life with weights that key(seed, b) gives block b, with
-            `balance` or a block a stage only on the ranks that hold it.
-        loss: a function of (outputs, targets) that returns a mean over the samples
-            of a micro-batch (or their sum, with `reduction="sum"`). None: the model
-            returns its loss.
-        optimizer: a factory such as `partial(torch.optim.SGD, lr=0.1)`.
-        microbatches: M, into which every global batch is cut; part of the promise,
-            so its default never depends on the world. At least the number of replicas.
-        seed: of all random numbers that the model draws.
-        weight: gives the weight of a micro-batch from its data, for losses whose mean
-            is not one over samples. Found by itself for `CrossEntropyLoss` and
-            `NLLLoss` with class weights or an `ignore_index` of one's own.
-        metrics: functions of (outputs, targets) that return a mean, by name.
-        groups: gives the optimizer options of a parameter by name and parameter.
-        scheduler: a factory of the optimizer; moved after each step or epoch, as
-            `scheduler_each` says.
-        clip_norm: the largest 2-norm of the whole gradient.
-        precision: torch.bfloat16 for mixed precision by autocast.
-        average: the decay of an exponential moving average of the weights,
-            `trainer.average`.
-        also: modules that the step calls besides the model and does not train (a GAN's
-            discriminator in the generator's step): their buffers are kept alike on
-            all ranks, as the model's are.
-        stages: ranks of a replica, each with its part of the model; the world size is a
-            multiple of it. The rest of the model is on the meta device once it is cut:
-            with the first batch, or an `nn.Sequential` at once with `balance`.
-        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; None for the one that is
-            fastest by the measured costs of the blocks. No schedule or cut changes a bit.
-        blocks: the modules, or their attribute paths, that the model's forward calls one
-            after another: each is a unit of random numbers, whatever `stages` is. Needed
-            unless the model is an `nn.Sequential` or has a method `blocks()`.
-        balance: the number of blocks of each stage, instead of a measurement.
-        chunks: stages a rank of the schedule "interleaved", 2 by default.
-        recompute: keep a block's inputs and compute its activations again in backward, for
-            a second forward of each block. Changes no bit, with any number of stages.
-        shared: hold parameters and optimizer state once for all ranks; see `docs/shared.md`.
-        elementwise: says of an optimizer of your own that it may step pieces of them.
-        on_step, on_epoch: callables that get a `StepResult`, an `EpochResult`, on every rank.
-        record: a run's folder, or writers, or several; rank 0 writes.
-        about: what the record says of the run besides ("recipe", "epochs", "options", ...).
+    Use it in a `with` statement, or call `finish` at the end, where there are loggers.
 
-    Use it in a `with` statement, or call `finish` at the end, where there is a record.
+    Args:
+        model: A module, built on every rank; the first rank that has a weight gives it to all
+            others. A list of modules, or of callables that return one, is their sequence; if
+            `pipeline.stages` is their number, each is a stage. Modules on the meta device in a
+            list draw their weights under key(seed, b) for block b, with `pipeline.balance` or
+            one block per stage only on the ranks that hold them.
+        loss: A function of (outputs, targets) that returns the mean over the samples of a
+            micro-batch (or their sum, with `reduction="sum"`). None: the model returns its loss.
+        optimizer: A factory such as `partial(torch.optim.SGD, lr=0.1)`, or an `OptimizerConfig`
+            with parameter groups and a learning-rate scheduler.
+        microbatches: The number M of micro-batches that every global batch is cut into; part
+            of the guarantee, so its default never depends on the world. At least the number
+            of replicas.
+        seed: The seed of all random numbers that the model draws.
+        loss_weight: Returns the weight of a micro-batch from its data, for losses whose mean is
+            not a mean over samples. Found automatically for `CrossEntropyLoss` and `NLLLoss`
+            with class weights or an `ignore_index` that is not the default.
+        metrics: Functions of (outputs, targets) that return a mean, by name.
+        max_grad_norm: The largest 2-norm of the whole gradient; None for no clipping.
+        ema_decay: The decay of an exponential moving average of the weights, `ema_model`; None
+            for no average.
+        autocast_dtype: `torch.bfloat16` for mixed precision by autocast.
+        activation_checkpointing: Keep the inputs of each block and recompute its activations in
+            backward, for a second forward of each block. Changes no bit.
+        extra_modules: Modules that a step calls besides the model and does not train (a GAN's
+            discriminator in the generator's step): their buffers are kept equal on all ranks.
+        pipeline: How the model is cut into blocks and stages; None for whole models.
+        storage: Where parameters and optimizer state live: "replicated", a copy per rank, or
+            "shared", once per host in shared memory; see `docs/shared.md`.
+        callbacks: Functions that are called with the `StepResult` of every step, or objects
+            with methods `on_step(result)` and `on_epoch(result)`; on every rank.
+        loggers: Where the run is recorded: a folder, or objects such as
+            `loggers.TensorBoard(folder)`, or a list of both; rank 0 writes.
 
-    Raises UsageError without `lockstep.init()`, LayoutError for more replicas than
-    micro-batches and for stages that the world or the model does not have,
-    DisagreementError where the ranks' models or settings differ.
+    Raises:
+        UsageError: `lockstep.init()` was not called, or an argument cannot work.
+        LayoutError: There are more replicas than micro-batches, or stages that the world or
+            the model does not have.
+        DisagreementError: Models or settings differ between ranks.
     """
 
     def __init__(
         self,
         model: nn.Module | Sequence[BlockLike],
         loss: Callable[..., Any] | None,
-        optimizer: OptimizerFactory,
+        optimizer: OptimizerFactory | OptimizerConfig,
         *,
         microbatches: int = 8,
         seed: int = 0,
-        weight: WeightFunction | None = None,
+        loss_weight: WeightFunction | None = None,
         metrics: Mapping[str, Metric] | None = None,
-        groups: Groups | None = None,
-        scheduler: SchedulerFactory | None = None,
-        scheduler_each: Literal["step", "epoch"] = "step",
-        clip_norm: float | None = None,
-        precision: torch.dtype | None = None,
-        average: float | None = None,
-        also: Sequence[nn.Module] = (),
-        stages: int = 1,
-        schedule: str | None = None,
-        blocks: Blocks = None,
-        balance: Sequence[int] | None = None,
-        chunks: int | None = None,
-        recompute: bool = False,
-        shared: bool = False,
-        elementwise: bool = False,
-        on_step: Callable[[StepResult], None] | Iterable[Callable[[StepResult], None]] = (),
-        on_epoch: Callable[[EpochResult], None] | Iterable[Callable[[EpochResult], None]] = (),
-        record: Record | Sequence[Record] = (),
-        about: Mapping[str, Any] | None = None,
+        max_grad_norm: float | None = None,
+        ema_decay: float | None = None,
+        autocast_dtype: torch.dtype | None = None,
+        activation_checkpointing: bool = False,
+        extra_modules: Sequence[nn.Module] = (),
+        pipeline: PipelineConfig | None = None,
+        storage: Storage = "replicated",
+        callbacks: Callback | Sequence[Callback] = (),
+        loggers: LoggerLike | Sequence[LoggerLike] = (),
     ) -> None:
-        given = [pair for pair in locals().items() if pair[0] not in NOT_COMPARED]
+        if not isinstance(optimizer, OptimizerConfig):
+            optimizer = OptimizerConfig(optimizer)
+        stages = pipeline or PipelineConfig()
+        compared = {
+            "loss": loss,
+            "microbatches": microbatches,
+            "seed": seed,
+            "loss_weight": loss_weight,
+            "metrics": metrics,
+            "max_grad_norm": max_grad_norm,
+            "ema_decay": ema_decay,
+            "autocast_dtype": autocast_dtype,
+            "activation_checkpointing": activation_checkpointing,
+            "extra_modules": extra_modules,
+            "storage": storage,
+            "scheduler_interval": optimizer.scheduler_interval,
+            **{f"pipeline.{name}": value for name, value in vars(stages).items()},
+        }
         self.world = world()
         # First: wrappers keep their rank in an attribute, which the comparison would name.
-        refuse_wrappers(dict(given) | {"model": model})
+        refuse_wrappers(compared | {"model": model})
         description = describe_environment()
-        for name, value in given:
+        for name, value in compared.items():
             description |= describe(name, value)
         require_same(description, "give every rank the same arguments and settings")
+        _check_options(max_grad_norm, storage, stages)
         session = check.current()
         if session is not None:
-            stages, schedule, balance, chunks, shared = session.options(model, blocks)
-            record = ()
-        self.setting = Setting.of(
-            self.world, microbatches, loss, weight, precision, also, stages, recompute
+            stages, is_shared = session.options(model, stages)
+            storage = "shared" if is_shared else "replicated"
+            loggers = ()
+        self.parallel = ParallelContext.of(
+            self.world,
+            microbatches,
+            loss,
+            loss_weight,
+            autocast_dtype,
+            extra_modules,
+            stages.stages,
+            activation_checkpointing,
         )
-        if shared and stages > 1:
-            raise LayoutError("shared=True is for whole models: train with stages=1 or without it")
-        asked = (blocks, schedule, balance, chunks)
-        self.model, staging = begun(model, self.setting, seed, *asked)
+        self.model, staging = build_model(model, self.parallel, seed, stages)
         self.module: nn.Module = getattr(self.model, "_orig_mod", self.model)
-        modules = {"model": self.module} | self.setting.extra_modules()
+        modules = {"model": self.module} | self.parallel.other_modules()
         refuse_wrappers(modules)  # also those that callables made
         description = {"torch.compile(model)": str(self.model is not self.module)}
         description |= describe_module("model", self.module)
@@ -182,47 +182,66 @@ class Trainer:
         self.metrics = dict(metrics or {})
         self.seed = seed
         self.steps, self.epoch = 0, 0
-        give_weights_to_all(self.module, self.setting, staging, shared)
-        self._optimization = Optimization(
-            self.module, optimizer, groups, scheduler, scheduler_each, average
-        )
-        if clip_norm is not None and not clip_norm > 0:
-            raise UsageError(f"clip_norm={clip_norm}: the largest norm is a positive number")
+        give_weights_to_all(self.module, self.parallel, staging, storage == "shared")
+        self._optimization = Optimization(self.module, optimizer, ema_decay)
         names: dict[torch.Tensor, str] = {
             each: name for name, each in self.module.named_parameters()
         }
         description = self._optimization.describe(names)
         require_same(description, "give every rank the same optimizer, groups and scheduler")
         foreign = modules.keys() - {"model", "loss"}
-        self._live_settings = LiveSettings(modules, foreign, self.optimizer, self.setting.group)
-        self._state = State(self.module, self._optimization, self.setting)
-        how = (self._optimization, self.metrics, seed, clip_norm)
-        self._model = (
-            Stages(staging, self.module, self._state, *how)
-            if stages > 1
-            else Undivided(
-                self.setting, self.model, self.module, staging.names, *how, shared, elementwise
+        self._live_settings = LiveSettings(modules, foreign, self.optimizer, self.parallel.group)
+        copies = [] if self.ema_model is None else [self.ema_model]
+        self._executor: WholeModelExecutor | PipelineExecutor
+        if stages.stages > 1:
+            self._executor = PipelineExecutor(staging, self.module, copies, self.metrics, seed)
+        else:
+            named = list(self.module.named_parameters())
+            called = list(self.parallel.modules_with(self.model).values())
+            if storage == "shared":
+                gradients, self._optimization.sharded = share_parameters(
+                    named, called, self.optimizer, self.parallel
+                )
+            else:
+                gradients = Gradients(named, self.parallel.group, modules=called)
+            self._executor = WholeModelExecutor(
+                self.parallel,
+                self.model,
+                self.module,
+                gradients,
+                staging.names,
+                self.metrics,
+                seed,
             )
-        )
-        self._attempt = Attempt(_next_number(self.setting.group), step=0, number=-1)
+        self._state = TrainingState(self.module, self._optimization, self.parallel, self._executor)
+        self._attempt = Attempt(_next_number(self.parallel.group), step=0, number=-1)
         self._sampler_states = SamplerStates()
         self._began = time.perf_counter()
-        writers = opened(record) if self.world.rank == 0 else []
-        self._folder = folder_of(writers)
-        self.history = History(writers, _listed(on_step), _listed(on_epoch))
-        self._recorded = bool(writers)
-        if stages > 1:  # digests are made by all ranks together
-            here = b"1" if writers else b""
-            self._recorded = any(all_gather_bytes(here, "opening a record", self.setting.group))
-        if isinstance(self._model, Stages) and self._recorded:
-            self._model.watch = Watch(clock_offset(self.setting.group))
-        if writers:
-            self.history.write("run", **header(self.world, self.setting, self.module, about or {}))
+        loggers = opened(loggers) if self.world.rank == 0 else []
+        self._folder = folder_of(loggers)
+        self.history = History(loggers, *_listeners(callbacks))
+        self._recorded = bool(loggers)
+        if stages.stages > 1:  # digests are made by all ranks together
+            here = b"1" if loggers else b""
+            self._recorded = any(all_gather_bytes(here, "opening a record", self.parallel.group))
+        trace = None
+        if stages.stages > 1 and self._recorded:
+            trace = StepTrace(clock_offset(self.parallel.group))
+        self._optimizer_step = OptimizerStep(
+            self.parallel,
+            self._executor,
+            self._optimization,
+            self._live_settings,
+            max_grad_norm,
+            trace,
+        )
+        if loggers:
+            self.history.write("run", **header(self.world, self.parallel, self.module))
+        self._fingerprinter: Fingerprinter | None = None
         if session is not None:
-            how_called = (self.setting, self.model, self.module, self._optimization)
-            self._model.fingerprinter = session.fingerprinter(self.world, *how_called)
-            self.history.call_after_steps(
-                partial(session.committed, self._model.fingerprinter, self.digest)
+            has_whole_gradients = self._optimization.sharded is None
+            self._fingerprinter = session.fingerprinter(
+                self.world.backend, self.parallel, self.model, self.module, has_whole_gradients
             )
 
     # --- what a loop calls -------------------------------------------------------------
@@ -250,7 +269,7 @@ class Trainer:
             self._end_epoch,
             dataset,
             batch_size,
-            **self.setting.share(),
+            **self.parallel.share(),
             seed=self.seed if seed is None else seed,
             epoch=epoch,
             agree=self._agreeing(f"epoch {epoch}"),
@@ -258,50 +277,60 @@ class Trainer:
             **options,
         )
 
-    @overload
-    def step(self) -> Step: ...
-
-    @overload
-    def step(self, batch: Any) -> float: ...
-
-    def step(self, batch: Any = None) -> Step | float:
+    def step(self, batch: Any) -> float:
         """Train on one global batch and return its loss, the same bits on every rank.
 
-        `batch` comes from `batches`, or is a whole global batch of tensors, the same
-        on every rank. Without an argument it returns a `Step` for a loop of one's own.
+        Args:
+            batch: From `batches`, or a whole global batch of tensors, the same on every rank.
 
-        Raises LossError where a loss is not a scalar or not finite; then the weights
-        are those before the step.
+        Raises:
+            LossError: On every rank, where a loss is not a scalar or not finite; the weights
+                are those before the step.
+            GradientError: On every rank, where the norm of the gradient is not finite.
+            StateError: On every rank, where forward wrote what no rank may write.
+            DisagreementError: On every rank, where ranks take different steps.
         """
-        self._attempt = self._attempt.following(self.steps)
-        self._live_settings.begin()
-        if batch is None:
-            return self._model.step(self._attempt, self._finish_step)
-        try:
-            self._model.train(self._attempt, batch, self._finish_step)
-        except BaseException as error:
-            self._attempt.fail(error)
-            raise
-        assert self.history.last is not None
-        return self.history.last.loss
+        with self._attempted() as step:
+            self._optimizer_step.compute(step, batch)
+            return self._finish_step(step)
+
+    def manual_step(self) -> ManualStep:
+        """Return the context of one step whose micro-batches your own loop computes.
+
+            with trainer.manual_step() as step:
+                for inputs, targets in step.microbatches(batch):
+                    step.backward(loss_function(model(inputs), targets))
+
+        Leaving it finishes the step on every rank. Use it for several backward passes, for
+        several models (a GAN), or for a loss that needs more than (outputs, targets).
+
+        Raises:
+            UsageError: The trainer has pipeline stages: no rank has the whole model.
+        """
+        if self.parallel.stages > 1:
+            raise UsageError(
+                "a manual step needs the whole model on every rank: with stages, call "
+                "trainer.step(batch), or train without pipeline="
+            )
+        return ManualStep(self._manual_step())
 
     def evaluate(
-        self, dataset: Any, batch_size: int, *, average: bool = False, **options: Any
+        self, dataset: Any, batch_size: int, *, ema: bool = False, **options: Any
     ) -> Evaluation:
         """Return mean loss and metrics over a dataset, each sample counted once.
 
-        With `average`, of the averaged weights. Options as for `batches`.
+        With `ema`, of the averaged weights. Options as for `batches`.
         """
-        self._state.averaged(average)
+        copy = self._state.averaged() if ema else None
         batches = Batches(
             dataset,
             batch_size,
-            **self.setting.share(),
+            **self.parallel.share(),
             **{"shuffle": False, "seed": self.seed, **options},
             agree=self._agreeing("an evaluation"),
         )
         with self._live_settings.evaluation():
-            evaluation = self._model.evaluate(batches, average=average)
+            evaluation = self._executor.evaluate(copy, batches)
         self.history.evaluated(evaluation)
         return evaluation
 
@@ -311,11 +340,11 @@ class Trainer:
         Raises FileError where the record could not be written to its end.
         """
         digests: dict[str, str] = {}
-        if self._recorded and (state == "done" or self.setting.stages == 1):
+        if self._recorded and (state == "done" or self.parallel.stages == 1):
             digests = {"digest": self.digest(), "optimizer_digest": self.optimizer_digest()}
-        if not self.history.writers:
+        if not self.history.loggers:
             return
-        recorders = [each for each in self.history.writers if isinstance(each, Recorder)]
+        recorders = [each for each in self.history.loggers if isinstance(each, Recorder)]
         last = self.history.last
         self.history.close(
             state=state,
@@ -344,8 +373,8 @@ class Trainer:
         return self._optimization.scheduler
 
     @property
-    def average(self) -> nn.Module | None:
-        """The model with averaged weights, or None."""
+    def ema_model(self) -> nn.Module | None:
+        """The model with the exponential moving average of the weights, or None."""
         average = self._optimization.average
         return None if average is None else average.module
 
@@ -361,7 +390,7 @@ class Trainer:
         """Return all that training goes on from, for any layout: weights, optimizer, step, epoch.
 
         "buffers" has what a step writes and no module's state dict holds: non-persistent
-        buffers of the model, and all buffers of the loss and of `also` modules. The
+        buffers of the model, and all buffers of the loss and of `extra_modules`. The
         position within an epoch is the batches' own: `batches.state_dict()`.
         """
         return {
@@ -373,7 +402,7 @@ class Trainer:
             "steps": self.steps,
             "epoch": self.epoch,
             "seed": self.seed,
-            "microbatches": self.setting.microbatches,
+            "microbatches": self.parallel.microbatches,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -381,7 +410,7 @@ class Trainer:
 
         Raises UsageError where it was made with another seed or number of micro-batches.
         """
-        here = {"seed": self.seed, "microbatches": self.setting.microbatches}
+        here = {"seed": self.seed, "microbatches": self.parallel.microbatches}
         for name, value in here.items():
             if state[name] != value:
                 raise UsageError(
@@ -394,7 +423,7 @@ class Trainer:
         self.steps, self.epoch = state["steps"], state["epoch"]
         self._attempt = Attempt(self._attempt.trainer, self.steps, self.steps - 1)
 
-    def save(self, path: str | Path, *, average: bool = False) -> None:
+    def save_weights(self, path: str | Path, *, ema: bool = False) -> None:
         """Write the weights as safetensors, from rank 0; the file is whole or not there.
 
         Call it on every rank: all return when the file is written, and all raise
@@ -402,7 +431,7 @@ class Trainer:
         """
         if check.current() is not None:
             return
-        save_together(Path(path), self._state.model(average=average), self.setting.group)
+        save_together(Path(path), self._state.model(ema=ema), self.parallel.group)
 
     def __enter__(self) -> Trainer:
         """Return itself."""
@@ -422,26 +451,54 @@ class Trainer:
 
     # --- around a step ------------------------------------------------------------------
 
-    def _finish_step(self, step: Turn) -> None:
+    @contextmanager
+    def _attempted(self) -> Iterator[StepContext]:
+        """Begin an attempt at the next step; remember how it failed."""
+        attempt = self._attempt = self._attempt.following(self.steps)
+        self._live_settings.begin()
         try:
-            assert self._model.update is not None
-            result, pages = self._model.update.apply(step, self._live_settings)
+            yield StepContext(attempt, self.parallel, self._fingerprinter)
+        except BaseException as error:
+            attempt.fail(error)
+            raise
+
+    @contextmanager
+    def _manual_step(self) -> Iterator[MicrobatchLoop]:
+        with self._attempted() as step:
+            with self._optimizer_step.computing(step) as loop:
+                yield loop
+            self._finish_step(step)
+
+    def _finish_step(self, step: StepContext) -> float:
+        """Reduce and update on all ranks; report to the record and the callbacks."""
+        try:
+            committed = self._optimizer_step.finish(step)
         except (LossError, GradientError) as error:
-            if error is step.error:  # of a stage on this rank alone, which the others heard of
+            if error is step.error:  # of a stage on this rank alone: no other rank would save
                 raise
-            saved = save_last_good(self._folder, self._state.model(), self.setting.group)
+            saved = save_last_good(self._folder, self._state.model(), self.parallel.group)
             raise type(error)(f"{error}; training stopped, {saved}") from None
         self.steps += 1
-        for rank, page in enumerate(pages):
-            for message in page.warnings:
+        self._report(committed)
+        return committed.result.loss
+
+    def _report(self, committed: CommittedStep) -> None:
+        """Report a step to the record and the callbacks."""
+        result, statuses = committed.result, committed.statuses
+        for rank, status in enumerate(statuses):
+            for message in status.warnings:
                 self.history.warn(rank, message, show=rank == self.world.rank)
-        self.history.step(result, [page.memory for page in pages])
-        if self.world.rank == 0 and (ranks := ranks_of(pages, step.times)):
-            self.history.write("timeline", step=result.step, ranks=ranks)
+        self.history.step(result, [status.memory for status in statuses])
+        if self.world.rank == 0 and (rows := timeline_rows(statuses, committed.times)):
+            self.history.write("timeline", step=result.step, ranks=rows)
+        if self._fingerprinter is not None and (session := check.current()) is not None:
+            session.commit(
+                self._fingerprinter, result.loss, self.digest(), self._optimization.local_state()
+            )
 
     def _agreeing(self, what: str) -> Agree:
         def agree(message: bytes, doing: str) -> list[bytes]:
-            return all_gather_bytes(message, f"{doing} {what}", self.setting.group)
+            return all_gather_bytes(message, f"{doing} {what}", self.parallel.group)
 
         return agree
 
@@ -464,5 +521,29 @@ def _next_number(group: dist.ProcessGroup | None) -> int:
     return number
 
 
-def _listed(callbacks: Any) -> list[Any]:
-    return [callbacks] if callable(callbacks) else list(callbacks)
+def _listeners(callbacks: Callback | Sequence[Callback]) -> tuple[list[Any], list[Any]]:
+    """Return what is called after every step, and after every epoch."""
+    given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    on_step, on_epoch = [], []
+    for each in given:
+        methods = getattr(each, "on_step", None), getattr(each, "on_epoch", None)
+        if methods == (None, None) and not callable(each):
+            raise UsageError(
+                f"callbacks: a {type(each).__name__} is neither a function of a StepResult nor an "
+                "object with a method on_step(result) or on_epoch(result)"
+            )
+        on_step += [methods[0] or each] if methods[0] or methods[1] is None else []
+        on_epoch += [methods[1]] if methods[1] else []
+    return on_step, on_epoch
+
+
+def _check_options(max_grad_norm: float | None, storage: str, pipeline: PipelineConfig) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise UsageError(f"max_grad_norm={max_grad_norm}: the largest norm is a positive number")
+    if storage not in get_args(Storage):
+        raise UsageError(f'storage is "replicated" or "shared", not {storage!r}')
+    if storage == "shared" and pipeline.stages > 1:
+        raise LayoutError(
+            'storage="shared" is for whole models: train without pipeline=, or with '
+            'storage="replicated"'
+        )

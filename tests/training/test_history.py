@@ -5,8 +5,8 @@ import json
 import pytest
 
 from lockstep.model.evaluation import Evaluation
-from lockstep.model.history import History, StepResult, rank_times
-from lockstep.model.ledger import Page
+from lockstep.training.history import History, StepResult, rank_times
+from lockstep.training.rank_status import RankStatus
 
 
 class Lines:
@@ -61,7 +61,7 @@ def test_the_line_of_an_epoch_waits_for_its_evaluation():
 
 
 def test_times_split_a_step_by_rank():
-    pages = [Page([], [], compute=2.0, data=1.0), Page([], [], compute=5.0, data=0.0)]
+    pages = [RankStatus(compute=2.0, data=1.0), RankStatus(compute=5.0, data=0.0)]
     slow_first = rank_times(pages, exchanged=2.5, reduced=1.0, updated=0.5)
     assert slow_first == [
         pytest.approx([2.5, 1.5, 2.0, 1.0]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,61 +17,78 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from lockstep.errors import UsageError
 from lockstep.model.description import Description, describe_object, describe_optimizer
 from lockstep.model.digest import optimizer_tensors
-from lockstep.model.sharded import Sharded
+from lockstep.training.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["Groups", "Optimization", "OptimizerFactory", "SchedulerFactory"]
+__all__ = [
+    "Optimization",
+    "OptimizerConfig",
+    "OptimizerFactory",
+    "ParameterGroups",
+    "SchedulerFactory",
+]
 
 OptimizerFactory = Callable[..., Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
-Groups = Callable[[str, nn.Parameter], Mapping[str, Any]]
-"""Gives the options of a parameter, such as {"weight_decay": 0.0}; equal ones form a group."""
+ParameterGroups = Callable[[str, nn.Parameter], Mapping[str, Any]]
+"""Returns the options of a parameter from its name and the parameter."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer with parameter groups and a learning-rate scheduler.
+
+    Attributes:
+        factory: Called with the parameters, or with a list of parameter groups, such as
+            `partial(torch.optim.SGD, lr=0.1)`. An optimizer class of your own that treats each
+            element of a parameter by itself may say so, for `storage="shared"`, by a class
+            attribute `lockstep_elementwise = True`.
+        parameter_groups: Returns the optimizer options of a parameter from its name and the
+            parameter, such as {"weight_decay": 0.0}; equal options form a group.
+        scheduler: A factory that is called with the optimizer.
+        scheduler_interval: Whether the scheduler steps after every "step" or every "epoch".
+    """
+
+    factory: OptimizerFactory
+    parameter_groups: ParameterGroups | None = None
+    scheduler: SchedulerFactory | None = None
+    scheduler_interval: Literal["step", "epoch"] = "step"
 
 
 class Optimization:
-    """What turns a gradient into new weights: the same element-wise work on every rank.
+    """Turns gradients into new weights: the same element-wise work on every rank.
 
-    Parameters:
-        module: the model.
-        optimizer: called with the parameters, or with a list of parameter groups.
-        groups: options by name and parameter; None for one group.
-        scheduler: called with the optimizer.
-        each: whether the schedule moves after every "step" or every "epoch".
-        decay: of the exponential moving average of the weights; None for no average.
+    Args:
+        module: The model.
+        config: The optimizer with its groups and scheduler.
+        ema_decay: The decay of the exponential moving average of the weights; None for none.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: OptimizerFactory,
-        groups: Groups | None,
-        scheduler: SchedulerFactory | None,
-        each: Literal["step", "epoch"],
-        decay: float | None,
-    ) -> None:
-        if isinstance(optimizer, Optimizer) or not callable(optimizer):
+    def __init__(self, module: nn.Module, config: OptimizerConfig, ema_decay: float | None) -> None:
+        factory, interval = config.factory, config.scheduler_interval
+        if isinstance(factory, Optimizer) or not callable(factory):
             raise UsageError(
                 "the optimizer is given as a factory, such as "
                 "partial(torch.optim.SGD, lr=0.1), not as an optimizer that exists already"
             )
-        if each not in ("step", "epoch"):
-            raise UsageError(f'scheduler_each is "step" or "epoch", not {each!r}')
-        if decay is not None and not 0 <= decay < 1:
-            raise UsageError(f"average={decay}: the decay of an average is from 0 to below 1")
-        self.optimizer = optimizer(_grouped(module.named_parameters(), groups))
+        if interval not in ("step", "epoch"):
+            raise UsageError(f'scheduler_interval is "step" or "epoch", not {interval!r}')
+        if ema_decay is not None and not 0 <= ema_decay < 1:
+            raise UsageError(f"ema_decay={ema_decay}: the decay of an average is in [0, 1)")
+        self.optimizer = factory(_grouped(module.named_parameters(), config.parameter_groups))
         if isinstance(self.optimizer, LBFGS):
             raise UsageError(
                 "LBFGS computes the loss several times a step, which a trainer cannot repeat; "
                 "choose an optimizer that steps once"
             )
         _check_fused(self.optimizer)
-        self.scheduler = scheduler(self.optimizer) if scheduler else None
+        self.scheduler = config.scheduler(self.optimizer) if config.scheduler else None
         self.average = (
-            AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay))
-            if decay is not None
+            AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))
+            if ema_decay is not None
             else None
         )
-        self._module, self._each = module, each
-        self.sharded: Sharded | None = None
+        self._module, self._interval = module, interval
+        self.sharded: ShardedOptimizer | None = None
 
     @property
     def rate(self) -> float:
@@ -85,7 +103,7 @@ class Optimization:
         return found | describe_object("scheduler", self.scheduler)
 
     @property
-    def keeper(self) -> Optimizer | Sharded:
+    def keeper(self) -> Optimizer | ShardedOptimizer:
         """What has the optimizer's state dict: the optimizer, or what holds its pieces together."""
         return self.sharded or self.optimizer
 
@@ -94,6 +112,25 @@ class Optimization:
         if self.sharded is not None:
             return self.sharded.tensors(names)
         return optimizer_tensors(self.optimizer, names)
+
+    def local_state(self) -> dict[str, Any]:
+        """Return the state of the parameters on this rank: "conv.weight/exp_avg", "/average"."""
+        names: dict[torch.Tensor, str] = {
+            each: name for name, each in self._module.named_parameters()
+        }
+        here = {name for each, name in names.items() if not each.is_meta}
+        found = {
+            name: value
+            for name, value in self.tensors(names).items()
+            if name.rpartition("/")[0] in here
+        }
+        if self.average is not None:
+            found |= {
+                f"{name}/average": parameter
+                for name, parameter in self.average.module.named_parameters()
+                if not parameter.is_meta
+            }
+        return found
 
     def step(self, about: str) -> None:
         """Step the optimizer, the average, and a schedule that moves each step.
@@ -106,12 +143,12 @@ class Optimization:
             self.sharded.step(about)
         if self.average is not None:
             self.average.update_parameters(self._module)
-        if self.scheduler is not None and self._each == "step":
+        if self.scheduler is not None and self._interval == "step":
             self.scheduler.step()
 
     def end_epoch(self, loss: float) -> None:
         """Move a schedule that moves each epoch; one that watches a plateau gets the loss."""
-        if self.scheduler is None or self._each != "epoch":
+        if self.scheduler is None or self._interval != "epoch":
             return
         with warnings.catch_warnings():
             # The optimizer has stepped, if only before the state was saved that this goes on from.
@@ -179,7 +216,7 @@ def _check_fused(optimizer: Optimizer) -> None:
 
 
 def _grouped(
-    parameters: Iterable[tuple[str, nn.Parameter]], groups: Groups | None
+    parameters: Iterable[tuple[str, nn.Parameter]], groups: ParameterGroups | None
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
     """Return the parameters, or groups of those with equal options in order of appearance."""
     if groups is None:

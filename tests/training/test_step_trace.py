@@ -1,4 +1,4 @@
-"""The watch: what a run with stages writes of its steps, and what it makes of spans."""
+"""The trace of steps: what a run with stages records, and how spans become rows."""
 
 from functools import partial
 from itertools import pairwise
@@ -8,38 +8,35 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.model.ledger import Page
-from lockstep.model.watch import Watch, ranks_of
+from lockstep.model.step_context import Span
 from lockstep.pipeline.replay import replay
 from lockstep.pipeline.schedules import Action, one_f_one_b
 from lockstep.record.reader import read_run
 from lockstep.record.timeline import read_timelines
 from lockstep.report.trace import find_transfers
+from lockstep.training.rank_status import RankStatus
+from lockstep.training.step_trace import StepTrace, span_row, timeline_rows
 
-PAGE = Page([], [], 0.0, 0.0)
 
-
-def test_the_first_ten_steps_and_every_hundredth_are_seen():
-    assert [step for step in range(350) if Watch().sees(step)] == [*range(10), 100, 200, 300]
+def test_the_first_ten_steps_and_every_hundredth_are_traced():
+    assert [step for step in range(350) if StepTrace().covers(step)] == [*range(10), 100, 200, 300]
 
 
 def test_a_span_begins_when_its_waiting_is_over():
-    spans = [
-        ("forward", 1, 5, 50.25, 51.0, 0.5, 3, 1024),
-        ("backward", 1, 5, 51.0, 52.0, 0.0, -1, 0),
-    ]
-    page = Watch(1000.0).noted(PAGE, 50.0, spans)
-    assert page.begun == 1050
-    assert page.spans == [
-        ["forward", 1, 5, 0.75, 1.0, 0.5, 3, 1024],
-        ["backward", 1, 5, 1.0, 2.0, 0.0, None, 0],
-    ]
+    waiting = Span("forward", 1, 5, 50.25, 51.0, 0.5, 3, 1024)
+    alone = Span("backward", 1, 5, 51.0, 52.0, 0.0, -1, 0)
+    assert span_row(waiting, 50.0) == ["forward", 1, 5, 0.75, 1.0, 0.5, 3, 1024]
+    assert span_row(alone, 50.0) == ["backward", 1, 5, 1.0, 2.0, 0.0, None, 0]
+
+
+def test_times_are_by_the_clock_of_rank_0():
+    assert StepTrace(offset=1000.0).rank0_time(50.0) == 1050.0
 
 
 def test_the_update_ends_together_on_all_ranks():
-    watch = Watch()
-    pages = [watch.noted(PAGE, begun, [("forward", 0, 0, 7, 8, 0, -1, 0)]) for begun in (6.0, 6.5)]
-    first, second = ranks_of(pages, (9.0, 10.0, 11.0))
+    row = span_row(Span("forward", 0, 0, 7, 8, 0, -1, 0), 6.0)
+    statuses = [RankStatus(spans=[row], begun=begun) for begun in (6.0, 6.5)]
+    first, second = timeline_rows(statuses, (9.0, 10.0, 11.0))
     assert [work[:5] for work in first["works"][1:]] == [
         ["reduce", None, None, 3, 4],
         ["update", None, None, 4, 5],
@@ -47,8 +44,8 @@ def test_the_update_ends_together_on_all_ranks():
     assert [work[3:5] for work in second["works"][1:]] == [[2.5, 3.5], [3.5, 4.5]]
 
 
-def test_a_step_that_is_not_seen_has_no_line():
-    assert ranks_of([PAGE, PAGE], (0.0, 0.0, 0.0)) == []
+def test_a_step_that_is_not_traced_has_no_line():
+    assert timeline_rows([RankStatus(), RankStatus()], (0.0, 0.0, 0.0)) == []
 
 
 def recorded(folder):
@@ -56,8 +53,11 @@ def recorded(folder):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     optimizer = partial(torch.optim.SGD, lr=0.1)
-    options = {"microbatches": 3, "stages": 2, "balance": [2, 2], "schedule": "1f1b"}
-    with ls.Trainer(model, nn.MSELoss(), optimizer, record=folder, **options) as trainer:
+    options = {
+        "microbatches": 3,
+        "pipeline": ls.PipelineConfig(stages=2, balance=[2, 2], schedule="1f1b"),
+    }
+    with ls.Trainer(model, nn.MSELoss(), optimizer, loggers=folder, **options) as trainer:
         for _ in range(12):
             trainer.step((torch.ones(6, 8), torch.ones(6, 8)))
 
@@ -65,7 +65,7 @@ def recorded(folder):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Return the record of a run on two ranks."""
-    folder = tmp_path_factory.mktemp("watch") / "run"
+    folder = tmp_path_factory.mktemp("trace") / "run"
 
     def rank():
         ls.init(timeout=60.0)

@@ -23,7 +23,7 @@ from torch import nn
 
 from lockstep.comm.exact import in_format_of
 from lockstep.pipeline.boundary import assembled, flattened
-from lockstep.pipeline.link import Receiver, Sender
+from lockstep.pipeline.p2p import Receiver, Sender
 
 __all__ = ["Tie", "ties_of", "without_hooks"]
 

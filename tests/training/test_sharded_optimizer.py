@@ -17,7 +17,7 @@ import lockstep as ls
 from lockstep.comm import backend as native
 from lockstep.comm.word import load, store
 from lockstep.errors import LayoutError, LossError, RankError, UsageError, WorkError
-from lockstep.model import versions
+from lockstep.training import versioned_parameters
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="not built")
 
@@ -90,8 +90,8 @@ def trained(name, shared, steps=3):
         nn.MSELoss(),
         optimizer,
         microbatches=4,
-        clip_norm=clip,
-        shared=shared,
+        max_grad_norm=clip,
+        storage="shared" if shared else "replicated",
     )
     losses = [trainer.step(rows((19, 16, 3)[step % 3], step)) for step in range(steps)]
     return trainer, losses
@@ -157,10 +157,17 @@ def labelled(samples=45):
     return TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=generator))
 
 
+CONFIG = {"parameter_groups", "scheduler", "scheduler_interval"}
+
+
 def trainer_of(shared, **options):
-    given = {"optimizer": partial(optim.AdamW, lr=0.01), "microbatches": 4} | options
+    config = {name: options.pop(name) for name in [*options] if name in CONFIG}
+    factory = options.pop("optimizer", partial(optim.AdamW, lr=0.01))
+    given = {"optimizer": ls.OptimizerConfig(factory, **config), "microbatches": 4} | options
     model = given.pop("model", None) or small()
-    return ls.Trainer(model, nn.CrossEntropyLoss(), shared=shared, **given)
+    return ls.Trainer(
+        model, nn.CrossEntropyLoss(), storage="shared" if shared else "replicated", **given
+    )
 
 
 def epochs(trainer, numbers):
@@ -170,28 +177,28 @@ def epochs(trainer, numbers):
 
 
 FEATURES = {
-    "groups": lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {"lr": 0.02},
+    "parameter_groups": lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {"lr": 0.02},
     "scheduler": partial(optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
-    "scheduler_each": "epoch",
-    "average": 0.9,
-    "clip_norm": 0.1,
+    "scheduler_interval": "epoch",
+    "ema_decay": 0.9,
+    "max_grad_norm": 0.1,
 }
 
 
 def features(shared, folder):
     """Train two epochs, half of the ranks' state from `folder` if it is there; tell everything."""
-    trainer = trainer_of(shared, **FEATURES, record=folder / "run" if folder else ())
+    trainer = trainer_of(shared, **FEATURES, loggers=folder / "run" if folder else ())
     epochs(trainer, [0])
     middle = trainer.state_dict()
     if folder is not None and dist.get_rank() == 0:
         torch.save(middle, folder / "middle")
     epochs(trainer, [1])
-    evaluation = trainer.evaluate(labelled(), 16, average=True)
+    evaluation = trainer.evaluate(labelled(), 16, ema=True)
     if folder is not None:
-        trainer.save(folder / "weights.safetensors")
+        trainer.save_weights(folder / "weights.safetensors")
     trainer.finish()
     rates = [group["lr"] for group in trainer.optimizer.param_groups]
-    average = ls.digest(trainer.average.state_dict())
+    average = ls.digest(trainer.ema_model.state_dict())
     told = trainer.digest(), trainer.optimizer_digest(), state_digest(trainer), average
     return *told, rates, evaluation.loss, trainer.history.last.loss
 
@@ -200,7 +207,7 @@ def resumed(shared, folder):
     trainer = trainer_of(shared, **FEATURES)
     trainer.load_state_dict(torch.load(folder / "middle", weights_only=False))
     epochs(trainer, [1])
-    average = ls.digest(trainer.average.state_dict())
+    average = ls.digest(trainer.ema_model.state_dict())
     return trainer.digest(), trainer.optimizer_digest(), state_digest(trainer), average
 
 
@@ -232,7 +239,11 @@ def test_there_is_one_copy_and_what_thaws_joins_it(ranks):
             seen.append(trainer.digest())
         aligned = {each.data_ptr() % 64 for each in trainer.model.parameters()}
         frozen_start = ls.Trainer(
-            nn.Linear(2, 2).requires_grad_(False), None, SGD, microbatches=4, shared=shared
+            nn.Linear(2, 2).requires_grad_(False),
+            None,
+            SGD,
+            microbatches=4,
+            storage="shared" if shared else "replicated",
         )
         return seen, trainer.optimizer_digest(), aligned == {0}, frozen_start.optimizer_digest()
 
@@ -265,9 +276,13 @@ class Signs(optim.Optimizer):
                 each -= group["lr"] * state["mean"].sign()
 
 
+class DeclaredSigns(Signs):
+    lockstep_elementwise = True
+
+
 def test_an_optimizer_of_ones_own_where_it_is_declared(ranks):
     def train(shared):
-        trainer = trainer_of(shared, optimizer=Signs, elementwise=True)
+        trainer = trainer_of(shared, optimizer=DeclaredSigns)
         epochs(trainer, [0])
         return trainer.digest(), trainer.optimizer_digest(), state_digest(trainer)
 
@@ -276,7 +291,7 @@ def test_an_optimizer_of_ones_own_where_it_is_declared(ranks):
 
 def test_an_error_of_the_optimizer_leaves_every_rank_as_before(ranks):
     def train():
-        trainer = trainer_of(True, optimizer=partial(Signs, fails_at=3), elementwise=True)
+        trainer = trainer_of(True, optimizer=partial(DeclaredSigns, fails_at=3))
         for _ in range(2):
             trainer.step(labelled(16).tensors)
         before = trainer.digest()
@@ -291,7 +306,7 @@ def test_an_error_of_the_optimizer_leaves_every_rank_as_before(ranks):
 
 def test_a_loss_that_is_no_number_leaves_the_last_good_weights(ranks, tmp_path):
     def train():
-        trainer = trainer_of(True, record=tmp_path / "run")
+        trainer = trainer_of(True, loggers=tmp_path / "run")
         inputs, targets = labelled(16).tensors
         trainer.step((inputs, targets))
         before = trainer.digest()
@@ -312,16 +327,18 @@ def test_what_cannot_be_shared_is_refused_by_name(ranks):
             {"optimizer": Signs},
         ):
             with pytest.raises(UsageError) as raised:
-                ls.Trainer(small(), nn.CrossEntropyLoss(), microbatches=4, shared=True, **options)
+                ls.Trainer(
+                    small(), nn.CrossEntropyLoss(), microbatches=4, storage="shared", **options
+                )
             told.append(str(raised.value))
-        with pytest.raises(LayoutError, match="shared=True is for whole models"):
-            trainer_of(True, stages=2)
+        with pytest.raises(LayoutError, match='storage="shared" is for whole models'):
+            trainer_of(True, pipeline=ls.PipelineConfig(stages=2))
         return told
 
     for told in ranks(refusals, 2):
         assert "Adafactor is not known" in told[0]
         assert "Signs is not known" in told[1]
-    with pytest.raises(RankError, match='shared=True needs the backend "lockstep"'):
+    with pytest.raises(RankError, match='storage="shared" needs the backend "lockstep"'):
         ranks(trainer_of, 2, True, backend="gloo")
 
 
@@ -336,9 +353,9 @@ POINTS = {
 
 def second_step_ended_at(point, how, folder):
     """Take one step, then another one in which rank 1 does `how` at `point`; note what is left."""
-    import lockstep.model.sharded as sharded
+    import lockstep.training.sharded_optimizer as sharded
 
-    trainer = trainer_of(True, clip_norm=0.1, model=small(1300))
+    trainer = trainer_of(True, max_grad_norm=0.1, model=small(1300))
     trainer.step(labelled(16).tensors)
     rank, passed, stored = dist.get_rank(), [], []
 
@@ -359,8 +376,8 @@ def second_step_ended_at(point, how, folder):
                 assert time.monotonic() < deadline, "the others did not prepare"
             how()
 
-    versions.reached = sharded.reached = reached
-    versions.store = noted
+    versioned_parameters.reached = sharded.reached = reached
+    versioned_parameters.store = noted
     told = ""
     try:
         trainer.step(labelled(16).tensors)
@@ -415,7 +432,7 @@ def digests():
 
     def alone():
         ls.init()
-        trainer = trainer_of(False, clip_norm=0.1, model=small(1300))
+        trainer = trainer_of(False, max_grad_norm=0.1, model=small(1300))
         found = {}
         for when in ("before", "after"):
             trainer.step(labelled(16).tensors)

@@ -15,7 +15,11 @@ def come_apart():
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     trainer = ls.Trainer(
-        model, F.cross_entropy, optimizer, microbatches=4, stages=2, balance=[1, 1]
+        model,
+        F.cross_entropy,
+        optimizer,
+        microbatches=4,
+        pipeline=ls.PipelineConfig(stages=2, balance=[1, 1]),
     )
     generator = torch.Generator().manual_seed(1)
     trainer.step((torch.randn(8, 4, generator=generator), torch.arange(8) % 3))

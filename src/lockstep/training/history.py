@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 from lockstep.model.evaluation import Evaluation
-from lockstep.model.ledger import Page
 from lockstep.record.loggers import Logger
 from lockstep.redaction import redact
+from lockstep.training.rank_status import RankStatus
 
-__all__ = ["EpochResult", "History", "StepResult", "rank_times"]
+__all__ = ["EpochResult", "History", "OnEpoch", "OnStep", "StepResult", "rank_times"]
 
 NUMBERS = ("step", "epoch", "timeline")  # lines that hold nothing but numbers
 
@@ -50,28 +50,42 @@ class EpochResult:
 
 
 def rank_times(
-    pages: Sequence[Page], exchanged: float, reduced: float, updated: float
+    statuses: Sequence[RankStatus], exchanged: float, reduced: float, updated: float
 ) -> list[list[float]]:
     """Return [compute, communication, waiting, data] of a step for every rank.
 
-    Ranks begin a step together, since the one before ended with an exchange. Each
-    says how long its data and its forward and backward took; the time until the
-    last of them arrived is waiting. What is left of this rank's time in the
-    exchange, and the sums after it, is communication, taken to be the same for all.
+    Ranks begin a step together, since the previous one ended with an exchange. Each
+    reports the time of its data and of its forward and backward; the time until the
+    last rank arrived is waiting. The rest of this rank's time in the exchange, and the
+    reduction after it, is communication, taken to be the same for all ranks.
     A stage also waits for its neighbours.
     """
-    arrivals = [page.data + page.compute + page.idle for page in pages]
+    arrivals = [each.data + each.compute + each.idle for each in statuses]
     last = max(arrivals)
     rows = []
-    for page, arrival in zip(pages, arrivals, strict=True):
+    for each, arrival in zip(statuses, arrivals, strict=True):
         waiting = last - arrival
-        communication = max(0.0, exchanged - waiting) + reduced if len(pages) > 1 else 0.0
-        rows.append([page.compute + updated, communication, waiting + page.idle, page.data])
+        communication = max(0.0, exchanged - waiting) + reduced if len(statuses) > 1 else 0.0
+        rows.append([each.compute + updated, communication, waiting + each.idle, each.data])
     return rows
 
 
+class OnStep(Protocol):
+    """A callback with a method for every step."""
+
+    def on_step(self, result: StepResult, /) -> None:
+        """Take in a step that was committed."""
+
+
+class OnEpoch(Protocol):
+    """A callback with a method for every epoch."""
+
+    def on_epoch(self, result: EpochResult, /) -> None:
+        """Take in an epoch whose last batch was trained."""
+
+
 class History:
-    """Collects steps into epochs, and tells callbacks and writers.
+    """Collects steps into epochs, and tells callbacks and loggers.
 
     An epoch's line waits for its evaluation: it is written when the next step,
     evaluation or the end comes.
@@ -79,11 +93,11 @@ class History:
 
     def __init__(
         self,
-        writers: Sequence[Logger],
+        loggers: Sequence[Logger],
         on_step: Iterable[Callable[[StepResult], None]],
         on_epoch: Iterable[Callable[[EpochResult], None]],
     ) -> None:
-        self.writers = list(writers)
+        self.loggers = list(loggers)
         self._on_step, self._on_epoch = list(on_step), list(on_epoch)
         self._open = _Sums()
         self._pending: EpochResult | None = None
@@ -93,15 +107,11 @@ class History:
         self.last: StepResult | None = None
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Give one line to every writer, without the secrets that it may hold."""
+        """Give one line to every logger, without the secrets that it may hold."""
         if kind not in NUMBERS:
             fields = redact(fields)
-        for writer in self.writers:
-            writer.write(kind, **fields)
-
-    def call_after_steps(self, callback: Callable[[StepResult], None]) -> None:
-        """Add a callback that is called after all others."""
-        self._on_step.append(callback)
+        for logger in self.loggers:
+            logger.write(kind, **fields)
 
     def step(self, result: StepResult, memory: Sequence[int]) -> None:
         """Take one step, and each rank's peak memory in bytes."""
@@ -110,7 +120,7 @@ class History:
         self._open.add(result)
         self.samples += result.samples
         self.last = result
-        if self.writers:
+        if self.loggers:
             self.write("step", **_without_none(vars(result)))
         for callback in self._on_step:
             callback(result)
@@ -157,7 +167,7 @@ class History:
     def flush(self) -> None:
         """Write the epoch's line, if one waits."""
         pending, self._pending = self._pending, None
-        if pending is not None and self.writers:
+        if pending is not None and self.loggers:
             self.write("epoch", **_without_none(asdict(pending)), memory_bytes=self._memory)
 
     def warn(self, rank: int, message: str, show: bool) -> None:
@@ -170,12 +180,12 @@ class History:
             self.write("warning", rank=rank, message=message)
 
     def close(self, **fields: Any) -> None:
-        """Write the last line and close the writers."""
+        """Write the last line and close the loggers."""
         self.flush()
         self.write("end", **_without_none(fields))
-        for writer in self.writers:
-            writer.close()
-        self.writers = []
+        for logger in self.loggers:
+            logger.close()
+        self.loggers = []
 
 
 @dataclass

@@ -10,46 +10,60 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.model.digest import digest
-from lockstep.model.optimization import Optimization
-from lockstep.model.parallel_context import Setting
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.pipeline.gather_state import whole_optimizer, whole_state
 from lockstep.pipeline.placement import Placement
-from lockstep.pipeline.whole import whole_optimizer, whole_state
+from lockstep.training.optimization import Optimization
+from lockstep.training.step import Executor
 
-__all__ = ["State"]
+__all__ = ["TrainingState"]
 
 AVERAGED = "module."
 """What torch puts in front of the names of averaged weights."""
 
 
-class State:
+class TrainingState:
     """Weights, buffers, their average and the optimizer's state.
 
     With stages a rank holds a part of each; then every method that returns something
     must be called on every rank.
     """
 
-    def __init__(self, module: nn.Module, optimization: Optimization, setting: Setting) -> None:
-        self.placement: Placement | None = None
-        self._module, self._optimization, self._setting = module, optimization, setting
-        self._device = setting.device
+    def __init__(
+        self,
+        module: nn.Module,
+        optimization: Optimization,
+        parallel: ParallelContext,
+        executor: Executor,
+    ) -> None:
+        self._module, self._optimization, self._parallel = module, optimization, parallel
+        self._executor = executor
+        self._device = parallel.device
         self._names: dict[torch.Tensor, str] = {
             tensor: name for name, tensor in module.named_parameters()
         }
 
-    def model(self, *, average: bool = False) -> dict[str, Any]:
+    @property
+    def placement(self) -> Placement | None:
+        """Which stages have which tensors; None while this rank has all of them."""
+        return self._executor.placement
+
+    def model(self, *, ema: bool = False) -> dict[str, Any]:
         """Return the state dict of the model, or of the averaged weights."""
-        module = self.averaged(average)
+        module = self.averaged(ema)
         state: dict[str, Any] = module.state_dict()
         if self.placement is None:
             return state
         return whole_state(state, self._source, self._device)
 
-    def averaged(self, average: bool = True) -> nn.Module:
+    def averaged(self, ema: bool = True) -> nn.Module:
         """Return the model, or the one with averaged weights; UsageError where there is none."""
-        if not average:
+        if not ema:
             return self._module
         if self._optimization.average is None:
-            raise UsageError("there is no average of the weights: give the trainer average=0.999")
+            raise UsageError(
+                "there is no average of the weights: pass ema_decay=0.999 to the trainer"
+            )
         return self._optimization.average.module
 
     def optimizer(self) -> dict[str, Any]:
@@ -65,7 +79,7 @@ class State:
         if average is None:
             return None
         return {"n_averaged": average.n_averaged} | {
-            AVERAGED + name: value for name, value in self.model(average=True).items()
+            AVERAGED + name: value for name, value in self.model(ema=True).items()
         }
 
     def buffers(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -73,7 +87,7 @@ class State:
 
         Returns:
             Tensors by buffer name: under "model" and "average" the non-persistent buffers,
-            under "loss" and "also[i]" all buffers of the loss and of each extra module.
+            under "loss" and "extra_modules[i]" all buffers of the loss and of each extra module.
         """
         found = self._unsaved_buffers()
         if self.placement is None:
@@ -82,7 +96,7 @@ class State:
             found[group] = whole_state(found[group], self._source, self._device)
         # The loss is computed, and its buffers are written, only on the ranks of the last stage.
         last = len(self.placement.cut.ranges) - 1
-        source = last % self._setting.stages
+        source = last % self._parallel.stages
         if last not in self.placement.stages:
             found["loss"] = {name: each.to("meta") for name, each in found["loss"].items()}
         found["loss"] = whole_state(found["loss"], lambda name: source, self._device)
@@ -132,7 +146,7 @@ class State:
             "loss": {},
         } | {
             name: dict(module.named_buffers())
-            for name, module in self._setting.extra_modules().items()
+            for name, module in self._parallel.other_modules().items()
         }
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Sharded: an optimizer that steps this rank's pieces of parameters that all ranks share.
+"""The sharded optimizer: one that steps this rank's pieces of parameters that all ranks share.
 
     the user's optimizer     params = [w, b]            as the factory made it: its groups,
                              params = [w[0:131072], ...]   options and schedule stay
@@ -26,13 +26,15 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from lockstep.comm.dense import in_format_of, in_layout_of, in_memory_order
-from lockstep.data_parallel.gradients import Gradients
+from lockstep.comm.dense import in_format_of, in_layout_of, in_memory_order, is_dense
+from lockstep.comm.native import native_backend
+from lockstep.data_parallel.gradients import BUCKET_BYTES, Gradients
 from lockstep.data_parallel.shards import PIECE, Piece, Shards
-from lockstep.errors import UsageError
-from lockstep.model.versions import Versions, allocate, reached
+from lockstep.errors import LayoutError, UsageError
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.training.versioned_parameters import Versions, allocate, reached
 
-__all__ = ["ELEMENTWISE", "Sharded", "require_elementwise"]
+__all__ = ["ELEMENTWISE", "ShardedOptimizer", "require_elementwise", "share_parameters"]
 
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD,
@@ -43,15 +45,15 @@ ELEMENTWISE = (
 NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 
-def require_elementwise(optimizer: Optimizer, declared: bool) -> None:
+def require_elementwise(optimizer: Optimizer) -> None:
     """Raise UsageError for an optimizer that may not be stepped piece by piece."""
-    if type(optimizer) in ELEMENTWISE or declared:
+    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "lockstep_elementwise", False):
         return
     name = type(optimizer).__name__
     raise UsageError(
         f"{name} is not known to treat each element of a parameter by itself, so it cannot step "
-        f"pieces of shared parameters: if it does, say elementwise=True beside shared=True, and "
-        f"otherwise train with shared=False"
+        f"pieces of shared parameters: if it does, set {name}.lockstep_elementwise = True, and "
+        'otherwise train with storage="replicated"'
     )
 
 
@@ -63,7 +65,7 @@ class _Entry:
     dtype: torch.dtype
 
 
-class Sharded:
+class ShardedOptimizer:
     """Steps `optimizer` on this rank's pieces of `parameters`; its params become the pieces.
 
     Made on every rank alike, before a schedule. Raises UsageError for an optimizer
@@ -94,7 +96,7 @@ class Sharded:
         self._places: dict[Piece, dict[str, torch.Tensor]] = {}  # of a piece's, views of homes
         self._pieces: dict[Piece, nn.Parameter] = {}  # this rank's
         self._in_group: list[list[nn.Parameter]] = [[] for _ in self._groups]
-        self._chunks: list[tuple[int, list[Piece]]] = []
+        self._stages_per_rank: list[tuple[int, list[Piece]]] = []
         self._known = 0  # of all ranks' pieces, those that have a place
         self._kept: dict[int, dict[str, Any]] = {}  # of parameters without pieces
         self.stepped: set[int] = set()  # those that the optimizer keeps something for
@@ -131,7 +133,7 @@ class Sharded:
     def _write(self, sums: Mapping[int, torch.Tensor]) -> None:
         groups = self._optimizer.param_groups
         try:
-            for group, pieces in self._chunks or [(0, [])]:
+            for group, pieces in self._stages_per_rank or [(0, [])]:
                 self._optimizer.param_groups = groups[group : group + 1]
                 self._write_chunk(groups[group], pieces, sums)
         finally:
@@ -201,7 +203,8 @@ class Sharded:
             return _Entry("number", NUMBERS[type(value)])
         raise UsageError(
             f"{type(self._optimizer).__name__} keeps {key!r} for each parameter, neither a value "
-            "for each element nor a number, so it cannot step pieces: train with shared=False"
+            "for each element nor a number, so it cannot step pieces: train with "
+            'storage="replicated"'
         )
 
     def _extend(self) -> None:
@@ -247,12 +250,12 @@ class Sharded:
         group = self._group_of[piece.index]
         self._pieces[piece] = nn.Parameter(now)
         self._in_group[group].append(self._pieces[piece])
-        last = self._chunks[-1] if self._chunks else (-1, [])
+        last = self._stages_per_rank[-1] if self._stages_per_rank else (-1, [])
         held = sum(each.stop - each.start for each in last[1])
         if last[0] == group and held + piece.stop - piece.start <= PIECE:
             last[1].append(piece)
         else:
-            self._chunks.append((group, [piece]))
+            self._stages_per_rank.append((group, [piece]))
 
     def _keep(self, piece: Piece) -> None:
         """Bring what the optimizer keeps for a piece to its place, unless it is there."""
@@ -262,7 +265,7 @@ class Sharded:
             if place is None:
                 raise UsageError(
                     f"{type(self._optimizer).__name__} began to keep {key!r} in the middle of the "
-                    "training, which cannot be shared: train with shared=False"
+                    'training, which cannot be shared: train with storage="replicated"'
                 )
             if value is place:
                 continue
@@ -351,3 +354,71 @@ class Sharded:
                     place.fill_(value)
                 kept = place.item() if entry.kind == "number" else place
                 self._optimizer.state[parameter][key] = kept
+
+
+# --- whether ranks can share ------------------------------------------------------------------
+
+ALIGNMENT = 64
+"""Bytes at which every tensor begins in shared memory, as in memory that torch allocates."""
+
+
+def share_parameters(
+    named: Sequence[tuple[str, nn.Parameter]],
+    modules: Sequence[nn.Module],
+    optimizer: Optimizer,
+    parallel: ParallelContext,
+) -> tuple[Gradients, ShardedOptimizer | None]:
+    """Let all ranks share the parameters, and shard the optimizer.
+
+    A rank that is alone shares with nobody.
+
+    Args:
+        named: The parameters with their names, the same on every rank.
+        modules: What a step calls: their backward hooks may look at `.grad`.
+        optimizer: Of these parameters.
+        parallel: The layout.
+
+    Returns:
+        The gradients of the parameters, reduced to this rank's shards; and the sharded
+        optimizer, None for a rank that is alone.
+
+    Raises:
+        LayoutError: The ranks have no memory in common, or a parameter lies in memory in a
+            way that shared memory does not keep.
+        UsageError: The optimizer cannot step pieces.
+    """
+    require_elementwise(optimizer)
+    if parallel.replicas == 1:
+        return Gradients(named, parallel.group, modules=modules), None
+    for name, parameter in named:
+        if native_backend(parameter.device, parameter.dtype, parallel.group) is None:
+            raise LayoutError(
+                f'storage="shared" needs the backend "lockstep", whose ranks are on one host, and '
+                f"floating parameters on the CPU; {name} ({parameter.dtype} on {parameter.device}) "
+                f'is not served by it here: train with storage="replicated"'
+            )
+        _require_plain_layout(name, parameter)
+    parameters = [parameter for _, parameter in named]
+    numels, dtypes = [each.numel() for each in parameters], [each.dtype for each in parameters]
+    shards = Shards(numels, dtypes, parallel.replicas, BUCKET_BYTES)
+    shards.cover([n for n, each in enumerate(parameters) if each.requires_grad])
+    gradients = Gradients(named, parallel.group, shards, modules)
+    with torch.no_grad():
+        sharded = ShardedOptimizer(optimizer, parameters, gradients, shards, parallel.group)
+    return gradients, sharded
+
+
+def _require_plain_layout(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a parameter whose strides or alignment would change in shared memory.
+
+    Kernels choose their path by both, so its results could have other bits there.
+    """
+    dense = is_dense(parameter)
+    if dense and parameter.data_ptr() % ALIGNMENT == 0:
+        return
+    how = "does not begin on a 64-byte boundary" if dense else "has gaps between its elements"
+    raise LayoutError(
+        f"{name} {how}, because it is a view of another tensor; in shared memory it would lie "
+        f"otherwise, which may change the bits: make it a tensor of its own with "
+        f'torch.nn.Parameter({name}.detach().clone()), or train with storage="replicated"'
+    )

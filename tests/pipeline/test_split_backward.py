@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.pipeline.graph_entry import Entry
-from lockstep.pipeline.splitting import Split, splittable
+from lockstep.pipeline.split_backward import Split, splittable
 
 
 class Residual(nn.Module):

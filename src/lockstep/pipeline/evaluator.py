@@ -26,13 +26,13 @@ from lockstep.pipeline.placement import Placement
 from lockstep.pipeline.stage import StageInput, first_input
 from lockstep.randomness import isolated
 
-__all__ = ["Stream"]
+__all__ = ["PipelineEvaluator"]
 
 EVALUATION = 1 << 62
 """What the pages of an evaluation's batches are numbered from; no attempt gets so far."""
 
 
-class Stream:
+class PipelineEvaluator:
     """One evaluation of `model` (the trained one, or a copy of it) through the stages here."""
 
     def __init__(
@@ -44,13 +44,13 @@ class Stream:
         seed: int,
     ) -> None:
         self._model, self._pipeline, self._metrics = model, pipeline, metrics
-        self._setting = pipeline.setting
+        self._parallel = pipeline.parallel
         self._blocks = {s: placement.named(model, s) for s in pipeline.stages}
         self._units = {s: placement.units(model, s, seed) for s in pipeline.stages}
         self._buffers = {s: Buffers(self._modules(s)) for s in pipeline.stages}
         self._rows: list[Row] = []
         self._sent: list[tuple[str, Departure]] = []
-        self._place = f"rank {self._setting.rank}, an evaluation"
+        self._place = f"rank {self._parallel.rank}, an evaluation"
 
     def run(self, batches: Iterable[Batch]) -> Evaluation:
         """Go through all batches, and combine what all ranks found."""
@@ -67,7 +67,7 @@ class Stream:
             with suppress(RuntimeError):
                 self._pipeline.fail(failure, EVALUATION)
         try:
-            return combined(self._rows, self._setting, failure)
+            return combined(self._rows, self._parallel, failure)
         except StoppedError:
             self._pipeline.connect()
             if failed is not None and not isinstance(failed, StoppedError):
@@ -76,12 +76,12 @@ class Stream:
 
     def _modules(self, stage: int) -> dict[str, nn.Module]:
         last = stage == self._pipeline.last
-        return self._blocks[stage] | (self._setting.loss_module() if last else {})
+        return self._blocks[stage] | (self._parallel.loss_module() if last else {})
 
     def _run(self, batches: Iterable[Batch]) -> None:
         with ExitStack() as stack:
             stack.enter_context(evaluating(self._model))
-            stack.enter_context(isolated(self._setting.device, everything=True))
+            stack.enter_context(isolated(self._parallel.device, everything=True))
             for units in self._units.values():
                 stack.enter_context(units.hooked())
             for number, batch in enumerate(batches):
@@ -100,19 +100,19 @@ class Stream:
                 outputs.drain(left=len(batch.microbatches))  # never far ahead of the next stage
 
     def _forward(self, stage: int, number: int, microbatch: Microbatch, more: bool) -> None:
-        setting, ends, leaf = self._setting, self._pipeline.ends[stage], microbatch.index
-        rank = setting.rank
+        parallel, ends, leaf = self._parallel, self._pipeline.ends[stage], microbatch.index
+        rank = parallel.rank
         place = f"rank {rank}, stage {stage}, evaluation batch {number}, micro-batch {leaf}"
         self._place = place
         if ends.inputs is None:
-            given = first_input(microbatch, setting, place)
+            given = first_input(microbatch, parallel, place)
         else:
             pattern, tensors = ends.inputs.receive(EVALUATION + number, leaf, more)
             arrival = Arrival.of(pattern, tensors)
             given = StageInput(assembled(pattern, tensors), arrival, ends.inputs.draws)
         units, inspection = self._units[stage], self._pipeline.stages[stage].inspection
         units.begin(-1 - number, leaf, given.draws.call)
-        with self._buffers[stage].untouched(), setting.autocast():
+        with self._buffers[stage].untouched(), parallel.autocast():
             blocks = list(self._blocks[stage].values())
             value, others = inspection.composed(blocks, given.data, place, given.draws.others)
             draws = Draws(units.last_call, others)
@@ -125,7 +125,7 @@ class Stream:
                 pattern, tensors = inspection.handed_on(value, blocks, given.arrival, place)
         units.pause()
         if ends.outputs is None:
-            self._rows.append(row(setting, microbatch, loss, metrics, place))
+            self._rows.append(row(parallel, microbatch, loss, metrics, place))
         else:
             ends.outputs.send(pattern, tensors, EVALUATION + number, leaf, draws)
             self._sent.append((place, Departure(tensors)))
@@ -133,7 +133,7 @@ class Stream:
     def _measured(
         self, outputs: Any, microbatch: Microbatch, place: str
     ) -> tuple[Any, dict[str, Any]]:
-        if self._setting.loss is None:
+        if self._parallel.loss is None:
             return own_loss(outputs, place), {}
-        targets = parts(self._setting.moved(microbatch.data), place)[1]
-        return measured(self._setting.loss, self._metrics, outputs, targets, place)
+        targets = parts(self._parallel.moved(microbatch.data), place)[1]
+        return measured(self._parallel.loss, self._metrics, outputs, targets, place)

@@ -1,0 +1,292 @@
+"""The context of one step on this rank: what is computed, and what came of it.
+
+    Trainer          begins an attempt            ─┐
+    executor         computes the micro-batches    ├─> one StepContext, filled from top to bottom
+    training.step    reads what was computed      ─┘
+
+An executor is handed the context and writes its results into it; it knows nothing of what
+happens to them afterwards.
+
+A step that fails is repeated under its own number, so the step's number alone cannot tell
+these ranks apart. The number of the attempt can, and every exchange of a step compares it:
+
+             step 0      step 1      step 2      step 2
+    rank 0   attempt 0   attempt 1   attempt 2 . . . . .  waits for the gradients of the others
+    rank 1   attempt 0   attempt 1   attempt 2   attempt 3
+                                     raised, and the loop continued with the next batch
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.transfer import all_gather_bytes
+from lockstep.data.consistency import require_same_batch
+from lockstep.data.microbatch import Batch, Microbatch, split_evenly
+from lockstep.errors import LossError
+from lockstep.model.fingerprinter import Fingerprinter
+from lockstep.model.forward import check_scalar
+from lockstep.model.loss_weight import ignored_targets, is_sum, shares
+from lockstep.model.parallel_context import ParallelContext
+
+__all__ = ["Attempt", "ComputedMicrobatch", "MicrobatchResult", "Span", "StepContext", "StepLabel"]
+
+
+@dataclass
+class Attempt:
+    """One attempt at a step of a trainer, on this rank.
+
+    Attributes:
+        trainer: The number of the trainer in the world, from 0.
+        step: The number of the step, from 0; counts finished steps only.
+        number: The number of the attempt, from 0; counts all attempts.
+        previous_failure: How the previous attempt failed on this rank, or "".
+        failure: How this attempt failed on this rank, or "".
+    """
+
+    trainer: int
+    step: int
+    number: int
+    previous_failure: str = ""
+    failure: str = ""
+
+    def following(self, step: int) -> Attempt:
+        """Return the next attempt, at step `step`."""
+        return Attempt(self.trainer, step, self.number + 1, previous_failure=self.failure)
+
+    def fail(self, error: BaseException) -> None:
+        """Remember that this attempt raised `error`."""
+        first = (str(error).splitlines() or [""])[0]
+        self.failure = (
+            f"attempt {self.number}, at step {self.step}, raised {type(error).__name__}: {first}"
+        )
+
+    def __str__(self) -> str:
+        """Return the description that every exchange of the attempt compares."""
+        return f"in step {self.step} of trainer {self.trainer} (attempt {self.number})"
+
+
+@dataclass(frozen=True)
+class StepLabel:
+    """What must be the same on all ranks that take a step together.
+
+    Attributes:
+        step: The number of the step.
+        about: The attempt and the shape of its batch, in words.
+        batch: Which batch this rank trains on; see `lockstep.data.consistency`.
+        remark: How the previous attempt failed on this rank, for messages.
+    """
+
+    step: int
+    about: str
+    batch: str
+    remark: str
+
+    def require_same(self, group: dist.ProcessGroup | None) -> None:
+        """Compare the labels of all ranks.
+
+        Raises:
+            DisagreementError: On every rank, where they differ.
+        """
+        labels = all_gather_bytes(self.batch.encode(), self.about, group, self.remark)
+        require_same_batch([each.decode() for each in labels], self.step)
+
+
+@dataclass(frozen=True)
+class MicrobatchResult:
+    """One micro-batch: its size, its share of the batch's loss, its loss (not scaled), metrics."""
+
+    leaf: int
+    size: int
+    share: float
+    loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class ComputedMicrobatch:
+    """A micro-batch whose losses and metrics are still tensors."""
+
+    microbatch: Microbatch
+    share: float
+    losses: list[torch.Tensor] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def result(self) -> MicrobatchResult:
+        """Return its numbers; waits for the device."""
+        loss = sum(float(loss) for loss in self.losses)
+        metrics = {name: float(value) for name, value in self.metrics.items()}
+        return MicrobatchResult(
+            self.microbatch.index, self.microbatch.size, self.share, loss, metrics
+        )
+
+
+class Span(NamedTuple):
+    """One action of a pipeline stage, for the timeline.
+
+    Attributes:
+        kind: "forward", "backward", "input" or "weight".
+        stage: The number of the stage.
+        microbatch: The number of the micro-batch.
+        begin: Start, by `time.perf_counter`, in seconds.
+        end: End, by the same clock.
+        waited: Seconds after `begin` that it waited for another rank.
+        source: That rank; -1 for none.
+        received: Bytes that came from it.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    begin: float
+    end: float
+    waited: float
+    source: int
+    received: int
+
+
+@dataclass
+class StepContext:
+    """One attempt at an optimizer step on this rank.
+
+    Attributes:
+        attempt: Which one.
+        parallel: The layout, the loss and the arithmetic.
+        fingerprinter: Records what the step computes, under `lockstep check`.
+        is_traced: Whether the executor keeps spans.
+        batch: This rank's part of the batch, once it is known.
+        shares: The share of the loss of each micro-batch that is computed, on all ranks.
+        samples: The samples of these micro-batches.
+        computed: The micro-batches that this rank has computed.
+        spans: When it worked on what, with stages.
+        warnings: Sentences for the record.
+        idle: Seconds that a stage waited for its neighbours.
+        failure: What stops the step on every rank, as a sentence; "" for nothing.
+        error: What a stage of this rank raised; the step ends on every rank.
+        stopped: The same as a sentence with its place, or that of the stage that caused it.
+    """
+
+    attempt: Attempt
+    parallel: ParallelContext
+    fingerprinter: Fingerprinter | None = None
+    is_traced: bool = False
+    batch: Batch | None = None
+    shares: dict[int, float] = field(default_factory=dict)
+    samples: int = 0
+    computed: list[ComputedMicrobatch] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    idle: float = 0.0
+    failure: str = ""
+    error: Exception | None = None
+    stopped: str = ""
+    begun: float = field(default_factory=time.perf_counter)
+
+    @property
+    def number(self) -> int:
+        """The number of the step."""
+        return self.attempt.step
+
+    @property
+    def label(self) -> StepLabel:
+        """What must be the same on all ranks; needs the batch."""
+        batch, attempt = self._batch(), self.attempt
+        about = f"{attempt}, with a batch of {batch.size} samples in {batch.leaves} micro-batches"
+        return StepLabel(attempt.step, about, batch.identity.pack(), attempt.previous_failure)
+
+    def place(self, microbatch: int) -> str:
+        """Return the rank, the step and the micro-batch, for messages."""
+        return self.parallel.place(self.number, microbatch)
+
+    def start(self, batch: Any) -> Batch:
+        """Take the batch of the step, and compute the shares of its micro-batches.
+
+        A collective call where micro-batches have weights.
+
+        Args:
+            batch: This rank's part of a batch, or a whole batch of tensors, which is cut.
+
+        Raises:
+            LossError: The weights of the micro-batches cannot be computed, or sum to 0.
+        """
+        self.batch = self.parallel.cut(batch)
+        if self.fingerprinter is not None:
+            self.fingerprinter.record_data(self.batch)
+        self.shares, self.samples = self._shares(self.batch)
+        return self.batch
+
+    def check_loss(self, loss: torch.Tensor, place: str) -> None:
+        """Raise LossError unless `loss` is a scalar that backward can start from."""
+        check_scalar(loss, place)
+        if not loss.requires_grad:
+            raise LossError(
+                f"{place}: the loss depends on no trainable parameter; either all parameters are "
+                "frozen, or the loss was computed under torch.no_grad()"
+            )
+
+    def _batch(self) -> Batch:
+        assert self.batch is not None, "the step has no batch yet"
+        return self.batch
+
+    def _shares(self, batch: Batch) -> tuple[dict[int, float], int]:
+        parallel = self.parallel
+        sizes = {
+            leaf: len(span) for leaf, span in enumerate(split_evenly(batch.size, batch.leaves))
+        }
+        if is_sum(parallel.loss):
+            return dict.fromkeys(sizes, 1.0), batch.size
+        if parallel.loss_weight is None:
+            self._warn_of_ignored_targets(batch)
+            return {leaf: size / batch.size for leaf, size in sizes.items()}, batch.size
+        mine = {
+            each.index: self._weight(each)
+            for each in batch.microbatches
+            if each.data is not None  # inner stages have no data
+        }
+        weights = self._gather_weights(mine)
+        if not sum(weights.values()) > 0:
+            raise LossError(
+                f"rank {parallel.rank}, step {self.number}: the weights of the batch's "
+                f"{batch.leaves} micro-batches sum to {sum(weights.values())}; does every sample "
+                "of the batch have its target ignored?"
+            )
+        found = shares(weights)
+        return found, sum(sizes[leaf] for leaf in found)
+
+    def _gather_weights(self, mine: Mapping[int, float]) -> dict[int, float]:
+        """Return the weights of all micro-batches, in leaf order, on every rank."""
+        text = ",".join(f"{leaf}:{weight.hex()}" for leaf, weight in mine.items())
+        label = self.label
+        messages = all_gather_bytes(
+            text.encode(), f"weighing {label.about}", self.parallel.group, label.remark
+        )
+        pairs = [
+            pair.split(":") for message in messages for pair in message.decode().split(",") if pair
+        ]
+        return {int(leaf): float.fromhex(weight) for leaf, weight in pairs}
+
+    def _weight(self, microbatch: Microbatch) -> float:
+        assert self.parallel.loss_weight is not None
+        try:
+            return float(self.parallel.loss_weight(microbatch.data))
+        except Exception as error:
+            raise LossError(
+                f"{self.place(microbatch.index)}: the weight of the micro-batch could not be "
+                f"computed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _warn_of_ignored_targets(self, batch: Batch) -> None:
+        for each in batch.microbatches:
+            if ignored_targets(self.parallel.loss, each.data):
+                self.warnings.append(
+                    f"{self.place(each.index)}: the loss ignores some targets, so its mean is not "
+                    "a mean over samples, and the gradient is not that of the whole batch; pass "
+                    "weight=lockstep.target_weight(loss) to the trainer"
+                )
+                return

@@ -1,0 +1,235 @@
+"""The micro-batches of this rank, forward and backward, one after another, on a whole model.
+
+    with trainer.manual_step() as step:
+        for inputs, targets in step.microbatches(batch):
+            loss = loss_function(model(inputs), targets)
+            step.backward(loss)
+
+    before micro-batch m    fresh buffers, generators seeded with (seed, step, m)
+    backward                the loss scaled by the micro-batch's share
+    after it                gradients become leaf m of the tree, buffers are set aside
+
+`trainer.step(batch)` runs the same loop with the trainer's own model and loss.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from lockstep.data_parallel.gradients import Gradients
+from lockstep.errors import UsageError
+from lockstep.model.activation_checkpointing import Recomputation
+from lockstep.model.buffers import Buffers
+from lockstep.model.step_context import ComputedMicrobatch, StepContext
+from lockstep.model.units import Units
+
+__all__ = ["ManualStep", "MicrobatchLoop"]
+
+
+class MicrobatchLoop:
+    """The loop of one step; use it as `ManualStep` describes."""
+
+    def __init__(
+        self,
+        step: StepContext,
+        units: Units,
+        buffers: Buffers,
+        gradients: Gradients,
+        recomputation: Recomputation,
+    ) -> None:
+        self.step = step
+        self.buffers, self.gradients = buffers, gradients
+        self._units, self._recomputation = units, recomputation
+        self._iteration: Iterator[Any] | None = None
+        self._current: ComputedMicrobatch | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a batch was given and each of its micro-batches computed."""
+        return self.step.batch is not None and self._current is None
+
+    @property
+    def position(self) -> tuple[int, int] | None:
+        """The micro-batch that is being computed, and its stage: the only one."""
+        return (self._current.microbatch.index, 0) if self._current else None
+
+    @property
+    def place(self) -> str:
+        """Rank, step and micro-batch, for messages."""
+        return self.step.place(self._current.microbatch.index if self._current else 0)
+
+    def microbatches(self, batch: Any) -> Iterator[Any]:
+        """Yield the data of this rank's micro-batches, one after another."""
+        if self._iteration is not None:
+            raise UsageError("one step takes one batch: begin another step for the next batch")
+        self._iteration = self._microbatches(batch)
+        return self._iteration
+
+    def _microbatches(self, batch: Any) -> Iterator[Any]:
+        step, parallel = self.step, self.step.parallel
+        batch = step.start(batch)
+        compare = partial(step.label.require_same, parallel.group)
+        self.gradients.begin(batch.leaves, compare)
+        for microbatch in batch.microbatches:
+            leaf = microbatch.index
+            if leaf not in step.shares:
+                self.gradients.skip(leaf)
+                continue
+            self._current = ComputedMicrobatch(microbatch, step.shares[leaf])
+            self.buffers.enter()
+            self._units.begin(step.number, leaf)
+            data = parallel.moved(microbatch.data)
+            with parallel.autocast():
+                yield data
+            if not self._current.losses:
+                raise UsageError(f"{step.place(leaf)}: step.backward(loss) was not called")
+            self.buffers.leave(leaf, microbatch.size / step.samples)
+            self.gradients.take(leaf)
+            step.computed.append(self._current)
+            self._current = None
+        self.gradients.launch()
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        retain_graph: bool = False,
+        final: bool = False,
+    ) -> None:
+        """Run backward from the loss of the current micro-batch."""
+        if self._current is None:
+            raise UsageError(
+                "call step.backward(loss) inside the loop over step.microbatches(batch)"
+            )
+        self.step.check_loss(loss, self.place)
+        self._current.losses.append(loss.detach())
+        self._current.metrics.update(metrics or {})
+        with torch.autocast(self.step.parallel.device.type, enabled=False):
+            scaled = loss * self._current.share
+            watched = self._watched(scaled) if final else nullcontext()
+            with watched, self._recomputation.told():
+                scaled.backward(retain_graph=retain_graph)
+
+    def close(self, error: BaseException | None) -> None:
+        """Leave the loop; an error in a micro-batch gets a note that names it."""
+        if isinstance(self._iteration, Generator):
+            self._iteration.close()  # leaves autocast, even if the user keeps the generator
+        if error is not None and self._current is not None:
+            error.add_note(f"in {self.place}")
+        self.step.failure = self.gradients.arrival.late()
+
+    def _watched(self, loss: torch.Tensor) -> AbstractContextManager[None]:
+        """Return a context that launches buckets early, in this rank's last micro-batch."""
+        assert self.step.batch is not None
+        assert self._current is not None
+        leaf = self._current.microbatch.index
+        if not self.gradients.eager or leaf != self.step.batch.microbatches[-1].index:
+            return nullcontext()
+        return self.gradients.arrival.watch(loss, leaf)
+
+
+class ManualStep:
+    """One optimizer step whose micro-batches a loop of the user's own computes.
+
+    Returned by `Trainer.manual_step`. Use it in a `with` statement; on exit the step is
+    finished on every rank. An exception inside leaves weights and buffers unchanged.
+    """
+
+    def __init__(self, opened: AbstractContextManager[MicrobatchLoop]) -> None:
+        self._opened = opened
+        self._loop: MicrobatchLoop | None = None
+        self._was_entered = False
+
+    def __del__(self) -> None:
+        """Warn of a step that was never taken."""
+        if not self._was_entered:
+            warnings.warn(
+                "trainer.manual_step() was called, but its context was never entered, so no step "
+                "was taken: write `with trainer.manual_step() as step:`",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> ManualStep:
+        """Begin the step."""
+        self._was_entered = True
+        self._loop = self._opened.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        """Finish the step, or undo it after an exception."""
+        self._loop = None
+        return self._opened.__exit__(kind, error, traceback)
+
+    def microbatches(self, batch: Any) -> Iterator[Any]:
+        """Yield the data of this rank's micro-batches, one after another.
+
+        Call `backward` for each micro-batch before requesting the next one.
+
+        Args:
+            batch: From `Trainer.batches`, or a whole global batch of tensors, the same on
+                every rank, which is cut here.
+
+        Raises:
+            UsageError: The step has a batch already, or its context was not entered.
+        """
+        return self._entered().microbatches(batch)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        retain_graph: bool = False,
+        final: bool = False,
+    ) -> None:
+        """Run backward from the loss of the current micro-batch.
+
+        May be called several times for one micro-batch: the losses add up.
+
+        Args:
+            loss: A scalar, the mean over the samples of the micro-batch.
+            metrics: Means over the samples of the micro-batch, for the record.
+            retain_graph: As of `torch.Tensor.backward`.
+            final: States that this is the only backward of the micro-batch. On the backend
+                "lockstep" the gradients of the last micro-batch are then exchanged while
+                it runs.
+
+        Raises:
+            LossError: The loss is not a scalar that depends on a trainable parameter.
+            UsageError: No micro-batch is being computed.
+        """
+        self._entered().backward(loss, metrics=metrics, retain_graph=retain_graph, final=final)
+
+    @property
+    def number(self) -> int:
+        """The number of the step, from 0."""
+        return self._entered().step.number
+
+    @property
+    def place(self) -> str:
+        """Rank, step and micro-batch, for messages."""
+        return self._entered().place
+
+    def _entered(self) -> MicrobatchLoop:
+        if self._loop is None:
+            state = "has ended" if self._was_entered else "was not entered"
+            self._was_entered = True  # said once is enough
+            raise UsageError(
+                f"the context of trainer.manual_step() {state}: write "
+                "`with trainer.manual_step() as step:` and use step inside"
+            )
+        return self._loop

@@ -1,0 +1,135 @@
+"""The status of a rank in a step: what the ranks report to each other, in one small message.
+
+Each rank reports on the micro-batches that it computed; then every rank holds the status of
+all and draws the same conclusions: the loss, whether it is finite, the metrics, which buffers
+to merge. The messages are JSON: floats keep every bit, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import add
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.tree import total
+from lockstep.model.buffers import Finding
+from lockstep.model.step_context import MicrobatchResult, StepLabel
+
+__all__ = [
+    "RankStatus",
+    "exchange",
+    "find_non_finite",
+    "mean_metrics",
+    "peak_memory",
+    "total_loss",
+]
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What one rank reports of its part of a step.
+
+    Attributes:
+        microbatches: The results of the micro-batches that it computed.
+        buffers: What it found in the buffers of each part of the model that it holds: the
+            whole model, or its stages.
+        compute: Seconds of forward and backward.
+        data: Seconds of loading the batch.
+        memory: Peak resident memory in bytes.
+        gradients: The parameters of each part that have a gradient here, as a bit mask in hex.
+        warnings: Sentences for the record.
+        failure: What stops the step on every rank; "" for nothing.
+        side_effect: What forward wrote that no rank may write: it stops the step, too.
+        weights: A hash of the parameters and buffers before the step, where it was checked.
+        settings: A hash of the settings of the step; see `lockstep.training.live_settings`.
+        stopped: Why a stage could not continue, with its place.
+        idle: Seconds that a stage waited for its neighbours; not part of `compute`.
+        spans: When the rank worked on what, as in the record, where the step is traced.
+        begun: When the step began, by rank 0's clock; only with `spans`.
+        batch: Which batch the rank trained on; see `lockstep.data.consistency`.
+    """
+
+    microbatches: list[MicrobatchResult] = field(default_factory=list)
+    buffers: list[list[Finding]] = field(default_factory=list)
+    compute: float = 0.0
+    data: float = 0.0
+    memory: int = 0
+    gradients: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    failure: str = ""
+    side_effect: str = ""
+    weights: str = ""
+    settings: str = ""
+    stopped: str = ""
+    idle: float = 0.0
+    spans: list[list[Any]] = field(default_factory=list)
+    begun: float = 0.0
+    batch: str = ""
+
+
+def exchange(
+    status: RankStatus, label: StepLabel, group: dist.ProcessGroup | None = None
+) -> list[RankStatus]:
+    """Return the status of every rank, in rank order.
+
+    Raises:
+        DisagreementError: Ranks take different steps.
+    """
+    message = json.dumps(vars(status), default=vars).encode()
+    messages = all_gather_bytes(message, label.about, group, label.remark)
+    return [_read(message) for message in messages]
+
+
+def peak_memory() -> int:
+    """Return the peak resident memory of this process in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _read(message: bytes) -> RankStatus:
+    content = json.loads(message)
+    content["microbatches"] = [MicrobatchResult(**each) for each in content["microbatches"]]
+    return RankStatus(**content)
+
+
+def _microbatches(statuses: Iterable[RankStatus]) -> list[MicrobatchResult]:
+    found = (each for status in statuses for each in status.microbatches)
+    return sorted(found, key=lambda each: each.leaf)
+
+
+def find_non_finite(statuses: Sequence[RankStatus]) -> tuple[int, MicrobatchResult] | None:
+    """Return (rank, micro-batch) of the first loss that is NaN or infinite, if any."""
+    found = [
+        (each.leaf, rank, each)
+        for rank, status in enumerate(statuses)
+        for each in status.microbatches
+        if not math.isfinite(each.loss)
+    ]
+    return min(found)[1:] if found else None
+
+
+def total_loss(statuses: Iterable[RankStatus], leaves: int) -> float:
+    """Return the batch's loss: each micro-batch's by its share, added in float64 along the tree."""
+    terms = dict.fromkeys(((leaf, leaf + 1) for leaf in range(leaves)), 0.0)
+    for each in _microbatches(statuses):
+        terms[each.leaf, each.leaf + 1] = each.loss * each.share
+    return total(terms, leaves, add)
+
+
+def mean_metrics(statuses: Iterable[RankStatus]) -> dict[str, float]:
+    """Return each metric's mean over the samples of the micro-batches that reported it."""
+    results = _microbatches(statuses)
+    names = dict.fromkeys(name for each in results for name in each.metrics)
+    return {
+        name: math.fsum(each.metrics[name] * each.size for each in results if name in each.metrics)
+        / sum(each.size for each in results if name in each.metrics)
+        for name in names
+    }

@@ -1,0 +1,345 @@
+"""One optimizer step, from top to bottom; every rank takes it with the same outcome.
+
+(1) compute     this rank's micro-batches                 executor: whole model, or stages
+(2) exchange    the status of every rank                  rank_status
+(3) check       may the step go on? nothing has changed so far
+(4) reduce      gradients along the tree, over the ranks
+(5) clip        by the norm of the whole gradient, which must be finite too
+(6) merge       buffers
+(7) update      the optimizer, the average of the weights, the schedule: the step is committed
+
+An exception before (7) leaves parameters, buffers and optimizer state as they were.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.tree import Node, nodes_of
+from lockstep.data.consistency import require_same_batch
+from lockstep.data.microbatch import Batch, split_evenly
+from lockstep.data_parallel import gradient_norm
+from lockstep.data_parallel.gradients import Gradients
+from lockstep.errors import GradientError, LossError, StateError, StoppedError, UsageError
+from lockstep.model.buffers import Buffers
+from lockstep.model.compilation import static_shapes
+from lockstep.model.evaluation import Evaluation
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.side_effects import SideEffects, require_same_weights
+from lockstep.model.step_context import StepContext
+from lockstep.pipeline.placement import Placement
+from lockstep.training.history import StepResult, rank_times
+from lockstep.training.live_settings import LiveSettings
+from lockstep.training.optimization import Optimization
+from lockstep.training.rank_status import (
+    RankStatus,
+    exchange,
+    find_non_finite,
+    mean_metrics,
+    peak_memory,
+    total_loss,
+)
+from lockstep.training.step_trace import StepTrace, span_row
+
+__all__ = ["CommittedStep", "Executor", "OptimizerStep"]
+
+
+class Executor(Protocol):
+    """Computes the micro-batches of a step: on a whole model, or through pipeline stages."""
+
+    @property
+    def side_effects(self) -> SideEffects:
+        """What forward may write besides its result."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters that this rank updates."""
+
+    @property
+    def owned_parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters whose norm this rank counts."""
+
+    @property
+    def placement(self) -> Placement | None:
+        """Which stages have which tensors; None while this rank has all of them."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every micro-batch of the current step has been computed."""
+
+    def prepare(self, batch: Batch) -> None:
+        """Get ready for the first step, whose batch is given."""
+
+    def open(self, step: StepContext) -> AbstractContextManager[Any]:
+        """Return the context in which a step is computed; it yields what a loop calls."""
+
+    def compute(self, step: StepContext, batch: Any) -> None:
+        """Compute this rank's part of a batch inside that context."""
+
+    def parts(self) -> Sequence[tuple[Gradients, Buffers]]:
+        """Return gradients and buffers of each part of the model on this rank."""
+
+    def position(self) -> tuple[int, int] | None:
+        """Return the micro-batch and the stage that are being computed; None between them."""
+
+    def broadcast_tied_gradients(self, attempt: int) -> None:
+        """Give the sums of parameters on several stages to all of them."""
+
+    def reset(self) -> None:
+        """Get ready for another attempt after a failed one."""
+
+    def evaluate(self, model: nn.Module | None, batches: Iterable[Batch]) -> Evaluation:
+        """Return the evaluation of the model, or of a copy of it with other weights."""
+
+
+@dataclass(frozen=True)
+class CommittedStep:
+    """What a finished step leaves: its result, the status of every rank, and rank 0's times.
+
+    `times` are `time.perf_counter` seconds: statuses exchanged, gradients reduced, optimizer
+    done.
+    """
+
+    result: StepResult
+    statuses: Sequence[RankStatus]
+    times: tuple[float, float, float]
+
+
+@dataclass
+class OptimizerStep:
+    """Takes the steps of one trainer.
+
+    Attributes:
+        parallel: The layout, the loss and the arithmetic.
+        executor: Computes the micro-batches.
+        optimization: Turns gradients into new weights.
+        settings: The settings that ranks compare in every step.
+        max_grad_norm: The largest 2-norm of the whole gradient; None for no limit.
+        trace: Keeps the spans of some steps; None where nothing is recorded.
+    """
+
+    parallel: ParallelContext
+    executor: Executor
+    optimization: Optimization
+    settings: LiveSettings
+    max_grad_norm: float | None = None
+    trace: StepTrace | None = None
+
+    def compute(self, step: StepContext, batch: Any) -> None:
+        """Do (1) with the trainer's own loss."""
+        batch = self.parallel.cut(batch)
+        self.executor.prepare(batch)
+        with self.computing(step):
+            self.executor.compute(step, batch)
+
+    @contextmanager
+    def computing(self, step: StepContext) -> Iterator[Any]:
+        """Compute (1) in the body; after an exception, buffers and gradients are as before."""
+        step.begun = time.perf_counter()
+        step.is_traced = self.trace is not None and self.trace.covers(step.number)
+        if torch.get_num_threads() != self.parallel.threads:
+            torch.set_num_threads(self.parallel.threads)
+        self.executor.side_effects.begin(step.number)
+        has_failed = True
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(static_shapes())
+                loop = stack.enter_context(self.executor.open(step))
+                if step.fingerprinter is not None:
+                    position = self.executor.position
+                    stack.enter_context(step.fingerprinter.recording(step.number, position))
+                yield loop
+            has_failed = step.error is not None
+        finally:
+            for gradients, buffers in self.executor.parts():
+                buffers.restore()
+                if has_failed:
+                    gradients.clear()
+
+    def finish(self, step: StepContext) -> CommittedStep:
+        """Do (2) to (7) after the micro-batches were computed.
+
+        Raises:
+            LossError: On every rank, where a loss is not finite.
+            GradientError: On every rank, where the norm of the gradient is not finite.
+            StateError: On every rank, where forward wrote what no rank may write.
+            DisagreementError: On every rank, where ranks take different steps.
+        """
+        try:
+            return self._finish(step)
+        except Exception:
+            self.executor.reset()
+            raise
+
+    def _finish(self, step: StepContext) -> CommittedStep:
+        status = self._status(step)
+        begun = time.perf_counter()
+        statuses = exchange(status, step.label, self.parallel.group)
+        exchanged = time.perf_counter()
+        self._check(step, statuses)
+        self._reduce(step, statuses)
+        norm = self._clip(step)
+        with self._restored_buffers():
+            self._merge_buffers(step, statuses)
+            reduced = time.perf_counter()
+            rate = self.optimization.rate
+            self.optimization.step(step.label.about)
+        updated = time.perf_counter()
+        assert step.batch is not None
+        result = StepResult(
+            step=step.number,
+            epoch=step.batch.epoch,
+            loss=total_loss(statuses, step.batch.leaves),
+            samples=step.batch.size,
+            metrics=mean_metrics(statuses),
+            lr=rate,
+            seconds=status.data + status.compute + status.idle + updated - begun,
+            ranks=rank_times(statuses, exchanged - begun, reduced - exchanged, updated - reduced),
+            norm=norm,
+        )
+        return CommittedStep(result, statuses, (exchanged, reduced, updated))
+
+    # --- (2) exchange --------------------------------------------------------------------------
+
+    def _status(self, step: StepContext) -> RankStatus:
+        """Return what this rank has to report of its micro-batches, or of its failure."""
+        settings = self.settings.finish()
+        if step.stopped:
+            return RankStatus(stopped=step.stopped, batch=step.label.batch, settings=settings)
+        if step.batch is None or not self.executor.is_complete:
+            raise UsageError(
+                "the step was left before its last micro-batch: iterate over all of "
+                "step.microbatches(batch) inside `with trainer.manual_step() as step`"
+            )
+        compute = time.perf_counter() - step.begun - step.idle
+        effects = self.executor.side_effects
+        effects.finish()
+        place = f"rank {self.parallel.rank}, step {step.number}"
+        side_effect, weights = effects.failure, effects.summary
+        if step.fingerprinter is not None:  # lockstep check continues, to compare the layouts
+            step.fingerprinter.record_refusal(side_effect)
+            side_effect = weights = ""
+        is_alone = self.parallel.replicas == 1
+        return RankStatus(
+            microbatches=[each.result() for each in step.computed],
+            buffers=[buffers.findings(is_alone) for _, buffers in self.executor.parts()],
+            compute=compute,
+            data=step.batch.seconds,
+            memory=peak_memory(),
+            gradients=[gradients.present() for gradients, _ in self.executor.parts()],
+            warnings=[*step.warnings, *(f"{place}: {each}" for each in effects.warnings)],
+            failure=step.failure,
+            side_effect=side_effect,
+            weights=weights,
+            settings=settings,
+            idle=step.idle,
+            batch=step.label.batch,
+            spans=[span_row(span, step.begun) for span in step.spans],
+            begun=self.trace.rank0_time(step.begun) if self.trace and step.is_traced else 0.0,
+        )
+
+    # --- (3) check -----------------------------------------------------------------------------
+
+    def _check(self, step: StepContext, statuses: Sequence[RankStatus]) -> None:
+        """Raise, on every rank alike, the reason why the step cannot go on."""
+        require_same_batch([status.batch for status in statuses], step.number)
+        if step.error is not None and not isinstance(step.error, StoppedError):
+            raise step.error
+        for rank, status in enumerate(statuses):
+            if status.stopped:
+                raise StoppedError(f"rank {self.parallel.rank} stopped because {status.stopped}")
+            if status.failure:
+                raise GradientError(f"rank {rank}, step {step.number}: {status.failure}")
+            if status.side_effect:
+                raise StateError(f"rank {rank}, step {step.number}: {status.side_effect}")
+        if len({status.settings for status in statuses}) > 1:
+            self.settings.require_same(step.number)
+        stages = self.parallel.stages
+        if any(len({each.weights for each in statuses[n::stages]}) > 1 for n in range(stages)):
+            checksums = self.executor.side_effects.checksums()
+            require_same_weights(checksums, step.label.about, self.parallel.group)
+        if (found := find_non_finite(statuses)) is not None:
+            rank, microbatch = found
+            place = f"rank {rank}, step {step.number}, micro-batch {microbatch.leaf}"
+            raise LossError(f"{place}: the loss is {microbatch.loss}")
+
+    # --- (4) reduce and (5) clip ---------------------------------------------------------------
+
+    def _reduce(self, step: StepContext, statuses: Sequence[RankStatus]) -> None:
+        """Leave the sums over all micro-batches in `.grad`."""
+        nodes, peers = self._nodes(step), self._peers(statuses)
+        for number, (gradients, _) in enumerate(self.executor.parts()):
+            gradients.reduce(nodes, [each.gradients[number] for each in peers])
+        self.executor.broadcast_tied_gradients(step.attempt.number)
+        if step.fingerprinter is not None:
+            losses = {each.leaf: each.loss for each in statuses[self.parallel.rank].microbatches}
+            step.fingerprinter.record_reduction(losses)
+
+    def _clip(self, step: StepContext) -> float:
+        """Scale the gradients down to the limit, and return their norm before."""
+        sharded = self.optimization.sharded
+        if sharded is not None:
+            present = sharded.own()
+            squares = gradient_norm.squares(present)
+        else:
+            present = [each.grad for each in self.executor.parameters if each.grad is not None]
+            owned = [each.grad for each in self.executor.owned_parameters if each.grad is not None]
+            squares = gradient_norm.squares(owned, self.parallel.replica, self.parallel.replicas)
+        sums = array("d", gradient_norm.partial(squares)).tobytes()
+        about = f"at the norm of the gradient {step.label.about}"
+        messages = all_gather_bytes(sums, about, self.parallel.group)
+        norm = gradient_norm.norm(each for message in messages for each in array("d", message))
+        gradient_norm.scale(present, norm, self.max_grad_norm)
+        if not math.isfinite(norm):
+            raise GradientError(f"step {step.number}: the norm of the gradient is {norm}")
+        return norm
+
+    # --- (6) merge -----------------------------------------------------------------------------
+
+    def _merge_buffers(self, step: StepContext, statuses: Sequence[RankStatus]) -> None:
+        assert step.batch is not None
+        nodes, peers = self._nodes(step), self._peers(statuses)
+        for number, (_, buffers) in enumerate(self.executor.parts()):
+            findings = [each.buffers[number] for each in peers]
+            buffers.merge(findings, nodes, step.batch.leaves, self.parallel.peers)
+
+    @contextmanager
+    def _restored_buffers(self) -> Iterator[None]:
+        """Restore the buffers if the body fails and shared parameters were not committed."""
+        sharded = self.optimization.sharded
+        if sharded is None:
+            yield
+            return
+        sharded.versions.committed = False
+        before = [
+            (tensor, tensor.clone())
+            for _, buffers in self.executor.parts()
+            for tensor in buffers.tensors()
+        ]
+        try:
+            yield
+        except BaseException:
+            if not sharded.versions.committed:
+                for tensor, kept in before:
+                    tensor.copy_(kept)
+            raise
+
+    def _nodes(self, step: StepContext) -> list[list[Node]]:
+        """Return the nodes of the tree that each replica holds."""
+        assert step.batch is not None
+        leaves = step.batch.leaves
+        return [nodes_of(span, leaves) for span in split_evenly(leaves, self.parallel.replicas)]
+
+    def _peers(self, statuses: Sequence[RankStatus]) -> Sequence[RankStatus]:
+        """Return the statuses of the ranks with the same stages as this one."""
+        return statuses[self.parallel.position :: self.parallel.stages]

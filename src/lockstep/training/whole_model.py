@@ -1,0 +1,112 @@
+"""The executor of a model that is whole on every rank: micro-batches one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lockstep.data.microbatch import Batch
+from lockstep.data_parallel.gradients import Gradients
+from lockstep.model.buffers import Buffers
+from lockstep.model.evaluation import Evaluation, evaluate
+from lockstep.model.forward import Metric, forward
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.side_effects import SideEffects
+from lockstep.model.step_context import StepContext
+from lockstep.model.units import Units, units_of
+from lockstep.pipeline.placement import Placement
+from lockstep.training.microbatch_loop import MicrobatchLoop
+
+__all__ = ["WholeModelExecutor"]
+
+
+class WholeModelExecutor:
+    """Computes steps and evaluations on a whole model.
+
+    Args:
+        parallel: The layout.
+        called: What a step calls: the `module` itself, or what compiled it.
+        module: The model.
+        gradients: Those of its parameters.
+        blocks: The names of its blocks, the units of its random numbers.
+        metrics: Functions of (outputs, targets) by name.
+        seed: The seed of all random numbers.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelContext,
+        called: nn.Module,
+        module: nn.Module,
+        gradients: Gradients,
+        blocks: Sequence[str],
+        metrics: Mapping[str, Metric],
+        seed: int,
+    ) -> None:
+        self._parallel, self._called, self._module = parallel, called, module
+        self._gradients, self._blocks = gradients, blocks
+        self._metrics, self._seed = metrics, seed
+        self._units = Units(units_of(called, blocks), called, seed, parallel.device)
+        self._recomputation = parallel.recomputation(
+            {name: called.get_submodule(name) for name in blocks}
+        )
+        self._loop: MicrobatchLoop | None = None
+        self.side_effects = SideEffects(parallel.modules_with(module))
+        self.parameters = list(module.parameters())
+        self.owned_parameters = self.parameters
+        self.placement: Placement | None = None
+
+    def parts(self) -> list[tuple[Gradients, Buffers]]:
+        """Return gradients and buffers of the model in the current step."""
+        return [] if self._loop is None else [(self._loop.gradients, self._loop.buffers)]
+
+    def prepare(self, batch: Batch) -> None:
+        """Do nothing: a whole model can be called at once."""
+
+    @contextmanager
+    def open(self, step: StepContext) -> Iterator[MicrobatchLoop]:
+        """Seed the generators while the body computes a step."""
+        self._loop = None
+        buffers = Buffers(self._parallel.modules_with(self._module))
+        loop = MicrobatchLoop(step, self._units, buffers, self._gradients, self._recomputation)
+        self._loop = loop
+        with self._units.seeded(), self._recomputation.active(buffers):
+            try:
+                yield loop
+            except BaseException as error:
+                loop.close(error)
+                raise
+            loop.close(None)
+
+    def compute(self, step: StepContext, batch: Any) -> None:
+        """Compute every micro-batch of this rank with the trainer's loss."""
+        assert self._loop is not None
+        loop = self._loop
+        for data in loop.microbatches(batch):
+            loss, metrics = forward(
+                self._called, self._parallel.loss, self._metrics, data, loop.place
+            )
+            loop.backward(loss, metrics=metrics, final=True)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every micro-batch of the current step has been computed."""
+        return self._loop is not None and self._loop.is_complete
+
+    def position(self) -> tuple[int, int] | None:
+        """Return the micro-batch and the stage that are being computed; None between them."""
+        return None if self._loop is None else self._loop.position
+
+    def broadcast_tied_gradients(self, attempt: int) -> None:
+        """Do nothing: no parameter is on several stages."""
+
+    def reset(self) -> None:
+        """Do nothing: no messages are left after a failed step."""
+
+    def evaluate(self, model: nn.Module | None, batches: Iterable[Batch]) -> Evaluation:
+        """Return the evaluation of the model, or of a copy of it with other weights."""
+        called = self._called if model is None else model
+        return evaluate(called, batches, self._parallel, self._metrics, self._seed, self._blocks)
