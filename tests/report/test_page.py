@@ -10,8 +10,7 @@ from playwright.sync_api import sync_playwright
 import records
 from lockstep.formatting import format_number
 from lockstep.record.reader import read_run
-from lockstep.report.axes import Axis
-from lockstep.report.chart import Chart, Curve, Series
+from lockstep.report.chart import Axis, Chart, Curve, Series
 from lockstep.report.comparison import compare_runs, comparison_html
 from lockstep.report.page import draw_panel
 from lockstep.report.run_report import report_html

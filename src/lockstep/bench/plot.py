@@ -19,7 +19,7 @@ from lockstep.bench.runners import CopyRunner
 from lockstep.bench.sizes import format_size
 from lockstep.errors import FileError, UsageError
 from lockstep.formatting import format_bytes, format_duration
-from lockstep.report.axes import Axis, log_axis
+from lockstep.report.chart import Axis, log_axis
 from lockstep.report.picture import Area, Dot, Label, Line, Picture, Point, text_width
 
 __all__ = ["check_format", "draw", "save"]

@@ -20,8 +20,8 @@ import jinja2
 import numpy as np
 
 from lockstep.formatting import format_bytes, format_duration, format_percent
-from lockstep.report.axes import Axis, Column, Tick
-from lockstep.report.chart import Chart, Series
+from lockstep.record.columns import Column
+from lockstep.report.chart import Axis, Chart, Series, Tick
 
 __all__ = ["Panel", "Stroke", "draw_panel", "render_template"]
 

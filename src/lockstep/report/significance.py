@@ -19,13 +19,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from lockstep.record.columns import Column
 from lockstep.record.reader import Run
 
 __all__ = ["Significance", "StepTimes", "autocorrelation_time", "compare_speeds", "step_times"]
 
-Column = npt.NDArray[np.float64]
 
 WARMUP_FRACTION = 0.05  # of the steps, which are dropped
 MAX_WARMUP_STEPS = 20

@@ -14,11 +14,11 @@ import itertools
 import numpy as np
 
 from lockstep.formatting import format_duration, format_percent
+from lockstep.record.columns import Column
 from lockstep.record.reader import Run
 from lockstep.record.recorder import TIME_CATEGORIES
-from lockstep.report.axes import Axis, Column
 from lockstep.report.breakdown import time_by_rank, time_shares
-from lockstep.report.chart import Chart, Series, run_charts
+from lockstep.report.chart import Axis, Chart, Series, run_charts
 from lockstep.report.picture import Area, Box, Dot, Label, Line, Picture, Point, text_width
 from lockstep.report.summary import Summary, summarize
 from lockstep.report.summary_text import STATE_NAMES, headline, state_sentence

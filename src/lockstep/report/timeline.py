@@ -17,7 +17,7 @@ from rich.text import Text
 
 from lockstep.formatting import format_duration
 from lockstep.record.timeline import KIND_NAMES, Span, Timeline, longest_duration
-from lockstep.report.axes import Axis, Tick, linear_axis
+from lockstep.report.chart import Axis, Tick, linear_axis
 from lockstep.report.picture import Box, Label, Picture, text_width
 from lockstep.report.terminal import UNLIMITED, terminal_width
 
