@@ -33,7 +33,7 @@ def test_all_good(checks):
         "good  torch            2.13\n"
         "note  cores            2\n"
         "                       -> be patient\n"
-        "\nAll checks passed.\n"
+        "\nNo check failed.\n"
     )
     assert "\nnote  cores: 2\n" in done.output
     assert done.output.endswith("\n```\n")

@@ -11,11 +11,10 @@ from lockstep.errors import RankError
 from lockstep.report import doctor
 from lockstep.report.checks import (
     Requirements,
-    backends,
     bad,
+    communication,
     good,
     machine,
-    network,
     note,
     software,
 )
@@ -64,7 +63,7 @@ def test_the_issue_block_has_all_results_and_no_secrets(monkeypatch):
 
 
 def test_two_ranks_all_reduce_with_gloo():
-    found = backends.check_backend("gloo")
+    found = communication.check_backend("gloo")
     assert found.verdict == "good"
     assert found.what.startswith("all-reduce on 2 ranks: 4 MiB in ")
 
@@ -74,29 +73,29 @@ def test_a_failing_backend_is_bad_with_its_reason(monkeypatch):
         raise RankError("rank 1 was killed by SIGKILL")
 
     monkeypatch.setattr("lockstep.launcher.launch.launch", launch)
-    found = backends.check_backend("gloo")
+    found = communication.check_backend("gloo")
     assert (found.verdict, found.what) == ("bad", "2 ranks fail: rank 1 was killed by SIGKILL")
 
 
 def test_a_backend_with_wrong_results_is_bad(monkeypatch):
-    answers = [backends.AllReduceResult(0, 0.1, 0.1), backends.AllReduceResult(3, 0.1, 0.1)]
+    answers = [communication.AllReduceResult(wrong, 0.1, 0.1) for wrong in (0, 3)]
     monkeypatch.setattr("lockstep.launcher.launch.launch", lambda *a, **o: answers)
-    assert "3 elements are wrong" in backends.check_backend("gloo").what
+    assert "3 elements are wrong" in communication.check_backend("gloo").what
 
 
 def test_backends_of_other_packages_are_checked(monkeypatch):
     import torch.distributed as dist
 
     monkeypatch.setattr(dist.Backend, "backend_list", ["undefined", "gloo", "mine"])
-    assert backends.available_backends() == ["gloo", "mine"]
+    assert communication.available_backends() == ["gloo", "mine"]
 
 
 def test_simultaneous_ranks_are_measured(monkeypatch):
-    assert only(backends.check_ranks_at_once).subject == "ranks at once"
+    assert only(machine.check_ranks_at_once).subject == "ranks at once"
     rates = iter([[100.0], [55.0, 90.0]])
     monkeypatch.setattr("lockstep.launcher.launch.launch", lambda *a, **o: next(rates))
-    monkeypatch.setattr("lockstep.record.environment.count_usable_cores", lambda: 2)
-    found = only(backends.check_ranks_at_once)
+    monkeypatch.setattr(machine, "count_usable_cores", lambda: 2)
+    found = only(machine.check_ranks_at_once)
     assert found.verdict == "note"
     assert "each at 55.0% of the speed of one rank alone" in found.what
 
@@ -181,8 +180,8 @@ def test_the_clock_is_measured():
 
 
 def test_a_host_name_of_another_machine_is_noted(monkeypatch):
-    monkeypatch.setattr(network.socket, "gethostname", lambda: "192.0.2.1")  # never ours
-    found = only(network.check_host_name)
+    monkeypatch.setattr(communication.socket, "gethostname", lambda: "192.0.2.1")  # never ours
+    found = only(communication.check_host_name)
     assert found.verdict == "note"
     assert "192.0.2.1, which is not this machine" in found.what
 
@@ -191,8 +190,8 @@ def test_an_unresolvable_host_name_is_noted(monkeypatch):
     def getaddrinfo(name, port):
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(network.socket, "getaddrinfo", getaddrinfo)
-    assert "cannot be resolved" in only(network.check_host_name).what
+    monkeypatch.setattr(communication.socket, "getaddrinfo", getaddrinfo)
+    assert "cannot be resolved" in only(communication.check_host_name).what
 
 
 @pytest.mark.parametrize(
@@ -207,31 +206,31 @@ def test_an_unresolvable_host_name_is_noted(monkeypatch):
 )
 def test_a_selected_interface_must_be_up(monkeypatch, variable, value, verdict):
     monkeypatch.setenv(variable, value)
-    assert only(network.check_interfaces).verdict == verdict
+    assert only(communication.check_interfaces).verdict == verdict
 
 
 def test_a_used_master_port_is_noted(monkeypatch):
-    assert only(network.check_ports).verdict == "good"
+    assert only(communication.check_ports).verdict == "good"
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-        assert only(network.check_ports).verdict == "note"
+        assert only(communication.check_ports).verdict == "note"
 
 
 def test_a_refusing_loopback_interface_is_bad(monkeypatch):
-    assert only(network.check_loopback).verdict in ("good", "note")
+    assert only(communication.check_loopback).verdict in ("good", "note")
 
     def create_connection(*args, **options):
         raise ConnectionRefusedError(111, "Connection refused")
 
-    monkeypatch.setattr(network.socket, "create_connection", create_connection)
-    assert only(network.check_ports).verdict == "bad"
-    assert only(network.check_loopback).verdict == "bad"
+    monkeypatch.setattr(communication.socket, "create_connection", create_connection)
+    assert only(communication.check_ports).verdict == "bad"
+    assert only(communication.check_loopback).verdict == "bad"
 
 
 def test_contradicting_variables_are_bad(monkeypatch):
-    assert only(network.check_environment).verdict == "good"
+    assert only(communication.check_environment).verdict == "good"
     monkeypatch.setenv("RANK", "1")
-    found = only(network.check_environment)
+    found = only(communication.check_environment)
     assert found.verdict == "bad"
     assert "WORLD_SIZE" in found.what
 

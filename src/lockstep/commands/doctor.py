@@ -71,6 +71,6 @@ def show_progress(name: str, quiet: bool) -> None:
 def conclusion(num_failed: int) -> str:
     """Return the sentence about all checks."""
     if not num_failed:
-        return "All checks passed."
+        return "No check failed."
     checks = "One check" if num_failed == 1 else f"{num_failed} checks"
     return f"{checks} failed: see 'bad' above."

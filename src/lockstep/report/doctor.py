@@ -20,10 +20,9 @@ from lockstep.redaction import redact
 from lockstep.report.checks import (
     CheckResult,
     Requirements,
-    backends,
     bad,
+    communication,
     machine,
-    network,
     software,
 )
 from lockstep.report.markdown import fenced_block
@@ -36,7 +35,7 @@ Check = Callable[[Requirements], Iterable[CheckResult]]
 CHECKS: dict[str, Check] = {
     "python": software.check_python,
     "torch": software.check_torch,
-    "environment": network.check_environment,
+    "environment": communication.check_environment,
     "cores": machine.check_cores,
     "micro-batches": machine.check_microbatches,
     "memory": machine.check_memory,
@@ -45,15 +44,15 @@ CHECKS: dict[str, Check] = {
     "disk": machine.check_disk,
     "open files": machine.check_open_files,
     "clock": machine.check_clock,
-    "host name": network.check_host_name,
-    "interface": network.check_interfaces,
-    "ports": network.check_ports,
-    "loopback": network.check_loopback,
+    "host name": communication.check_host_name,
+    "interface": communication.check_interfaces,
+    "ports": communication.check_ports,
+    "loopback": communication.check_loopback,
     "compiler": software.check_compiler,
     "gpu": software.check_gpus,
     "mpi": software.check_mpi,
-    "backends": backends.check_backends,
-    "ranks at once": backends.check_ranks_at_once,
+    "backends": communication.check_backends,
+    "ranks at once": machine.check_ranks_at_once,
 }
 
 

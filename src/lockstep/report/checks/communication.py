@@ -1,4 +1,4 @@
-"""Checks of the network on one host: environment, host name, interfaces, ports, loopback."""
+"""Checks of communication: environment, host name, interfaces, ports, loopback, backends."""
 
 from __future__ import annotations
 
@@ -9,15 +9,29 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from lockstep.comm import backend as native
 from lockstep.errors import LockstepError
 from lockstep.formatting import format_bytes, format_duration
 from lockstep.report.checks import CheckResult, Requirements, bad, good, note
 
-__all__ = ["check_environment", "check_host_name", "check_interfaces", "check_loopback"]
-__all__ += ["check_ports"]
+if TYPE_CHECKING:
+    import torch
 
-TIMEOUT = 10.0  # seconds for each socket operation
+__all__ = [
+    "available_backends",
+    "check_backend",
+    "check_backends",
+    "check_environment",
+    "check_host_name",
+    "check_interfaces",
+    "check_loopback",
+    "check_ports",
+]
+
+SOCKET_TIMEOUT = 10.0  # seconds for each socket operation
 TRANSFER_BYTES = 64 << 20
 NUM_ROUND_TRIPS = 200
 
@@ -71,9 +85,9 @@ def check_ports(requirements: Requirements) -> Iterator[CheckResult]:
     """Check that a port of the loopback interface can be opened and connected to."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(TIMEOUT)
+            server.settimeout(SOCKET_TIMEOUT)
             port = server.getsockname()[1]
-            with socket.create_connection(("127.0.0.1", port), TIMEOUT):
+            with socket.create_connection(("127.0.0.1", port), SOCKET_TIMEOUT):
                 server.accept()[0].close()
     except OSError as error:
         yield bad(
@@ -114,10 +128,10 @@ def _measure_loopback() -> tuple[float, float]:
     """Return the bytes per second in one direction, and the median round-trip time in seconds."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        ours = stack.enter_context(socket.create_connection(server.getsockname(), TIMEOUT))
+        ours = stack.enter_context(socket.create_connection(server.getsockname(), SOCKET_TIMEOUT))
         theirs = stack.enter_context(server.accept()[0])
         for end in (ours, theirs):
-            end.settimeout(TIMEOUT)
+            end.settimeout(SOCKET_TIMEOUT)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         echo = threading.Thread(target=_answer, args=(theirs,))
         echo.start()
@@ -174,3 +188,107 @@ def check_environment(requirements: Requirements) -> Iterator[CheckResult]:
         yield note("environment", f"this process is rank {found.rank} of {found.world_size}")
     else:
         yield good("environment", "this process is not part of a group of ranks")
+
+
+RANKS_TIMEOUT = 60.0  # seconds for two ranks to start, reduce and end
+NUM_ELEMENTS = 1 << 20  # 4 MiB of float32
+
+
+def available_backends() -> list[str]:
+    """Return the names of the backends that two ranks on this host can use.
+
+    These are torch's backends and those that other packages registered.
+    """
+    import torch
+    import torch.distributed as dist
+
+    found = ["gloo"] if dist.is_gloo_available() else []
+    if dist.is_nccl_available() and torch.cuda.is_available() and torch.cuda.device_count() > 1:
+        found.append("nccl")
+    known = {"undefined", "fake", "gloo", "nccl", "mpi", "ucc", "xccl", "hccl"}
+    if not native.available():
+        known.add("lockstep")  # the name is registered even if the extension was not built
+    return found + [name for name in dist.Backend.backend_list if name not in known]
+
+
+def check_backends(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check each available backend."""
+    names = available_backends()
+    if not names:
+        yield bad(
+            "backend",
+            "torch has none that works on this machine",
+            "install a torch build with gloo",
+        )
+    for name in names:
+        yield check_backend(name)
+
+
+def check_backend(name: str) -> CheckResult:
+    """Start two ranks, all-reduce 4 MiB, and check and time the result."""
+    from lockstep.launcher.launch import launch
+
+    began = time.perf_counter()
+    try:
+        answers: list[AllReduceResult] = launch(
+            _measure_all_reduce, (name,), 2, timeout=RANKS_TIMEOUT
+        )
+    except LockstepError as error:
+        advice = "no run of two ranks will work; `lockstep run -n 2` shows more"
+        return bad(name, f"2 ranks fail: {str(error).splitlines()[0]}", advice)
+    whole = format_duration(time.perf_counter() - began)
+    wrong = sum(answer.wrong for answer in answers)
+    if wrong:
+        advice = "do not train with this backend"
+        return bad(name, f"all-reduce of 4 MiB on 2 ranks: {wrong:,} elements are wrong", advice)
+    slowest = max(answer.seconds for answer in answers)
+    latency = max(answer.latency for answer in answers)
+    return good(
+        name,
+        f"all-reduce on 2 ranks: 4 MiB in {format_duration(slowest)}, "
+        f"4 B in {format_duration(latency)} ({whole} with start and end)",
+    )
+
+
+@dataclass(frozen=True)
+class AllReduceResult:
+    """The results of one rank: wrong elements, median seconds for 4 MiB and for 4 bytes."""
+
+    wrong: int
+    seconds: float
+    latency: float
+
+
+def _measure_all_reduce(name: str) -> AllReduceResult:
+    """All-reduce a tensor and check the sum; runs on each of two ranks."""
+    import torch
+
+    import lockstep
+
+    world = lockstep.init(backend=name, timeout=RANKS_TIMEOUT / 2)
+    try:
+        device = world.device if name == "nccl" else torch.device("cpu")
+        values = torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=device) + world.rank
+        expected = 2 * torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=device) + 1
+        seconds, total = _time_all_reduce(values)
+        latency, _ = _time_all_reduce(values[:1])
+        return AllReduceResult(int(torch.ne(total, expected).sum()), seconds, latency)
+    finally:
+        lockstep.shutdown()
+
+
+def _time_all_reduce(values: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """All-reduce copies of a tensor; return the median seconds and the last sum."""
+    import torch
+    import torch.distributed as dist
+
+    total, seconds = values, []
+    for _ in range(9):
+        total = values.clone()
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(total)
+        if total.is_cuda:
+            torch.cuda.synchronize(total.device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds), total
