@@ -466,7 +466,7 @@ WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Te
   TORCH_CHECK_VALUE(
       Heap::instance().find(packed.data_ptr(), packed_bytes(bucket, rank_)).is_shared() &&
           (bucket.scatter || Heap::instance().find(result.data_ptr(), result.nbytes()).is_shared()),
-      op, ": the buffers must be in shared memory (lockstep.empty)");
+      op, ": the buffers must be in shared memory (lockstep.empty_shared)");
   try {
     check(bucket, rank_, static_cast<char*>(packed.data_ptr()),
           static_cast<char*>(result.data_ptr()));

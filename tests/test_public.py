@@ -22,7 +22,7 @@ NAMES = [
     "accuracy",
     "build",
     "digest",
-    "empty",
+    "empty_shared",
     "init",
     "launch",
     "local_rank",

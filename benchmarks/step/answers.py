@@ -19,7 +19,7 @@ from torch import nn
 import lockstep
 from benchmarks.step.contenders import Case, Training, loss
 from benchmarks.step.networks import Batch, Network
-from lockstep.comm.exact import add_lists
+from lockstep.comm.reproducible_all_reduce import add_lists
 from lockstep.comm.tree import Fold
 from lockstep.data.microbatch import split_evenly
 from lockstep.model.digest import digest

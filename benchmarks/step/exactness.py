@@ -3,7 +3,7 @@
 Both take the gradients of one backward from where autograd left them, in the
 same buckets, and leave sums that every rank can read:
 
-    exact       `ExactSum`, as the trainer calls it
+    exact       `ReproducibleAllReduce`, as the trainer calls it
     any order   copied into shared memory, then the backend's own all_reduce
 """
 
@@ -20,7 +20,11 @@ import torch.distributed as dist
 import lockstep
 from benchmarks.step.contenders import Case
 from lockstep.comm.bucket import Bucket, plan
-from lockstep.comm.exact import ExactSum, exact_sums, in_memory_order
+from lockstep.comm.reproducible_all_reduce import (
+    ReproducibleAllReduce,
+    in_memory_order,
+    reproducible_all_reduce,
+)
 from lockstep.comm.tree import Node, nodes_of
 from lockstep.data.microbatch import split_evenly
 from lockstep.data_parallel.gradients import BUCKET_BYTES
@@ -96,14 +100,16 @@ def along_tree(case: Case) -> Callable[[], object]:
     buckets, values = gradients(case)
     held: dict[Node, Values] = dict.fromkeys(holders[dist.get_rank()], values)
     device = torch.device("cpu")
-    sums = [ExactSum(bucket, holders, leaves, device) for bucket in buckets]
-    return lambda: exact_sums(sums, held)
+    sums = [ReproducibleAllReduce(bucket, holders, leaves, device) for bucket in buckets]
+    return lambda: reproducible_all_reduce(sums, held)
 
 
 def in_any_order(case: Case) -> Callable[[], object]:
     """Return the sum of one tensor a rank in the same buckets, in the backend's own order."""
     buckets, values = gradients(case)
-    memory = [lockstep.empty(bucket.length, dtype=bucket.dtype).zero_() for bucket in buckets]
+    memory = [
+        lockstep.empty_shared(bucket.length, dtype=bucket.dtype).zero_() for bucket in buckets
+    ]
 
     def call() -> None:
         works = []

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.comm.memory import empty as empty
+    from lockstep.comm.shared_memory import empty_shared as empty_shared
     from lockstep.data.partition import partition as partition
     from lockstep.data_parallel.distributed import (
         DistributedDataParallel as DistributedDataParallel,
@@ -43,7 +43,7 @@ PUBLIC = {
     "local_rank": "launcher.world",
     "shutdown": "launcher.world",
     "partition": "data.partition",
-    "empty": "comm.memory",
+    "empty_shared": "comm.shared_memory",
     "Trainer": "training.trainer",
     "OptimizerConfig": "training.optimization",
     "PipelineConfig": "pipeline.config",

@@ -13,7 +13,7 @@
         ├── SampleError               the dataset raised while a sample was loaded
         ├── LossError                 a loss that is no scalar, no number, or that raised
         ├── GradientError             a gradient that cannot be added exactly
-        ├── BufferError               a buffer whose results cannot be merged
+        ├── BufferMismatchError       a buffer whose results cannot be merged
         ├── StateError                a step wrote parameters or drew from private generators
         ├── StoppedError              another rank of a pipeline failed and said so
         └── LostError                 another rank of a pipeline cannot be reached
@@ -23,7 +23,7 @@ the command line print it alone, without a traceback.
 """
 
 __all__ = [
-    "BufferError",
+    "BufferMismatchError",
     "DatasetError",
     "DisagreementError",
     "FileError",
@@ -68,7 +68,7 @@ class DatasetError(UsageError):
 
 
 class WorkError(LockstepError, RuntimeError):
-    """The work was begun and failed."""
+    """The work was started and failed."""
 
 
 class RankError(WorkError):
@@ -107,7 +107,7 @@ class GradientError(WorkError):
     """A gradient that cannot be added exactly (sparse, or of another dtype than its peers)."""
 
 
-class BufferError(WorkError):
+class BufferMismatchError(WorkError):
     """A buffer whose results differ between micro-batches and cannot be merged."""
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.comm import backend
-from lockstep.comm.memory import is_shared
+from lockstep.comm.shared_memory import is_shared
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 
@@ -52,7 +52,7 @@ def test_an_extension_that_does_not_load_breaks_nothing(tmp_path):
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
-    assert "the backend 'lockstep' can't be used here, where 'gloo' can" in done.stdout
+    assert "the backend 'lockstep' is unavailable (use 'gloo' instead)" in done.stdout
     assert "install a C++ compiler" in done.stdout
 
 
@@ -66,7 +66,7 @@ def test_a_limit_of_file_sizes_leaves_gloo(tmp_path):
         ["bash", "-c", f"ulimit -f 100; exec {sys.executable} -c '{script}'"],
         capture_output=True, text=True, timeout=60, cwd=tmp_path,
     )  # fmt: skip
-    assert done.stdout.startswith("gloo no file may grow beyond 100 KiB, nor"), done.stderr
+    assert done.stdout.startswith("gloo the limit of 100 KiB for files also applies"), done.stderr
 
 
 # ---- messages ----
@@ -111,9 +111,9 @@ def test_long_messages_arrive_where_memory_may_not_be_read(ranks, unreadable, mo
 
 
 def shared_memory() -> list[object]:
-    tensor = ls.empty(2, 3, dtype=torch.bfloat16)
+    tensor = ls.empty_shared(2, 3, dtype=torch.bfloat16)
     ordinary = torch.ones(6)
-    big = ls.empty(100_000)
+    big = ls.empty_shared(100_000)
     big.fill_(dist.get_rank())
     dist.all_reduce(big)
     return [tensor.shape, tensor.dtype, is_shared(tensor), is_shared(ordinary), is_shared(big[5:]),
@@ -128,7 +128,7 @@ def test_empty_gives_a_tensor_in_shared_memory(ranks):
 def test_memory_comes_back_when_a_tensor_goes():
     native = backend.load()
     before = native.heap_bytes()
-    tensor = ls.empty(1000)
+    tensor = ls.empty_shared(1000)
     view = tensor[10:]
     del tensor
     assert native.heap_bytes() >= before + 4000
@@ -139,7 +139,7 @@ def test_memory_comes_back_when_a_tensor_goes():
 @pytest.mark.parametrize("size", [1 << 42, 1 << 58])  # more than memory, more than addresses
 def test_too_much_memory_is_an_error(size):
     with pytest.raises(RuntimeError, match=r"^cannot (reserve|map) \d+ MiB of shared memory: "):
-        ls.empty(size)
+        ls.empty_shared(size)
 
 
 # ---- bits ----
@@ -148,7 +148,7 @@ def test_too_much_memory_is_an_error(size):
 def bits_of_sums() -> list[list[int]]:
     found = []
     for numel in (5, 40_000):
-        for place in (torch.empty, ls.empty):
+        for place in (torch.empty, ls.empty_shared):
             tensor = place(numel)
             generator = torch.Generator().manual_seed(dist.get_rank())
             tensor.copy_(torch.randn(numel, generator=generator) * 1e3)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.comm import backend
 from lockstep.comm.bucket import Bucket, Member
-from lockstep.comm.memory import shared
-from lockstep.comm.native import NativeSum
+from lockstep.comm.native_all_reduce import NativeAllReduce
+from lockstep.comm.shared_memory import create_group_tensor
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 
@@ -70,7 +70,7 @@ def methods(native: Any) -> dict[str, Callable[[], object]]:
     """Return a call of every method of the backend that other ranks take part in or notice."""
     one, two = torch.ones(2), torch.ones(4)
     lists, plan = [[torch.ones(2), torch.ones(2)]], Bucket(torch.float32, (Member(0, 4, 0),), 16)
-    exact = NativeSum(native, plan, [[(0, 1)], [(1, 2)]], 2, native.rank(), 1)
+    exact = NativeAllReduce(native, plan, [[(0, 1)], [(1, 2)]], 2, native.rank(), 1)
     return {
         "_allgather_base": lambda: native._allgather_base(two, one),
         "_end_coalescing": native._end_coalescing,
@@ -117,7 +117,7 @@ def torch_calls(pending: dict[str, dist.Work]) -> dict[str, Callable[[], object]
         "new_group": dist.new_group,
         "destroy": dist.destroy_process_group,
         "shutdown": ls.shutdown,
-        "shared": lambda: shared(8, torch.uint8),
+        "shared": lambda: create_group_tensor(8, torch.uint8),
         **{
             f"{name} {asked}": call
             for name, work in pending.items()
@@ -185,7 +185,7 @@ def test_a_forked_child_is_refused_in_every_operation_and_the_ranks_go_on(ranks)
 
 
 def use_private_memory() -> list[float]:
-    return in_child(lambda: ls.empty(3).fill_(2.0).tolist())
+    return in_child(lambda: ls.empty_shared(3).fill_(2.0).tolist())
 
 
 def test_a_forked_child_may_still_have_shared_memory_of_its_own(ranks):

@@ -14,9 +14,15 @@ import torch.distributed as dist
 
 from lockstep.comm import backend
 from lockstep.comm.bucket import Bucket, Member
-from lockstep.comm.memory import empty, is_shared, shared
-from lockstep.comm.native import NativeSum
-from lockstep.comm.word import compare_exchange, load, store
+from lockstep.comm.native_all_reduce import NativeAllReduce
+from lockstep.comm.shared_memory import (
+    atomic_compare_exchange,
+    atomic_load,
+    atomic_store,
+    create_group_tensor,
+    empty_shared,
+    is_shared,
+)
 from lockstep.errors import LayoutError, WorkError
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
@@ -50,7 +56,7 @@ def add_large_ones(times: int, size: int) -> list[int]:
     """Add tensors that live for one call each; return the resident bytes after every call."""
     found = []
     for _ in range(times):
-        tensor = empty(size, dtype=torch.uint8)
+        tensor = empty_shared(size, dtype=torch.uint8)
         tensor[::4096] = 1
         dist.all_reduce(tensor)
         assert tensor[0] == tensor[-4096] == dist.get_world_size()
@@ -83,7 +89,7 @@ DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch
 def test_empty_has_the_dtypes_of_torch_empty(dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of torch: some types are experimental
-        found, expected = empty(3, dtype=dtype), torch.empty(3, dtype=dtype)
+        found, expected = empty_shared(3, dtype=dtype), torch.empty(3, dtype=dtype)
     assert (found.dtype, found.nbytes) == (expected.dtype, expected.nbytes)
     assert is_shared(found)
 
@@ -91,7 +97,7 @@ def test_empty_has_the_dtypes_of_torch_empty(dtype):
 def test_empty_has_the_default_dtype_of_torch():
     torch.set_default_dtype(torch.float64)
     try:
-        assert empty(3).dtype == torch.float64
+        assert empty_shared(3).dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -100,7 +106,7 @@ def test_empty_has_the_default_dtype_of_torch():
     "size", [(3,), (2, 3), ((2, 3),), ([2, 3],), ((),), (0,), (torch.Size([2]),), (np.int64(3),)]
 )
 def test_empty_has_the_sizes_of_torch_empty(size):
-    found, expected = empty(*size), torch.empty(*size)
+    found, expected = empty_shared(*size), torch.empty(*size)
     assert (found.shape, found.stride()) == (expected.shape, expected.stride())
 
 
@@ -116,14 +122,14 @@ def test_empty_refuses_what_torch_empty_refuses(size, options):
     with pytest.raises((TypeError, RuntimeError)) as expected:
         torch.empty(*size, **options)
     with pytest.raises(expected.type) as told:
-        empty(*size, **options)
+        empty_shared(*size, **options)
     assert str(told.value) == str(expected.value).partition("\n")[0]
 
 
 @pytest.mark.parametrize("option", ["device", "requires_grad", "pin_memory", "out"])
 def test_empty_refuses_options_that_it_does_not_have(option):
-    with pytest.raises(TypeError, match=rf"^empty\(\) got an unexpected .* '{option}'$"):
-        empty(3, **{option: None})
+    with pytest.raises(TypeError, match=rf"^empty_shared\(\) got an unexpected .* '{option}'$"):
+        empty_shared(3, **{option: None})
 
 
 @pytest.mark.parametrize("dtype", [float, "float32", None, 5])
@@ -138,7 +144,7 @@ def test_the_native_module_takes_only_a_dtype_as_one(dtype):
 def write_and_read() -> list[object]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     descriptors = len(os.listdir("/proc/self/fd"))
-    tensor = shared((ranks, 1000), torch.float64)
+    tensor = create_group_tensor((ranks, 1000), torch.float64)
     fresh = tensor.count_nonzero().item()
     dist.barrier()
     tensor[rank] = rank + 1
@@ -149,7 +155,7 @@ def write_and_read() -> list[object]:
     held = mapped()
     del view
     opened = len(os.listdir("/proc/self/fd")) - descriptors
-    return [fresh, sums, held, mapped(), opened, shared(0, torch.bool).shape]
+    return [fresh, sums, held, mapped(), opened, create_group_tensor(0, torch.bool).shape]
 
 
 def test_one_tensor_is_the_same_memory_on_every_rank_until_its_last_view(ranks):
@@ -163,7 +169,7 @@ def ask_for(sizes: list[int]) -> list[str]:
     told = []
     for size in sizes:
         try:
-            shared(size + (dist.get_rank() if size == 5 else 0), torch.uint8)
+            create_group_tensor(size + (dist.get_rank() if size == 5 else 0), torch.uint8)
         except (LayoutError, WorkError) as error:
             told.append(f"{type(error).__name__} {error}")
     dist.barrier()  # the group goes on
@@ -181,12 +187,14 @@ def test_too_little_memory_and_other_sizes_are_told_to_every_rank(ranks):
 
 def test_ranks_that_may_be_on_different_hosts_share_no_tensor(ranks):
     for told, _ in ranks(ask_for, 2, [100], backend="gloo"):
-        assert told.startswith("LayoutError ranks can share one tensor only on the backend")
+        assert told.startswith(
+            "LayoutError only the backend 'lockstep', whose ranks are on one host"
+        )
         assert "'gloo'" in told
 
 
 def test_a_rank_alone_shares_with_nobody():
-    tensor = shared((2, 3), torch.int32)
+    tensor = create_group_tensor((2, 3), torch.int32)
     assert tensor.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
@@ -195,12 +203,12 @@ def test_a_rank_alone_shares_with_nobody():
 
 def race(times: int) -> tuple[int, int]:
     """Let all ranks decide each word, and write their rank beside it if they were first."""
-    words = shared((2, times), torch.int64)
+    words = create_group_tensor((2, times), torch.int64)
     won = 0
     dist.barrier()
     for number in range(times):
         me = dist.get_rank() + 1
-        if compare_exchange(words[0], number, 0, me) == 0:
+        if atomic_compare_exchange(words[0], number, 0, me) == 0:
             won += 1
             words[1, number] = me
     dist.barrier()
@@ -216,8 +224,8 @@ def test_every_word_is_decided_once(ranks):
 
 def count_up(tensor: torch.Tensor, times: int) -> None:
     for _ in range(times):
-        seen = load(tensor, 1)
-        while (now := compare_exchange(tensor, 1, seen, seen + 1)) != seen:
+        seen = atomic_load(tensor, 1)
+        while (now := atomic_compare_exchange(tensor, 1, seen, seen + 1)) != seen:
             seen = now
 
 
@@ -233,15 +241,15 @@ def test_no_count_is_lost_between_threads():
 
 def test_words_keep_every_bit_and_refuse_what_is_none():
     tensor = torch.zeros(2, dtype=torch.int64)
-    store(tensor, 0, -(1 << 63))
-    assert load(tensor, 0) == -(1 << 63)
-    assert compare_exchange(tensor, 0, 5, 6) == -(1 << 63)
+    atomic_store(tensor, 0, -(1 << 63))
+    assert atomic_load(tensor, 0) == -(1 << 63)
+    assert atomic_compare_exchange(tensor, 0, 5, 6) == -(1 << 63)
     assert tensor.tolist() == [-(1 << 63), 0]
     with pytest.raises(IndexError, match="no word 2"):
-        load(tensor, 2)
+        atomic_load(tensor, 2)
     for wrong in (torch.zeros(2), torch.zeros(4, dtype=torch.int64)[::2]):
         with pytest.raises(ValueError, match="contiguous int64"):
-            store(wrong, 0, 1)
+            atomic_store(wrong, 0, 1)
 
 
 # ---- exact sums with cuts ----
@@ -253,7 +261,7 @@ def cut_sums(cuts: list[int], scatter: bool) -> list[object]:
     bucket = Bucket(torch.float32, (Member(0, 100, 0),), 112)
     holders = [[(0, 2)], [(2, 3), (3, 4)], []][:ranks]
     native = backend.of_group(None)
-    made = NativeSum(native, bucket, holders, 4, rank, 1, cuts=cuts, scatter=scatter)
+    made = NativeAllReduce(native, bucket, holders, 4, rank, 1, cuts=cuts, scatter=scatter)
     held = {
         node: [torch.randn(100, generator=torch.Generator().manual_seed(node[0]))]
         for node in holders[rank]
@@ -263,7 +271,7 @@ def cut_sums(cuts: list[int], scatter: bool) -> list[object]:
     begin, end = (cuts[rank], min(cuts[rank + 1], 100)) if scatter else (0, 100)
     told = ""
     other = [0, *(cut + rank for cut in cuts[1:-1]), 112]
-    wrong = NativeSum(native, bucket, holders, 4, rank, 1, cuts=other, scatter=scatter)
+    wrong = NativeAllReduce(native, bucket, holders, 4, rank, 1, cuts=other, scatter=scatter)
     wrong.launch(held)
     try:
         wrong.gather()

@@ -19,7 +19,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.comm import backend
-from lockstep.comm.memory import is_shared
+from lockstep.comm.shared_memory import is_shared
 from lockstep.launcher.fork_server import get_fork_server
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")

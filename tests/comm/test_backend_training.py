@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import backend
-from lockstep.comm.memory import is_shared
+from lockstep.comm.shared_memory import is_shared
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 

@@ -94,7 +94,7 @@ def run_all(variant: str, folder: str) -> dict[str, Any]:
     os.environ.update(SMALL_PIECES if route else {})
     ls.init(backend=backend, timeout=PATIENCE)
     if route == "shared" or (route == "mixed" and ls.rank() % 2):
-        plain.lie_in(lambda shape, dtype: ls.empty(*shape, dtype=dtype))
+        plain.lie_in(lambda shape, dtype: ls.empty_shared(*shape, dtype=dtype))
     place = Path(folder) / f"rank-{ls.rank()}"
     note = functools.partial(noted, place)
     ledger = Ledger(backend, LIMITS[backend], note, small=bool(route))

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
 from lockstep.comm import backend as native
-from lockstep.comm.memory import is_shared
+from lockstep.comm.shared_memory import is_shared
 from lockstep.data_parallel.gradients import Gradients
 from lockstep.errors import GradientError, LockstepError
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
 from averaging import inputs_of, net, same, tree_mean, uses_some
-from lockstep.comm.memory import is_shared
+from lockstep.comm.shared_memory import is_shared
 from lockstep.errors import GradientError
 from lockstep.launcher.fork_server import get_fork_server
 

@@ -100,7 +100,7 @@ def test_where_the_fast_backend_cannot_be_used_one_rank_says_so_once():
     assert (name, other) == ("gloo", ("gloo", ""))
     assert told.count("\n") == 1
     assert "using the backend gloo, which is many times slower than" in told
-    assert "no file may grow beyond 64 KiB, nor may shared memory: raise that limit" in told
+    assert "the limit of 64 KiB for files also applies to shared memory: increase it" in told
 
 
 @pytest.mark.parametrize("arguments", [{"threads": 0}, {"timeout": 0}])

@@ -7,7 +7,7 @@ from torch import nn
 
 from lockstep.comm.tree import nodes_of
 from lockstep.data.microbatch import split_evenly
-from lockstep.errors import BufferError
+from lockstep.errors import BufferMismatchError
 from lockstep.model.buffers import Buffers
 
 
@@ -94,7 +94,9 @@ def test_integers_that_differ_are_an_error_that_names_the_buffer():
     def write(model, leaf):
         model.count += leaf
 
-    with pytest.raises(BufferError, match=r"buffer count .* only floating numbers have a mean"):
+    with pytest.raises(
+        BufferMismatchError, match=r"buffer count .* only floating numbers have a mean"
+    ):
         run(write)
 
 
@@ -102,7 +104,7 @@ def test_a_buffer_that_changes_its_shape_is_named():
     def write(model, leaf):
         model.mean = torch.zeros(3)
 
-    with pytest.raises(BufferError, match="buffer mean changed its shape"):
+    with pytest.raises(BufferMismatchError, match="buffer mean changed its shape"):
         run(write)
 
 
@@ -141,7 +143,7 @@ def test_integers_that_differ_between_ranks_are_an_error_on_all(ranks):
 
         try:
             run(write, 2, dist.get_world_size(), dist.get_rank(), gather)
-        except BufferError as error:
+        except BufferMismatchError as error:
             return str(error)
 
     for message in ranks(merge, 2):

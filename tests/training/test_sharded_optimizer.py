@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.comm import backend as native
-from lockstep.comm.word import load, store
+from lockstep.comm.shared_memory import atomic_load, atomic_store
 from lockstep.errors import LayoutError, LossError, RankError, UsageError, WorkError
 from lockstep.training import versioned_parameters
 
@@ -361,11 +361,11 @@ def second_step_ended_at(point, how, folder):
 
     def noted(words, index, value):
         stored.append((words, value))
-        store(words, index, value)
+        atomic_store(words, index, value)
 
     def all_have_prepared():
         words, value = stored[-1]
-        return all(load(words, each) == value for each in range(3))
+        return all(atomic_load(words, each) == value for each in range(3))
 
     def reached(name):
         passed.append(name)

@@ -32,8 +32,8 @@ class TorchLibrary:
         import lockstep
 
         if not hasattr(lockstep, "empty"):
-            raise UnsupportedError("this build has no lockstep.empty")
-        tensor: torch.Tensor = lockstep.empty(count, dtype=dtype)
+            raise UnsupportedError("this build has no lockstep.empty_shared")
+        tensor: torch.Tensor = lockstep.empty_shared(count, dtype=dtype)
         return tensor.zero_()
 
     def convert(self, values: Values, workload: Workload) -> torch.Tensor:

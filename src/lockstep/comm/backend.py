@@ -1,8 +1,8 @@
-"""The backend "lockstep": known to `torch.distributed` by name, loaded when it is used.
+"""The backend "lockstep" of `torch.distributed`, loaded when it is first used.
 
-torch calls `register` when it is imported itself (entry points in pyproject.toml),
-so `dist.init_process_group("lockstep")` needs no import of ours. Registering may
-never break `import torch`: nothing is loaded then, and nothing raises.
+torch calls `register` when it is imported (entry points in pyproject.toml), so that
+`dist.init_process_group("lockstep")` works without importing lockstep. Registration must not
+break `import torch`: it loads nothing and raises nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["available", "load", "of_group", "reason_unavailable", "register"]
 
 NAME = "lockstep"
 
-ENOUGH = 1 << 30
-"""Bytes that a file must be allowed to have: shared memory counts as one."""
+MIN_FILE_SIZE = 1 << 30
+"""Bytes. The limit of the size of files (ulimit -f) also applies to shared memory."""
 
 
 _forked_from: int | None = None
@@ -27,22 +27,22 @@ _forked_from: int | None = None
 
 
 def register() -> None:
-    """Tell torch of the backend "lockstep" for CPU tensors; harmless when repeated."""
+    """Register the backend "lockstep" for CPU tensors; may be called repeatedly."""
     try:
         import torch.distributed as dist
 
         if not dist.is_available() or NAME in dist.Backend.backend_list:
             return
         os.register_at_fork(after_in_child=_note_fork)
-        # A list: a string would be taken letter by letter.
+        # A list: torch would iterate over the letters of a string.
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-    except Exception:  # an error here would break `import torch` for everybody
+    except Exception:  # an error here would break `import torch`
         return
 
 
 @functools.cache
 def load() -> ModuleType:
-    """Return the native module; ImportError where it was not built for this torch."""
+    """Return the native module; raise ImportError if it was not built for this torch."""
     from lockstep.comm import _native  # type: ignore[attr-defined]
 
     native: ModuleType = _native
@@ -52,7 +52,7 @@ def load() -> ModuleType:
 
 @functools.cache
 def reason_unavailable() -> str | None:
-    """Return why the backend can't be used here and what to do, or None if it can be."""
+    """Return why the backend is unavailable and what to do, or None if it is available."""
     try:
         load()
     except ImportError as error:
@@ -63,21 +63,21 @@ def reason_unavailable() -> str | None:
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit != resource.RLIM_INFINITY and limit < ENOUGH:
+    if limit != resource.RLIM_INFINITY and limit < MIN_FILE_SIZE:
         return (
-            f"no file may grow beyond {limit >> 10} KiB, nor may shared memory: raise that limit "
+            f"the limit of {limit >> 10} KiB for files also applies to shared memory: increase it "
             "(ulimit -f)"
         )
     return None
 
 
 def available() -> bool:
-    """Tell whether the backend can be used here."""
+    """Return whether the backend is available."""
     return reason_unavailable() is None
 
 
 def of_group(group: Any | None) -> Any | None:
-    """Return the native object behind a process group (None: the world), None on other backends."""
+    """Return the native backend of a process group, or None if it has another backend."""
     if not available():
         return None
     import torch
@@ -94,9 +94,10 @@ def _note_fork() -> None:
 
 
 def _check_not_forked() -> None:
-    """Raise RuntimeError where a new group would use the store of the parent process.
+    """Raise RuntimeError in a forked process whose parent is a rank.
 
-    The other ranks would take this process for its parent.
+    A new group would use the store of the parent, and the other ranks would mistake this process
+    for it.
     """
     import torch.distributed as dist
 
@@ -109,11 +110,11 @@ def _check_not_forked() -> None:
 
 
 def _create(options: Any, _given: Any = None) -> Any:
-    """Make a rank's end of a group; torch calls this."""
+    """Create a rank's backend of a process group; called by torch."""
     _check_not_forked()
     reason = reason_unavailable()
     if reason is not None:
-        raise RuntimeError(f"the backend 'lockstep' can't be used here, where 'gloo' can; {reason}")
+        raise RuntimeError(f"the backend 'lockstep' is unavailable (use 'gloo' instead); {reason}")
     return load().create(
         store=options.store,
         rank=options.group_rank,
@@ -125,11 +126,10 @@ def _create(options: Any, _given: Any = None) -> Any:
 
 
 def where(thread: int) -> str:
-    """Say where a thread is in the user's code: "in train.py:31 (step)".
+    """Return the location of a thread in user code: "in train.py:31 (step)".
 
-    Called by the native module when somebody waits in vain, or when ranks
-    disagree. Frames of torch, of lockstep and of Python's own library are skipped,
-    where there are others.
+    The native module calls this when a wait times out or ranks disagree. Frames of torch, of
+    lockstep and of the standard library are skipped if there are others.
     """
     frames = sys._current_frames()
     main = threading.main_thread().ident

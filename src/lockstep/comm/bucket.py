@@ -1,12 +1,10 @@
-"""Buckets: which tensors are added in one message, and where each lies in it.
+"""Buckets: which tensors are reduced in one message, and their offsets in it.
 
-    bucket   | w0 ......... | b0 | w1 ................ |pad|     offsets are multiples
-    slices   |   rank 0     |   rank 1    |   rank 2       |     of 64 bytes, and so are
-                                                                 the ends of the slices
+    bucket   | w0 ......... | b0 | w1 ................ |pad|     offsets and the ends of slices
+    slices   |   rank 0     |   rank 1    |   rank 2       |     are multiples of 64 bytes
 
-A rank adds one slice for everybody. A tensor may cross the end of a slice: each
-of its *pieces* then goes to another rank. All of this is arithmetic on sizes,
-so every rank finds the same plan.
+Each rank adds one slice for all ranks. A tensor that crosses the end of a slice consists of
+several *pieces*. Plans depend only on sizes, so every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 __all__ = ["ALIGNMENT", "Bucket", "Member", "Piece", "parts", "pieces", "plan", "slice_length"]
 
 ALIGNMENT = 64
-"""Bytes. Kernels may choose their path by alignment, so nothing starts anywhere else."""
+"""Bytes. Kernels select their code path by alignment, so all offsets are multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors of one dtype that travel together; `length` in elements."""
+    """Tensors of one dtype that are reduced together; `length` is in elements."""
 
     dtype: torch.dtype
     members: tuple[Member, ...]
@@ -61,13 +59,16 @@ def plan(
     capacity: int,
     indices: Sequence[int] | None = None,
 ) -> list[Bucket]:
-    """Pack tensors into buckets of at most `capacity` bytes, the last tensor first.
+    """Pack tensors into buckets, the last tensor first.
 
-    `indices` gives the tensors' numbers where they are not 0, 1, 2, ...
+    Gradients become ready roughly in the reverse order of the parameters, so the first bucket is
+    complete first. A tensor larger than `capacity` has its own bucket.
 
-    Gradients appear roughly in the reverse order of the parameters, so the
-    bucket that is complete first comes first. A bucket has one dtype; a tensor
-    larger than `capacity` has a bucket of its own.
+    Args:
+        numels: The number of elements of each tensor.
+        dtypes: The dtype of each tensor.
+        capacity: The maximum size of a bucket in bytes.
+        indices: The numbers of the tensors if they are not 0, 1, 2, ...
     """
     numbers = range(len(numels)) if indices is None else indices
     buckets: list[Bucket] = []
@@ -91,12 +92,12 @@ def plan(
 
 
 def slice_length(bucket: Bucket, ranks: int) -> int:
-    """Return the elements of a slice when `ranks` ranks share the bucket's additions."""
+    """Return the number of elements per slice for that many ranks."""
     return _rounded(-(-bucket.length // ranks), ALIGNMENT // bucket.dtype.itemsize)
 
 
 def pieces(bucket: Bucket, ranks: int) -> list[Piece]:
-    """Cut every member at the ends of the slices; empty tensors have no piece."""
+    """Split every member at the ends of the slices; empty tensors have no piece."""
     length = slice_length(bucket, ranks)
     found: list[Piece] = []
     for number, member in enumerate(bucket.members):
@@ -112,7 +113,7 @@ def pieces(bucket: Bucket, ranks: int) -> list[Piece]:
 def parts(
     bucket: Bucket, vector: torch.Tensor, present: Sequence[object]
 ) -> list[tuple[int, torch.Tensor | None]]:
-    """Return (index, view of `vector`) of every member, None where it is not `present`."""
+    """Return (index, view of `vector`) of every member; None if it is not `present`."""
     return [
         (
             member.index,

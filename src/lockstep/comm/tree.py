@@ -1,4 +1,4 @@
-"""The tree: in which order M values are added, whoever holds them.
+"""The tree: the order in which M values are added, on any number of ranks.
 
     node(lo, hi) = node(lo, mid) + node(mid, hi)
     mid - lo     = the largest power of two below hi - lo
@@ -8,10 +8,10 @@
           └──0123─┘       └─456─┘
                 └────0-6────┘
 
-The shape depends on the number of leaves alone. A tree whose last leaves are
-missing is the tree of the leaves that are left, so a short batch needs no rule
-of its own. Three ranks that own leaves 0-2, 3-5 and 6 hold the nodes {01, 2},
-{3, 45} and {6}; what remains is added across ranks (`lockstep.comm.exact`).
+The shape depends only on the number of leaves. A tree without its last leaves is the tree of
+the remaining leaves, so a short batch needs no special rule. Three ranks that own leaves 0-2,
+3-5 and 6 hold the nodes {01, 2}, {3, 45} and {6}; the remaining nodes are added across ranks
+(`lockstep.comm.reproducible_all_reduce`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Generic, TypeVar
 __all__ = ["Fold", "Node", "nodes_of", "split", "total"]
 
 Node = tuple[int, int]
-"""A node by its leaves: (lo, hi) covers lo, lo + 1, ..., hi - 1."""
+"""A node (lo, hi) covers the leaves lo, lo + 1, ..., hi - 1."""
 
 Value = TypeVar("Value")
 
 
 def split(lo: int, hi: int) -> int:
-    """Return the leaf at which node (lo, hi), of at least two leaves, parts in two."""
+    """Return the first leaf of the right child of node (lo, hi), which has at least 2 leaves."""
     return lo + (1 << (hi - lo - 1).bit_length() - 1)
 
 
@@ -49,7 +49,7 @@ def _parents(leaves: int) -> dict[Node, tuple[Node, Node]]:
 
 
 def nodes_of(owned: range, leaves: int) -> list[Node]:
-    """Return the largest nodes that lie wholly in `owned`: what its owner can add alone."""
+    """Return the largest nodes within the leaves `owned`, which their owner can add alone."""
 
     def visit(lo: int, hi: int) -> Iterable[Node]:
         if hi <= owned.start or owned.stop <= lo:
@@ -64,11 +64,14 @@ def nodes_of(owned: range, leaves: int) -> list[Node]:
 
 
 class Fold(Generic[Value]):
-    """Values that arrive leaf by leaf or node by node, added as soon as siblings meet.
+    """Adds values along the tree as they arrive, as soon as both siblings are known.
 
-    Like the digits of a binary counter, at most log2(leaves) + 1 partial sums are
-    held when leaves arrive in order. `add(left, right)` may reuse the memory of
-    `left`; it is always called with the left sibling first.
+    Like the digits of a binary counter, at most log2(leaves) + 1 partial sums are held if leaves
+    arrive in order.
+
+    Args:
+        leaves: The number of leaves.
+        add: Adds the left and the right sibling; it may reuse the memory of the left one.
     """
 
     def __init__(self, leaves: int, add: Callable[[Value, Value], Value]) -> None:
@@ -77,7 +80,7 @@ class Fold(Generic[Value]):
         self._add = add
 
     def put(self, node: Node, value: Value) -> None:
-        """Take the value of one node, and add what can now be added."""
+        """Add the value of a node to its sibling if that is known, and so on upwards."""
         while node in self._parents and self._parents[node][0] in self.nodes:
             sibling, parent = self._parents[node]
             other = self.nodes.pop(sibling)
@@ -86,10 +89,12 @@ class Fold(Generic[Value]):
         self.nodes[node] = value
 
     def meet(self, leaf: int) -> tuple[list[Value], Node]:
-        """Take out the left siblings that a leaf's value meets, innermost first.
+        """Remove the left siblings to which a leaf is added, innermost first.
 
-        For whoever adds by other means than `put`, when leaves arrive in order.
-        Returns them and the node that the sum with all of them is.
+        For callers that add by other means than `put`. Leaves must arrive in order.
+
+        Returns:
+            The values of the siblings, and the node of the sum.
         """
         node, met = (leaf, leaf + 1), []
         while node in self._parents and self._parents[node][0] in self.nodes:
@@ -101,7 +106,7 @@ class Fold(Generic[Value]):
 
 
 def total(values: Mapping[Node, Value], leaves: int, add: Callable[[Value, Value], Value]) -> Value:
-    """Add the nodes in `values`, which together cover all leaves, along the tree."""
+    """Add nodes, which together cover all leaves, along the tree."""
     fold = Fold(leaves, add)
     for node in sorted(values):
         fold.put(node, values[node])

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from lockstep.comm.bucket import Bucket, parts
-from lockstep.comm.dense import in_memory_order
-from lockstep.comm.memory import empty
+from lockstep.comm.memory_format import in_memory_order
+from lockstep.comm.shared_memory import empty_shared
 from lockstep.comm.tree import Node
 
 __all__ = ["CommHook", "CommHookReduction", "GradBucket"]
@@ -39,7 +39,7 @@ class GradBucket:
         shared = parameters[bucket.members[0].index].device.type == "cpu"
         device = parameters[bucket.members[0].index].device
         self.memory = (
-            empty(bucket.length, dtype=bucket.dtype)
+            empty_shared(bucket.length, dtype=bucket.dtype)
             if shared
             else torch.empty(bucket.length, dtype=bucket.dtype, device=device)
         ).zero_()
@@ -77,7 +77,7 @@ CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 class CommHookReduction:
-    """Averages one bucket by a hook; has the methods of `lockstep.comm.exact.ExactSum`."""
+    """Averages one bucket by a hook; has the methods of `ReproducibleAllReduce`."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from lockstep.comm.transfer import broadcast_tensors
+from lockstep.comm.collectives import broadcast_tensors
 from lockstep.data_parallel.comm_hook import CommHook
 from lockstep.data_parallel.gradients import BUCKET_BYTES
 from lockstep.data_parallel.join import DDPJoinHook, exchange_iteration, find_last_joiner

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from lockstep.comm.dense import in_memory_order
+from lockstep.comm.memory_format import in_memory_order
 
 __all__ = ["BLOCK", "norm", "partial", "scale", "squares"]
 

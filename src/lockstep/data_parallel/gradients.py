@@ -33,8 +33,14 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.bucket import Bucket, plan
-from lockstep.comm.exact import ExactSum, add_lists, exact_sums, in_format_of, in_layout_of
-from lockstep.comm.native import native_backend
+from lockstep.comm.native_all_reduce import native_backend
+from lockstep.comm.reproducible_all_reduce import (
+    ReproducibleAllReduce,
+    add_lists,
+    in_format_of,
+    in_layout_of,
+    reproducible_all_reduce,
+)
 from lockstep.comm.tree import Fold, Node, nodes_of
 from lockstep.data.microbatch import split_evenly
 from lockstep.data_parallel.readiness import GradientReadiness, GradientState
@@ -96,7 +102,7 @@ class Gradients:
         # of leaves and the expected parameters stay the same.
         self._planned_for: tuple[int, ...] = ()
         self._is_planned = False
-        self._bucket_sums: list[ExactSum] = []
+        self._bucket_sums: list[ReproducibleAllReduce] = []
         self._own_references: list[int] = []  # to the memory of each sum
         self._destinations: dict[Node, dict[int, torch.Tensor]] = {}
         self._launched = 0
@@ -262,10 +268,10 @@ class Gradients:
                 self.launch_next()
             pairs = [pair for each in self._bucket_sums for pair in each.gather()]
             more = self._plan(sorted({*used} - {*self._expected}))
-            pairs += exact_sums(self._make_sums(more), held)
+            pairs += reproducible_all_reduce(self._make_sums(more), held)
         else:
             self._prepare(used)
-            pairs = exact_sums(self._bucket_sums, held)
+            pairs = reproducible_all_reduce(self._bucket_sums, held)
         self._launched, self._partial_sums = 0, None
         self._expected = used if self._shards is None else self._shards.covered
         for index, gradient in pairs:
@@ -349,10 +355,10 @@ class Gradients:
         dtypes = [parameter.dtype for parameter in parameters]
         return plan(numels, dtypes, BUCKET_BYTES, indices=indices)
 
-    def _make_sums(self, buckets: Sequence[Bucket]) -> list[ExactSum]:
+    def _make_sums(self, buckets: Sequence[Bucket]) -> list[ReproducibleAllReduce]:
         shards = self._shards
         return [
-            ExactSum(
+            ReproducibleAllReduce(
                 bucket,
                 self._nodes_by_rank,
                 self._leaves,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
-from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.errors import DisagreementError
 
 __all__ = ["DDPJoinHook", "Iteration", "exchange_iteration", "find_last_joiner"]

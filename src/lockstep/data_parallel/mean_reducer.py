@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.bucket import Bucket, plan
-from lockstep.comm.exact import ExactSum, in_format_of, in_layout_of
-from lockstep.comm.sparse import sparse_means
-from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce, in_format_of, in_layout_of
+from lockstep.comm.sparse_gradients import average_sparse_gradients
 from lockstep.data_parallel.comm_hook import CommHook, CommHookReduction
 from lockstep.data_parallel.readiness import GradientReadiness, GradientState
 from lockstep.errors import GradientError
@@ -76,8 +76,8 @@ class MeanReducer:
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._node = (self._rank, self._rank + 1)
         holders = [[(each, each + 1)] for each in range(self._ranks)]
-        self._reductions: list[ExactSum] | list[CommHookReduction] = [
-            ExactSum(
+        self._reductions: list[ReproducibleAllReduce] | list[CommHookReduction] = [
+            ReproducibleAllReduce(
                 bucket, holders, self._ranks, self._parameters[0].device, group, divisor=self._ranks
             )
             for bucket in self._buckets
@@ -297,7 +297,9 @@ class MeanReducer:
         """Average the sparse gradients. They are replaced, since their rows may change."""
         values = {n: None if self._is_absent else self._parameters[n].grad for n in self._sparse}
         models = {n: self._parameters[n] for n in self._sparse}
-        for index, mean in sparse_means(values, self._unaveraged, models, self._group).items():
+        for index, mean in average_sparse_gradients(
+            values, self._unaveraged, models, self._group
+        ).items():
             parameter = self._parameters[index]
             parameter.grad = mean if self.scale == 1.0 else mean * self.scale
 

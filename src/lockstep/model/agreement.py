@@ -17,7 +17,7 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
-from lockstep.comm.transfer import all_gather_bytes, broadcast_tensors, give_tensors
+from lockstep.comm.collectives import all_gather_bytes, broadcast_tensors, send_tensors
 from lockstep.errors import DisagreementError, UsageError
 from lockstep.model.description import difference
 from lockstep.model.meta_device import materialize, tensors_of
@@ -82,7 +82,7 @@ def give_weights(
         if len(takers) == len(everyone):
             broadcast_tensors(given, group, source)
         else:
-            give_tensors(given, group, source, takers)
+            send_tensors(given, group, source, takers)
 
 
 def _plan(

@@ -27,10 +27,14 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.bucket import plan
-from lockstep.comm.exact import ExactSum, add_lists, exact_sums
-from lockstep.comm.transfer import as_bytes, broadcast_tensors
+from lockstep.comm.collectives import as_bytes, broadcast_tensors
+from lockstep.comm.reproducible_all_reduce import (
+    ReproducibleAllReduce,
+    add_lists,
+    reproducible_all_reduce,
+)
 from lockstep.comm.tree import Fold, Node
-from lockstep.errors import BufferError
+from lockstep.errors import BufferMismatchError
 
 __all__ = ["Buffers", "Finding", "Paused", "Seen"]
 
@@ -185,12 +189,12 @@ class Buffers:
         """Return for every buffer the hash of this rank's results; nothing if it has none.
 
         `alone` there is nobody to compare with, and no hash is computed. Raises
-        BufferError for a buffer that was not there when the step began.
+        BufferMismatchError for a buffer that was not there when the step began.
         """
         if len(now := _slots(self._modules)) != len(self._slots):
             known = {slot.name for slot in self._slots}
             (new, *_) = [slot.name for slot in now if slot.name not in known] or ["(one is gone)"]
-            raise BufferError(
+            raise BufferMismatchError(
                 f"buffer {new} came into being in a training step, so that each rank would have "
                 "another one: give it a value before training"
             )
@@ -214,7 +218,7 @@ class Buffers:
         """Write the step's outcome into the restored buffers, given what every rank found.
 
         `holders` are the nodes of each rank, as for the gradients. Raises
-        `BufferError` for a buffer whose results differ and have no mean.
+        `BufferMismatchError` for a buffer whose results differ and have no mean.
         """
         reports = [report for report in findings if report]
         columns = [set(column) for column in zip(*reports, strict=True)]
@@ -241,7 +245,7 @@ class Buffers:
         module, name = slot.places[0]
         result = module._buffers[name]
         if result is None or result.shape != slot.tensor.shape:
-            raise BufferError(
+            raise BufferMismatchError(
                 f"buffer {slot.name} changed its shape in a training step: buffers must keep "
                 f"their shape {tuple(slot.tensor.shape)}"
             )
@@ -250,7 +254,7 @@ class Buffers:
                 slot.copy = None
             return slot.tensor
         if slot.overlaps:
-            raise BufferError(
+            raise BufferMismatchError(
                 f"buffer {slot.name} shares its memory with another buffer and was written in a "
                 "training step: make it a buffer of its own (.clone())"
             )
@@ -288,8 +292,12 @@ class Buffers:
         else:
             buckets = plan([tensor.numel() for tensor in slots], dtypes, BUCKET_BYTES)
             device = slots[0].device
-            pairs = exact_sums(
-                [ExactSum(bucket, holders, leaves, device, group) for bucket in buckets], fold.nodes
+            pairs = reproducible_all_reduce(
+                [
+                    ReproducibleAllReduce(bucket, holders, leaves, device, group)
+                    for bucket in buckets
+                ],
+                fold.nodes,
             )
         for index, mean in pairs:
             assert mean is not None
@@ -308,7 +316,7 @@ class Buffers:
 
     def _require_mean(self, slot: _Slot) -> None:
         if not slot.tensor.is_floating_point():
-            raise BufferError(
+            raise BufferMismatchError(
                 f"buffer {slot.name} ({slot.tensor.dtype}) got different values in different "
                 "micro-batches, and only floating numbers have a mean here: let it be floating, "
                 "or write it outside of the training step"

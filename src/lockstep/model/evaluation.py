@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.errors import LossError, StoppedError
 from lockstep.model.buffers import Buffers

@@ -33,7 +33,7 @@ import xxhash
 from torch import nn
 
 from lockstep.checksum import checksum
-from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.generators import generator_state, is_private_generator
 from lockstep.errors import DisagreementError
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.consistency import require_same_batch
 from lockstep.data.microbatch import Batch, Microbatch, split_evenly
 from lockstep.errors import LossError

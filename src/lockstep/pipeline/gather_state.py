@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lockstep.comm.transfer import all_gather_bytes, broadcast_tensors
+from lockstep.comm.collectives import all_gather_bytes, broadcast_tensors
 
 __all__ = ["whole_optimizer", "whole_state"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import LayoutError
 from lockstep.model.activation_checkpointing import check_blocks

@@ -24,7 +24,7 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.errors import DisagreementError
 from lockstep.model.description import PLAIN, attributes, describe_options, difference, text
 

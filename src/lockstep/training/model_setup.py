@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.errors import DisagreementError, LayoutError, UsageError
 from lockstep.model.agreement import give_weights
 from lockstep.model.compilation import check_static

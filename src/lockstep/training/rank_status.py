@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.comm.tree import total
 from lockstep.model.buffers import Finding
 from lockstep.model.step_context import MicrobatchResult, StepLabel

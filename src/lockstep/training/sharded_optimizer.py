@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import Optimizer
 
-from lockstep.comm.dense import in_format_of, in_layout_of, in_memory_order, is_dense
-from lockstep.comm.native import native_backend
+from lockstep.comm.memory_format import in_format_of, in_layout_of, in_memory_order, is_dense
+from lockstep.comm.native_all_reduce import native_backend
 from lockstep.data_parallel.gradients import BUCKET_BYTES, Gradients
 from lockstep.data_parallel.shards import PIECE, Piece, Shards
 from lockstep.errors import LayoutError, UsageError

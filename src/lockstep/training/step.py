@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.comm.tree import Node, nodes_of
 from lockstep.data.consistency import require_same_batch
 from lockstep.data.microbatch import Batch, split_evenly

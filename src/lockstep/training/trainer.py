@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.check import session as check
-from lockstep.comm.clock import clock_offset
-from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.clock_offset import clock_offset
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.loader import Agree, Batches
 from lockstep.data.samplers import SamplerStates
 from lockstep.data_parallel.gradients import Gradients

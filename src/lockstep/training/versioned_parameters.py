@@ -28,10 +28,14 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.bucket import ALIGNMENT
-from lockstep.comm.dense import in_layout_of, in_memory_order
-from lockstep.comm.memory import shared
-from lockstep.comm.transfer import all_gather_bytes
-from lockstep.comm.word import compare_exchange, load, store
+from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.memory_format import in_layout_of, in_memory_order
+from lockstep.comm.shared_memory import (
+    atomic_compare_exchange,
+    atomic_load,
+    atomic_store,
+    create_group_tensor,
+)
 from lockstep.errors import WorkError
 
 __all__ = ["Versions", "allocate", "reached"]
@@ -50,7 +54,7 @@ def allocate(
         step = ALIGNMENT // dtype.itemsize
         numbers = [n for n, (_, each) in enumerate(sizes) if each == dtype]
         rooms = [-(-sizes[n][0] // step) * step for n in numbers]
-        vectors = shared(max(sum(rooms), 1), dtype, group)[: sum(rooms)].split(rooms)
+        vectors = create_group_tensor(max(sum(rooms), 1), dtype, group)[: sum(rooms)].split(rooms)
         for number, vector in zip(numbers, vectors, strict=True):
             found[number] = vector[: sizes[number][0]]
     return found
@@ -71,7 +75,9 @@ class Versions:
     ) -> None:
         self._parameters, self._group = list(parameters), group
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._words = shared(self._ranks + 1, torch.int64, group)  # prepared ..., decided
+        self._words = create_group_tensor(
+            self._ranks + 1, torch.int64, group
+        )  # prepared ..., decided
         self._transaction = 0
         self.committed = False  # the last step that was written
         first = allocate([(each.numel(), each.dtype) for each in parameters], group)
@@ -116,7 +122,7 @@ class Versions:
         try:
             body()
             reached("written")
-            store(self._words, self._rank, self._transaction)
+            atomic_store(self._words, self._rank, self._transaction)
             reached("prepared")
         except Exception as failure:
             error = failure
@@ -135,12 +141,12 @@ class Versions:
     def _settle(self) -> None:
         """Do (4) and (5): decide, or learn what was decided, and follow it."""
         ranks = range(self._ranks)
-        everybody = all(load(self._words, rank) == self._transaction for rank in ranks)
+        everybody = all(atomic_load(self._words, rank) == self._transaction for rank in ranks)
         committed, aborted = 2 * self._transaction, 2 * self._transaction + 1
-        before = load(self._words, self._ranks)
+        before = atomic_load(self._words, self._ranks)
         while before < committed:
             wanted = committed if everybody else aborted
-            found = compare_exchange(self._words, self._ranks, before, wanted)
+            found = atomic_compare_exchange(self._words, self._ranks, before, wanted)
             before = wanted if found == before else found
         reached("decided")
         self.committed = before == committed

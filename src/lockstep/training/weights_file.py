@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save
 
-from lockstep.comm.transfer import all_gather_bytes
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.errors import FileError
 from lockstep.files import make_folder, replace_file
 from lockstep.record.recorder import create_run_folder

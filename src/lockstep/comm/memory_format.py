@@ -1,4 +1,4 @@
-"""A tensor as the vector of its elements, in the order they lie in memory."""
+"""Dense tensors as vectors of their elements in memory order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["in_format_of", "in_layout_of", "in_memory_order", "is_dense"]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether the elements fill a block of memory without gaps or overlaps."""
+    """Return whether the elements fill a block of memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -18,9 +18,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements as a vector, without a copy, in the order they lie in memory.
+    """Return the elements of a tensor as a vector in memory order, without a copy.
 
-    Where there are gaps or overlaps it is a copy, in logical order.
+    The vector of a tensor with gaps or overlaps is a copy in logical order.
     """
     if not is_dense(tensor):
         return tensor.reshape(-1)
@@ -28,13 +28,13 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_layout_of(vector: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """View a vector made by `in_memory_order` in the shape and memory format of `model`."""
+    """View a vector of `in_memory_order` in the shape and memory format of `model`."""
     if not is_dense(model):
         return vector.view(model.shape)
     return vector.as_strided(model.shape, model.stride())
 
 
 def in_format_of(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values in the memory format that `in_layout_of` gives to `model`."""
+    """Copy a tensor to the memory format in which `in_layout_of` views `model`."""
     keep = torch.preserve_format if is_dense(model) else torch.contiguous_format
     return torch.empty_like(model, memory_format=keep, requires_grad=False).copy_(tensor)

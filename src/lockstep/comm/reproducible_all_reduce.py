@@ -1,29 +1,26 @@
-"""The exact sum: a bucket added over the ranks along the tree, on any backend.
+"""Reproducible all-reduce: a bucket is added over the ranks along the tree, on any backend.
 
-Every rank holds some nodes of the tree for every tensor of the bucket (one node
-each where the ranks divide the leaves evenly, several otherwise). One exchange
-brings slice j of all nodes to rank j, which adds them in tree order, element by
-element; one gather brings the sums to everybody:
+Each rank holds some nodes of the tree for every tensor of the bucket: one node if the ranks
+divide the leaves evenly, several otherwise. An exchange sends slice j of all nodes to rank j,
+which adds them in tree order, element by element; a gather sends the sums to all ranks:
 
     rank 0 holds {01, 2}    rank 1 holds {3, 45}    rank 2 holds {67}
 
     (1) launch   all-to-all   rank j receives slice j of 01, 2, 3, 45, 67
     (2) combine  add          slice j of ((01 + (2 + 3)) + (45 + 67))
-    (3) gather   all-gather   everybody receives every slice
+    (3) gather   all-gather   every rank receives every slice
 
-The traffic is a ring all-reduce's when each rank holds one node, and k times the
-first half of it when ranks hold k (1.7 times a ring's for 8 leaves on 3 ranks).
-A tensor without a value in some leaf is absent from the sum, not zero, so that
--0.0 stays -0.0: behind each rank's slices one byte for each node and tensor says
-whether it is present.
+The traffic is that of a ring all-reduce if each rank holds one node. If ranks hold k nodes, the
+first half of it is k times larger (1.7 times a ring in total for 8 leaves on 3 ranks). A tensor
+without a value in some leaf is absent from the sum, not zero, so that -0.0 stays -0.0; one byte
+per node and tensor, after the slices of each rank, flags whether it is present.
 
     message of one rank to rank j     | node 0, slice j | node 1, slice j | flags |
 
-The backend "lockstep" does all three in one call, in place, on values that may have
-been written where it reads them (`lockstep.comm.native`). On any other, only movement
-and addition are asked of the backend and of torch, and a value is copied once, into
-the message; the sums are read where they arrive. All bytes travel as `uint8`; each
-addition rounds to the tensor's own dtype.
+The backend "lockstep" does all three steps in one call, in place, on values that may have been
+written to their destination (`lockstep.comm.native_all_reduce`). On other backends, each value
+is copied once, into the message, and the sums are read where they arrive. Messages are `uint8`;
+each addition rounds to the dtype of the tensor.
 """
 
 from __future__ import annotations
@@ -34,27 +31,27 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, pieces, slice_length
-from lockstep.comm.dense import in_format_of, in_layout_of, in_memory_order
-from lockstep.comm.native import ABSENT, NEW, STALE, NativeSum, native_backend
-from lockstep.comm.transfer import all_gather_single, as_bytes
+from lockstep.comm.collectives import all_gather_single, as_bytes
+from lockstep.comm.memory_format import in_format_of, in_layout_of, in_memory_order
+from lockstep.comm.native_all_reduce import ABSENT, NEW, STALE, NativeAllReduce, native_backend
 from lockstep.comm.tree import Node, total
 
 __all__ = [
-    "ExactSum",
+    "ReproducibleAllReduce",
     "add_lists",
     "add_present",
-    "exact_sums",
     "in_format_of",
     "in_layout_of",
     "in_memory_order",
+    "reproducible_all_reduce",
 ]
 
 Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
-"""The tensors by the index that a bucket's members have; None is absent."""
+"""Tensors by the index of their bucket member; None is absent."""
 
 
 def add_present(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
-    """Add two tensors, in the memory of `left`; what is absent (None) adds nothing."""
+    """Add two tensors into the memory of `left`; None adds nothing."""
     if left is None or right is None:
         return left if right is None else right
     return left.add_(right)
@@ -63,25 +60,25 @@ def add_present(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.
 def add_lists(
     left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Add two lists of tensors, entry by entry, in the memory of the left one."""
+    """Add two lists of tensors entry by entry, into the memory of the left one."""
     return [add_present(*pair) for pair in zip(left, right, strict=True)]
 
 
-class ExactSum:
-    """The exact sum of one bucket; its buffers are kept and used again.
+class ReproducibleAllReduce:
+    """The reproducible all-reduce of one bucket; its buffers are reused.
 
-    `holders` lists the nodes that each rank of the group holds; together they
-    cover `leaves` leaves. Ranks must make the same calls in the same order.
+    Ranks must make the same calls in the same order.
 
-    Parameters:
-        bucket: the plan, indexing into lists of tensors.
-        holders: for every rank of the group, the nodes it holds, ascending.
-        leaves: the number of leaves of the tree.
-        device: where the tensors lie.
-        group: the process group, the default one if None.
-        divisor: divide the sum by this number before it is gathered.
-        cuts: where the bucket is cut for the ranks; then nothing is gathered, and a
-            rank has the sums of its own slice only. On the backend "lockstep" alone.
+    Args:
+        bucket: The plan, which indexes into lists of tensors.
+        holders: For every rank of the group, the nodes that it holds, ascending. Together they
+            cover all leaves.
+        leaves: The number of leaves of the tree.
+        device: The device of the tensors.
+        group: The process group; None is the default group.
+        divisor: The number by which the sum is divided before it is gathered.
+        cuts: The bounds of the ranks' slices. If given, nothing is gathered, and a rank has only
+            the sums of its own slice (backend "lockstep" only).
     """
 
     def __init__(
@@ -95,61 +92,62 @@ class ExactSum:
         cuts: Sequence[int] = (),
     ) -> None:
         self.bucket = bucket
-        self._sum: PortableSum | NativeSum
+        self._sum: PortableAllReduce | NativeAllReduce
         native = native_backend(device, bucket.dtype, group)
         if native is None:
             assert not cuts
-            self._sum = PortableSum(bucket, holders, leaves, device, group, divisor)
+            self._sum = PortableAllReduce(bucket, holders, leaves, device, group, divisor)
         else:
             rank = dist.get_rank(group)
-            self._sum = NativeSum(
+            self._sum = NativeAllReduce(
                 native, bucket, holders, leaves, rank, divisor, cuts or None, bool(cuts)
             )
 
     def place(self, node: Node, member: Member) -> torch.Tensor | None:
-        """Return where a value of one of this rank's nodes may be written before the launch.
+        """Return the destination of a value of one of this rank's nodes, or None.
 
-        A vector of the member's length, 64-byte aligned; what is given to `launch`
-        from there is not copied. None where the backend has no such place. After
-        the sum, the first node's places hold the sums.
+        It is a vector of the member's length, aligned to 64 bytes. `launch` does not copy values
+        that are already there. Only the backend "lockstep" has destinations; afterwards those of
+        the first node hold the sums.
         """
-        return self._sum.place(node, member) if isinstance(self._sum, NativeSum) else None
+        return self._sum.place(node, member) if isinstance(self._sum, NativeAllReduce) else None
 
     def uses(self) -> int:
-        """Count who holds the memory of the sums: more than before, and a sum is still in use."""
+        """Return the reference count of the memory of the sums, to see whether a sum is in use."""
         return int(torch._C._storage_Use_Count(self._sum.sums.untyped_storage()._cdata))
 
     def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
-        """Begin (1): copy this rank's nodes and start the exchange.
+        """Start step 1: copy this rank's nodes and start the exchange.
 
-        The tensors whose index is in `stale` count only if some other rank has one
-        that is not.
-
-        `held` maps each of this rank's nodes to its tensors, None where absent; the
-        bucket's members are picked from it by index.
+        Args:
+            held: The tensors of each of this rank's nodes, by index; None if absent.
+            stale: The indices of tensors that count only if another rank has a tensor that is
+                not stale.
         """
         self._sum.launch(held, stale)
 
     def finish_here(self) -> None:
-        """Add now, in this thread, what the backend would otherwise add in the background."""
-        if isinstance(self._sum, NativeSum):
+        """Compute additions that the backend would do in the background in this thread now."""
+        if isinstance(self._sum, NativeAllReduce):
             self._sum.wait()
 
     def combine(self) -> None:
-        """Do (2) and begin (3): add my slice along the tree, and start the gather."""
+        """Do step 2 and start step 3: add this rank's slice along the tree, start the gather."""
         self._sum.combine()
 
     def gather(self) -> list[tuple[int, torch.Tensor | None]]:
-        """Finish (3): return (index, sum) of every member, None where no rank had a new one.
+        """Finish step 3.
 
-        The sums are vectors in the order of memory that the values were given
-        in, 64-byte aligned views of one buffer, until the next launch.
+        Returns:
+            (index, sum) of every member; None if no rank had a value that is not stale. A sum
+            is a vector in the memory order of the values, an aligned view of a buffer that is
+            valid until the next launch.
         """
         return self._sum.gather()
 
 
-class PortableSum:
-    """The exact sum of one bucket on any backend; parameters as of `ExactSum`."""
+class PortableAllReduce:
+    """The implementation for any backend; arguments as of `ReproducibleAllReduce`."""
 
     def __init__(
         self,
@@ -166,13 +164,13 @@ class PortableSum:
         self._pieces = pieces(bucket, ranks)
         self._length = slice_length(bucket, ranks)
         slice_bytes = self._length * bucket.dtype.itemsize
-        # What each rank sends to every other: its nodes' slices, then the flags.
+        # The bytes that each rank sends to every other: slices of its nodes, then flags.
         self._widths = [
             len(nodes) * slice_bytes + -(-len(nodes) * len(bucket.members) // ALIGNMENT) * ALIGNMENT
             for nodes in holders
         ]
         mine = self._widths[self._rank]
-        # Zeros once: the gaps between the members are added too, and must stay numbers.
+        # Zeros once: the gaps between the members are added too, and must stay finite.
         self._out = torch.zeros(ranks, mine, dtype=torch.uint8, device=device)
         self._in = torch.empty(sum(self._widths), dtype=torch.uint8, device=device)
         self.sums = torch.empty(ranks * self._length, dtype=bucket.dtype, device=device)
@@ -180,14 +178,7 @@ class PortableSum:
         self._present: list[bool] = []
 
     def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
-        """Begin (1): copy this rank's nodes into the message and start the exchange.
-
-        The tensors whose index is in `stale` count only if some other rank has one
-        that is not.
-
-        `held` maps each of this rank's nodes to its tensors, None where absent; the
-        bucket's members are picked from it by index.
-        """
+        """Start step 1, as `ReproducibleAllReduce.launch`."""
         nodes = self.holders[self._rank]
         members = self.bucket.members
         slices = self._length * self.bucket.dtype.itemsize
@@ -222,7 +213,7 @@ class PortableSum:
         )
 
     def combine(self) -> None:
-        """Do (2) and begin (3): add my slice along the tree, and start the gather."""
+        """Do step 2 and start step 3: add this rank's slice along the tree, start the gather."""
         assert self._work is not None
         self._work.wait()
         slices, flags = self._received()
@@ -240,7 +231,7 @@ class PortableSum:
         )
 
     def _received(self) -> tuple[dict[Node, torch.Tensor], dict[Node, list[int]]]:
-        """Split what arrived into my slice of every node, and its members' presence."""
+        """Split the received message into this rank's slice of every node, and the flags."""
         members = len(self.bucket.members)
         slice_bytes = self._length * self.bucket.dtype.itemsize
         slices: dict[Node, torch.Tensor] = {}
@@ -256,7 +247,7 @@ class PortableSum:
     def _combine_members(
         self, slices: Mapping[Node, torch.Tensor], flags: Mapping[Node, Sequence[int]]
     ) -> torch.Tensor:
-        """Add member by member, where some are absent from some nodes."""
+        """Add member by member, because some are absent from some nodes."""
         mine = torch.zeros(self._length, dtype=self.bucket.dtype, device=self._in.device)
         for piece in self._pieces:
             if piece.slice != self._rank or not self._present[piece.member]:
@@ -272,10 +263,12 @@ class PortableSum:
         return mine
 
     def gather(self) -> list[tuple[int, torch.Tensor | None]]:
-        """Finish (3): return (index, sum) of every member, None where no rank had a new one.
+        """Finish step 3.
 
-        The sums are vectors in the order of memory that the values were given
-        in, 64-byte aligned views of one buffer, until the next launch.
+        Returns:
+            (index, sum) of every member; None if no rank had a value that is not stale. A sum
+            is a vector in the memory order of the values, an aligned view of a buffer that is
+            valid until the next launch.
         """
         assert self._work is not None
         self._work.wait()
@@ -283,12 +276,12 @@ class PortableSum:
         return parts(self.bucket, self.sums, self._present)
 
 
-def exact_sums(
-    sums: Sequence[ExactSum], held: Mapping[Node, Values]
+def reproducible_all_reduce(
+    sums: Sequence[ReproducibleAllReduce], held: Mapping[Node, Values]
 ) -> list[tuple[int, torch.Tensor | None]]:
-    """Add several buckets, the exchange of each overlapping the additions of the one before.
+    """Reduce several buckets; the exchange of each overlaps the additions of the previous one.
 
-    The order of the calls, the same on every rank, is
+    The order of the calls is the same on every rank:
 
         launch 0, launch 1, combine 0, launch 2, combine 1, ..., combine last, gather all
     """

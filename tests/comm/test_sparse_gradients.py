@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from averaging import tree_mean
-from lockstep.comm.sparse import sparse_means
+from lockstep.comm.sparse_gradients import average_sparse_gradients
 
 RANKS = 3
 MODELS = {0: torch.empty(6, 4), 3: torch.empty(5, 2, 3, dtype=torch.float64), 7: torch.empty(2, 2)}
@@ -28,7 +28,7 @@ def gradients_of(rank):
 
 
 def means(new):
-    found = sparse_means(gradients_of(dist.get_rank()), new[dist.get_rank()], MODELS)
+    found = average_sparse_gradients(gradients_of(dist.get_rank()), new[dist.get_rank()], MODELS)
     return {number: (mean.is_coalesced(), mean.to_dense()) for number, mean in found.items()}
 
 

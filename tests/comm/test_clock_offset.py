@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.clock import Round, clock_offset, estimate
+from lockstep.comm.clock_offset import Round, clock_offset, estimate
 
 delay = st.floats(0, 1e-2)
 

@@ -1,11 +1,11 @@
-"""Sparse gradients: rows that some ranks touched, averaged along the tree over the ranks.
+"""Average sparse gradients over the ranks along the tree.
 
-    rank 0   rows 1, 5        (1) everybody says what it has, and how many rows
-    rank 1   rows 5, 7        (2) everybody gets everybody's rows
-                              (3) row 5 is added, rows 1 and 7 are taken, all divided
+    rank 0   rows 1, 5        (1) every rank announces its gradients and numbers of rows
+    rank 1   rows 5, 7        (2) every rank gets the rows of all ranks
+                              (3) row 5 is added, rows 1 and 7 are copied, all are divided
 
-Each rank adds all rows itself, so the traffic is that of the longest message times
-the number of ranks: good while few rows are touched, as with large embeddings.
+Each rank adds all rows itself. The traffic is the longest message times the number of ranks,
+which is small while few rows are used, as with large embeddings.
 """
 
 from __future__ import annotations
@@ -16,31 +16,36 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.transfer import (
+from lockstep.comm.collectives import (
     all_gather_bytes,
     all_gather_single,
     as_bytes,
 )
 from lockstep.comm.tree import total
 
-__all__ = ["sparse_means"]
+__all__ = ["average_sparse_gradients"]
 
 Rows = torch.Tensor | None
 """A coalesced tensor, sparse in its first dimension, or None."""
 
 
-def sparse_means(
+def average_sparse_gradients(
     gradients: Mapping[int, torch.Tensor | None],
     new: Container[int],
     models: Mapping[int, torch.Tensor],
     group: dist.ProcessGroup | None = None,
 ) -> dict[int, torch.Tensor]:
-    """Return the mean over ranks of every gradient that some rank has anew, by its number.
+    """Average every gradient that is new on some rank.
 
-    `gradients` and `models`, tensors of their shape and dtype, have the same numbers
-    on every rank. A gradient is None where there is none; a dense one counts as its
-    rows that are not zero. Those in `new` count by themselves, others only beside a
-    new one of another rank. The means are coalesced, the same bits on all ranks.
+    Args:
+        gradients: The gradients by number, with the same numbers on every rank. None if there is
+            none; of a dense gradient, the rows that are not zero are used.
+        new: The numbers of new gradients. Others are used only if another rank has a new one.
+        models: Tensors with the shape and dtype of each gradient.
+        group: The process group; None is the default group.
+
+    Returns:
+        The coalesced means by number, with the same bits on all ranks.
     """
     mine = {n: _rows(gradient) for n, gradient in gradients.items() if gradient is not None}
     header = json.dumps([(n, n in new, rows._nnz()) for n, rows in mine.items()]).encode()
@@ -69,7 +74,7 @@ def _rows(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _add(left: Rows, right: Rows) -> Rows:
-    """Add row by row; at most two values meet, so their order changes no bit."""
+    """Add row by row; a row has at most two values, so their order does not affect the bits."""
     if left is None or right is None:
         return left if right is None else right
     return (left + right).coalesce()
@@ -81,7 +86,7 @@ def _gather(
     models: Mapping[int, torch.Tensor],
     group: dist.ProcessGroup | None,
 ) -> list[dict[int, torch.Tensor]]:
-    """Return every rank's rows, by the numbers in its header."""
+    """Return the rows of every rank, by the numbers in its header."""
     device = next(iter(models.values())).device
     sizes = [[_sizes(models[n], rows) for n, _, rows in each] for each in headers]
     width = max(sum(map(sum, each)) for each in sizes)
@@ -102,13 +107,13 @@ def _gather(
 
 
 def _sizes(model: torch.Tensor, rows: int) -> tuple[int, int]:
-    """Return the bytes of the indices and of the values of so many rows."""
+    """Return the sizes in bytes of the indices and of the values of that many rows."""
     row = model.nbytes // max(model.shape[0], 1)
     return rows * torch.int64.itemsize, rows * row
 
 
 def _sparse(model: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Make a sparse tensor of bytes, cloned: a view must start at a multiple of its size."""
+    """Create a sparse tensor from bytes, cloned: a view must be aligned to its element size."""
     where = indices.clone().view(torch.int64).view(1, -1)
     what = values.clone().view(model.dtype).view(where.shape[1], *model.shape[1:])
     return torch.sparse_coo_tensor(

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.transfer import PAGE, all_gather_bytes, broadcast_tensors
+from lockstep.comm.collectives import PAGE, all_gather_bytes, broadcast_tensors
 from lockstep.errors import DisagreementError
 
 
@@ -77,9 +77,9 @@ def test_everybody_has_the_first_ranks_tensors(ranks):
 
 def test_large_tensors_are_cut_into_packets(ranks):
     def broadcast():
-        from lockstep.comm import transfer
+        from lockstep.comm import collectives
 
-        transfer.PIECE = 1000
+        collectives.PIECE = 1000
         tensors = [torch.full((300,), float(dist.get_rank() + i)) for i in range(5)]
         broadcast_tensors(tensors)
         return [tensor.unique().tolist() for tensor in tensors]

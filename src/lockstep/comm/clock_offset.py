@@ -1,11 +1,10 @@
-"""The clock: how far this rank's is from rank 0's, so that timelines can be laid together.
+"""The offset of a rank's clock from that of rank 0, to align timelines.
 
-    rank r   sent ──────┐              ┌──> received        several rounds; the one with
-    rank 0              └──> remote ───┘                    the shortest way counts
+    rank r   sent ──────┐              ┌──> received        several rounds; the one with the
+    rank 0              └──> remote ───┘                    shortest round trip is used
 
-Had both ways taken equally long, `remote` would be the middle of sent and received; so
-the error is at most half the round trip. Cristian, "Probabilistic clock synchronization",
-1989.
+If both directions took equally long, `remote` would be the middle of sent and received, so the
+error is at most half the round trip (Cristian, "Probabilistic clock synchronization", 1989).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.transfer import message_device
+from lockstep.comm.collectives import message_device
 
 __all__ = ["Round", "clock_offset", "estimate"]
 
@@ -25,7 +24,7 @@ ROUNDS = 8
 
 
 class Round(NamedTuple):
-    """One question and answer: `remote` by the other's clock, the rest by one's own."""
+    """One round trip: `remote` is a time of the other clock, the others are of this one."""
 
     sent: float
     remote: float
@@ -33,10 +32,10 @@ class Round(NamedTuple):
 
 
 def estimate(rounds: Sequence[Round]) -> float:
-    """Return the seconds to add to one's own clock to have the other's.
+    """Return the seconds to add to this clock to get the other one.
 
-    Off by at most the shortest round trip. Exactly 0 where 0 lies within the error of
-    the measurement: two ranks of one host share a clock.
+    The error is at most the shortest round trip. The result is exactly 0 if 0 is within the
+    error of the measurement, because two ranks of one host share a clock.
     """
     best = min(rounds, key=lambda each: each.received - each.sent)
     offset = best.remote - (best.sent + best.received) / 2
@@ -46,10 +45,15 @@ def estimate(rounds: Sequence[Round]) -> float:
 def clock_offset(
     group: dist.ProcessGroup | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the seconds to add to this rank's `clock` to have that of the group's rank 0.
+    """Measure the seconds to add to the clock of this rank to get that of rank 0.
 
-    Call it on every rank of the group; rank 0 answers the others in turn. Clocks drift
-    apart by some 10 microseconds a second between hosts, so measure again now and then.
+    Call it on every rank of the group; rank 0 answers the others in turn. Clocks of different
+    hosts drift by about 10 microseconds per second, so repeat the measurement from time to
+    time.
+
+    Args:
+        group: The process group; None is the default group.
+        clock: Returns the time in seconds.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if rank == 0:

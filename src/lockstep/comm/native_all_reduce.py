@@ -1,13 +1,13 @@
-"""The exact sum on the backend "lockstep": the same bits, without an exchange of messages.
+"""The reproducible all-reduce of the backend "lockstep": the same bits, without messages.
 
-Every rank packs its nodes into shared memory; the backend adds slice j on rank j,
-straight from everybody's memory into everybody's first row (csrc/collectives/exact_sum.h).
+Every rank packs its nodes into shared memory; the backend adds slice j on rank j, directly from
+the memory of all ranks into the first row of all ranks (csrc/collectives/exact_sum.h).
 
     packed    | node 0: member 0 . member 1 . | node 1: ... | flags of 0 | flags of 1 |
     after it  | the sums of all members       |
 
-A value that was written into its place in a row, instead of private memory, is not
-copied: the bucket then costs one reading of all rows and one writing of the first.
+A value that was written to its destination in a row is not copied. The bucket then costs one
+read of all rows and one write of the first.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch.distributed as dist
 
 from lockstep.comm import backend
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, slice_length
-from lockstep.comm.dense import in_memory_order
-from lockstep.comm.memory import empty
+from lockstep.comm.memory_format import in_memory_order
+from lockstep.comm.shared_memory import empty_shared
 from lockstep.comm.tree import Node
 
-__all__ = ["ABSENT", "NEW", "STALE", "NativeSum", "native_backend"]
+__all__ = ["ABSENT", "NEW", "STALE", "NativeAllReduce", "native_backend"]
 
 ABSENT, NEW, STALE = 0, 1, 2
-"""What a flag says of a tensor in a node."""
+"""The flag of a tensor in a node."""
 
 Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
-"""As in `lockstep.comm.exact`."""
+"""As in `lockstep.comm.reproducible_all_reduce`."""
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -38,19 +38,20 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def native_backend(
     device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None
 ) -> Any | None:
-    """Return the group's backend if it adds such tensors exactly by itself, else None."""
+    """Return the native backend of the group if it supports such tensors, else None."""
     if device.type != "cpu" or dtype not in DTYPES:
         return None
     return backend.of_group(group)
 
 
-class NativeSum:
-    """The exact sum of one bucket on the backend "lockstep"; parameters as of `ExactSum`.
+class NativeAllReduce:
+    """The implementation for the backend "lockstep"; arguments as of `ReproducibleAllReduce`.
 
-    `cuts` says which elements each rank adds: rank j elements [cuts[j], cuts[j + 1]),
-    from 0 to the bucket's length, one number more than ranks; even slices if None.
-    With `scatter` a rank gets only the sums of its own slice (an exact
-    reduce-scatter), and the rest of the result means nothing. Cuts change no bits.
+    Args:
+        cuts: Rank j adds the elements [cuts[j], cuts[j + 1]); even slices if None. Cuts do not
+            affect the bits of the sums.
+        scatter: Whether a rank gets only the sums of its own slice (a reproducible
+            reduce-scatter); the rest of the result is undefined.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class NativeSum:
         self._nodes = holders[rank]
         even, ranks = slice_length(bucket, len(holders)), range(len(holders) + 1)
         bounds = list(cuts or (min(each * even, bucket.length) for each in ranks))
-        rows = max(len(self._nodes), 1)  # who holds nothing needs room for the sums
+        rows = max(len(self._nodes), 1)  # a rank without nodes needs room for the sums
         values = rows * bucket.length * bucket.dtype.itemsize
         flags = len(self._nodes) * len(bucket.members)
-        # Zeros once: the gaps between the members are added too, and must stay numbers.
-        self._packed = empty(max(values + flags, 1), dtype=torch.uint8).zero_()
+        # Zeros once: the gaps between the members are added too, and must stay finite.
+        self._packed = empty_shared(max(values + flags, 1), dtype=torch.uint8).zero_()
         self._values = self._packed[:values].view(bucket.dtype).view(rows, bucket.length)
         self.sums = self._values[0]
         self._flags = self._packed[values : values + flags]
@@ -90,12 +91,12 @@ class NativeSum:
         self._work: dist.Work | None = None
 
     def place(self, node: Node, member: Member) -> torch.Tensor:
-        """Return where a member's value in one of this rank's nodes belongs, a vector."""
+        """Return the destination of a member's value in one of this rank's nodes."""
         row = self._values[self._nodes.index(node)]
         return row[member.offset : member.offset + member.numel]
 
     def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
-        """Bring what is not there yet into shared memory, and start the sum; as in `ExactSum`."""
+        """Copy values to their destinations and start; as `ReproducibleAllReduce.launch`."""
         flags = bytearray()
         own: torch.Tensor | None = None
         for node, row in zip(self._nodes, self._values, strict=False):
@@ -124,19 +125,19 @@ class NativeSum:
         )
 
     def _fills(self, flat: torch.Tensor) -> bool:
-        """Tell whether a tensor is the whole bucket: nobody else reads this rank's slice of it."""
+        """Return whether a tensor fills the bucket: other ranks do not read its own slice."""
         return flat.numel() == self._bucket.length and flat.data_ptr() % ALIGNMENT == 0
 
     def wait(self) -> None:
-        """Wait for the sum, and compute this rank's part of it in this thread if nobody has."""
+        """Wait for the sum; compute this rank's part in this thread if it has not started."""
         assert self._work is not None
         self._work.wait()
 
     def combine(self) -> None:
-        """Nothing is left to be done between the start and the end."""
+        """Do nothing: the backend adds and gathers by itself."""
 
     def gather(self) -> list[tuple[int, torch.Tensor | None]]:
-        """Finish, and return (index, sum) of every member as `ExactSum.gather` does."""
+        """Finish; as `ReproducibleAllReduce.gather`."""
         self.wait()
         self._work = None
         present = self._present[: len(self._bucket.members)].tolist()

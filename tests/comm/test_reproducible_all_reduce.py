@@ -6,14 +6,14 @@ import torch.distributed as dist
 
 from lockstep.comm import backend as native
 from lockstep.comm.bucket import plan
-from lockstep.comm.exact import (
-    ExactSum,
+from lockstep.comm.native_all_reduce import NativeAllReduce, native_backend
+from lockstep.comm.reproducible_all_reduce import (
+    ReproducibleAllReduce,
     add_lists,
-    exact_sums,
     in_layout_of,
     in_memory_order,
+    reproducible_all_reduce,
 )
-from lockstep.comm.native import NativeSum, native_backend
 from lockstep.comm.tree import Fold, nodes_of, total
 from lockstep.data.microbatch import split_evenly
 
@@ -68,10 +68,10 @@ def sums_on_a_rank(leaves, dtype, capacity, absent, divisor=1):
     holders = [nodes_of(each, leaves) for each in owned]
     buckets = plan([torch.Size(shape).numel() for shape in SHAPES], [dtype] * len(SHAPES), capacity)
     device = torch.device("cpu")
-    sums = [ExactSum(b, holders, leaves, device, divisor=divisor) for b in buckets]
+    sums = [ReproducibleAllReduce(b, holders, leaves, device, divisor=divisor) for b in buckets]
     seen = []
     for _ in range(2):  # the buffers are used again
-        found = dict(exact_sums(sums, fold.nodes))
+        found = dict(reproducible_all_reduce(sums, fold.nodes))
         row = []
         for number, shape in enumerate(SHAPES):
             layout = torch.empty(shape, dtype=dtype)
@@ -156,7 +156,7 @@ def whole_bucket_sums(scatter):
     holders = [[(each, each + 1)] for each in range(ranks)]
     cuts = [0, *range(1024, 1024 * ranks, 1024), 4096] if scatter else None
     kept = values[rank].clone()
-    added = NativeSum(
+    added = NativeAllReduce(
         native_backend(kept.device, kept.dtype, None),
         bucket, holders, ranks, rank, 1, cuts=cuts, scatter=scatter,
     )  # fmt: skip

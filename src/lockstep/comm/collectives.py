@@ -1,8 +1,7 @@
-"""Moving bytes: small messages that everybody gets, and one rank's tensors for all.
+"""Collectives of small messages and of lists of tensors.
 
-Everything travels as `uint8`, so that any dtype works on any backend, and in
-contiguous buffers of our own: Gloo broadcasts non-contiguous tensors wrongly
-without a word.
+Data are sent as `uint8`, so that any dtype works on any backend, and in contiguous buffers:
+Gloo broadcasts non-contiguous tensors incorrectly, without an error.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ __all__ = [
     "all_gather_single",
     "as_bytes",
     "broadcast_tensors",
-    "give_tensors",
     "message_device",
+    "send_tensors",
 ]
 
-# torch 2.13 renamed the call and warns of the old name.
+# torch 2.13 renamed the function and warns about the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 PAGE = 1024
-"""Bytes of a small message that travel in one exchange, its length included."""
+"""The bytes of a message that fit into the first exchange, with its header."""
 
 PIECE = 32 << 20
-"""Bytes of the buffer that a broadcast is cut into."""
+"""The size of the buffers of a broadcast, in bytes."""
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,7 +38,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device that small messages of `group` must lie on (NCCL alone wants a GPU)."""
+    """Return the device for small messages of a group: a GPU only for NCCL."""
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -48,18 +47,26 @@ def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
 def all_gather_bytes(
     message: bytes, about: str, group: dist.ProcessGroup | None = None, remark: str = ""
 ) -> list[bytes]:
-    """Return every rank's message, in rank order.
+    """Gather the messages of all ranks, which may differ in length.
 
-    `about` says in a few words what the rank is doing ("in step 12"); ranks that
-    exchange messages about different things have gone different ways. The messages
-    may differ in length. Everybody sends one page; only if some message does not
-    fit there is a second exchange, as wide as the longest. A `remark` explains how this
-    rank came here; it is not compared, and added to the error where `about` differs.
+    Every rank sends one page. Only if some message does not fit, there is a second exchange of
+    the length of the longest message.
 
         page    | length of the message, 8 bytes | of the topic, 2 | topic | message ... |
         topic   | about | or: about | 0 | remark |
 
-    Raises DisagreementError on every rank where `about` differs.
+    Args:
+        message: The message of this rank.
+        about: What the rank is doing, in a few words ("in step 12"); must be equal on all ranks.
+        group: The process group; None is the default group.
+        remark: How this rank got here. It is not compared, but added to the error if `about`
+            differs.
+
+    Returns:
+        The messages in rank order.
+
+    Raises:
+        DisagreementError: `about` differs between ranks; raised on every rank.
     """
     if dist.get_world_size(group) == 1:
         return [message]
@@ -79,7 +86,7 @@ def all_gather_bytes(
 
 
 def _require_one_topic(topics: Sequence[bytes]) -> None:
-    """Raise DisagreementError unless all ranks, in rank order, exchange about the same thing."""
+    """Raise DisagreementError unless the topics of all ranks, in rank order, are equal."""
     said = [topic.decode(errors="replace").partition("\0") for topic in topics]
     first, _, _ = said[0]
     for rank, (about, _, _) in enumerate(said):
@@ -93,7 +100,7 @@ def _require_one_topic(topics: Sequence[bytes]) -> None:
 
 
 def _gather_equal(message: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Gather messages that are equally long on all ranks."""
+    """Gather messages that have the same length on all ranks."""
     width, ranks = len(message), dist.get_world_size(group)
     device = message_device(group)
     mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
@@ -122,10 +129,10 @@ def _packets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 def broadcast_tensors(
     tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, source: int = 0
 ) -> None:
-    """Overwrite `tensors` on every rank with those of rank `source` of the group, bit for bit.
+    """Overwrite tensors on every rank with those of rank `source` of the group, bit for bit.
 
-    Shapes and dtypes must be the same on all ranks; strides may differ. Autograd
-    is not told: a graph that holds a tensor goes on with the new values.
+    Shapes and dtypes must be equal on all ranks; strides may differ. Autograd does not see the
+    change: a graph that holds a tensor continues with the new values.
     """
     if dist.get_world_size(group) == 1:
         return
@@ -137,31 +144,31 @@ def broadcast_tensors(
             continue
         sizes = [tensor.nbytes for tensor in packet]
         for tensor, part in zip(packet, flat.split(sizes), strict=True):
-            # A clone, because a view of another dtype must start at a multiple of its size.
+            # A clone, because a view of another dtype must be aligned to its element size.
             tensor.data.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 @torch.no_grad()
-def give_tensors(
+def send_tensors(
     tensors: Sequence[torch.Tensor],
     group: dist.ProcessGroup | None,
     source: int,
-    takers: Sequence[int],
+    receivers: Sequence[int],
 ) -> None:
-    """Overwrite `tensors` on the ranks `takers` with those of rank `source`, bit for bit.
+    """Overwrite tensors on the ranks `receivers` with those of rank `source`, bit for bit.
 
-    As `broadcast_tensors`, for some ranks of the group; the others return at once.
-    Several such calls must come in the same order on all ranks.
+    Like `broadcast_tensors` for some ranks of the group; the others return immediately. All
+    ranks must make such calls in the same order.
     """
     rank = dist.get_rank(group)
-    others = [taker for taker in takers if taker != source]
+    others = [receiver for receiver in receivers if receiver != source]
     for tensor in tensors:
         if not tensor.numel():
             continue
         if rank == source and others:
             flat = as_bytes(tensor.detach().contiguous())
-            for taker in others:
-                dist.send(flat, group=group, group_dst=taker)
+            for receiver in others:
+                dist.send(flat, group=group, group_dst=receiver)
         elif rank in others:
             flat = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
             dist.recv(flat, group=group, group_src=source)

@@ -1,0 +1,134 @@
+"""Tensors in shared memory, and atomic access to their elements.
+
+    empty_shared          one tensor per rank; other ranks read it directly   | rank 0 | rank 1 |
+    create_group_tensor   one tensor for all ranks of a group on this host    | ranks 0 and 1   |
+
+Atomic access serves decisions that must hold however ranks end (a step is committed, or not):
+
+    rank a   writes its part ... atomic_compare_exchange(tensor, 0, OPEN, COMMITTED)
+    rank b   atomic_load(tensor, 0) == COMMITTED, so it sees everything that rank a wrote before
+
+Atomic access needs the native module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import backend
+from lockstep.errors import LayoutError, WorkError
+
+__all__ = [
+    "atomic_compare_exchange",
+    "atomic_load",
+    "atomic_store",
+    "create_group_tensor",
+    "empty_shared",
+    "is_shared",
+]
+
+
+def empty_shared(*size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return an uninitialized CPU tensor in shared memory, which collectives reduce in place.
+
+    Other ranks on the host write to the tensor while a collective on the backend "lockstep"
+    runs. A process forked from this one shares the tensor too. Without the native backend the
+    result is an ordinary tensor.
+
+    Args:
+        size: The shape, as integers or as one sequence, as for `torch.empty`.
+        dtype: The element type, as for `torch.empty`; None selects torch's default dtype.
+
+    Raises:
+        TypeError: `size` or `dtype` is something that `torch.empty` does not take.
+        RuntimeError: A dimension is negative, or there is not enough memory.
+    """
+    try:
+        # A meta tensor has no memory: torch parses the arguments, exactly as for torch.empty.
+        like = torch.empty(*size, dtype=dtype, device="meta")
+    except (TypeError, RuntimeError) as error:
+        message, _, _ = str(error).partition("\n")  # a C++ backtrace may follow
+        raise type(error)(message) from None
+    if not backend.available():
+        return torch.empty(like.shape, dtype=like.dtype)
+    tensor: torch.Tensor = backend.load().empty(like.shape, like.dtype)
+    return tensor
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is in memory of `empty_shared`, also one of DDP or FSDP2."""
+    return backend.available() and bool(backend.load().is_shared(tensor))
+
+
+def create_group_tensor(
+    shape: int | Sequence[int], dtype: torch.dtype, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Return a CPU tensor of zeros whose memory is common to all ranks of a group.
+
+    Every rank of the group must make this call, with the same arguments. Order accesses by a
+    barrier or by atomic operations. The memory starts on a page and is released when no rank
+    has a view of it, also after ranks were killed. A group of one rank gets ordinary memory.
+
+    Args:
+        shape: The shape.
+        dtype: The element type.
+        group: The process group; None is the default group.
+
+    Raises:
+        WorkError: There is not enough memory; raised on every rank.
+        LayoutError: The backend of the group is not "lockstep", the only one whose ranks are
+            known to be on one host.
+    """
+    sizes = [shape] if isinstance(shape, int) else list(shape)
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return torch.zeros(sizes, dtype=dtype)
+    native = backend.of_group(group)
+    if native is None:
+        raise LayoutError(
+            f"only the backend 'lockstep', whose ranks are on one host, can share a tensor between "
+            f"ranks; this group has the backend '{dist.get_backend(group)}'"
+        )
+    try:
+        # Every rank makes this call, also for sizes beyond the range of the backend's integers.
+        flat: torch.Tensor = native.share(min(math.prod(sizes) * dtype.itemsize, 1 << 62))
+    except RuntimeError as error:
+        raise WorkError(str(error)) from None
+    return flat.view(dtype).view(sizes)
+
+
+def atomic_load(tensor: torch.Tensor, index: int) -> int:
+    """Return the element at `index` of an int64 tensor, with acquire semantics.
+
+    The rank then sees everything that another rank wrote before it stored this value.
+
+    Raises:
+        ValueError: The tensor is not int64, not contiguous or not on the CPU.
+        IndexError: There is no such element.
+    """
+    return int(backend.load().load(tensor, index))
+
+
+def atomic_store(tensor: torch.Tensor, index: int, value: int) -> None:
+    """Set the element at `index` of an int64 tensor, with release semantics.
+
+    Raises:
+        ValueError, IndexError: As `atomic_load`.
+    """
+    backend.load().store(tensor, index, value)
+
+
+def atomic_compare_exchange(tensor: torch.Tensor, index: int, expected: int, desired: int) -> int:
+    """Set the element at `index` to `desired` if it is `expected`, in one atomic operation.
+
+    Returns:
+        The previous value.
+
+    Raises:
+        ValueError, IndexError: As `atomic_load`.
+    """
+    return int(backend.load().compare_exchange(tensor, index, expected, desired))
