@@ -1,4 +1,4 @@
-"""Calls: each is answered by the process that it was made to."""
+"""Calls are answered by the process that was called, and by no other."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from lockstep.remote.calls import DRIVER, Calls
 from lockstep.remote.frame import Frame
 
 
-class Routes:
-    """Notes what is posted."""
+class Transport:
+    """Records what is posted."""
 
     def __init__(self) -> None:
         self.posted: list[tuple[int, Frame]] = []
@@ -20,12 +20,12 @@ class Routes:
 
 
 def test_only_the_rank_that_was_called_answers():
-    routes = Routes()
-    calls = Calls(DRIVER, routes, lambda done, deadline: None)
+    transport = Transport()
+    calls = Calls(DRIVER, transport, lambda done, deadline: None)
     future = calls.start(1, "the sum", sum, [(1, 2)])
-    ((rank, call),) = routes.posted
-    answer = Frame({"kind": "value", "number": call.header["number"]}, calls.pack(DRIVER, 3))
-    calls.settle(2, answer)
+    ((rank, call),) = transport.posted
+    answer = Frame({"kind": "value", "number": call.header["number"]}, calls.serialize(DRIVER, 3))
+    calls.on_answer(2, answer)
     assert not future.done()
-    calls.settle(rank, answer)
+    calls.on_answer(rank, answer)
     assert future.result() == 3

@@ -1,4 +1,4 @@
-"""A call to a process that listens, and what is said when it fails."""
+"""Connecting to a process that listens, and the errors when that fails."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from lockstep.errors import RendezvousError, UsageError
 from lockstep.remote import connection
-from lockstep.remote.connection import dial
+from lockstep.remote.connection import connect
+from lockstep.remote.credentials import Credentials, Identity, Role
 from lockstep.remote.handshake import Status, answer
-from lockstep.remote.identity import Credentials, Identity, Role
 from lockstep.remote.listener import Listener
 
 KEY, SESSION = b"k" * 32, b"s" * 16
@@ -50,46 +50,46 @@ def serve():
         yield start
 
 
-def dialed(port: int, called: Identity = DRIVER, patience: float = 0.3) -> socket.socket:
-    return dial("127.0.0.1", port, OWN, called, 5.0, patience).end
+def connected(port: int, called: Identity = DRIVER, timeout: float = 0.3) -> socket.socket:
+    return connect("127.0.0.1", port, OWN, called, 5.0, timeout).end
 
 
-def test_nobody_answers():
+def test_no_answer():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     sentence = rf"^the driver at 127\.0\.0\.1:{port} could not be reached within 0.3 s: connection"
     with pytest.raises(RendezvousError, match=sentence):
-        dialed(port)
+        connected(port)
 
 
-def test_a_listener_that_hangs_up_is_not_said_to_have_another_key(serve):
+def test_a_closed_connection_is_not_reported_as_another_key(serve):
     with pytest.raises(RendezvousError, match="it closes connections before the handshake"):
-        dialed(serve(lambda end: end.recv(1)))
+        connected(serve(lambda end: end.recv(1)))
 
 
-def test_a_listener_that_says_nothing(serve, monkeypatch):
-    monkeypatch.setattr(connection, "HANDSHAKE", 0.2)
+def test_a_silent_listener(serve, monkeypatch):
+    monkeypatch.setattr(connection, "HANDSHAKE_TIMEOUT", 0.2)
     over = threading.Event()
     try:
         with pytest.raises(RendezvousError, match="it accepts connections but does not answer"):
-            dialed(serve(lambda end: over.wait(10)))
+            connected(serve(lambda end: over.wait(10)))
     finally:
         over.set()
 
 
 def test_a_busy_listener(serve):
     with pytest.raises(RendezvousError, match="it is busy with connections that have not proven"):
-        dialed(serve(lambda end: end.sendall(bytes([Status.BUSY]))))
+        connected(serve(lambda end: end.sendall(bytes([Status.BUSY]))))
 
 
 def test_another_key(serve):
     with pytest.raises(UsageError, match="refused the connection: it holds another key: give both"):
-        dialed(serve(lambda end: end.sendall(bytes([Status.OTHER_KEY]))))
+        connected(serve(lambda end: end.sendall(bytes([Status.OTHER_KEY]))))
 
 
-def test_something_else_than_lockstep(serve):
+def test_another_protocol(serve):
     with pytest.raises(UsageError, match="it is not a process of this version of Lockstep"):
-        dialed(serve(lambda end: end.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")))
+        connected(serve(lambda end: end.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")))
 
 
 def test_a_listener_without_the_key(serve):
@@ -102,7 +102,7 @@ def test_a_listener_without_the_key(serve):
             pass
 
     with pytest.raises(UsageError, match="it does not prove that it holds the key"):
-        dialed(serve(pretend))
+        connected(serve(pretend))
 
 
 def test_another_worker_answers():
@@ -110,13 +110,13 @@ def test_another_worker_answers():
     listener = Listener("127.0.0.1", 0, own, 5.0, lambda wire, caller: None)
     try:
         with pytest.raises(RendezvousError, match=r"^worker 0 of host 2 at .* it is another"):
-            dialed(listener.port, SECOND)
+            connected(listener.port, SECOND)
     finally:
         listener.close()
 
 
 @pytest.mark.parametrize("said", [bytes([Status.BUSY]), b""])
-def test_a_caller_tries_again_until_it_is_let_in(serve, said):
+def test_a_caller_tries_again_until_it_is_accepted(serve, said):
     calls = []
 
     def later(end: socket.socket) -> None:
@@ -132,10 +132,10 @@ def test_a_caller_tries_again_until_it_is_let_in(serve, said):
             step = steps.send(end.recv(step.size, socket.MSG_WAITALL))
         end.sendall(step.send)
 
-    with dialed(serve(later), patience=30.0):
+    with connected(serve(later), timeout=30.0):
         assert len(calls) == 3
 
 
-def test_an_address_that_is_none():
-    with pytest.raises(UsageError, match="'no such host' names no host"):
-        dial("no such host", 1, OWN, DRIVER, 1.0, 1.0)
+def test_an_unknown_address():
+    with pytest.raises(UsageError, match="'no such host' cannot be resolved"):
+        connect("no such host", 1, OWN, DRIVER, 1.0, 1.0)

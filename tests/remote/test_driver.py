@@ -1,4 +1,4 @@
-"""The driver: calls, remote objects, references, and what is said when something fails."""
+"""The driver: calls, remote objects, references, and errors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_future_is_pending_until_it_is_done(driver, tmp_path):
     os.mkfifo(gate)
     future = driver.on(1).start(gate.read_text)
     assert not future.done()
-    with pytest.raises(TimeoutError, match=r"read_text on rank 1 has not ended within 0.05 s"):
+    with pytest.raises(TimeoutError, match=r"read_text on rank 1 has not returned within 0.05 s"):
         future.result(timeout=0.05)
     gate.write_text("open")
     assert future.result(timeout=30) == "open"
@@ -204,7 +204,7 @@ def test_a_reference_may_come_back_from_a_worker(driver):
 
 def test_arguments_that_cannot_travel_leave_nothing_lent(driver):
     counter = driver.on(0).create(Counter)
-    with pytest.raises(UsageError, match="cannot travel"):
+    with pytest.raises(UsageError, match="cannot be pickled"):
         driver.on(1).run(print, counter, threading.Lock())
     del counter
     assert driver.on(0).run(counters) == 0
@@ -223,7 +223,7 @@ def test_an_error_comes_back_with_its_traceback(driver):
     assert isinstance(caught.value.__cause__, KeyError)
     (note,) = caught.value.__notes__
     assert 'raise KeyError("lr")' in note
-    assert "lockstep/drive" not in note
+    assert "lockstep/remote" not in note
     assert counter.add() == 1
 
 
@@ -272,7 +272,9 @@ def test_what_cannot_be_sent_is_named(driver):
         def __init__(self):
             self.lock = threading.Lock()
 
-    sentence = r"print cannot be sent to rank 1: argument 2 \(of class .*Guarded\) cannot travel"
+    sentence = (
+        r"print cannot be sent to rank 1: argument 2 \(of class .*Guarded\) cannot be pickled"
+    )
     with pytest.raises(UsageError, match=sentence):
         driver.on(1).run(print, 1, Guarded())
 
@@ -285,7 +287,7 @@ def test_a_rank_that_is_not_there_is_said(driver, rank):
 
 def interrupt_when_waiting(driver) -> None:
     deadline = time.monotonic() + 30
-    while not driver._pool.output._waiting:
+    while not driver._pool.output.has_waiting_callers:
         assert time.monotonic() < deadline
     os.kill(os.getpid(), signal.SIGINT)
 

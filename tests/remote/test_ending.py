@@ -1,4 +1,4 @@
-"""How it ends: of itself, by a death, by a stranger at the door, or forgotten."""
+"""How drivers and workers end: closed, killed, garbage-collected; and who may connect."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import torch.distributed as dist
 import lockstep as ls
 import processes
 from lockstep.errors import RankError, UsageError
-from lockstep.remote.connection import dial
-from lockstep.remote.frame import Frame, Wire
-from lockstep.remote.identity import Credentials, Identity, Role
+from lockstep.remote.connection import connect
+from lockstep.remote.credentials import Credentials, Identity, Role
+from lockstep.remote.frame import Frame, FrameSocket
 from processes import alive
 
 PATIENCE = 60.0
@@ -96,10 +96,12 @@ def test_leaving_ends_a_busy_worker_and_its_call():
         future = driver.on(1).start(signal.pause)
         counter = driver.on(0).create(list)
     assert not any(map(alive, pids))
-    with pytest.raises(RankError, match="rank 1 had not answered when the driver ended"):
+    with pytest.raises(
+        RankError, match="rank 1 had not returned from a call when the driver was closed"
+    ):
         future.result()
     for late in (counter.get, lambda: driver.on(0)):
-        with pytest.raises(UsageError, match="the driver has ended"):
+        with pytest.raises(UsageError, match="the driver is closed"):
             late()
     driver.close()  # once more is harmless
 
@@ -171,9 +173,9 @@ def test_strangers_are_refused_and_the_driver_goes_on(capsys):
         with socket.create_connection(place) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\x80\x04" * 100)
             assert what_is_told(stranger) == b""
-        other = Credentials(b"w" * 32, Identity(Role.HOST))
+        other = Credentials(b"w" * 32, Identity(Role.NODE_AGENT))
         with pytest.raises(UsageError, match="it holds another key: give both the same key"):
-            dial(*place, other, Identity(Role.DRIVER), 60)
+            connect(*place, other, Identity(Role.DRIVER), 60)
         with socket.create_connection(place):  # one that says nothing keeps nobody waiting
             assert driver.run(ls.rank) == [0]
     said = capsys.readouterr().err
@@ -185,17 +187,17 @@ def test_a_second_worker_of_the_same_name_is_refused(capsys):
     with ls.Driver(nprocs=1, timeout=60) as driver:
         pool = driver._pool
         own = replace(pool._credentials, own=Identity(Role.WORKER, 0, 0))
-        wire = dial("127.0.0.1", pool.port, own, Identity(Role.DRIVER), 60)
+        wire = connect("127.0.0.1", pool.port, own, Identity(Role.DRIVER), 60)
         with wire.end:
             wire.send(Frame({"kind": "hello", "port": 1, "pid": 1}))
             while (received := frame_of(wire)) is not None:
                 assert received.kind == "heartbeat"
         assert driver.run(ls.rank) == [0]
     said = capsys.readouterr().err
-    assert "from 127.0.0.1 was refused: worker 0 of host 0 is here already" in said
+    assert "from 127.0.0.1 was refused: worker 0 of host 0 is connected already" in said
 
 
-def frame_of(wire: Wire) -> Frame | None:
+def frame_of(wire: FrameSocket) -> Frame | None:
     """Return the next frame, None at the end."""
     try:
         return wire.receive()
@@ -205,7 +207,7 @@ def frame_of(wire: Wire) -> Frame | None:
 
 def redirect() -> None:
     """Let this worker find rank 2 where rank 1 should be, as someone on the path could."""
-    (server,) = [thing for thing in gc.get_objects() if type(thing).__name__ == "Server"]
+    (server,) = [thing for thing in gc.get_objects() if type(thing).__name__ == "WorkerServer"]
     server._peers[1] = (*server._peers[2][:2], *server._peers[1][2:])
 
 
@@ -253,10 +255,10 @@ def test_a_port_that_is_taken_is_said():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"nprocs": 0}, "it needs a worker at least"),
-        ({"nprocs": -1, "remote": 2}, "it needs a worker at least"),
-        ({"timeout": 0}, "a deadline is a number of seconds"),
-        ({"listen": "here:there"}, "listen here:there: give HOST:PORT"),
+        ({"nprocs": 0}, "at least one worker is needed"),
+        ({"nprocs": -1, "remote": 2}, "at least one worker is needed"),
+        ({"timeout": 0}, "expected a positive number of seconds"),
+        ({"listen": "here:there"}, "listen here:there: expected HOST:PORT"),
         ({"listen": "no such host:0"}, "cannot listen at no such host:0 here"),
         ({"threads": 0}, "threads=0"),
         ({"backend": "pigeon"}, "torch has no backend 'pigeon'"),

@@ -1,4 +1,4 @@
-"""Frames: what is sent arrives, and what was not sent is noticed."""
+"""Frames arrive as they were sent, and any change is detected."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.remote import frame
-from lockstep.remote.frame import CHUNK, LENGTH, LONGEST_HEADER, PROOF, Forged, Frame, Wire
+from lockstep.remote.frame import CHUNK, LENGTH, MAX_HEADER, PROOF, ForgedFrame, Frame, FrameSocket
 
 
 @pytest.fixture
-def wires():
+def sockets():
     left, right = socket.socketpair()
     with left, right:
         for end in (left, right):
             end.settimeout(10)
-        yield Wire(left, b"one", b"other"), Wire(right, b"other", b"one")
+        yield FrameSocket(left, b"one", b"other"), FrameSocket(right, b"other", b"one")
 
 
-def test_frames_arrive_whole_and_in_order(wires):
-    here, there = wires
+def test_frames_arrive_whole_and_in_order(sockets):
+    here, there = sockets
     large = bytes(range(256)) * (3 * CHUNK // 256)
     sent = [
         Frame({"kind": "a", "number": 1}),
@@ -40,8 +40,8 @@ def test_frames_arrive_whole_and_in_order(wires):
     assert [bytes(piece) for piece in received[1].pieces] == [b"pickle", large, b""]
 
 
-def test_pieces_begin_on_a_64_byte_boundary(wires):
-    here, there = wires
+def test_pieces_begin_on_a_64_byte_boundary(sockets):
+    here, there = sockets
     here.send(Frame({"kind": "a"}, [memoryview(b"x" * size) for size in (1, 7, 100)]))
     numpy = pytest.importorskip("numpy")
     for piece in there.receive().pieces:
@@ -52,12 +52,12 @@ def recorded(frame: Frame, number: int = 0) -> bytes:
     """Return the bytes of one frame, the `number`th of its connection."""
     left, right = socket.socketpair()
     with left, right:
-        wire = Wire(left, b"one", b"other")
+        frames_socket = FrameSocket(left, b"one", b"other")
         for _ in range(number):
-            wire.send(Frame({"kind": "before"}))
+            frames_socket.send(Frame({"kind": "before"}))
         if number:
             right.recv(1 << 16)
-        wire.send(frame)
+        frames_socket.send(frame)
         return right.recv(1 << 16)
 
 
@@ -68,11 +68,11 @@ def received(content: bytes) -> tuple[list[tuple[dict, list[bytes]]], type[Excep
         right.settimeout(10)
         left.sendall(content)
         left.shutdown(socket.SHUT_WR)
-        wire, frames = Wire(right, b"other", b"one"), []
+        frames_socket, frames = FrameSocket(right, b"other", b"one"), []
         try:
             while True:
-                frames.append(plain(wire.receive()))
-        except (Forged, EOFError) as error:
+                frames.append(plain(frames_socket.receive()))
+        except (ForgedFrame, EOFError) as error:
             return frames, type(error)
 
 
@@ -88,13 +88,13 @@ def test_every_changed_bit_is_noticed():
     for position in range(8 * len(content)):
         changed = bytearray(content)
         changed[position // 8] ^= 1 << position % 8
-        assert received(bytes(changed)) == ([], Forged), f"bit {position}"
+        assert received(bytes(changed)) == ([], ForgedFrame), f"bit {position}"
 
 
 @pytest.mark.parametrize("pieces", [[], [memoryview(b"piece")]])
 def test_a_repeated_frame_is_noticed(pieces):
     frame = Frame({"kind": "a"}, pieces)
-    assert received(recorded(frame) * 2) == ([plain(frame)], Forged)
+    assert received(recorded(frame) * 2) == ([plain(frame)], ForgedFrame)
 
 
 def test_the_pieces_of_another_frame_are_noticed():
@@ -102,21 +102,21 @@ def test_the_pieces_of_another_frame_are_noticed():
     first, second = recorded(frames[0], 0), recorded(frames[1], 1)
     tail = len(b"one") + PROOF
     assert received(first + second) == ([plain(frame) for frame in frames], EOFError)
-    assert received(first + second[:-tail] + first[-tail:]) == ([plain(frames[0])], Forged)
-    assert received(first[:-tail] + second[-tail:]) == ([], Forged)
+    assert received(first + second[:-tail] + first[-tail:]) == ([plain(frames[0])], ForgedFrame)
+    assert received(first[:-tail] + second[-tail:]) == ([], ForgedFrame)
 
 
-def test_a_frame_that_was_left_out_is_noticed(wires):
-    wires[0].end.sendall(recorded(FRAME, 1))
-    with pytest.raises(Forged):
-        wires[1].receive()
+def test_a_frame_that_was_left_out_is_noticed(sockets):
+    sockets[0].end.sendall(recorded(FRAME, 1))
+    with pytest.raises(ForgedFrame):
+        sockets[1].receive()
 
 
-def test_a_frame_of_the_other_direction_is_noticed(wires):
-    wires[0].send(FRAME)
-    wires[0].end.sendall(wires[1].end.recv(1 << 16))
-    reflected = Wire(wires[1].end, b"one", b"other")
-    with pytest.raises(Forged):
+def test_a_frame_of_the_other_direction_is_noticed(sockets):
+    sockets[0].send(FRAME)
+    sockets[0].end.sendall(sockets[1].end.recv(1 << 16))
+    reflected = FrameSocket(sockets[1].end, b"one", b"other")
+    with pytest.raises(ForgedFrame):
         reflected.receive()
 
 
@@ -130,39 +130,39 @@ def test_a_header_does_not_pass_for_a_piece_of_the_same_size():
     for proof in proofs:
         forged = content[: -size - PROOF] + header + proof
         assert len(forged) == len(content)
-        assert received(forged) == ([], Forged)
+        assert received(forged) == ([], ForgedFrame)
 
 
-def test_a_long_header_takes_no_memory(wires):
-    wires[0].end.sendall(LENGTH.pack(LONGEST_HEADER + 1) + b"x" * 100)
-    with pytest.raises(Forged, match="a length without its proof"):
-        wires[1].receive()
+def test_a_long_header_takes_no_memory(sockets):
+    sockets[0].end.sendall(LENGTH.pack(MAX_HEADER + 1) + b"x" * 100)
+    with pytest.raises(ForgedFrame, match="a length without its proof"):
+        sockets[1].receive()
 
 
-def test_sizes_are_not_believed_without_their_proof(wires):
+def test_sizes_are_not_believed_without_their_proof(sockets):
     header = json.dumps({"kind": "a", "sizes": [1 << 40]}).encode()
-    wires[0].end.sendall(LENGTH.pack(len(header)) + b"?" * PROOF + header)
-    with pytest.raises(Forged, match="without its proof"):
-        wires[1].receive()
+    sockets[0].end.sendall(LENGTH.pack(len(header)) + b"?" * PROOF + header)
+    with pytest.raises(ForgedFrame, match="without its proof"):
+        sockets[1].receive()
 
 
-def test_no_memory_is_allocated_for_a_size_before_its_proof(wires, monkeypatch):
+def test_no_memory_is_allocated_for_a_size_before_its_proof(sockets, monkeypatch):
     allocated = []
-    receive = frame.exactly
+    receive = frame.receive_exactly
     monkeypatch.setattr(
-        frame, "exactly", lambda end, size: allocated.append(size) or receive(end, size)
+        frame, "receive_exactly", lambda end, size: allocated.append(size) or receive(end, size)
     )
-    wires[0].end.sendall(LENGTH.pack(LONGEST_HEADER) + b"?" * 1000)
-    with pytest.raises(Forged):
-        wires[1].receive()
+    sockets[0].end.sendall(LENGTH.pack(MAX_HEADER) + b"?" * 1000)
+    with pytest.raises(ForgedFrame):
+        sockets[1].receive()
     assert sum(allocated) <= LENGTH.size + PROOF
 
 
-def test_an_end_within_a_frame_is_an_end(wires):
-    wires[0].end.sendall(recorded(FRAME)[:-3])
-    wires[0].end.shutdown(socket.SHUT_WR)
+def test_an_end_within_a_frame_is_an_end(sockets):
+    sockets[0].end.sendall(recorded(FRAME)[:-3])
+    sockets[0].end.shutdown(socket.SHUT_WR)
     with pytest.raises(EOFError):
-        wires[1].receive()
+        sockets[1].receive()
 
 
 def test_an_end_that_sends_a_byte_now_and_then_is_too_slow(monkeypatch):
@@ -179,9 +179,9 @@ def test_an_end_that_sends_a_byte_now_and_then_is_too_slow(monkeypatch):
     end = Dripping()
     monkeypatch.setattr(frame.time, "monotonic", lambda: end.now)
     with pytest.raises(TimeoutError):
-        frame.exactly(end, 100)
+        frame.receive_exactly(end, 100)
     assert end.now == 18.0
-    assert len(frame.exactly(end, 1)) == 1
+    assert len(frame.receive_exactly(end, 1)) == 1
 
 
 FRAMES = st.lists(
@@ -199,9 +199,9 @@ def spoken(frames: list[Frame], sending: bytes) -> tuple[bytes, list[int], list[
     """Return the bytes of `frames`, and where each part and each whole frame begins."""
     left, right = socket.socketpair()
     with left, right:
-        wire = Wire(left, sending, b"")
+        frames_socket = FrameSocket(left, sending, b"")
         for each in frames:
-            wire.send(each)
+            frames_socket.send(each)
         content = right.recv(1 << 16)
     starts, wholes = [0], [0]
     for each in frames:
@@ -251,4 +251,4 @@ def test_only_what_was_sent_is_received_and_only_in_order(frames, others, data):
     sent = [plain(each) for each in frames]
     assert arrived == sent[: len(arrived)]
     assert len(arrived) < len(sent) or changed.startswith(content)
-    assert end is Forged or end is EOFError
+    assert end is ForgedFrame or end is EOFError

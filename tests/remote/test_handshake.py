@@ -1,4 +1,4 @@
-"""The handshake: who holds the key gets in, as who it is, and nobody else."""
+"""The handshake accepts processes with the key, under their own identity, and no others."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lockstep.remote import handshake
+from lockstep.remote.credentials import UNKNOWN_SESSION, Credentials, Identity, Role
 from lockstep.remote.handshake import GREETING, NONCE, Agreement, Refused, Status, answer, call
-from lockstep.remote.identity import UNKNOWN, Credentials, Identity, Role
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 SESSION, LATER = b"s" * 16, b"l" * 16
-DRIVER, HOST = Identity(Role.DRIVER), Identity(Role.HOST)
+DRIVER, AGENT = Identity(Role.DRIVER), Identity(Role.NODE_AGENT)
 FIRST, SECOND = Identity(Role.WORKER, 0, 0), Identity(Role.WORKER, 1, 0)
 
 
@@ -128,7 +128,7 @@ def test_a_repeated_caller_is_refused():
     listener = End(answer(Credentials(KEY, DRIVER, SESSION)))
     assert len(listener.take(said[0])) == 1 + NONCE
     assert listener.take(said[2]) == b""
-    assert str(listener.outcome) == "it repeated what another connection had said"
+    assert str(listener.outcome) == "it repeated messages of another connection"
 
 
 def test_a_caller_that_hears_itself_is_refused():
@@ -157,21 +157,21 @@ def test_only_the_process_that_was_called_answers(listener):
     caller = call(Credentials(KEY, FIRST, SESSION), SECOND)
     here, there, _ = met(caller, answer(listener))
     assert str(here) == "it is another driver or worker than the one that was called"
-    assert str(there) == "it was looking for another driver or worker"
+    assert str(there) == "it called another driver or worker"
 
 
 def test_only_a_host_may_be_new_to_the_session():
     driver = Credentials(KEY, DRIVER, SESSION)
-    here, there, _ = met(call(Credentials(KEY, HOST), DRIVER), answer(driver))
-    assert (here.other, there.other) == (DRIVER, HOST)
-    here, _, _ = met(call(Credentials(KEY, FIRST, UNKNOWN), DRIVER), answer(driver))
+    here, there, _ = met(call(Credentials(KEY, AGENT), DRIVER), answer(driver))
+    assert (here.other, there.other) == (DRIVER, AGENT)
+    here, _, _ = met(call(Credentials(KEY, FIRST, UNKNOWN_SESSION), DRIVER), answer(driver))
     assert here.status is Status.MISDIRECTED
 
 
 def test_the_keys_depend_on_both_identities_and_on_the_session(monkeypatch):
     monkeypatch.setattr(handshake.secrets, "token_bytes", lambda size: b"n" * size)
     keys = set()
-    for own in (FIRST, HOST):
+    for own in (FIRST, AGENT):
         for called in (SECOND, DRIVER):
             for session in (SESSION, LATER):
                 caller = call(Credentials(KEY, own, session), called)

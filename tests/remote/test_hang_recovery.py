@@ -1,4 +1,4 @@
-"""One worker raises alone: the others do not wait for it until their deadline."""
+"""A call that raises on one worker only: the others do not wait until their timeout."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def summed() -> float:
     return float(total)
 
 
-def test_who_waits_for_a_worker_that_raised_is_let_go(tmp_path):
+def test_workers_that_wait_for_one_that_raised_are_released(tmp_path):
     with ls.Driver(nprocs=2, timeout=LONG) as driver:
         with pytest.raises(RankError, match=RAISED):
             driver.run(fail_or_look_for, tmp_path / "found")
         (recovery,) = driver._pool._recoveries
-        until(lambda: recovery.looks > 3, "the driver does not look at busy workers")
+        until(lambda: recovery.checks > 3, "the driver does not check busy workers")
         (tmp_path / "found").touch()
-        assert driver.run(summed) == [2.0] * 2  # who computes is left alone
+        assert driver.run(summed) == [2.0] * 2  # a worker that computes is left alone
         thing = driver.on(0).create(list)
         with pytest.raises(RankError, match=RAISED):
             driver.run(fail_or_wait)
@@ -91,10 +91,10 @@ def test_a_callback_that_raises_on_one_stage_ends_the_training(backend, tmp_path
     assert "disk full" in last
 
 
-def test_a_look_is_due_at_intervals_and_counts_those_that_have_not_answered():
+def test_checks_are_taken_at_intervals_and_find_calls_that_have_not_returned():
     futures = [Future(rank, "a call", lambda done, deadline: None) for rank in range(3)]
     recovery = HangRecovery(futures, "rank 1 failed")
-    futures[2].succeed(None)
-    assert (recovery.raised(), recovery.busy()) == ([], [0, 1])
-    assert [recovery.due(), recovery.due()] == [True, False]
-    assert recovery.looks == 1
+    futures[2].set_result(None)
+    assert (recovery.failed(), recovery.busy()) == ([], [0, 1])
+    assert [recovery.start_check(), recovery.start_check()] == [True, False]
+    assert recovery.checks == 1

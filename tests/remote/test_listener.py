@@ -1,4 +1,4 @@
-"""The listener: strangers, however many, keep nobody out who holds the key."""
+"""The listener accepts callers with the key, regardless of how many strangers connect."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import processes
 from lockstep.remote import listener as listening
-from lockstep.remote import refusals
-from lockstep.remote.connection import dial
+from lockstep.remote.connection import connect
+from lockstep.remote.credentials import Credentials, Identity, Role
 from lockstep.remote.frame import Frame
 from lockstep.remote.handshake import Status, call
-from lockstep.remote.identity import Credentials, Identity, Role
-from lockstep.remote.listener import PLACES, Listener
+from lockstep.remote.listener import REPORT_INTERVAL, SLOTS, Listener, RefusalLog
 
 KEY, SESSION = b"k" * 32, b"s" * 16
 DRIVER, WORKER = Identity(Role.DRIVER), Identity(Role.WORKER, 0, 3)
@@ -31,8 +32,8 @@ until = partial(processes.until, seconds=PATIENCE)
 @pytest.fixture
 def door(monkeypatch):
     """A driver's listener, with what it accepted and the one line that it says."""
-    monkeypatch.setattr(refusals, "INTERVAL", 1e6)
-    monkeypatch.setattr(listening, "HANDSHAKE", PATIENCE)
+    monkeypatch.setattr(listening, "REPORT_INTERVAL", 1e6)
+    monkeypatch.setattr(listening, "HANDSHAKE_TIMEOUT", PATIENCE)
     with contextlib.ExitStack() as opened:
         accepted, lines = [], []
 
@@ -67,7 +68,7 @@ def strangers():
 def joined(door) -> None:
     """Join with the key, and let a frame pass."""
     before = len(door.accepted)
-    wire = dial("127.0.0.1", door.port, OWN, DRIVER, PATIENCE)
+    wire = connect("127.0.0.1", door.port, OWN, DRIVER, PATIENCE)
     with wire.end:
         wire.send(Frame({"kind": "a"}))
         until(lambda: len(door.accepted) > before, "not let in")
@@ -77,7 +78,7 @@ def joined(door) -> None:
 
 
 def told(end: socket.socket) -> bytes | None:
-    """Return what an end was told before it was hung up on; None if it was not."""
+    """Return what an end was told before the other end closed it; None if it is open."""
     end.setblocking(False)
     try:
         return end.recv(100, socket.MSG_PEEK)
@@ -87,17 +88,17 @@ def told(end: socket.socket) -> bytes | None:
         return b""
 
 
-def test_who_holds_the_key_is_let_in(door):
+def test_a_caller_with_the_key_is_accepted(door):
     joined(door)
     assert door.lines == []
 
 
-def test_silent_connections_keep_nobody_out(door, strangers):
+def test_silent_connections_do_not_keep_callers_out(door, strangers):
     threads = threading.active_count()
-    silent = strangers(door, 3 * PLACES)
+    silent = strangers(door, 3 * SLOTS)
     joined(door)
     assert threading.active_count() == threads
-    until(lambda: len(open_ends(silent)) <= PLACES, "more places than there are")
+    until(lambda: len(open_ends(silent)) <= SLOTS, "more connections than slots")
     assert open_ends(silent) == silent[-len(open_ends(silent)) :]  # the oldest left first
 
 
@@ -105,7 +106,7 @@ def open_ends(ends: list[socket.socket]) -> list[socket.socket]:
     return [end for end in ends if told(end) is None]
 
 
-def test_connections_renewed_all_the_time_keep_nobody_out(door):
+def test_connections_that_are_renewed_do_not_keep_callers_out(door):
     over = threading.Event()
 
     def renew() -> None:
@@ -113,7 +114,7 @@ def test_connections_renewed_all_the_time_keep_nobody_out(door):
         while not over.is_set():
             with contextlib.suppress(OSError):
                 held.append(socket.create_connection(("127.0.0.1", door.port)))
-            if len(held) > PLACES + 48:
+            if len(held) > SLOTS + 48:
                 held.pop(0).close()
         for end in held:
             end.close()
@@ -129,32 +130,32 @@ def test_connections_renewed_all_the_time_keep_nobody_out(door):
     assert len(door.lines) <= 1
 
 
-def test_a_caller_that_has_introduced_itself_keeps_its_place(door, strangers):
+def test_a_caller_that_has_introduced_itself_keeps_its_slot(door, strangers):
     (caller,) = strangers(door, 1)
     steps = call(OWN, DRIVER)
     caller.sendall(next(steps).send)
     assert caller.recv(1) == bytes([Status.ACCEPTED])
-    silent = strangers(door, 2 * PLACES)
-    until(lambda: len(open_ends(silent)) < PLACES, "the strangers were all let in")
+    silent = strangers(door, 2 * SLOTS)
+    until(lambda: len(open_ends(silent)) < SLOTS, "the strangers were all let in")
     steps.send(bytes([Status.ACCEPTED]))
     caller.sendall(steps.send(caller.recv(32, socket.MSG_WAITALL)).send)
     assert caller.recv(33, socket.MSG_WAITALL)[:1] == bytes([Status.ACCEPTED])
     until(lambda: door.accepted, "not let in")
 
 
-def test_an_address_that_holds_one_place_keeps_it(door, strangers):
+def test_an_address_with_one_slot_keeps_it(door, strangers):
     (lonely,) = strangers(door, 1, "127.0.0.2")
-    many = strangers(door, 2 * PLACES)
-    until(lambda: len(open_ends(many)) < PLACES, "the strangers were all let in")
+    many = strangers(door, 2 * SLOTS)
+    until(lambda: len(open_ends(many)) < SLOTS, "the strangers were all let in")
     assert open_ends([lonely]) == [lonely]
 
 
-def test_who_loses_its_place_is_told(door, strangers):
-    first, *_ = strangers(door, PLACES + 1)
+def test_a_caller_that_loses_its_slot_is_told(door, strangers):
+    first, *_ = strangers(door, SLOTS + 1)
     assert first.recv(2) == bytes([Status.BUSY])
 
 
-def test_without_a_descriptor_left_a_stranger_gives_way(door, strangers, monkeypatch):
+def test_without_descriptors_a_stranger_is_refused(door, strangers, monkeypatch):
     (silent,) = strangers(door, 1)
     joined(door)
     accept, failures = socket.socket.accept, [errno.EMFILE, errno.EMFILE]
@@ -170,7 +171,7 @@ def test_without_a_descriptor_left_a_stranger_gives_way(door, strangers, monkeyp
     assert told(silent) == bytes([Status.BUSY])
 
 
-def test_strangers_are_reported_in_few_lines_of_our_own_words(door, strangers):
+def test_strangers_are_reported_in_one_line_without_their_text(door, strangers):
     for _ in range(10):
         for end in strangers(door, 50):
             with contextlib.suppress(OSError):
@@ -184,21 +185,23 @@ def test_strangers_are_reported_in_few_lines_of_our_own_words(door, strangers):
     assert line.isprintable()
 
 
-def test_who_says_too_little_is_refused_in_time(door, strangers, monkeypatch):
-    monkeypatch.setattr(listening, "HANDSHAKE", 0.05)
+def test_a_caller_that_sends_too_little_is_refused_in_time(door, strangers, monkeypatch):
+    monkeypatch.setattr(listening, "HANDSHAKE_TIMEOUT", 0.05)
     (silent, slow) = strangers(door, 2)
     slow.sendall(b"lockstep")
-    until(lambda: told(silent) == told(slow) == b"", "not hung up on")
+    until(lambda: told(silent) == told(slow) == b"", "not closed")
     until(lambda: door.lines, "nothing was said")
     assert "it did not prove its key within 0.05 s" in door.lines[0]
 
 
-def test_a_stranger_that_goes_on_talking_is_hung_up_on(door, strangers):
+def test_a_stranger_that_sends_without_end_is_refused(door, strangers):
     (stranger,) = strangers(door, 1)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        while True:  # the test's own deadline ends it otherwise
+        while True:  # otherwise the timeout of the suite ends it
             stranger.sendall(os.urandom(1 << 16))
     joined(door)
+    until(lambda: told(stranger) is not None, "not closed")
+    assert len(door.lines) == 1
 
 
 def test_the_last_refusals_are_reported_at_the_end(strangers):
@@ -207,8 +210,42 @@ def test_the_last_refusals_are_reported_at_the_end(strangers):
     listener = Listener("127.0.0.1", 0, own, PATIENCE, lambda wire, caller: None, lines.append)
     for end in strangers(listener, 3):
         end.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        until(lambda end=end: told(end) == b"", "not hung up on")
+        until(lambda end=end: told(end) == b"", "not closed")
     waiting = strangers(listener, 1)
     listener.close()
     assert told(waiting[0]) == b""
     assert [line.split(" ")[0] for line in lines] == ["a", "2"]
+
+
+def test_the_first_is_reported_at_once_and_the_others_together():
+    refusals = RefusalLog()
+    assert refusals.due() is None
+    refusals.add("10.0.0.1", "it holds another key")
+    assert refusals.due() <= 0.0
+    first = refusals.report(100.0)
+    assert first == "a connection from 10.0.0.1 was refused: it holds another key"
+    assert refusals.due() is None
+    for _ in range(1999):
+        refusals.add("10.0.0.2", "it is another one")
+    refusals.add("10.0.0.3", "it holds another key")
+    assert refusals.due() == 100.0 + REPORT_INTERVAL
+    assert refusals.report(110.0) == (
+        "2,000 connections were refused, the last one from 10.0.0.3: "
+        "it is another one (1,999); it holds another key (1)"
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1), max_size=300))
+def test_every_refusal_is_counted_and_lines_are_rare(gaps):
+    refusals, now, lines = RefusalLog(), 0.0, []
+    for gap in gaps:
+        now += gap
+        refusals.add("10.0.0.1", "it is another one")
+        if refusals.due() <= now:
+            lines.append(refusals.report(now))
+    if refusals.due() is not None:
+        lines.append(refusals.report(now))
+    assert len(lines) <= 2 + now / REPORT_INTERVAL
+    counts = [1 if line.startswith("a ") else int(line.split()[0]) for line in lines]
+    assert sum(counts) == len(gaps)

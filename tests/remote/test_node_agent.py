@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.errors import RankError, RendezvousError
-from lockstep.remote.key import VARIABLE, make_key
-from lockstep.remote.refusals import INTERVAL
+from lockstep.remote.credentials import KEY_VARIABLE, make_key
+from lockstep.remote.listener import REPORT_INTERVAL
 
 WORKER = [sys.executable, "-c", "from lockstep.cli import main; main()", "worker"]
 PATIENCE = 60.0
@@ -85,13 +85,13 @@ def test_local_and_remote_workers_are_one_world(connect, place, tmp_path, capsys
             driver._pool.output.wait(lambda: False, time.monotonic() + 0.05)
             said += capsys.readouterr().out
     assert worker.wait(PATIENCE) == 0
-    assert worker.stderr.read() == f"lockstep: serving the driver at {place}; workers: 2\n"
+    assert worker.stderr.read() == f"lockstep: serving the driver at {place} with 2 workers\n"
     assert not any(map(psutil.pid_exists, pids))
 
 
 def test_another_key_is_refused_and_said_on_both_sides(connect, place, capsys):
     with ls.Driver(nprocs=1, listen=place, timeout=PATIENCE) as driver:
-        worker = connect(env={**os.environ, VARIABLE: "ab" * 32})
+        worker = connect(env={**os.environ, KEY_VARIABLE: "ab" * 32})
         assert worker.wait(PATIENCE) == 2
         assert driver.run(ls.rank) == [0]
     assert "refused the connection: it holds another key" in worker.stderr.read()
@@ -100,7 +100,7 @@ def test_another_key_is_refused_and_said_on_both_sides(connect, place, capsys):
 
 def test_strangers_keep_no_worker_out_and_fill_no_terminal(connect, place, monkeypatch, capsys):
     """Silent connections, replaced as soon as they are closed, and others that say something."""
-    monkeypatch.setenv(VARIABLE, "ab" * 32)
+    monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
     address, _, port = place.rpartition(":")
     besieged, over = threading.Event(), threading.Event()
     workers = []
@@ -136,19 +136,21 @@ def test_strangers_keep_no_worker_out_and_fill_no_terminal(connect, place, monke
             thread.join()
     assert workers[0].wait(PATIENCE) == 0
     said = capsys.readouterr().err
-    assert 1 <= said.count("refused") <= 2 + PATIENCE / INTERVAL
+    assert 1 <= said.count("refused") <= 2 + PATIENCE / REPORT_INTERVAL
     assert "\x1b" not in said
 
 
 def test_workers_that_do_not_come_are_counted(place):
-    with pytest.raises(RendezvousError, match="0 of 2 workers came in time: .*--connect " + place):
+    with pytest.raises(
+        RendezvousError, match="0 of 2 workers connected in time: .*--connect " + place
+    ):
         ls.Driver(nprocs=0, remote=2, listen=place, timeout=0.2)
 
 
 def test_without_a_driver_or_a_key_it_says_so(connect, place):
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
     keyless = connect(env=environment)
-    alone = connect("--timeout", "0.5", env={**environment, VARIABLE: "ab" * 32})
+    alone = connect("--timeout", "0.5", env={**environment, KEY_VARIABLE: "ab" * 32})
     assert keyless.wait(PATIENCE) == 2
     assert "a worker needs its driver's key" in keyless.stderr.read()
     assert alone.wait(PATIENCE) == 1
@@ -166,7 +168,7 @@ driver = ls.Driver(nprocs=0, remote=1, listen={place!r}, timeout=60)
 print(*driver.run(os.getpid), flush=True)
 os.kill(os.getpid(), 9)
 """
-    environment = {**os.environ, VARIABLE: "cd" * 32}
+    environment = {**os.environ, KEY_VARIABLE: "cd" * 32}
     worker = connect(env=environment)
     driver = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
@@ -174,17 +176,20 @@ os.kill(os.getpid(), 9)
     assert driver.returncode == -signal.SIGKILL
     pid = int(driver.stdout.splitlines()[-1])
     assert worker.wait(PATIENCE) == 1
-    assert f"the driver at {place} hung up, so its workers were ended" in worker.stderr.read()
+    assert (
+        f"the driver at {place} closed the connection, so its workers were ended"
+        in worker.stderr.read()
+    )
     assert not psutil.pid_exists(pid)
 
 
 def test_too_many_workers_are_refused(connect, place, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "ef" * 32)
+    monkeypatch.setenv(KEY_VARIABLE, "ef" * 32)
     many = connect("-n", "3")
     few = threading.Thread(target=lambda: (many.wait(PATIENCE), connect("-n", "1")))
     few.start()
     with ls.Driver(nprocs=0, remote=1, listen=place, timeout=PATIENCE) as driver:
         few.join()
         assert many.returncode == 2
-        assert "the driver waits for 1 more, not for 3" in many.stderr.read()
+        assert "the driver waits for 1 more workers, not for 3" in many.stderr.read()
         assert driver.world_size == 1

@@ -1,16 +1,16 @@
-"""References: an object lives as long as somebody holds it, in whatever order news comes."""
+"""Objects exist as long as a process holds them, in any order of the messages."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.remote.objects import Objects, Tokens
+from lockstep.remote.objects import ObjectStore, TokenCounter
 
 
 def test_the_last_drop_frees():
-    objects = Objects()
-    number = objects.keep("thing", 1, -1)
+    objects = ObjectStore()
+    number = objects.add("thing", 1, -1)
     objects.lend(number, 2, 0)
     assert objects.drop(number, 1) is None
     assert objects.value(number) == "thing"
@@ -19,25 +19,27 @@ def test_the_last_drop_frees():
 
 
 def test_a_drop_may_come_before_its_lend():
-    objects = Objects()
-    number = objects.keep("thing", 1, -1)
+    objects = ObjectStore()
+    number = objects.add("thing", 1, -1)
     assert objects.drop(number, 2) is None
     objects.lend(number, 2, 0)
     assert objects.drop(number, 1) == "thing"
 
 
 def test_the_end_of_a_holder_frees_what_it_alone_held():
-    objects = Objects()
-    mine, shared = objects.keep("mine", 1, 2), objects.keep("shared", 3, 2)
+    objects = ObjectStore()
+    mine, shared = objects.add("mine", 1, 2), objects.add("shared", 3, 2)
     objects.lend(shared, 4, -1)
-    assert objects.forget(2) == ["mine"]
+    assert objects.drop_holder(2) == ["mine"]
     objects.lend(shared, 5, 2)  # was on its way
     assert objects.drop(shared, 4) == "shared"
     assert objects.drop(mine, 1) is None
 
 
 def test_tokens_of_different_processes_differ():
-    made = [tokens.new() for rank in (-1, 0, 1) for tokens in [Tokens(rank)] for _ in range(100)]
+    made = [
+        tokens.new() for rank in (-1, 0, 1) for tokens in [TokenCounter(rank)] for _ in range(100)
+    ]
     assert len(set(made)) == 300
 
 
@@ -45,8 +47,8 @@ def test_tokens_of_different_processes_differ():
 @given(st.data())
 def test_it_lives_exactly_as_long_as_it_is_held(data):
     """Holders lend and drop at will; each one's news come in order, mixed with the others'."""
-    objects = Objects()
-    number = objects.keep("thing", 0, 0)
+    objects = ObjectStore()
+    number = objects.add("thing", 0, 0)
     held = {0: 0}  # token -> holder
     news: dict[int, list[tuple[str, int, int]]] = {0: [], 1: [], 2: []}
     for token in range(1, data.draw(st.integers(1, 8))):

@@ -1,4 +1,4 @@
-"""Packing: values arrive as they were, and tensors are not copied into the pickle."""
+"""Serialization: values arrive unchanged, and tensors are not copied into the pickle."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.remote.objects import Address
-from lockstep.remote.reference import Remote
-from lockstep.remote.serialization import pack, unpack
+from lockstep.remote.objects import ObjectAddress, RemoteObject
+from lockstep.remote.serialization import deserialize, serialize
 
 
 def sent(value):
-    pieces = [memoryview(bytearray(piece)) for piece in pack(value, lambda address: address)]
-    return unpack(pieces, lambda address: address)
+    pieces = [memoryview(bytearray(piece)) for piece in serialize(value, lambda address: address)]
+    return deserialize(pieces, lambda address: address)
 
 
 LARGE = torch.arange(24, dtype=torch.float32).reshape(2, 3, 2, 2)
@@ -53,7 +52,7 @@ def test_a_tensor_arrives_as_it_was(name):
 
 def test_a_tensor_lies_beside_the_pickle_in_its_own_memory():
     tensor = torch.randn(1 << 16)
-    text, memory = pack({"weights": tensor}, lambda address: address)
+    text, memory = serialize({"weights": tensor}, lambda address: address)
     assert len(text) < 1000
     tensor[0] = 42.0
     assert numpy.frombuffer(memory, numpy.float32)[0] == 42.0
@@ -82,28 +81,28 @@ class NoCalls:
     def __init__(self) -> None:
         self.dropped = []
 
-    def drop(self, address: Address) -> None:
+    def drop(self, address: ObjectAddress) -> None:
         self.dropped.append(address)
 
 
 def test_a_reference_is_lent_and_stands_for_what_it_means_there():
     calls = NoCalls()
-    remote = Remote(Address(1, 5, 7), calls)
+    remote = RemoteObject(ObjectAddress(1, 5, 7), calls)
     lent = []
 
-    def lend(address: Address) -> Address:
+    def lend(address: ObjectAddress) -> ObjectAddress:
         lent.append(address)
-        return Address(1, 5, 8)
+        return ObjectAddress(1, 5, 8)
 
-    pieces = pack([remote, remote], lend)
-    assert lent == [Address(1, 5, 7)] * 2
-    assert unpack(pieces, lambda address: address.token) == [8, 8]
+    pieces = serialize([remote, remote], lend)
+    assert lent == [ObjectAddress(1, 5, 7)] * 2
+    assert deserialize(pieces, lambda address: address.token) == [8, 8]
     del remote
-    assert calls.dropped == [Address(1, 5, 7)]
+    assert calls.dropped == [ObjectAddress(1, 5, 7)]
 
 
 def test_a_reference_travels_in_no_other_way():
-    remote = Remote(Address(1, 5, 7, "Counter"), NoCalls())
-    with pytest.raises(UsageError, match="a reference to Counter travels as an argument"):
+    remote = RemoteObject(ObjectAddress(1, 5, 7, "Counter"), NoCalls())
+    with pytest.raises(UsageError, match="a reference to Counter can only be sent as an argument"):
         pickle.dumps(remote)
     assert copy.copy(remote) is copy.deepcopy(remote) is remote

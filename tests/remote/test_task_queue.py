@@ -1,4 +1,4 @@
-"""The queue: whose work is done first."""
+"""The task queue: which calls run first."""
 
 from __future__ import annotations
 
@@ -17,36 +17,49 @@ def queue():
 def test_other_workers_come_before_the_driver(queue):
     done = []
     for number in range(2):
-        queue.put(lambda number=number: done.append(("driver", number)), of_driver=True)
-        queue.put(lambda number=number: done.append(("other", number)), of_driver=False)
-    queue.put(queue.end, of_driver=True)
-    queue.work()
+        queue.put(lambda number=number: done.append(("driver", number)), from_driver=True)
+        queue.put(lambda number=number: done.append(("other", number)), from_driver=False)
+    queue.put(queue.stop, from_driver=True)
+    queue.run()
     assert done == [("other", 0), ("other", 1), ("driver", 0), ("driver", 1)]
 
 
-def test_while_it_waits_it_does_what_others_ask_and_nothing_of_the_driver(queue):
+def test_a_wait_runs_calls_of_other_workers_and_none_of_the_driver(queue):
     done = []
-    queue.put(lambda: done.append("driver"), of_driver=True)
-    queue.put(lambda: done.append("other"), of_driver=False)
+    queue.put(lambda: done.append("driver"), from_driver=True)
+    queue.put(lambda: done.append("other"), from_driver=False)
     queue.wait(lambda: bool(done), None)
     assert done == ["other"]
 
 
+def waiting_thread(queue, deadline):
+    """Start a thread that waits in the queue until the deadline, for nothing else."""
+    thread = threading.Thread(target=queue.wait, args=(lambda: False, deadline), daemon=True)
+    thread.start()
+    return thread
+
+
 def test_a_wait_ends_at_its_deadline(queue):
-    queue.wait(lambda: False, 0.0)
+    waiting = waiting_thread(queue, 0.0)
+    waiting.join(10)
+    ended = not waiting.is_alive()
+    queue.stop()  # so that a thread that still waits does not outlive the test
+    assert ended
 
 
-def test_a_wait_on_another_thread_does_no_work(queue):
-    queue.put(lambda: pytest.fail("done on the wrong thread"), of_driver=False)
-    waiting = threading.Thread(target=queue.wait, args=(lambda: False, 0.0))
-    waiting.start()
+def test_a_wait_on_another_thread_runs_no_task(queue):
+    done = []
+    queue.put(lambda: done.append("task"), from_driver=False)
+    waiting = waiting_thread(queue, 0.0)
     waiting.join(10)
     assert not waiting.is_alive()
+    assert done == []
+    queue.wait(lambda: bool(done), None)  # the task is still there for the main thread
+    assert done == ["task"]
 
 
-def test_an_end_wakes_who_waits(queue):
-    waiting = threading.Thread(target=queue.wait, args=(lambda: False, None))
-    waiting.start()
-    queue.end()
+def test_stop_ends_a_wait(queue):
+    waiting = waiting_thread(queue, None)
+    queue.stop()
     waiting.join(10)
     assert not waiting.is_alive()

@@ -1,4 +1,4 @@
-"""TrainerProxy by the driver: the bits of a script without one."""
+"""The trainer proxy: results are bit-identical to those of a script without a driver."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_loss_with_weights_of_its_own_through_stages(driver):
 def test_inputs_go_to_the_first_stage_and_targets_to_the_last(driver):
     trainer = trainer_of(driver, pipeline=ls.PipelineConfig(stages=2, balance=[2, 3]))
     batch = split_batch(batches()[0], 8, 1, 0)
-    first, last = (trainer._needed(batch, position).microbatches for position in (0, 1))
+    first, last = (trainer.select_data(batch, position).microbatches for position in (0, 1))
     assert all(each.data[0].shape[1] == 12 and each.data[1] is None for each in first)
     assert all(each.data[0] is None and each.data[1].dim() == 1 for each in last)
     assert [each.size for each in first] == [each.size for each in last] == [3] * 8
@@ -211,7 +211,7 @@ def test_no_worker_gives_memory_to_another_stages_block(driver, capsys):
 def test_errors_of_a_trainer_come_back_as_they_are(driver):
     with pytest.raises(LayoutError, match="2 replicas share 1 micro-batches"):
         trainer_of(driver, microbatches=1)
-    with pytest.raises(UsageError, match="give the dataset as a callable"):
+    with pytest.raises(UsageError, match="pass the dataset as a callable"):
         trainer_of(driver).evaluate(samples(), 16)
     trainer = trainer_of(driver)
     before = trainer.digest()
@@ -219,6 +219,17 @@ def test_errors_of_a_trainer_come_back_as_they_are(driver):
     with pytest.raises(LossError, match="nan"):
         trainer.step((inputs * float("nan"), targets))
     assert trainer.digest() == before
+
+
+def test_mistakes_are_found_before_any_worker_is_called(driver):
+    trainer = trainer_of(driver)
+    with pytest.raises(AttributeError, match=r"has no 'digset', only digest, evaluate, finish, "):
+        trainer.digset()
+    with pytest.raises(TypeError, match=r"^digest\(\): too many positional arguments"):
+        trainer.digest(1)
+    with pytest.raises(TypeError, match=r"^save_weights\(\): missing a required argument: 'path'"):
+        trainer.save_weights()
+    assert trainer.digest() == trainer.digest()
 
 
 def test_a_run_is_recorded_by_rank_0(driver, tmp_path):

@@ -44,10 +44,10 @@ def command(connect: str, nprocs: int, key_file: Path | None, timeout: float) ->
 
     Exit status: 0 the driver exited, 1 it was lost or could not be reached, 2 usage error.
     """
-    from lockstep.remote.key import find_key
+    from lockstep.remote.credentials import read_key
     from lockstep.remote.node_agent import NodeAgent
 
     if nprocs < 1 or timeout <= 0:
         raise UsageError(f"--nprocs {nprocs} --timeout {timeout:g}: both must be positive")
     address, port = parse_endpoint(connect, "--connect")
-    NodeAgent(address, port, find_key(key_file), nprocs, timeout).serve()
+    NodeAgent(address, port, read_key(key_file), nprocs, timeout).serve()

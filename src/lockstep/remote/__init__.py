@@ -1,1 +1,1 @@
-"""The driver: a process outside the world that starts workers and commands them."""
+"""Control of workers from a driver, a process outside their world."""

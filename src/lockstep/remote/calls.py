@@ -1,4 +1,4 @@
-"""Calls: what this process has asked others to do, and the answers it waits for."""
+"""Calls: what this process has asked others to do, and the answers that it waits for."""
 
 from __future__ import annotations
 
@@ -13,35 +13,40 @@ from lockstep.errors import UsageError
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.remote.frame import Frame
 from lockstep.remote.future import Future, Wait
-from lockstep.remote.objects import Address, Tokens
-from lockstep.remote.reference import Remote
-from lockstep.remote.serialization import pack, unpack
+from lockstep.remote.objects import ObjectAddress, RemoteObject, TokenCounter
+from lockstep.remote.serialization import deserialize, serialize
 
-__all__ = ["DRIVER", "Calls", "Routes", "ended"]
+__all__ = ["DRIVER", "Calls", "Transport", "make_lost_outcome"]
 
 DRIVER = -1  # the driver's rank, which is outside the world
 
 
-class Routes(Protocol):
-    """How frames get from this process to another one."""
+class Transport(Protocol):
+    """How frames get from this process to others."""
 
     def post(self, rank: int, frame: Frame) -> None:
-        """Send a frame to a rank; UsageError or RankError where that cannot be."""
+        """Send a frame to a rank; raise UsageError or RankError if that is not possible."""
 
-    def post_drop(self, address: Address) -> None:
-        """Tell the owner of a dropped reference; called from destructors, so it must not wait."""
+    def post_drop(self, address: ObjectAddress) -> None:
+        """Tell the owner of a dropped reference; called in destructors, so it must not wait."""
 
 
 class Calls:
-    """The calls of process `rank` (the driver: -1); `wait` is how it waits for answers."""
+    """The calls that one process makes.
 
-    def __init__(self, rank: int, routes: Routes, wait: Wait) -> None:
+    Args:
+        rank: This process; -1 is the driver.
+        transport: Sends its frames.
+        wait: How it waits for answers.
+    """
+
+    def __init__(self, rank: int, transport: Transport, wait: Wait) -> None:
         self.rank, self.wait = rank, wait
-        self._routes = routes
-        self._tokens = Tokens(rank)
+        self._transport = transport
+        self._tokens = TokenCounter(rank)
         self._numbers = itertools.count()
         self._pending: dict[tuple[int, int], Future] = {}  # by the rank that must answer
-        self.resolve: Callable[[Address], Any] = self.reference
+        self.resolve: Callable[[ObjectAddress], Any] = self.reference
 
     def start(
         self,
@@ -53,84 +58,92 @@ class Calls:
         *,
         keep: bool = False,
     ) -> Future:
-        """Ask rank `to` to call `function(*args, **options)`; `what` says it in words.
+        """Ask rank `to` to call `function(*args, **options)`.
 
-        With `keep` the value stays there, and the future's is a reference to it.
-        Raises UsageError where the function or an argument cannot travel.
+        Args:
+            to: The rank.
+            what: The call, for messages.
+            function: The function; it is sent along.
+            args: Its positional arguments.
+            options: Its keyword arguments.
+            keep: Leave the value there; the future's value is a reference to it.
+
+        Raises:
+            UsageError: The function or an argument cannot be pickled.
         """
         lends: list[tuple[int, int]] = []
-        pieces = self._packed(to, what, (function, tuple(args), dict(options or {})), lends)
+        pieces = self._serialize_call(to, what, (function, tuple(args), dict(options or {})), lends)
         number, future = next(self._numbers), Future(to, what, self.wait)
         self._pending[to, number] = future
         header = {"kind": "call", "number": number, "keep": keep, "lends": lends}
         try:
-            self._routes.post(to, Frame(header, pieces))
+            self._transport.post(to, Frame(header, pieces))
         except BaseException:
             del self._pending[to, number]
             raise
         return future
 
-    def pack(self, to: int, value: Any) -> Sequence[memoryview]:
+    def serialize(self, to: int, value: Any) -> Sequence[memoryview]:
         """Return the pieces of an answer for rank `to`."""
-        return pack(value, lambda address: self._lent(address, to, None))
+        return serialize(value, lambda address: self._lend(address, to, None))
 
-    def unpack(self, pieces: Sequence[memoryview]) -> Any:
-        """Return the value of what another process packed."""
-        return unpack(pieces, self.resolve)
+    def deserialize(self, pieces: Sequence[memoryview]) -> Any:
+        """Return the value that another process has serialized."""
+        return deserialize(pieces, self.resolve)
 
-    def settle(self, rank: int, frame: Frame) -> None:
-        """Take in an answer of `rank`; one to a call that was made to another rank is ignored."""
+    def on_answer(self, rank: int, frame: Frame) -> None:
+        """Process an answer of `rank`; answers to calls to other ranks are ignored."""
         future = self._pending.pop((rank, frame.header["number"]), None)
         if future is None:
             return
         try:
             if frame.kind == "kept":
-                future.succeed(self.reference(Address(**frame.header["address"])))
+                future.set_result(self.reference(ObjectAddress(**frame.header["address"])))
             elif frame.kind == "value":
-                future.succeed(self.unpack(frame.pieces))
+                future.set_result(self.deserialize(frame.pieces))
             else:
-                self._fail(future, frame)
-        except Exception as error:  # what cannot be unpacked here
-            how = f"sent a value that cannot be read here: {type(error).__name__}: {error}"
-            future.fail(ended(future.rank, how))
+                self._set_failure(future, frame)
+        except Exception as error:  # the value cannot be unpickled here
+            reason = f"sent a value that cannot be unpickled: {type(error).__name__}: {error}"
+            future.set_failure(make_lost_outcome(future.rank, reason))
 
-    def lose(self, outcome: Outcome) -> None:
-        """Let everything fail that waits for a worker that ended."""
+    def fail_calls(self, outcome: Outcome) -> None:
+        """Fail all calls to a worker that has exited."""
         for call, future in list(self._pending.items()):
             if future.rank == outcome.rank and call in self._pending:
                 del self._pending[call]
-                future.fail(outcome)
+                future.set_failure(outcome)
 
-    def reference(self, address: Address) -> Remote:
-        """Return the reference that an address stands for."""
-        return Remote(address, self)
+    def reference(self, address: ObjectAddress) -> RemoteObject:
+        """Return a reference for an address."""
+        return RemoteObject(address, self)
 
-    def drop(self, address: Address) -> None:
-        """Tell the owner that this reference is held no more; safe in a destructor."""
-        self._routes.post_drop(address)
+    def drop(self, address: ObjectAddress) -> None:
+        """Tell the owner that a reference is gone; safe in a destructor."""
+        self._transport.post_drop(address)
 
-    def awaited(self) -> list[Future]:
-        """Return the futures whose answers have not come yet."""
+    def pending(self) -> list[Future]:
+        """Return the futures of calls that have not returned yet."""
         return list(self._pending.values())
 
-    def _fail(self, future: Future, frame: Frame) -> None:
+    def _set_failure(self, future: Future, frame: Frame) -> None:
         try:
-            cause = self.unpack(frame.pieces) if frame.pieces else None
-        except Exception:  # an exception whose class is not here
+            cause = self.deserialize(frame.pieces) if frame.pieces else None
+        except Exception:  # the class of the exception does not exist here
             cause = None
-        future.fail(Outcome(future.rank, error=frame.header["report"]), cause)
+        future.set_failure(Outcome(future.rank, error=frame.header["report"]), cause)
 
-    def _packed(
+    def _serialize_call(
         self, to: int, what: str, call: tuple[Any, ...], lends: list[tuple[int, int]]
     ) -> Sequence[memoryview]:
-        lent: list[Address] = []
+        lent: list[ObjectAddress] = []
 
-        def lend(address: Address) -> Address:
-            lent.append(self._lent(address, to, lends))
+        def lend(address: ObjectAddress) -> ObjectAddress:
+            lent.append(self._lend(address, to, lends))
             return lent[-1]
 
         try:
-            return pack(call, lend)
+            return serialize(call, lend)
         except (pickle.PicklingError, TypeError, AttributeError, UsageError) as error:
             for address in lent:
                 if address.owner != to:
@@ -138,26 +151,29 @@ class Calls:
             if isinstance(error, UsageError):
                 raise
             raise UsageError(
-                f"{what} cannot be sent to rank {to}: {_culprit(call)} cannot travel: {error}"
+                f"{what} cannot be sent to rank {to}: {_find_culprit(call)} cannot be pickled: "
+                f"{error}"
             ) from error
 
-    def _lent(self, address: Address, to: int, lends: list[tuple[int, int]] | None) -> Address:
-        """Lend a reference to rank `to`: along with the call where that is its owner."""
+    def _lend(
+        self, address: ObjectAddress, to: int, lends: list[tuple[int, int]] | None
+    ) -> ObjectAddress:
+        """Lend a reference to rank `to`; if that is its owner, along with the call."""
         token = self._tokens.new()
         if address.owner == to and lends is not None:
             lends.append((address.number, token))
         else:
             header = {"kind": "lend", "object": address.number, "token": token, "holder": to}
-            self._routes.post(address.owner, Frame(header))
+            self._transport.post(address.owner, Frame(header))
         return replace(address, token=token)
 
 
-def ended(rank: int, how: str, status: int | None = None) -> Outcome:
-    """Return the outcome of a worker that ended without an answer, `how` in words."""
+def make_lost_outcome(rank: int, reason: str, status: int | None = None) -> Outcome:
+    """Return the outcome of a worker that gives no answer; `reason` is a predicate for it."""
     report = {
         "time": time.monotonic(),
         "type": "",
-        "message": f"rank {rank} {how}",
+        "message": f"rank {rank} {reason}",
         "where": "",
         "traceback": "",
         "plain": True,
@@ -165,22 +181,22 @@ def ended(rank: int, how: str, status: int | None = None) -> Outcome:
     return Outcome(rank, status=status, error=report)
 
 
-def _culprit(call: tuple[Any, ...]) -> str:
-    """Say which part of a call cannot be pickled."""
+def _find_culprit(call: tuple[Any, ...]) -> str:
+    """Return which part of a call cannot be pickled."""
     function, args, options = call
     parts = {"the function": function}
     parts |= {
-        f"argument {position} ({_named(each)})": each for position, each in enumerate(args, 1)
+        f"argument {position} ({_describe(each)})": each for position, each in enumerate(args, 1)
     }
-    parts |= {f"argument {name} ({_named(each)})": each for name, each in options.items()}
-    for words, part in parts.items():
+    parts |= {f"argument {name} ({_describe(each)})": each for name, each in options.items()}
+    for name, part in parts.items():
         try:
-            pack(part, lambda address: address)
-        except Exception:  # whatever its pickling raises: it is the one
-            return _named(part) if words == "the function" else words
+            serialize(part, lambda address: address)
+        except Exception:  # pickling may raise any exception
+            return _describe(part) if name == "the function" else name
     return "it"
 
 
-def _named(thing: Any) -> str:
+def _describe(thing: Any) -> str:
     name = getattr(thing, "__qualname__", None)
     return str(name) if name else f"of class {type(thing).__qualname__}"

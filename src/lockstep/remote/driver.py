@@ -1,11 +1,11 @@
-"""The driver: a script or notebook, outside the world, that commands workers.
+"""The driver: a script or notebook, outside the world, that controls workers.
 
     driver ── calls, functions, small values ──> workers 0 .. n-1, one world
                                                  │  tensors, activations, gradients
                                                  └─ from worker to worker
 
-It holds no parameters. Output of the workers appears where it runs, the rank in
-front of each line.
+It holds no parameters. The output of the workers appears where it runs, each line with the
+rank as prefix.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lockstep.errors import UsageError
 from lockstep.launcher.launch import calls_in_this_process
 from lockstep.launcher.listening_socket import LOOPBACK, parse_endpoint
 from lockstep.model.deferred_init import Blocks
+from lockstep.remote.credentials import make_key
 from lockstep.remote.future import Future
-from lockstep.remote.key import make_key
 from lockstep.remote.trainer_proxy import TrainerProxy
 from lockstep.remote.worker_pool import WorkerPool
 
@@ -32,33 +32,36 @@ __all__ = ["Driver", "Worker"]
 
 
 class Driver:
-    """Starts `nprocs` workers on this host, which join one world, and commands them.
+    """Starts `nprocs` workers on this host, which join one world, and controls them.
 
         with ls.Driver(nprocs=4) as driver:
-            counter = driver.on(1).create(Counter, 10)     # lives in worker 1
+            counter = driver.on(1).create(Counter, 10)     # an object in worker 1
             counter.add(5)                                 # runs there, returns the value
-            driver.run(function, argument)                 # on all, a list in rank order
+            driver.run(function, argument)                 # on all, values in rank order
 
-    Functions and classes of a notebook or `__main__` travel by value. Errors of a
-    worker are raised here with the worker's traceback as a note. Ctrl-C ends the
-    wait for an answer and not the call: the worker goes on, and does the next call
-    afterwards.
+    Functions and classes of a notebook or `__main__` are sent by value. An error in a worker
+    is raised here, with the worker's traceback as a note. Ctrl-C ends the wait for a call, but
+    not the call: the worker continues it, and runs the next call afterwards.
 
-    Parameters:
-        nprocs: workers on this host.
-        remote: workers that connect from other hosts, with `lockstep worker --connect`.
-        listen: HOST:PORT of this host, where they find it; loopback by default.
-        key_file: holds the key that both sides need; made where it is not there.
-            Otherwise LOCKSTEP_DRIVER_KEY, or a new key.
-        backend, threads, device: as for `lockstep.init`, on every worker.
-        timeout: seconds for finding each other, for a collective, and that a worker
-            may show no sign of life.
+    The workers end with `close`, with the `with` block, when the driver is garbage-collected,
+    and when its process exits or is killed.
 
-    Leave it with `close`, or use it in a `with` statement; the workers end with it,
-    also when it is collected, exits or is killed.
+    Args:
+        nprocs: Number of workers on this host.
+        remote: Number of workers that connect from other hosts (`lockstep worker --connect`).
+        listen: HOST:PORT of this host at which they connect; loopback by default.
+        key_file: File with the key that both sides need; created if it does not exist. None
+            uses LOCKSTEP_DRIVER_KEY or a new key.
+        backend: As for `lockstep.init`, on every worker.
+        threads: As for `lockstep.init`, on every worker.
+        device: As for `lockstep.init`, on every worker.
+        timeout: Seconds to wait for the workers, for each collective, and of silence after
+            which a worker counts as lost.
 
-    Raises UsageError for what cannot be, RendezvousError for workers that did not
-    come, RankError for one that could not join.
+    Raises:
+        UsageError: An argument is not valid.
+        RendezvousError: Workers did not come before the timeout.
+        RankError: A worker could not join the world.
     """
 
     def __init__(
@@ -75,10 +78,10 @@ class Driver:
     ) -> None:
         if nprocs < 0 or remote < 0 or nprocs + remote < 1:
             raise UsageError(
-                f"Driver(nprocs={nprocs}, remote={remote}): it needs a worker at least"
+                f"Driver(nprocs={nprocs}, remote={remote}): at least one worker is needed"
             )
         if timeout <= 0:
-            raise UsageError(f"Driver(timeout={timeout}): a deadline is a number of seconds")
+            raise UsageError(f"Driver(timeout={timeout}): expected a positive number of seconds")
         if calls_in_this_process():
             raise UsageError(
                 "lockstep check cannot run a script that uses ls.Driver: call ls.init() and "
@@ -89,15 +92,15 @@ class Driver:
         world["device"] = None if device is None else str(device)
         self._pool = WorkerPool(nprocs, remote, address, port, make_key(key_file), timeout, world)
         self._finalizer = weakref.finalize(self, self._pool.abandon)
-        self._finalizer.atexit = False  # the pool sees to that, in time
+        self._finalizer.atexit = False  # the pool registers with atexit itself, in the right order
         if remote:
             print(
-                f"lockstep: waiting for {remote} more from other hosts: lockstep worker --connect "
+                f"lockstep: waiting for {remote} workers on other hosts: lockstep worker --connect "
                 f"{address}:{self._pool.port}",
                 flush=True,
             )
         try:
-            self._pool.gather(time.monotonic() + timeout)
+            self._pool.wait_for_workers(time.monotonic() + timeout)
         except BaseException:
             self.close()
             raise
@@ -108,19 +111,20 @@ class Driver:
         return self._pool.size
 
     def on(self, rank: int) -> Worker:
-        """Return one worker; UsageError where there is none of that rank."""
+        """Return one worker; raise UsageError if there is no such rank."""
         self._pool.handle(rank)
         return Worker(self._pool, rank)
 
     def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """Call `function` on every worker at once and return the values in rank order.
 
-        Raises RankError for the worker that failed first.
+        Raises:
+            RankError: A worker failed; the first one is named.
         """
-        return self._pool.together(self.start(function, *args, **options))
+        return self._pool.gather_values(self.start(function, *args, **options))
 
     def start(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Future]:
-        """Call `function` on every worker and return a Future of each at once."""
+        """Call `function` on every worker and return a Future for each at once."""
         return [self.on(rank).start(function, *args, **options) for rank in range(self.world_size)]
 
     def trainer(
@@ -133,19 +137,24 @@ class Driver:
         seed: int = 0,
         **options: Any,
     ) -> TrainerProxy:
-        """Return a training on all workers, with the same bits as without a driver.
+        """Return a trainer on all workers, with the same results as without a driver.
 
-        `blocks` is a list of callables that return a module, or of modules on the meta
-        device: they make up an `nn.Sequential`, and come to life on the workers with
-        weights that depend on `seed` alone (`lockstep.build`). Or one callable or module,
-        for the whole model. The rest is as for `lockstep.Trainer`, whose options
-        (metrics, clip_norm, ...) are passed on; their callbacks run on the workers.
+        Args:
+            blocks: A list of callables that return a module, or of modules on the meta
+                device: the blocks of an `nn.Sequential`. The workers materialize them with
+                weights that depend on `seed` only (`lockstep.build`). Or one callable or
+                module, for the whole model.
+            loss: As for `lockstep.Trainer`.
+            optimizer: As for `lockstep.Trainer`.
+            microbatches: As for `lockstep.Trainer`.
+            seed: As for `lockstep.Trainer`.
+            options: Further options of `lockstep.Trainer`; callbacks run on the workers.
         """
         arguments = {"loss": loss, "optimizer": optimizer, **options}
         return TrainerProxy(self._pool, blocks, seed, microbatches, arguments)
 
     def close(self) -> None:
-        """End the workers and all that they hold; harmless when that is done."""
+        """End the workers and their objects; may be called again."""
         self._finalizer.detach()
         self._pool.close()
 
@@ -164,7 +173,7 @@ class Driver:
 
 
 class Worker:
-    """One worker, as the driver sees it."""
+    """One worker, from the driver's point of view."""
 
     def __init__(self, pool: WorkerPool, rank: int) -> None:
         self._pool, self.rank = pool, rank
@@ -175,14 +184,16 @@ class Worker:
 
     def start(self, function: Callable[..., Any], *args: Any, **options: Any) -> Future:
         """Call `function` there and return a Future at once."""
-        return self._pool.calls.start(self.rank, _name(function), function, args, options)
+        return self._pool.calls.start(self.rank, _function_name(function), function, args, options)
 
     def create(self, factory: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call `factory`, a class or function, there; the value stays, return a reference."""
+        """Call `factory`, a class or function, there; the value stays; return a reference to it."""
         calls = self._pool.calls
-        return calls.start(self.rank, _name(factory), factory, args, options, keep=True).result()
+        return calls.start(
+            self.rank, _function_name(factory), factory, args, options, keep=True
+        ).result()
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _function_name(function: Callable[..., Any]) -> str:
     inner = getattr(function, "func", function)  # of a partial
     return str(getattr(inner, "__qualname__", type(function).__qualname__))

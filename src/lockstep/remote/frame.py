@@ -1,4 +1,4 @@
-"""Frames: messages over one proven connection; every part of one carries its own proof.
+"""Frames: messages on an authenticated connection; every part of one carries its own proof.
 
     ┌───────────┬───────────┬──────────────┬───────────┐   ┌────────────┬───────────┐
     │ length, 4 │ proof, 32 │ header, JSON │ proof, 32 │ + │ pieces ... │ proof, 32 │
@@ -11,17 +11,17 @@
 
 `place` packs the kind of part, the frame's number `n`, the piece's index and the size
 in bytes into a fixed number of bytes, and the key belongs to one direction of one
-connection (`handshake.py`). So a proof is valid in exactly one place: nothing can be
-changed, exchanged, reordered, repeated or left out unnoticed. A connection can be cut
-at any point, which always counts as a lost connection, never as the end of a message.
+connection (`handshake.py`). A proof is therefore valid in exactly one place: nothing can be
+changed, exchanged, reordered, repeated or left out undetected. A connection can be cut at
+any point, which always counts as a lost connection, never as the end of a message.
 
-Both ends count frames; the number is not sent. The length is proven before memory is
-allocated for the header, and the header, which lists the sizes of the pieces, before
-memory is allocated for them. Nothing is parsed, or returned to be unpickled, before
-all of it is proven. Pieces are raw bytes: a pickle, and the tensors it refers to, which
-are sent from their own memory and received into that of the new tensors.
+Both ends count frames; the number is not sent. The length is checked before memory is
+allocated for the header, and the header, which lists the sizes of the pieces, before memory
+is allocated for them. Nothing is parsed, or returned to be unpickled, before all of it is
+checked. Pieces are raw bytes: a pickle, and the tensors that it refers to, which are sent
+from their own memory and received into the memory of the new tensors.
 
-Nothing is encrypted: whoever can listen on the network can read the frames.
+Nothing is encrypted: anyone who can listen on the network can read the frames.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy
 
-__all__ = ["Buffer", "Forged", "Frame", "Wire", "exactly"]
+__all__ = ["Buffer", "ForgedFrame", "Frame", "FrameSocket", "receive_exactly"]
 
 Buffer = memoryview
 
@@ -45,40 +45,40 @@ LENGTH = struct.Struct("<I")
 PLACE = struct.Struct("<BQQQ")  # kind of part, number of the frame, index of the piece, size
 LENGTH_PART, HEADER_PART, PIECE_PART = range(3)
 PROOF = 32  # bytes
-LONGEST_HEADER = 1 << 24
-LARGEST = 1 << 40  # bytes of one frame's pieces
+MAX_HEADER = 1 << 24  # bytes
+MAX_PIECES = 1 << 40  # bytes of one frame's pieces
 CHUNK = 1 << 20  # bytes for one system call
-ALIGNMENT = 64  # bytes: kernels choose their path by where a tensor begins
+ALIGNMENT = 64  # bytes: kernels may choose their path by the alignment of a tensor
 
 
-class Forged(Exception):
+class ForgedFrame(Exception):
     """A frame that the other end of this connection did not send, or not at this point."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One message: a JSON header, whose "kind" says what it is, and raw pieces."""
+    """One message: a JSON header with its "kind", and raw pieces."""
 
     header: dict[str, Any]
     pieces: Sequence[Buffer] = field(default=())
 
     @property
     def kind(self) -> str:
-        """What kind of message it is."""
+        """The kind of message."""
         return str(self.header["kind"])
 
 
-class Wire:
-    """One end of a proven connection; one thread may send while another receives.
+class FrameSocket:
+    """One end of an authenticated connection; one thread may send while another receives.
+
+    `send` and `receive` raise OSError if the connection broke, and TimeoutError (an OSError)
+    if the other end was too slow.
 
     Args:
         end: The connected socket. Its timeout is the longest time to wait for the next
             bytes, and for each MiB of them.
         sending: Key of the frames that this end sends.
         receiving: Key of the frames that this end receives; differs from `sending`.
-
-    Both methods raise OSError if the connection broke, TimeoutError (an OSError) if the
-    other end was too slow.
     """
 
     def __init__(self, end: socket.socket, sending: bytes, receiving: bytes) -> None:
@@ -93,7 +93,7 @@ class Wire:
         length = LENGTH.pack(len(header))
         key, number = self._sending, self._sent
         self._sent += 1
-        self._put(
+        self._send_all(
             length
             + _prove(key, LENGTH_PART, number, length)
             + header
@@ -104,44 +104,44 @@ class Wire:
             for index, piece in enumerate(frame.pieces):
                 proof.update(PLACE.pack(PIECE_PART, number, index, piece.nbytes))
                 proof.update(piece)
-                self._put(piece)
-            self._put(proof.digest())
+                self._send_all(piece)
+            self._send_all(proof.digest())
 
     def receive(self) -> Frame:
         """Wait for one frame.
 
         Raises:
-            EOFError: The connection ended.
-            Forged: The bytes are not what the other end sent next.
+            EOFError: The connection was closed.
+            ForgedFrame: The bytes are not what the other end sent next.
         """
         key, number = self._receiving, self._received
         self._received += 1
-        start = exactly(self.end, LENGTH.size + PROOF)
+        start = receive_exactly(self.end, LENGTH.size + PROOF)
         length, proof = start[: LENGTH.size], start[LENGTH.size :]
         _check(proof, _prove(key, LENGTH_PART, number, length), "length")
         (size,) = LENGTH.unpack(length)
-        if size > LONGEST_HEADER:
-            raise Forged(f"a header of {size} bytes")
-        rest = exactly(self.end, size + PROOF)
+        if size > MAX_HEADER:
+            raise ForgedFrame(f"a header of {size} bytes")
+        rest = receive_exactly(self.end, size + PROOF)
         text, proof = rest[:size], rest[size:]
         _check(proof, _prove(key, HEADER_PART, number, text), "header")
         header = json.loads(bytes(text))
         sizes = header.pop("sizes")
-        if sum(sizes) > LARGEST:
-            raise Forged(f"a frame of {sum(sizes)} bytes")
+        if sum(sizes) > MAX_PIECES:
+            raise ForgedFrame(f"a frame of {sum(sizes)} bytes")
         return Frame(header, self._receive_pieces(number, sizes) if sizes else ())
 
     def _receive_pieces(self, number: int, sizes: Sequence[int]) -> list[Buffer]:
-        pieces = [exactly(self.end, size) for size in sizes]
+        pieces = [receive_exactly(self.end, size) for size in sizes]
         proof = hmac.new(self._receiving, digestmod="sha256")
         for index, piece in enumerate(pieces):
             proof.update(PLACE.pack(PIECE_PART, number, index, piece.nbytes))
             proof.update(piece)
-        _check(exactly(self.end, PROOF), proof.digest(), "piece")
+        _check(receive_exactly(self.end, PROOF), proof.digest(), "piece")
         return pieces
 
-    def _put(self, content: bytes | Buffer) -> None:
-        # Not sendall: its deadline is for the whole, however much that is.
+    def _send_all(self, content: bytes | Buffer) -> None:
+        # Not sendall: its timeout applies to the whole, regardless of the size.
         view = memoryview(content).cast("B")
         while view:
             view = view[self.end.send(view[:CHUNK]) :]
@@ -154,16 +154,16 @@ def _prove(key: bytes, part: int, number: int, content: bytes | Buffer) -> bytes
 
 def _check(proof: Buffer, expected: bytes, part: str) -> None:
     if not hmac.compare_digest(proof, expected):
-        raise Forged(f"a {part} without its proof")
+        raise ForgedFrame(f"a {part} without its proof")
 
 
-def exactly(end: socket.socket, size: int) -> Buffer:
+def receive_exactly(end: socket.socket, size: int) -> Buffer:
     """Receive `size` bytes into new memory, which begins on a 64-byte boundary.
 
     Raises:
-        EOFError: The connection ended before.
-        TimeoutError: No byte came within the socket's timeout, or fewer than one MiB per
-            timeout: an end that sends a byte now and then does not hold this one forever.
+        EOFError: The connection was closed before.
+        TimeoutError: No byte came within the socket's timeout, or less than one MiB per
+            timeout, so that an end that sends single bytes cannot block this one forever.
     """
     timeout, started = end.gettimeout(), time.monotonic()
     memory = numpy.empty(size + ALIGNMENT, numpy.uint8)

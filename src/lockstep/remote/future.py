@@ -1,4 +1,4 @@
-"""Futures: answers that have not come yet."""
+"""Futures: the results of calls that may not have returned yet."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from lockstep.launcher.failure_attribution import Outcome, is_consequence, make_
 
 __all__ = ["SETTLE", "Future", "gather"]
 
-SETTLE = 2.0  # seconds for what explains a lost connection to become known
+SETTLE = 2.0  # seconds to wait for the cause of a lost connection
 
 Wait = Callable[[Callable[[], bool], float | None], None]
-"""Waits until a condition holds or a `time.monotonic()` deadline passes."""
+"""Waits until a condition is true or a `time.monotonic()` deadline has passed."""
 
 
 class Future:
-    """The answer of one worker to one call, `what` in words."""
+    """The result of one call on one worker.
+
+    Attributes:
+        rank: The worker.
+        what: The call, for messages.
+    """
 
     def __init__(self, rank: int, what: str, wait: Wait) -> None:
         self.rank, self.what = rank, what
@@ -30,29 +35,33 @@ class Future:
         self._cause: BaseException | None = None
 
     def done(self) -> bool:
-        """Whether the answer is here."""
+        """Return whether the call has returned or failed."""
         return self._settled.is_set()
 
     @property
-    def failed(self) -> bool:
-        """Whether the answer is an error."""
+    def has_failed(self) -> bool:
+        """Whether the call has failed."""
         return self._failure is not None
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the answer and return it.
+        """Wait for the call to return, and return its value.
 
-        Raises RankError where the call raised or the worker ended, with the worker's
-        traceback as a note; an error of lockstep's own kind stays of its kind.
-        TimeoutError after `timeout` seconds: the call goes on, and may be waited
-        for again.
+        Args:
+            timeout: Seconds to wait; None waits without limit.
+
+        Raises:
+            RankError: The call raised or the worker exited; the worker's traceback is a note,
+                and the exception itself the cause if it could be sent. An error of Lockstep
+                keeps its class.
+            TimeoutError: The call has not returned; it goes on, and may be waited for again.
         """
         self._wait(self.done, None if timeout is None else time.monotonic() + timeout)
         if not self.done():
             raise TimeoutError(
-                f"{self.what} on rank {self.rank} has not ended within {timeout:g} s"
+                f"{self.what} on rank {self.rank} has not returned within {timeout:g} s"
             )
         if self._failure is not None:
-            raise explained([self])
+            raise make_error([self])
         return self._value
 
     def __repr__(self) -> str:
@@ -60,21 +69,21 @@ class Future:
         state = "pending" if not self.done() else "failed" if self._failure else "done"
         return f"<{self.what} on rank {self.rank}: {state}>"
 
-    # --- from the side that hears the answer -------------------------------------------
+    # --- called when the answer arrives -------------------------------------------------
 
-    def succeed(self, value: Any) -> None:
-        """Give it its value."""
+    def set_result(self, value: Any) -> None:
+        """Set the value."""
         self._value = value
         self._settled.set()
 
-    def fail(self, failure: Outcome, cause: BaseException | None = None) -> None:
-        """Let it raise; `cause` is the exception itself, where that could travel."""
+    def set_failure(self, failure: Outcome, cause: BaseException | None = None) -> None:
+        """Make `result` raise; `cause` is the exception itself, if it could be sent."""
         self._failure, self._cause = failure, cause
         self._settled.set()
 
 
 def gather(futures: Sequence[Future], wait: Wait) -> list[Any]:
-    """Return every future's value; as soon as one fails, raise the failure that explains it."""
+    """Return every future's value; when one fails, raise the error that is the cause."""
 
     def failures() -> list[Outcome]:
         return [future._failure for future in futures if future._failure is not None]
@@ -86,11 +95,11 @@ def gather(futures: Sequence[Future], wait: Wait) -> list[Any]:
     if not failures():
         return [future._value for future in futures]
     wait(lambda: not all(map(is_consequence, failures())), time.monotonic() + SETTLE)
-    raise explained(futures)
+    raise make_error(futures)
 
 
-def explained(futures: Sequence[Future]) -> Exception:
-    """Return the error of the failure that came first, causes before consequences."""
+def make_error(futures: Sequence[Future]) -> Exception:
+    """Return the error of the first failure; causes take precedence over consequences."""
     failed = [future for future in futures if future._failure is not None]
     error = make_rank_error([future._failure for future in failed if future._failure])
     assert error is not None

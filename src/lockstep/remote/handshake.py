@@ -5,25 +5,26 @@
       <─ status, nonce L ───────────────────────────────────────────────────────
       ── proof of the caller ──────────────────────────────────────────────────>
       <─ status, proof of the listener ─────────────────────────────────────────
-      ══ frames (frame.py), one key for each direction ══════════════════════════
+      ══ frames (frame.py), with one key for each direction ════════════════════
 
     introduction  HMAC(key, "introduction", greeting ... nonce C)
     secret        HMAC(key, "connection", all of the first message, nonce L)
     proofs, keys  HMAC(secret, label), with a label for each of the four
 
-HMAC is HMAC-SHA-256. The secret covers all that was said: both identities, the driver's
-session and both nonces. So two ends that agree on it agree on who is at the other end,
-and a connection that is redirected to another worker or to a later driver, reflected,
-or put together from recorded ones fails. The address of the listener is not covered:
+HMAC is HMAC-SHA-256. The secret covers everything that was said: both identities, the
+driver's session and both nonces. Two ends that agree on it therefore agree on who is at the
+other end, and a connection fails that is redirected to another worker or a later driver,
+reflected, or composed of recorded ones. The address of the listener is not covered, because
 an SSH tunnel changes it.
 
-The introduction comes first, so that a listener can tell the callers that hold the key
-from strangers by their first message (`listener.py`). It could be a recorded one, so it
-proves nothing else: frames are accepted only after the proof, which covers nonce L.
+The introduction comes first, so that a listener can tell callers with the key from strangers
+by their first message (`listener.py`). It could be recorded, so it proves nothing else:
+frames are accepted only after the proof, which covers nonce L.
 
-Every message has a fixed length, so a stranger gets no memory. It learns that Lockstep
-listens here and why it is refused. The status is not proven: it says why the other
-end hung up, and changes only what is told to the user and whether to try again.
+Every message has a fixed length, so a stranger cannot make this process allocate memory. A
+stranger learns that Lockstep listens here, and why it is refused. The status is not
+authenticated: it says why the other end closed the connection, and affects only the error
+message and whether the caller tries again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from lockstep.remote.identity import SESSION, UNKNOWN, Credentials, Identity, Role
+from lockstep.remote.credentials import (
+    SESSION,
+    UNKNOWN_SESSION,
+    Credentials,
+    Identity,
+    Role,
+)
 
 __all__ = ["Agreement", "Refused", "Status", "Step", "Steps", "answer", "call"]
 
@@ -47,17 +54,18 @@ class Status(IntEnum):
     """The listener's answer."""
 
     ACCEPTED = 0
-    BUSY = 1  # the place is needed for another connection
+    BUSY = 1  # the slot is needed for another connection
     OTHER_KEY = 2
     MISDIRECTED = 3  # this is not the process that was called
 
 
 class Refused(Exception):
-    """The other end may not, or did not, take part; the message says why, of "it".
+    """The other end is refused, or has refused; the message says why, with the subject "it".
 
     Args:
-        reason: A sentence without what the other end sent, which could be anything.
-        status: What a listener says before it hangs up, or has said; None for nothing.
+        reason: A sentence that contains nothing that the other end sent.
+        status: What a listener sends before it closes the connection, or has sent; None if
+            nothing.
     """
 
     def __init__(self, reason: str, status: Status | None = None) -> None:
@@ -67,7 +75,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Agreement:
-    """What both ends have proven: who is at the other end, and the keys of each direction."""
+    """The result of a handshake: who is at the other end, and a key for each direction."""
 
     other: Identity
     sending: bytes
@@ -76,7 +84,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Step:
-    """Bytes to send, then the number of bytes to wait for; or the agreement, in the last step."""
+    """Bytes to send and the number of bytes to wait for; in the last step, the agreement."""
 
     send: bytes
     size: int
@@ -84,14 +92,14 @@ class Step:
 
 
 Steps = Generator[Step, bytes, None]
-"""One end of a handshake: yields steps, and is sent the bytes that each step waits for."""
+"""One end of a handshake: yields steps, and receives the bytes that each step waits for."""
 
 
 def call(credentials: Credentials, called: Identity) -> Steps:
-    """Prove this end, which connected to `called`.
+    """Run the caller's end of a handshake with `called`.
 
     Raises:
-        Refused: The listener refused this end, or is not `called`, or has not the key.
+        Refused: The listener refused this end, is not `called`, or does not have the key.
     """
     named = credentials.own.pack() + called.pack() + credentials.session
     opening = GREETING + named + secrets.token_bytes(NONCE)
@@ -108,10 +116,10 @@ def call(credentials: Credentials, called: Identity) -> Steps:
 
 
 def answer(credentials: Credentials) -> Steps:
-    """Prove this end, which was connected to, after the caller has proven itself.
+    """Run the listener's end of a handshake; the caller proves itself first.
 
     Raises:
-        Refused: The caller is not of this driver, or called somebody else.
+        Refused: The caller does not belong to this driver, or called another process.
     """
     greeting = yield Step(b"", len(GREETING))
     if greeting != GREETING:
@@ -121,23 +129,25 @@ def answer(credentials: Credentials) -> Steps:
     opening = greeting + named
     if not hmac.compare_digest(introduction, _derive(credentials.key, "introduction", opening)):
         raise Refused("it holds another key", Status.OTHER_KEY)
-    caller = _unpacked(named[:IDENTITY])
+    caller = _unpack_identity(named[:IDENTITY])
     called, session = named[IDENTITY : 2 * IDENTITY], named[2 * IDENTITY : -NONCE]
-    # A host hears of the session from the driver, once both have proven themselves.
-    known = session == credentials.session or (session == UNKNOWN and caller.role is Role.HOST)
+    # A node agent gets the session from the driver, once both have proven themselves.
+    known = session == credentials.session or (
+        session == UNKNOWN_SESSION and caller.role is Role.NODE_AGENT
+    )
     if called != credentials.own.pack() or not known:
-        raise Refused("it was looking for another driver or worker", Status.MISDIRECTED)
+        raise Refused("it called another driver or worker", Status.MISDIRECTED)
     nonce = secrets.token_bytes(NONCE)
     secret = _derive(credentials.key, "connection", opening + introduction + nonce)
     proof = yield Step(bytes([Status.ACCEPTED]) + nonce, PROOF)
     if not hmac.compare_digest(proof, _derive(secret, "proof of the caller")):
-        raise Refused("it repeated what another connection had said")
+        raise Refused("it repeated messages of another connection")
     proof = _derive(secret, "proof of the listener")
     sending, receiving = _derive(secret, "from the listener"), _derive(secret, "from the caller")
     yield Step(bytes([Status.ACCEPTED]) + proof, 0, Agreement(caller, sending, receiving))
 
 
-def _unpacked(named: bytes) -> Identity:
+def _unpack_identity(named: bytes) -> Identity:
     try:
         return Identity.unpack(named)
     except ValueError as error:

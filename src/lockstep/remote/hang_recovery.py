@@ -1,4 +1,4 @@
-"""Hang recovery: workers that wait in a collective for one that has raised are released.
+"""Hang recovery: releases workers that wait in a collective for one that has raised.
 
     driver                          rank 1      rank 0
       │ <── error ──────────────────── raises     │ all_reduce ...
@@ -8,11 +8,11 @@
       │     all that are busy wait, twice in a row
       │ ── leave ────────────────────> leaves     │
       │                             the world     │ "rank 1 has left the group"
-      │ ── end ──────────────────────> ends       │ where that was not enough
+      │ ── end ──────────────────────> exits      │ if that was not enough
 
-Who computes is left alone until it waits, too: the call may need nobody any more.
-Gloo's connections last as long as something holds the group, a trainer for example:
-then only the end of the process closes them.
+A worker that computes is left alone until it waits, too: its call may not need the others.
+Gloo's connections exist as long as anything holds the group, such as a trainer; then only
+the end of the process closes them.
 """
 
 from __future__ import annotations
@@ -25,51 +25,56 @@ from dataclasses import dataclass
 
 from lockstep.remote.future import Future
 
-__all__ = ["HangRecovery", "in_collective"]
+__all__ = ["HangRecovery", "is_in_collective"]
 
-LOOK = 0.5  # seconds from one look to the next
-ENOUGH = 2  # looks in a row; a collective that goes on is over by then
-INSIDE = ("torch/distributed/", "lockstep/comm/", "lockstep/pipeline/link")
-DEEP = 6  # frames from the innermost one
+CHECK_INTERVAL = 0.5  # seconds
+CHECKS = 2  # in a row that must find a worker waiting; a collective that runs is over by then
+COMMUNICATION = ("torch/distributed/", "lockstep/comm/", "lockstep/pipeline/p2p")
+MAX_FRAMES = 6  # counted from the innermost one
 
 
 @dataclass(eq=False)
 class HangRecovery:
-    """A call on all workers that failed on some, as `sentence` says.
+    """A call on all workers that failed on some of them.
 
-    `left` is when those were told to leave the world, 0 before.
+    Attributes:
+        futures: The calls.
+        reason: The error.
+        checks: How often the busy workers were checked.
+        last_check: When they were checked last, a `time.monotonic()` time.
+        left_at: When the failed workers were told to leave the world; 0 if not yet.
     """
 
     futures: Sequence[Future]
-    sentence: str
-    looks: int = 0
-    last: float = 0.0
-    left: float = 0.0
+    reason: str
+    checks: int = 0
+    last_check: float = 0.0
+    left_at: float = 0.0
 
-    def raised(self) -> list[int]:
+    def failed(self) -> list[int]:
         """Return the ranks on which the call failed."""
-        return [future.rank for future in self.futures if future.failed]
+        return [future.rank for future in self.futures if future.has_failed]
 
     def busy(self) -> list[int]:
-        """Return the ranks that have not answered."""
+        """Return the ranks on which the call has not returned."""
         return [future.rank for future in self.futures if not future.done()]
 
-    def due(self) -> bool:
-        """Whether it is time for another look; then it counts as taken."""
+    def start_check(self) -> bool:
+        """Return whether it is time for another check; counts it in that case."""
         now = time.monotonic()
-        if now < self.last + LOOK:
+        if now < self.last_check + CHECK_INTERVAL:
             return False
-        self.last, self.looks = now, self.looks + 1
+        self.last_check, self.checks = now, self.checks + 1
         return True
 
 
-def in_collective() -> bool:
-    """Tell whether this process's main thread is in a call of torch.distributed or a transfer."""
+def is_in_collective() -> bool:
+    """Return whether this process's main thread is in a call that communicates."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    for _ in range(DEEP):
+    for _ in range(MAX_FRAMES):
         if frame is None:
             return False
-        if any(part in frame.f_code.co_filename for part in INSIDE):
+        if any(part in frame.f_code.co_filename for part in COMMUNICATION):
             return True
         frame = frame.f_back
     return False

@@ -1,16 +1,19 @@
-"""The listener: lets in callers that hold the key, and never waits for any of the others.
+"""The listener: accepts callers that hold the key, and never waits for any other.
 
-    accepted ──first message──> introduced ──proof──> let in
+    accepted ──first message──> introduced ──proof──> authenticated
         │                           │
-        └── wrong, late, or its place is needed ──> refused
+        └── wrong, late, or its slot is needed ──> refused
 
-One thread serves all connections that have not proven themselves. There are `PLACES`
-for them, and each has `HANDSHAKE` seconds. When all places are taken, a new connection
-gets the place of another one: of one that has not introduced itself with the key if
-there is any, from the network with the most of them, the oldest first. So strangers
-compete with strangers, however many come; a caller with the key that loses its place
-before its first message has arrived is told so, and tries again. Connections that are
-let in take none of these places.
+One thread serves all connections that are not authenticated yet. There are `SLOTS` for them,
+and each has `HANDSHAKE_TIMEOUT` seconds. When all slots are taken, a new connection gets the
+slot of another one: of one that has not introduced itself with the key if there is any, from
+the network with the most of them, the oldest first. So strangers compete with strangers,
+however many come; a caller with the key that loses its slot before its first message has
+arrived is told so, and tries again. Authenticated connections take no slot.
+
+Refused connections are reported in one line, however many there are. The line consists of
+the callers' addresses, as the kernel gives them, and of fixed sentences: nothing that a
+stranger sent is in it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import math
 import selectors
 import socket
 import threading
@@ -29,23 +33,58 @@ from functools import partial
 
 from lockstep.errors import UsageError
 from lockstep.launcher.listening_socket import listen
-from lockstep.remote.connection import HANDSHAKE, proven
-from lockstep.remote.frame import Wire
+from lockstep.remote.connection import HANDSHAKE_TIMEOUT, open_frame_socket
+from lockstep.remote.credentials import Credentials, Identity
+from lockstep.remote.frame import FrameSocket
 from lockstep.remote.handshake import Agreement, Refused, Status, Steps, answer
-from lockstep.remote.identity import Credentials, Identity
-from lockstep.remote.refusals import Refusals
 
-__all__ = ["PLACES", "Listener"]
+__all__ = ["SLOTS", "Listener", "RefusalLog"]
 
-PLACES = 128  # connections at a time that have not proven themselves yet
-BATCH = 16  # connections accepted before those that are there are read again
-PAUSE = 0.2  # seconds, while no descriptor is left
+SLOTS = 128  # connections at a time that are not authenticated yet
+BATCH = 16  # connections accepted before the others are read again
+PAUSE = 0.2  # seconds to wait while no file descriptor is available
+REPORT_INTERVAL = 10.0  # seconds between two reports of refused connections
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+class RefusalLog:
+    """Counts refused connections between two reports; times are in seconds of any clock.
+
+    The first refusal is reported at once. Later ones are counted, and reported together
+    `REPORT_INTERVAL` seconds after the last report.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: Counter[str] = Counter()
+        self._address = ""
+        self._due = -math.inf
+
+    def add(self, address: str, reason: str) -> None:
+        """Count a connection from `address`; `reason` is one of a few fixed sentences."""
+        self._reasons[reason] += 1
+        self._address = address
+
+    def due(self) -> float | None:
+        """Return when the next report is due; None if there is nothing to report."""
+        return self._due if self._reasons else None
+
+    def report(self, now: float) -> str:
+        """Return one line about all connections since the last report."""
+        reasons, self._reasons = self._reasons, Counter()
+        self._due = now + REPORT_INTERVAL
+        if reasons.total() == 1:
+            (reason,) = reasons
+            return f"a connection from {self._address} was refused: {reason}"
+        counts = "; ".join(f"{reason} ({count:,})" for reason, count in reasons.most_common())
+        return (
+            f"{reasons.total():,} connections were refused, "
+            f"the last one from {self._address}: {counts}"
+        )
+
+
 @dataclass(eq=False)
-class Unproven:
-    """A connection that has not proven itself, and what it has sent of the current step."""
+class Pending:
+    """A connection that is not authenticated yet, and what it has sent for the current step."""
 
     end: socket.socket
     address: str
@@ -53,24 +92,24 @@ class Unproven:
     steps: Steps
     missing: int
     received: bytes = b""
-    introduced: bool = False
+    is_introduced: bool = False
 
     @property
     def network(self) -> bytes:
-        """What one caller can have many addresses of: an IPv4 address, an IPv6 /64 network."""
+        """The caller's IPv4 address or IPv6 /64 network, in which it can have many addresses."""
         return ipaddress.ip_address(self.address).packed[:8]
 
 
 class Listener:
-    """Listens at `address`:`port` and gives each proven connection to `accept`.
+    """Listens at `address`:`port` and passes each authenticated connection to `accept`.
 
     Args:
         address: An address of this host.
         port: 0 for a free one.
         credentials: Those of this process.
-        silence: Seconds that a proven connection may be silent.
-        accept: Called with each proven connection and the caller's identity.
-        refused: Called with a line on those that were refused, every few seconds at most.
+        silence: Seconds that an authenticated connection may be silent.
+        accept: Called with each authenticated connection and the caller's identity.
+        refused: Called with a line about refused connections, every 10 s at most.
 
     Both are called on the listener's own thread, so they must not wait.
 
@@ -84,24 +123,24 @@ class Listener:
         port: int,
         credentials: Credentials,
         silence: float,
-        accept: Callable[[Wire, Identity], None],
+        accept: Callable[[FrameSocket, Identity], None],
         refused: Callable[[str], None] = lambda line: None,
     ) -> None:
         try:
             self._socket = listen(address, port)
         except UsageError as error:
             raise UsageError(
-                f"a driver cannot listen at {address}:{port} here: the name is no host's, or the "
-                "port is taken or forbidden; choose another, or port 0 for a free one"
+                f"a driver cannot listen at {address}:{port} here: the address is unknown, or the "
+                f"port is in use or not permitted; choose another, or port 0 for a free one"
             ) from error
         self._socket.setblocking(False)
         self.port = int(self._socket.getsockname()[1])
         self._credentials, self._silence = credentials, silence
         self._accept, self._refused = accept, refused
-        self._refusals = Refusals()
-        self._unproven: dict[socket.socket, Unproven] = {}  # the oldest first
-        self._open = True
-        self._bell, self._woken = socket.socketpair()
+        self._refusals = RefusalLog()
+        self._pending: dict[socket.socket, Pending] = {}  # oldest first
+        self._is_open = True
+        self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: None)
         self._selector.register(self._socket, selectors.EVENT_READ, self._accept_waiting)
@@ -109,34 +148,34 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more."""
-        self._open = False
-        self._bell.send(b"!")
+        """Stop listening, and refuse the connections that are not authenticated yet."""
+        self._is_open = False
+        self._wake.send(b"!")
         self._thread.join()
-        for each in list(self._unproven.values()):
+        for each in list(self._pending.values()):
             self._remove(each)
             each.end.close()
         self._report(last=True)
-        for end in (self._selector, self._socket, self._bell, self._woken):
+        for end in (self._selector, self._socket, self._wake, self._woken):
             end.close()
 
     # --- on the listener's thread -----------------------------------------------------------
 
     def _serve(self) -> None:
-        while self._open:
-            events = self._selector.select(self._patience())
-            # New connections come last: those that are there may introduce themselves first.
+        while self._is_open:
+            events = self._selector.select(self._timeout())
+            # New connections come last: others may introduce themselves first and keep their slot.
             for key, _ in sorted(events, key=lambda event: event[0].fileobj is self._socket):
                 key.data()
-            for each in list(self._unproven.values()):
+            for each in list(self._pending.values()):
                 if each.deadline > time.monotonic():
                     break
-                self._refuse(each, f"it did not prove its key within {HANDSHAKE:g} s")
+                self._refuse(each, f"it did not prove its key within {HANDSHAKE_TIMEOUT:g} s")
             self._report()
 
-    def _patience(self) -> float | None:
-        """Return the seconds until something is due; None while nothing is."""
-        oldest = list(self._unproven.values())[:1]
+    def _timeout(self) -> float | None:
+        """Return the seconds until something is due; None if nothing is."""
+        oldest = list(self._pending.values())[:1]
         times = [each.deadline for each in oldest]
         if (report := self._refusals.due()) is not None:
             times.append(report)
@@ -146,48 +185,48 @@ class Listener:
         for _ in range(BATCH):
             try:
                 end, caller = self._socket.accept()
-            except OSError as error:  # none is left, or the caller is gone again
+            except OSError as error:  # no descriptor is available, or the caller is gone
                 if error.errno in EXHAUSTED and not self._make_room():
                     time.sleep(PAUSE)
                 return
-            if len(self._unproven) >= PLACES:
+            if len(self._pending) >= SLOTS:
                 self._make_room()
             end.setblocking(False)
             steps = answer(self._credentials)
-            deadline = time.monotonic() + HANDSHAKE
-            each = Unproven(end, str(caller[0]), deadline, steps, next(steps).size)
-            self._unproven[end] = each
+            deadline = time.monotonic() + HANDSHAKE_TIMEOUT
+            each = Pending(end, str(caller[0]), deadline, steps, next(steps).size)
+            self._pending[end] = each
             self._selector.register(end, selectors.EVENT_READ, partial(self._read, each))
-            self._read(each)  # its first message has often come with it
+            self._read(each)  # its first message has often arrived already
 
     def _make_room(self) -> bool:
-        """Refuse one connection; return whether there was any."""
-        strangers = [each for each in self._unproven.values() if not each.introduced]
-        candidates = strangers or list(self._unproven.values())
+        """Refuse one connection; return whether there was one."""
+        strangers = [each for each in self._pending.values() if not each.is_introduced]
+        candidates = strangers or list(self._pending.values())
         if not candidates:
             return False
         counts = Counter(each.network for each in candidates)
-        # The first of several: the oldest.
+        # max returns the first of several: the oldest.
         victim = max(candidates, key=lambda each: counts[each.network])
-        self._refuse(victim, "its place was needed for another one", Status.BUSY)
+        self._refuse(victim, "its slot was needed for another one", Status.BUSY)
         return True
 
-    def _read(self, each: Unproven) -> None:
+    def _read(self, each: Pending) -> None:
         try:
-            agreement = self._converse(each)
-            wire = proven(each.end, agreement, self._silence)
-        except BlockingIOError:  # until more comes
+            agreement = self._continue_handshake(each)
+            frames = open_frame_socket(each.end, agreement, self._silence)
+        except BlockingIOError:  # until more arrives
             return
         except Refused as error:
             self._refuse(each, str(error), error.status)
         except (OSError, EOFError):
-            self._refuse(each, "it hung up before it had proven its key")
+            self._refuse(each, "it closed the connection before it had proven its key")
         else:
             self._remove(each)
-            self._accept(wire, agreement.other)
+            self._accept(frames, agreement.other)
 
-    def _converse(self, each: Unproven) -> Agreement:
-        """Take what has come, as far as it goes, and answer; BlockingIOError in between."""
+    def _continue_handshake(self, each: Pending) -> Agreement:
+        """Process what has arrived, and answer; raise BlockingIOError if more is needed."""
         while True:
             content = each.end.recv(each.missing - len(each.received))
             if not content:
@@ -198,21 +237,21 @@ class Listener:
             step = each.steps.send(each.received)
             each.received, each.missing = b"", step.size
             if step.send:
-                each.introduced = True
+                each.is_introduced = True
                 each.end.send(step.send)  # the first bytes of this connection: there is room
             if step.agreement is not None:
                 return step.agreement
 
-    def _refuse(self, each: Unproven, reason: str, status: Status | None = None) -> None:
+    def _refuse(self, each: Pending, reason: str, status: Status | None = None) -> None:
         self._remove(each)
         if status is not None:
             with contextlib.suppress(OSError):
                 each.end.send(bytes([status]))
         each.end.close()
-        self._refusals.note(each.address, reason)
+        self._refusals.add(each.address, reason)
 
-    def _remove(self, each: Unproven) -> None:
-        del self._unproven[each.end]
+    def _remove(self, each: Pending) -> None:
+        del self._pending[each.end]
         self._selector.unregister(each.end)
 
     def _report(self, *, last: bool = False) -> None:

@@ -1,20 +1,22 @@
-"""The node agent starts and watches another host's workers, as `lockstep worker --connect` does.
+"""The node agent: starts and supervises the workers of one host for a driver on another.
+
+`lockstep worker --connect` runs it.
 
 driver                               this process                    workers
   <── host {workers} ──────────────────│
   ── welcome {host, session} ─────────>│ starts them ──────────────────> │
-  <══ hello, calls, answers: each worker has a link of its own ═════════>│
+  <══ hello, calls, answers: each worker has its own connection ════════>│
   <── output {index, stream, text} ────│ <── what they print ────────────│
-  <── ended {index, how, status} ──────│ <── how one ended ──────────────│
-  ── end ─────────────────────────────>│ ends what has not ended by itself
+  <── ended {index, reason, status} ───│ <── how one ended ──────────────│
+  ── end ─────────────────────────────>│ ends those that have not exited
 """
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -27,141 +29,151 @@ from lockstep.launcher.launch import function_task
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.supervisor import GRACE, TICK, RankSupervisor
 from lockstep.messages import say
-from lockstep.remote.connection import dial
+from lockstep.remote.connection import Connection, connect
+from lockstep.remote.credentials import (
+    KEY_VARIABLE,
+    UNKNOWN_SESSION,
+    Credentials,
+    Identity,
+    Role,
+)
 from lockstep.remote.frame import Frame
-from lockstep.remote.identity import UNKNOWN, Credentials, Identity, Role
-from lockstep.remote.key import VARIABLE
-from lockstep.remote.link import Link
+from lockstep.remote.output_forwarder import ForwardedStream
 
 __all__ = ["NodeAgent", "start_worker"]
 
 
 class NodeAgent:
-    """Serves the driver at `address`:`port` with `nprocs` workers of this host.
+    """Serves the driver at `address`:`port` with `nprocs` workers on this host.
 
-    Raises RendezvousError where nobody answers within `timeout` seconds, or where the
-    driver is lost; UsageError where it has another key or needs no more workers.
+    Args:
+        address: Name or address of the driver's host.
+        port: Where the driver listens.
+        key: The driver's key.
+        nprocs: Number of workers.
+        timeout: Seconds to wait for the driver, and of silence after which it counts as lost.
+
+    Raises:
+        RendezvousError: The driver did not answer within the timeout.
+        UsageError: The driver has another key.
     """
 
     def __init__(self, address: str, port: int, key: bytes, nprocs: int, timeout: float) -> None:
         self._address, self._port, self._key, self._timeout = address, port, key, timeout
         self._nprocs = nprocs
-        self._heard = threading.Condition()
-        self._number, self._session = 0, UNKNOWN  # until the driver gives them
+        self._changed = threading.Condition()
+        self._host, self._session = 0, UNKNOWN_SESSION  # until the driver sends them
         self._refusal = self._lost = ""
-        self._ended = False
-        own = Credentials(key, Identity(Role.HOST))
-        wire = dial(address, port, own, Identity(Role.DRIVER), timeout, timeout)
-        self._link = Link(wire, self._take, self._lose).begin()
+        self._is_ended = False
+        own = Credentials(key, Identity(Role.NODE_AGENT))
+        frames = connect(address, port, own, Identity(Role.DRIVER), timeout, timeout)
+        self._connection = Connection(frames, self._on_frame, self._on_lost).start()
 
     def serve(self) -> None:
-        """Serve until the driver ends."""
-        try:
-            self._link.post(Frame({"kind": "host", "workers": self._nprocs}))
-            with self._heard:
-                self._heard.wait_for(lambda: self._number or self._over, self._timeout)
-            if self._number:
-                self._say(f"serving the driver at {self._place}; workers: {self._nprocs}")
-                self._work()
-        finally:
-            self._link.close()
-        if self._refusal:
-            raise UsageError(f"the driver at {self._place} refused: {self._refusal}")
-        if not self._ended:
-            how = self._lost or "said nothing"
-            raise RendezvousError(f"the driver at {self._place} {how}, so its workers were ended")
+        """Serve until the driver exits.
 
-    def _work(self) -> None:
-        job = RankSupervisor(get_fork_server(for_training=True).open_launch(), range(self._nprocs))
+        Raises:
+            RendezvousError: The driver was lost.
+            UsageError: The driver needs no more workers.
+        """
+        try:
+            self._connection.post(Frame({"kind": "host", "workers": self._nprocs}))
+            with self._changed:
+                self._changed.wait_for(lambda: self._host or self._is_over, self._timeout)
+            if self._host:
+                say(f"serving the driver at {self._driver} with {self._nprocs} workers")
+                self._run_workers()
+        finally:
+            self._connection.close()
+        if self._refusal:
+            raise UsageError(f"the driver at {self._driver} refused: {self._refusal}")
+        if not self._is_ended:
+            reason = self._lost or "did not answer"
+            raise RendezvousError(
+                f"the driver at {self._driver} {reason}, so its workers were ended"
+            )
+
+    def _run_workers(self) -> None:
+        server = get_fork_server(for_training=True)
+        workers = RankSupervisor(server.open_launch(), range(self._nprocs))
         try:
             for index in range(self._nprocs):
-                consoles = (
-                    Forward(self._link, index, "stdout"),
-                    Forward(self._link, index, "stderr"),
-                )
-                output = RankOutput(index, None, consoles, prefixed=False)  # type: ignore[arg-type]
-                own = Identity(Role.WORKER, self._number, index)
+                output = self._open_output(index)
+                own = Identity(Role.WORKER, self._host, index)
                 credentials = Credentials(self._key, own, self._session)
                 arguments = (self._address, self._port, credentials, self._timeout)
-                start_worker(job, index, arguments, output)
-            told: set[int] = set()
-            while not self._over and job.running:
-                job.process_events(TICK)
-                self._tell_ends(job, told)
-            until = time.monotonic() + (GRACE if self._ended else 0)
-            while job.running and time.monotonic() < until:
-                job.process_events(TICK)
+                start_worker(workers, index, arguments, output)
+            reported: set[int] = set()
+            while not self._is_over and workers.running:
+                workers.process_events(TICK)
+                self._report_exits(workers, reported)
+            until = time.monotonic() + (GRACE if self._is_ended else 0)
+            while workers.running and time.monotonic() < until:
+                workers.process_events(TICK)
         finally:
-            job.terminate()
+            workers.terminate()
 
-    def _tell_ends(self, job: RankSupervisor, told: set[int]) -> None:
-        for index, outcome in job.outcomes.items():
-            if outcome.status is not None and index not in told:
-                told.add(index)
-                how = {"how": describe_end(outcome), "status": outcome.status}
-                self._link.post(Frame({"kind": "ended", "index": index, **how}))
+    def _open_output(self, index: int) -> RankOutput:
+        stdout, stderr = (
+            ForwardedStream(partial(self._forward, index, name)) for name in ("stdout", "stderr")
+        )
+        return RankOutput(index, None, (stdout, stderr), prefixed=False)  # type: ignore[arg-type]
 
-    # --- what comes, on the link's thread -------------------------------------------------
+    def _forward(self, index: int, stream: str, text: str) -> None:
+        header = {"kind": "output", "index": index, "stream": stream, "text": text}
+        self._connection.post(Frame(header))
 
-    def _take(self, link: Link, frame: Frame) -> None:
-        with self._heard:
+    def _report_exits(self, workers: RankSupervisor, reported: set[int]) -> None:
+        for index, outcome in workers.outcomes.items():
+            if outcome.status is not None and index not in reported:
+                reported.add(index)
+                reason = {"reason": describe_end(outcome), "status": outcome.status}
+                self._connection.post(Frame({"kind": "ended", "index": index, **reason}))
+
+    # --- on the connection's thread -------------------------------------------------------
+
+    def _on_frame(self, connection: Connection, frame: Frame) -> None:
+        with self._changed:
             match frame.kind:
                 case "welcome":
                     self._session = bytes.fromhex(frame.header["session"])
-                    self._number = frame.header["host"]
+                    self._host = frame.header["host"]
                 case "refused":
                     self._refusal = frame.header["reason"]
                 case "end":
-                    self._ended = True
-            self._heard.notify_all()
+                    self._is_ended = True
+            self._changed.notify_all()
 
-    def _lose(self, link: Link, reason: str) -> None:
-        with self._heard:
+    def _on_lost(self, connection: Connection, reason: str) -> None:
+        with self._changed:
             self._lost = reason
-            self._heard.notify_all()
+            self._changed.notify_all()
 
     @property
-    def _over(self) -> bool:
-        return bool(self._ended or self._lost or self._refusal)
+    def _is_over(self) -> bool:
+        return bool(self._is_ended or self._lost or self._refusal)
 
     @property
-    def _place(self) -> str:
+    def _driver(self) -> str:
         return f"{self._address}:{self._port}"
-
-    def _say(self, sentence: str) -> None:
-        say(sentence)
-
-
-class Forward(io.RawIOBase):
-    """One stream of a worker, whose lines are shown where the driver is."""
-
-    def __init__(self, link: Link, index: int, stream: str) -> None:
-        super().__init__()
-        self._link, self._index, self._stream = link, index, stream
-
-    def write(self, content: bytes) -> int:  # type: ignore[override]
-        """Send whole lines to the driver."""
-        header = {"kind": "output", "index": self._index, "stream": self._stream}
-        self._link.post(Frame({**header, "text": content.decode(errors="replace")}))
-        return len(content)
 
 
 def start_worker(
-    job: RankSupervisor,
+    workers: RankSupervisor,
     rank: int,
     arguments: tuple[str, int, Credentials, float],
     output: RankOutput,
 ) -> None:
-    """Start a worker with the arguments of `attend`; its key is in no variable of its own."""
-    order = function_task({})
-    order["environ"].pop(VARIABLE, None)
-    work = write_memfd(cloudpickle.dumps((work_for_driver, arguments)))
-    job.start_rank(rank, order, work, output)
+    """Start a worker with the arguments of `run_worker`, and without the key's variable."""
+    task = function_task({})
+    task["environ"].pop(KEY_VARIABLE, None)
+    work = write_memfd(cloudpickle.dumps((call_run_worker, arguments)))
+    workers.start_rank(rank, task, work, output)
     os.close(work)
 
 
-def work_for_driver(*arguments: Any) -> None:
-    """Work in a process that has torch, which this one does not need."""
-    from lockstep.remote.worker import attend
+def call_run_worker(*arguments: Any) -> None:
+    """Call `run_worker`; imported only in the worker, because it needs torch."""
+    from lockstep.remote.worker import run_worker
 
-    attend(*arguments)
+    run_worker(*arguments)

@@ -1,9 +1,9 @@
 """The output forwarder: shows what workers print, in the thread that waits for them.
 
-A notebook puts what a thread prints under the cell that started the thread. So
-the thread that reads the workers' pipes only notes their lines; the caller that
-waits for an answer shows them, in its own cell, before it returns the answer.
-While nobody waits, the reading thread shows them itself.
+A notebook shows what a thread prints under the cell that started the thread. So the thread
+that reads the workers' pipes only queues their lines; the caller that waits for a call shows
+them, in its own cell, before the call returns. While no caller waits, the reading thread
+shows them itself.
 """
 
 from __future__ import annotations
@@ -16,60 +16,65 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
-__all__ = ["Console", "OutputForwarder"]
+__all__ = ["ForwardedStream", "OutputForwarder", "StreamName"]
 
-Name = Literal["stdout", "stderr"]
+StreamName = Literal["stdout", "stderr"]
 
 
 class OutputForwarder:
-    """Lines that are to be shown, and those who wait."""
+    """Queued output of workers, and the callers that wait for calls."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._lines: deque[tuple[Name, str]] = deque()
-        self._waiting = 0
-        self.written = 0  # how many pieces of text came so far
+        self._lines: deque[tuple[StreamName, str]] = deque()
+        self._waiting = 0  # callers
+        self.received = 0  # pieces of text so far
 
-    def put(self, name: Name, text: str) -> None:
-        """Note text for a stream of this process."""
+    def put(self, name: StreamName, text: str) -> None:
+        """Queue text for a stream of this process."""
         with self._changed:
             self._lines.append((name, text))
-            self.written += 1
+            self.received += 1
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let those who wait look again."""
+        """Make callers of `wait` check their condition again."""
         with self._changed:
             self._changed.notify_all()
 
     def wait(self, done: Callable[[], bool], deadline: float | None) -> None:
-        """Wait for `done` or the deadline, and show what comes meanwhile."""
+        """Wait until `done` returns True or the deadline, and show output in the meantime."""
         with self._changed:
             self._waiting += 1
         try:
-            while not self._over(done, deadline):
+            while self._wait_for_output(done, deadline):
                 self._show()
         finally:
             with self._changed:
                 self._waiting -= 1
             self._show()
 
-    def show_unless_awaited(self) -> None:
-        """Show what is there where nobody waits who would."""
+    @property
+    def has_waiting_callers(self) -> bool:
+        """Whether a caller waits for a call now."""
+        return self._waiting > 0
+
+    def show_if_no_caller_waits(self) -> None:
+        """Show queued output, unless a caller waits and will show it."""
         with self._changed:
             if self._waiting:
                 return
         self._show()
 
-    def _over(self, done: Callable[[], bool], deadline: float | None) -> bool:
-        """Sleep until there is something to show (False), or the wait is over (True)."""
+    def _wait_for_output(self, done: Callable[[], bool], deadline: float | None) -> bool:
+        """Sleep until there is output (True), or the wait is over (False)."""
         with self._changed:
             while not self._lines:
                 left = None if deadline is None else deadline - time.monotonic()
                 if done() or (left is not None and left <= 0):
-                    return True
+                    return False
                 self._changed.wait(left)
-        return False
+        return True
 
     def _show(self) -> None:
         while True:
@@ -82,18 +87,18 @@ class OutputForwarder:
             stream.flush()
 
 
-class Console(io.RawIOBase):
-    """One stream of the output, to which bytes are written."""
+class ForwardedStream(io.RawIOBase):
+    """A binary stream that passes what is written to `forward`, as text."""
 
-    def __init__(self, output: OutputForwarder, name: Name) -> None:
+    def __init__(self, forward: Callable[[str], None]) -> None:
         super().__init__()
-        self._output, self._name = output, name
+        self._forward = forward
 
     def writable(self) -> bool:
         """Return True."""
         return True
 
     def write(self, content: bytes) -> int:  # type: ignore[override]
-        """Note whole lines; what is no UTF-8 is shown as a replacement sign."""
-        self._output.put(self._name, content.decode(errors="replace"))
+        """Forward whole lines; what is not UTF-8 becomes a replacement character."""
+        self._forward(content.decode(errors="replace"))
         return len(content)

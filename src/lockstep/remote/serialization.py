@@ -1,11 +1,11 @@
-"""Serialization: functions, classes and values as bytes; tensors beside them, not copied.
+"""Serialization: functions, classes and values as bytes, with the memory of tensors uncopied.
 
-    pieces[0]     the pickle, by cloudpickle: what is defined in __main__ or a
-                  notebook travels by value
-    pieces[1:]    the memory of each dense CPU tensor and numpy array, as it lies
+    pieces[0]     the pickle, by cloudpickle: what is defined in __main__ or a notebook is
+                  sent by value
+    pieces[1:]    the memory of each dense CPU tensor and numpy array
 
-A received tensor uses the memory that it was received into. References are no
-part of the pickle: the sender lends the receiver a token for each.
+A received tensor uses the memory that it was received into. References are not part of the
+pickle: the sender lends the receiver a token for each.
 """
 
 from __future__ import annotations
@@ -19,60 +19,59 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 from lockstep.remote.frame import Buffer
-from lockstep.remote.objects import Address
-from lockstep.remote.reference import Remote
+from lockstep.remote.objects import ObjectAddress, RemoteObject
 
-__all__ = ["pack", "unpack"]
+__all__ = ["deserialize", "serialize"]
 
-Lend = Callable[[Address], Address]
-"""Gives the receiver of a reference one of its own."""
+Lend = Callable[[ObjectAddress], ObjectAddress]
+"""Returns the reference to send to the receiver, with its own token."""
 
 
 class Serializer(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles one value, tensors and references aside."""
+    """Pickles one value; tensors and references are handled separately."""
 
     def __init__(self, file: io.BytesIO, lend: Lend, pieces: list[pickle.PickleBuffer]) -> None:
         super().__init__(file, protocol=5, buffer_callback=pieces.append)
         self._lend = lend
 
-    def persistent_id(self, thing: Any) -> Address | None:
-        """Return what stands for a reference."""
-        return self._lend(thing._address) if type(thing) is Remote else None
+    def persistent_id(self, thing: Any) -> ObjectAddress | None:
+        """Return the address that replaces a reference; None for any other object."""
+        return self._lend(thing._address) if type(thing) is RemoteObject else None
 
     def reducer_override(self, thing: Any) -> Any:
-        """Return how a plain tensor is rebuilt from its memory; cloudpickle knows the rest."""
-        if type(thing) is torch.Tensor and _plain(thing):
-            return _reduced(thing)
+        """Return how a plain tensor is rebuilt from its memory; cloudpickle handles the rest."""
+        if type(thing) is torch.Tensor and _is_plain(thing):
+            return _reduce_tensor(thing)
         return super().reducer_override(thing)
 
 
 class Deserializer(pickle.Unpickler):
-    """Reads one value; `resolve` gives the object or the reference of an address."""
+    """Unpickles one value; `resolve` returns the object or the reference for an address."""
 
     def __init__(
-        self, file: io.BytesIO, resolve: Callable[[Address], Any], pieces: Sequence[Buffer]
+        self, file: io.BytesIO, resolve: Callable[[ObjectAddress], Any], pieces: Sequence[Buffer]
     ) -> None:
         super().__init__(file, buffers=pieces)
         self._resolve = resolve
 
-    def persistent_load(self, pid: Address) -> Any:
-        """Return what an address stands for in this process."""
+    def persistent_load(self, pid: ObjectAddress) -> Any:
+        """Return the object or the reference for an address in this process."""
         return self._resolve(pid)
 
 
-def pack(value: Any, lend: Lend) -> list[Buffer]:
-    """Return the pieces of `value`; what the pickle raises where it cannot travel."""
+def serialize(value: Any, lend: Lend) -> list[Buffer]:
+    """Return the pieces of `value`; raises what pickle raises if it cannot be pickled."""
     file, tensors = io.BytesIO(), list[pickle.PickleBuffer]()
     Serializer(file, lend, tensors).dump(value)
     return [file.getbuffer(), *(tensor.raw() for tensor in tensors)]
 
 
-def unpack(pieces: Sequence[Buffer], resolve: Callable[[Address], Any]) -> Any:
+def deserialize(pieces: Sequence[Buffer], resolve: Callable[[ObjectAddress], Any]) -> Any:
     """Return the value of received pieces."""
     return Deserializer(io.BytesIO(pieces[0]), resolve, pieces[1:]).load()
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -82,26 +81,26 @@ def _plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _reduced(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """Describe a tensor by its memory; one with gaps is made dense, its strides kept in order."""
+def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """Return a tensor's memory and layout; one with gaps is made dense, with its stride order."""
     dense = tensor.detach()
-    if not _dense(dense):
+    if not _is_dense(dense):
         dense = dense.clone(memory_format=torch.preserve_format)
     flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
     memory = pickle.PickleBuffer(flat.numpy().data) if dense.numel() else b""
     leaf = tensor.requires_grad and tensor.is_leaf
-    return _rebuilt, (memory, dense.dtype, tuple(dense.shape), dense.stride(), leaf)
+    return _rebuild_tensor, (memory, dense.dtype, tuple(dense.shape), dense.stride(), leaf)
 
 
-def _rebuilt(
+def _rebuild_tensor(
     memory: Buffer, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], leaf: bool
 ) -> torch.Tensor:
     flat = torch.frombuffer(memory, dtype=dtype) if len(memory) else torch.empty(0, dtype=dtype)
     return flat.as_strided(shape, stride).requires_grad_(leaf)
 
 
-def _dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their stretch of memory, in whatever order."""
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill their memory without gaps, in any dimension order."""
     expected = 1
     for stride, size in sorted(
         (stride, size)

@@ -1,12 +1,12 @@
 """The task queue: what a worker's main thread has to do, and in which order.
 
-    the driver's calls     one after another, in the order in which they were made,
-                           so that calls on all ranks meet in their collectives
-    other workers' calls   before those; also while this worker itself waits for an
-                           answer, so that two workers may call each other
+    calls of the driver          one after another, in the order in which they were made, so
+                                 that calls on all ranks meet in their collectives
+    calls of other workers       before those; also while this worker waits for an answer, so
+                                 that two workers may call each other
 
-Everything of the user's runs on the main thread: one call at a time, as in a
-script; torch's generators and settings belong to whoever runs.
+User code runs only on the main thread, one call at a time, as in a script: torch's
+generators and settings belong to the call that runs.
 """
 
 from __future__ import annotations
@@ -18,51 +18,56 @@ from collections.abc import Callable
 
 __all__ = ["TaskQueue"]
 
-Job = Callable[[], None]
+Task = Callable[[], None]
 
 
 class TaskQueue:
-    """Filled by the receiving threads, emptied by the main thread."""
+    """Filled by the receiving threads, processed by the main thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._driver: deque[Job] = deque()
-        self._others: deque[Job] = deque()
-        self._ended = False
+        self._driver: deque[Task] = deque()
+        self._others: deque[Task] = deque()
+        self._is_stopped = False
 
-    def put(self, job: Job, *, of_driver: bool) -> None:
-        """Add something to do."""
+    def put(self, task: Task, *, from_driver: bool) -> None:
+        """Add a task."""
         with self._changed:
-            (self._driver if of_driver else self._others).append(job)
+            (self._driver if from_driver else self._others).append(task)
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Let whoever waits look again."""
+        """Make `wait` check its condition again."""
         with self._changed:
             self._changed.notify_all()
 
-    def end(self) -> None:
-        """Let `work` return when it has done what it is at."""
+    def stop(self) -> None:
+        """Make `run` and `wait` return after the current task."""
         with self._changed:
-            self._ended = True
+            self._is_stopped = True
             self._changed.notify_all()
 
-    def work(self) -> None:
-        """Do what comes until the end."""
-        while job := self._take(lambda: self._ended, None, self._others, self._driver):
-            job()
+    def run(self) -> None:
+        """Run tasks until `stop` is called."""
+        while task := self._take(lambda: self._is_stopped, None, self._others, self._driver):
+            task()
 
     def wait(self, done: Callable[[], bool], deadline: float | None) -> None:
-        """Wait for `done`, and do meanwhile what other workers ask for."""
+        """Wait until `done` returns True; run calls of other workers in the meantime.
+
+        Args:
+            done: Checked after each task and each `wake`.
+            deadline: A `time.monotonic()` time; None waits without limit.
+        """
         main = threading.current_thread() is threading.main_thread()
         queues = (self._others,) if main else ()
-        while job := self._take(lambda: done() or self._ended, deadline, *queues):
-            job()
+        while task := self._take(lambda: done() or self._is_stopped, deadline, *queues):
+            task()
 
     def _take(
-        self, over: Callable[[], bool], deadline: float | None, *queues: deque[Job]
-    ) -> Job | None:
-        """Return the next job of the first queue that has one; None when it is over or late."""
+        self, over: Callable[[], bool], deadline: float | None, *queues: deque[Task]
+    ) -> Task | None:
+        """Return the next task of the first queue that has one; None if over or past deadline."""
         with self._changed:
             while not over():
                 for waiting in queues:

@@ -1,20 +1,20 @@
-"""The trainer proxy: a trainer on every worker, and the driver's handle on all of them.
+"""The trainer proxy: the driver's view of one trainer per worker.
 
-    driver     step(batch) ──cut──> micro-batches ──> their replica's workers
-    workers    ls.Trainer on each: forward, backward, sums and optimizer there,
+    driver     step(batch) ──split──> micro-batches ──> the workers of their replica
+    workers    ls.Trainer on each: forward, backward, reduction and optimizer step,
                activations and gradients from worker to worker
     driver     <── loss, metrics: numbers
 
-The workers' trainers are those of any script, so the bits are, too.
+The workers' trainers are those of any script, so results are bit-identical, too.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 from lockstep.data.microbatch import Batch, split_batch
 from lockstep.errors import UsageError
@@ -22,19 +22,56 @@ from lockstep.launcher.world import rank, world
 from lockstep.model.deferred_init import Blocks, awaken
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.loss_weight import weight_of
-from lockstep.remote.reference import Remote
+from lockstep.remote.objects import RemoteObject
 from lockstep.remote.worker_pool import WorkerPool
 from lockstep.training.history import EpochResult, StepResult
 from lockstep.training.trainer import Trainer
 
 __all__ = ["TrainerProxy"]
 
+Arguments = ParamSpec("Arguments")
+Value = TypeVar("Value")
+
+
+class ForwardedMethod(Generic[Arguments, Value]):
+    """A trainer's method that the proxy calls on every worker; the value is that of rank 0.
+
+    Signature and types are those of the trainer's method. Arguments that do not fit raise
+    TypeError in the driver, before any worker is called.
+    """
+
+    def __init__(self, method: Callable[Concatenate[Trainer, Arguments], Value]) -> None:
+        self._name = method.__name__
+        self._signature = inspect.signature(method)
+        self.__doc__ = method.__doc__
+
+    def __get__(self, proxy: TrainerProxy, owner: type[TrainerProxy]) -> Callable[Arguments, Value]:
+        """Return the method of one proxy."""
+
+        def call(*args: Arguments.args, **options: Arguments.kwargs) -> Value:
+            try:
+                self._signature.bind(proxy, *args, **options)
+            except TypeError as error:
+                raise TypeError(f"{self._name}(): {error}") from None
+            value: Value = proxy._call_all("call", self._name, args, options)
+            return value
+
+        return call
+
 
 class TrainerProxy:
-    """A training on all workers of a driver; made by `Driver.trainer`.
+    """Trainers on all workers of a driver, used like one; made by `Driver.trainer`.
 
-    `last` is the `StepResult` of the last step: loss, metrics, learning rate, times.
+    Attributes:
+        last: The `StepResult` of the last step: loss, metrics, learning rate, times.
     """
+
+    digest = ForwardedMethod(Trainer.digest)
+    optimizer_digest = ForwardedMethod(Trainer.optimizer_digest)
+    state_dict = ForwardedMethod(Trainer.state_dict)
+    load_state_dict = ForwardedMethod(Trainer.load_state_dict)
+    save_weights = ForwardedMethod(Trainer.save_weights)
+    finish = ForwardedMethod(Trainer.finish)
 
     def __init__(
         self,
@@ -47,12 +84,12 @@ class TrainerProxy:
         self.last: StepResult | None = None
         self._pool, self._microbatches = pool, microbatches
         self._stages = int(getattr(arguments.get("pipeline"), "stages", 1))
-        self._whole = arguments["loss"] is None or bool(
+        self._is_weighted = arguments["loss"] is None or bool(
             arguments.get("loss_weight") or weight_of(arguments["loss"])
         )
         given = (blocks, seed, {**arguments, "microbatches": microbatches})
         pool.require_world()
-        self._parts: list[Remote] = pool.together(
+        self._actors: list[RemoteObject] = pool.gather_values(
             [
                 pool.calls.start(each, "the trainer", TrainerActor, given, keep=True)
                 for each in range(pool.size)
@@ -62,18 +99,23 @@ class TrainerProxy:
     def step(self, batch: Any) -> float:
         """Train on one global batch and return its loss.
 
-        `batch` is a pair (inputs, targets) of tensors, as for `Trainer.step`; each replica
-        is sent its own micro-batches, with stages the inputs to its first and the targets
-        to its last. Raises what a worker's trainer raises.
+        Each replica is sent its own micro-batches; with stages, the inputs go to its first
+        worker and the targets to its last one.
+
+        Args:
+            batch: A pair (inputs, targets) of tensors, as for `Trainer.step`.
+
+        Raises:
+            LockstepError: What a worker's trainer raises.
         """
         replicas = self._pool.size // self._stages
         batches = [
             split_batch(batch, self._microbatches, replicas, replica) for replica in range(replicas)
         ]
-        sent = [
-            (self._needed(each, position),) for each in batches for position in range(self._stages)
+        arguments = [
+            (self.select_data(each, stage),) for each in batches for stage in range(self._stages)
         ]
-        results: list[StepResult] = self._on_each("step", sent)
+        results: list[StepResult] = self._call_each("step", arguments)
         self.last = results[0]
         return self.last.loss
 
@@ -87,50 +129,34 @@ class TrainerProxy:
         on_epoch: Callable[[EpochResult], None] | None = None,
         **options: Any,
     ) -> list[EpochResult]:
-        """Train `epochs` epochs on data that the workers load themselves.
+        """Train on data that the workers load themselves.
 
-        `dataset` is a callable, called once on every worker. `batch_size`, `seed` and
-        the options are those of `Trainer.batches`. `on_epoch` is called here.
+        Args:
+            dataset: A callable that returns the dataset; called once on every worker.
+            batch_size: Samples per global batch.
+            epochs: Number of epochs.
+            seed: Seed of the order of samples, as for `Trainer.batches`.
+            on_epoch: Called in the driver after each epoch.
+            options: Further options of `Trainer.batches`.
         """
-        self._on_all("load", dataset)
+        self._call_all("load", dataset)
         results = []
         for _ in range(epochs):
-            results.append(self._on_all("train_epoch", batch_size, seed, options))
+            results.append(self._call_all("train_epoch", batch_size, seed, options))
             if on_epoch is not None:
                 on_epoch(results[-1])
         return results
 
-    def evaluate(
-        self, dataset: Callable[[], Any], batch_size: int, *, ema: bool = False, **options: Any
-    ) -> Evaluation:
-        """Return mean loss and metrics over a dataset, which each worker gets by `dataset()`."""
-        result: Evaluation = self._on_all("evaluate", dataset, batch_size, ema, options)
+    def evaluate(self, dataset: Callable[[], Any], batch_size: int, **options: Any) -> Evaluation:
+        """Return mean loss and metrics over a dataset; each sample counts once.
+
+        Args:
+            dataset: A callable that returns the dataset; called once on every worker.
+            batch_size: Samples per global batch.
+            options: Further options of `Trainer.evaluate`.
+        """
+        result: Evaluation = self._call_all("evaluate", dataset, batch_size, options)
         return result
-
-    def digest(self) -> str:
-        """Return the SHA-256 over parameters and buffers."""
-        return str(self._on_all("digest"))
-
-    def optimizer_digest(self) -> str:
-        """Return the SHA-256 over the optimizer's state."""
-        return str(self._on_all("optimizer_digest"))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that training goes on from, for any layout: it passes through the driver."""
-        state: dict[str, Any] = self._on_all("state_dict")
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, here or from `Trainer.state_dict`."""
-        self._on_all("load_state_dict", state)
-
-    def save_weights(self, path: str | Path, *, ema: bool = False) -> None:
-        """Write the weights as safetensors, on rank 0's host."""
-        self._on_all("save_weights", str(path), ema)
-
-    def finish(self, state: str = "done", message: str | None = None) -> None:
-        """End the run: write the last line of the record, where there is one."""
-        self._on_all("finish", state, message)
 
     def __enter__(self) -> TrainerProxy:
         """Return itself."""
@@ -142,48 +168,60 @@ class TrainerProxy:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Finish the run; as failed, where there was an exception."""
+        """Finish the run; as failed if there was an exception."""
         if error is None:
             self.finish()
         else:
             self.finish("failed", f"{type(error).__name__}: {error}")
 
-    def _needed(self, batch: Batch, position: int) -> Batch:
-        """Return what the worker at `position` of a replica needs of the replica's batch.
+    if not TYPE_CHECKING:
 
-        What gives a micro-batch its weight may look at all of it.
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError with the names that exist."""
+            names = ", ".join(name for name in dir(type(self)) if not name.startswith("_"))
+            raise AttributeError(
+                f"the trainer of a driver has no {name!r}, only {names} and last: the trainers "
+                f"themselves are in the workers"
+            )
+
+    def select_data(self, batch: Batch, stage: int) -> Batch:
+        """Return what the worker of a stage needs of its replica's batch.
+
+        A function that gives micro-batches their loss weight may need all of it.
         """
-        first, last = position == 0, position == self._stages - 1
-        if (first and last) or (self._whole and (first or last)):
+        first, last = stage == 0, stage == self._stages - 1
+        if (first and last) or (self._is_weighted and (first or last)):
             return batch
         return replace(
             batch,
             microbatches=tuple(
-                replace(each, data=_part(each.data, first, last)) for each in batch.microbatches
+                replace(each, data=_select(each.data, first, last)) for each in batch.microbatches
             ),
         )
 
-    def _on_all(self, method: str, *args: Any) -> Any:
-        """Call a method with the same arguments on every worker; return rank 0's value."""
-        return self._on_each(method, [args] * self._pool.size)[0]
+    def _call_all(self, method: str, *args: Any) -> Any:
+        """Call a method with the same arguments on every actor; return rank 0's value."""
+        return self._call_each(method, [args] * self._pool.size)[0]
 
-    def _on_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
-        if method != "finish":  # which closes the record also when the world has ended
+    def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        # finish closes the record, also when the world has ended.
+        if not (method == "call" and arguments[0][0] == "finish"):
             self._pool.require_world()
-        started = [
-            getattr(part, method).start(*each) for part, each in zip(self._parts, args, strict=True)
+        futures = [
+            getattr(actor, method).start(*args)
+            for actor, args in zip(self._actors, arguments, strict=True)
         ]
-        return self._pool.together(started)
+        return self._pool.gather_values(futures)
 
 
 class TrainerActor:
-    """One worker's trainer; what only rank 0 must return, only rank 0 sends to the driver."""
+    """One worker's trainer, and what its driver calls there."""
 
     def __init__(self, blocks: Blocks, seed: int, arguments: dict[str, Any]) -> None:
         given = arguments.pop("callbacks", ())
         callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
         self._epochs: list[EpochResult] = []
-        # A list comes to life in the trainer, each block where it is held.
+        # The trainer materializes a list, each block on the workers of its stage.
         model = blocks if isinstance(blocks, Sequence) else awaken(blocks, seed, 0, world().device)
         self._trainer = Trainer(model, seed=seed, callbacks=[self, *callbacks], **arguments)
         self._dataset: Any = None
@@ -192,6 +230,11 @@ class TrainerActor:
         """Keep the result of an epoch, for the driver."""
         self._epochs.append(result)
 
+    def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call a method of the trainer; only rank 0 returns the value to the driver."""
+        value = getattr(self._trainer, name)(*args, **options)
+        return value if rank() == 0 else None
+
     def step(self, batch: Batch) -> StepResult:
         """Train on this worker's part of a batch."""
         self._trainer.step(batch)
@@ -199,11 +242,13 @@ class TrainerActor:
         return replace(self._trainer.history.last)
 
     def load(self, dataset: Callable[[], Any]) -> None:
-        """Get the data of the epochs to come."""
-        self._dataset = made(dataset)
+        """Make the dataset of the following epochs."""
+        self._dataset = make_dataset(dataset)
 
-    def train_epoch(self, batch_size: int, seed: int | None, options: dict[str, Any]) -> Any:
-        """Train one epoch: the first, or the one after the last."""
+    def train_epoch(
+        self, batch_size: int, seed: int | None, options: dict[str, Any]
+    ) -> EpochResult:
+        """Train one epoch: the first one, or the next one."""
         epoch = self._epochs[-1].epoch + 1 if self._epochs else self._trainer.epoch
         for batch in self._trainer.batches(
             self._dataset, batch_size, seed=seed, epoch=epoch, **options
@@ -212,53 +257,24 @@ class TrainerActor:
         return self._epochs[-1]
 
     def evaluate(
-        self,
-        dataset: Callable[[], Any],
-        batch_size: int,
-        ema: bool,
-        options: dict[str, Any],
+        self, dataset: Callable[[], Any], batch_size: int, options: dict[str, Any]
     ) -> Evaluation:
         """Evaluate this worker's part of a dataset."""
-        return self._trainer.evaluate(made(dataset), batch_size, ema=ema, **options)
-
-    def digest(self) -> str:
-        """Return the digest of the weights."""
-        return self._trainer.digest()
-
-    def optimizer_digest(self) -> str:
-        """Return the digest of the optimizer's state."""
-        return self._trainer.optimizer_digest()
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the whole state, from rank 0."""
-        state = self._trainer.state_dict()
-        return state if rank() == 0 else None
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the whole state."""
-        self._trainer.load_state_dict(state)
-
-    def save_weights(self, path: str, ema: bool) -> None:
-        """Let rank 0 write the weights."""
-        self._trainer.save_weights(path, ema=ema)
-
-    def finish(self, state: str, message: str | None) -> None:
-        """End the run."""
-        self._trainer.finish(state, message)
+        return self._trainer.evaluate(make_dataset(dataset), batch_size, **options)
 
 
-def _part(data: Any, inputs: bool, targets: bool) -> Any:
+def _select(data: Any, inputs: bool, targets: bool) -> Any:
     """Return the inputs or the targets of a micro-batch's data, or neither."""
     if not isinstance(data, (tuple, list)) or not (inputs or targets):
         return data if inputs or targets else None
     return (*data[:-1], None) if inputs else (*(None for _ in data[:-1]), data[-1])
 
 
-def made(dataset: Any) -> Any:
-    """Return the dataset that a callable makes."""
-    if not callable(dataset) or hasattr(dataset, "__getitem__"):
+def make_dataset(factory: Any) -> Any:
+    """Return the dataset that a callable makes; raise UsageError for a dataset itself."""
+    if not callable(factory) or hasattr(factory, "__getitem__"):
         raise UsageError(
-            f"give the dataset as a callable that makes it on each worker, such as `lambda: "
-            f"{type(dataset).__name__}(...)`, not as data, which every worker would be sent"
+            f"pass the dataset as a callable that makes it on each worker, such as `lambda: "
+            f"{type(factory).__name__}(...)`; the data itself would be sent to every worker"
         )
-    return dataset()
+    return factory()

@@ -1,4 +1,4 @@
-"""A worker: a rank that does what the driver, and other workers, call for.
+"""A worker: a rank that runs what the driver, and other workers, call.
 
     driver                              worker
       <── hello {port, pid} ──────────────│  where other workers reach it
@@ -6,16 +6,16 @@
       <── joined ─────────────────────────│
       ── call {number, keep, lends} ─────>│  function(*args) on its main thread
       <── value | kept | error {number} ──│
-      ── lend, drop {object, token} ─────>│  references; at once, on the receiving thread
-      ── gone {rank} ────────────────────>│  a worker that ended holds nothing any more
-      ── look ───────────────────────────>│  at once, on the receiving thread
-      <── seen {waits} ───────────────────│  is the main thread in a collective?
-      ── leave ──────────────────────────>│  lockstep.shutdown(): nobody waits for it any more
+      ── lend, drop {object, token} ─────>│  references; on the receiving thread, at once
+      ── gone {rank} ────────────────────>│  a worker that has exited holds nothing any more
+      ── look ───────────────────────────>│  on the receiving thread, at once
+      <── seen {waits} ───────────────────│  whether the main thread is in a collective
+      ── leave ──────────────────────────>│  lockstep.shutdown(), to release the other workers
       ── end ────────────────────────────>│
 
-Workers call each other over direct links, made at the first call: what they send
-each other does not pass the driver. Both ends prove which worker they are, so that
-a call for one worker is never answered by another one.
+Workers call each other over direct connections, which are opened by the first call: what
+they send each other does not pass through the driver. Both ends prove which worker they are,
+so that a call to one worker is never answered by another one.
 """
 
 from __future__ import annotations
@@ -33,151 +33,161 @@ from typing import Any
 from lockstep.errors import LockstepError, RankError
 from lockstep.launcher.rank_process import describe_error
 from lockstep.launcher.world import init, shutdown
-from lockstep.remote.calls import DRIVER, Calls, ended
-from lockstep.remote.connection import dial
-from lockstep.remote.frame import Frame, Wire
+from lockstep.remote.calls import DRIVER, Calls, make_lost_outcome
+from lockstep.remote.connection import Connection, connect
+from lockstep.remote.credentials import Credentials, Identity, Role
+from lockstep.remote.frame import Frame, FrameSocket
 from lockstep.remote.future import SETTLE
-from lockstep.remote.hang_recovery import in_collective
-from lockstep.remote.identity import Credentials, Identity, Role
-from lockstep.remote.link import Link
+from lockstep.remote.hang_recovery import is_in_collective
 from lockstep.remote.listener import Listener
-from lockstep.remote.objects import Address, Objects, Tokens
+from lockstep.remote.objects import ObjectAddress, ObjectStore, TokenCounter
 from lockstep.remote.task_queue import TaskQueue
 
-__all__ = ["attend"]
+__all__ = ["run_worker"]
 
-OURS = os.path.dirname(os.path.abspath(__file__))
+REMOTE = os.path.dirname(os.path.abspath(__file__))
 
 
-def attend(address: str, port: int, credentials: Credentials, silence: float) -> None:
-    """Serve the driver at `address`:`port` until it ends.
+def run_worker(address: str, port: int, credentials: Credentials, silence: float) -> None:
+    """Serve the driver at `address`:`port` until it ends this worker, or is lost.
 
-    Raises RendezvousError where nobody answers there, UsageError for another key.
+    Args:
+        address: Name or address of the driver's host.
+        port: Where the driver listens.
+        credentials: Those of this worker.
+        silence: Seconds of silence after which a connection counts as lost.
+
+    Raises:
+        RendezvousError: The driver does not answer.
+        UsageError: The driver has another key.
     """
-    worker = Server(address, port, credentials, silence)
+    worker = WorkerServer(address, port, credentials, silence)
     try:
         worker.serve()
     finally:
         worker.close()
 
 
-class Server:
-    """What a worker holds: its objects, its links, its calls to others."""
+class WorkerServer:
+    """A worker's objects, its connections, and its calls to others."""
 
     def __init__(self, address: str, port: int, credentials: Credentials, silence: float) -> None:
         self._credentials, self._silence = credentials, silence
         self.rank = DRIVER
-        self.queue, self.objects = TaskQueue(), Objects()
+        self.queue, self.objects = TaskQueue(), ObjectStore()
         self._peers: list[tuple[str, int, Identity]] = []  # in rank order
         self._ranks: dict[Identity, int] = {}
-        self._dialed: dict[int, Link] = {}
+        self._outgoing: dict[int, Connection] = {}
         self._gone: dict[int, str] = {}
-        self._accepted: list[Link] = []
-        self._dialing = threading.Lock()
-        wire = dial(address, port, credentials, Identity(Role.DRIVER), silence, silence)
-        own = wire.end.getsockname()[0]  # the interface by which the driver is reached
+        self._incoming: list[Connection] = []
+        self._lock = threading.Lock()
+        frames = connect(address, port, credentials, Identity(Role.DRIVER), silence, silence)
+        own = frames.end.getsockname()[0]  # of the interface from which the driver is reached
         self._listener = Listener(own, 0, credentials, silence, self._accept)
-        self._driver = Link(wire, self._take_from_driver, self._lose_driver)
+        self._driver = Connection(frames, self._on_driver_frame, self._on_driver_lost)
 
     def serve(self) -> None:
-        """Say hello and work until the driver ends it, or is lost."""
+        """Run tasks until the driver ends this worker, or is lost."""
         hello = {"port": self._listener.port, "pid": os.getpid()}
-        self._driver.begin().post(Frame({"kind": "hello", **hello}))
-        self.queue.work()
+        self._driver.start().post(Frame({"kind": "hello", **hello}))
+        self.queue.run()
 
     def close(self) -> None:
-        """Send the last answers and hang up."""
+        """Send the last answers and close all connections."""
         self._listener.close()
-        for link in [self._driver, *self._accepted, *self._dialed.values()]:
-            link.close()
+        for connection in [self._driver, *self._incoming, *self._outgoing.values()]:
+            connection.close()
 
-    # --- as the routes of its own calls ---------------------------------------------------
+    # --- the transport of its own calls ---------------------------------------------------
 
     def post(self, rank: int, frame: Frame) -> None:
-        """Send a frame to another worker; RankError where that has ended."""
-        (self._driver if rank == DRIVER else self._link_to(rank)).post(frame)
+        """Send a frame to another process; raise RankError if that has exited."""
+        (self._driver if rank == DRIVER else self._connection_to(rank)).post(frame)
 
-    def post_drop(self, address: Address) -> None:
-        """Tell a reference's owner; by way of the driver where there is no link to it."""
-        header = {"kind": "drop", "owner": address.owner, **_key_of(address)}
-        (self._dialed.get(address.owner) or self._driver).post(Frame(header))
+    def post_drop(self, address: ObjectAddress) -> None:
+        """Tell a reference's owner; through the driver if there is no connection to the owner."""
+        header = {"kind": "drop", "owner": address.owner, "object": address.number}
+        connection = self._outgoing.get(address.owner) or self._driver
+        connection.post(Frame({**header, "token": address.token}))
 
-    def _link_to(self, rank: int) -> Link:
-        with self._dialing:
+    def _connection_to(self, rank: int) -> Connection:
+        with self._lock:
             if rank in self._gone:
                 raise RankError(f"rank {rank} {self._gone[rank]}, so it cannot be called")
-            if rank not in self._dialed:
+            if rank not in self._outgoing:
                 address, port, called = self._peers[rank]
                 try:
-                    wire = dial(address, port, self._credentials, called, self._silence)
+                    frames = connect(address, port, self._credentials, called, self._silence)
                 except LockstepError as error:
                     raise RankError(f"rank {rank} cannot be called: {error}") from error
-                take, lose = partial(self._take, rank), partial(self._lose_peer, rank)
-                self._dialed[rank] = Link(wire, take, lose).begin()
-            return self._dialed[rank]
+                on_frame = partial(self._on_frame, rank)
+                on_lost = partial(self._on_peer_lost, rank)
+                self._outgoing[rank] = Connection(frames, on_frame, on_lost).start()
+            return self._outgoing[rank]
 
-    # --- what comes, on the receiving threads -------------------------------------------
+    # --- on the receiving threads -------------------------------------------------------
 
-    def _accept(self, wire: Wire, caller: Identity) -> None:
-        take = partial(self._take_from_worker, caller)
-        self._accepted.append(Link(wire, take, lambda link, reason: None).begin())
+    def _accept(self, frames: FrameSocket, caller: Identity) -> None:
+        on_frame = partial(self._on_worker_frame, caller)
+        connection = Connection(frames, on_frame, lambda connection, reason: None)
+        self._incoming.append(connection.start())
 
-    def _take_from_driver(self, link: Link, frame: Frame) -> None:
+    def _on_driver_frame(self, connection: Connection, frame: Frame) -> None:
         header = frame.header
         match frame.kind:
             case "gone":
-                self._lose(header["rank"], header["how"])
+                self._lose(header["rank"], header["reason"])
             case "look":
-                link.post(Frame({"kind": "seen", "waits": in_collective()}))
+                connection.post(Frame({"kind": "seen", "waits": is_in_collective()}))
             case "leave":
-                self.queue.put(shutdown, of_driver=False)
+                self.queue.put(shutdown, from_driver=False)
             case "join":
-                self.queue.put(partial(self._join, header), of_driver=True)
+                self.queue.put(partial(self._join, header), from_driver=True)
             case "end":
-                self.queue.end()
+                self.queue.stop()
             case _:
-                self._take(DRIVER, link, frame)
+                self._on_frame(DRIVER, connection, frame)
 
-    def _take_from_worker(self, caller: Identity, link: Link, frame: Frame) -> None:
-        self._take(self._ranks[caller], link, frame)
+    def _on_worker_frame(self, caller: Identity, connection: Connection, frame: Frame) -> None:
+        self._on_frame(self._ranks[caller], connection, frame)
 
-    def _take(self, rank: int, link: Link, frame: Frame) -> None:
+    def _on_frame(self, rank: int, connection: Connection, frame: Frame) -> None:
         header = frame.header
         match frame.kind:
             case "call":
                 for number, token in header["lends"]:
                     self.objects.lend(number, token, rank)
-                job = partial(self._answer, rank, link, frame)
-                self.queue.put(job, of_driver=rank == DRIVER)
+                task = partial(self._answer, rank, connection, frame)
+                self.queue.put(task, from_driver=rank == DRIVER)
             case "value" | "kept" | "error":
-                self.calls.settle(rank, frame)
+                self.calls.on_answer(rank, frame)
                 self.queue.wake()
             case "lend":
                 self.objects.lend(header["object"], header["token"], header["holder"])
             case "drop":
-                self._let_go([self.objects.drop(header["object"], header["token"])])
+                self._release([self.objects.drop(header["object"], header["token"])])
 
-    def _let_go(self, things: list[Any]) -> None:
-        """Let the main thread run the destructors of what nobody holds any more."""
+    def _release(self, things: list[Any]) -> None:
+        """Have the main thread run the destructors of objects without holders."""
         if any(thing is not None for thing in things):
-            self.queue.put(things.clear, of_driver=False)
+            self.queue.put(things.clear, from_driver=False)
 
-    def _lose_driver(self, link: Link, reason: str) -> None:
-        self.queue.end()
+    def _on_driver_lost(self, connection: Connection, reason: str) -> None:
+        self.queue.stop()
 
-    def _lose_peer(self, rank: int, link: Link, reason: str) -> None:
-        # The driver soon says what became of it.
+    def _on_peer_lost(self, rank: int, connection: Connection, reason: str) -> None:
+        # Wait for the driver, which reports how the process ended.
         self.queue.wait(lambda: rank in self._gone, time.monotonic() + SETTLE)
         self._lose(rank, reason)
 
-    def _lose(self, rank: int, how: str) -> None:
-        with self._dialing:
-            self._gone.setdefault(rank, how)
-        self._let_go(self.objects.forget(rank))
-        self.calls.lose(ended(rank, how))
+    def _lose(self, rank: int, reason: str) -> None:
+        with self._lock:
+            self._gone.setdefault(rank, reason)
+        self._release(self.objects.drop_holder(rank))
+        self.calls.fail_calls(make_lost_outcome(rank, reason))
         self.queue.wake()
 
-    # --- what is done, on the main thread -------------------------------------------------
+    # --- on the main thread ---------------------------------------------------------------
 
     def _join(self, header: dict[str, Any]) -> None:
         self.rank = header["rank"]
@@ -188,63 +198,60 @@ class Server:
         self._ranks = {identity: rank for rank, (_, _, identity) in enumerate(self._peers)}
         self.calls = Calls(self.rank, self, self.queue.wait)
         self.calls.resolve = self._resolve
-        self._tokens = Tokens(self.rank)
+        self._tokens = TokenCounter(self.rank)
         os.environ.update(header["variables"])
         answer: dict[str, Any] = {"kind": "joined"}
         try:
             init(**header["world"])
-        except Exception as error:  # whatever it is, the driver waits for an answer
+        except Exception as error:  # the driver waits for an answer, whatever the error
             answer["report"] = describe_error(error)
         self._driver.post(Frame(answer))
 
-    def _resolve(self, address: Address) -> Any:
-        """Return the object itself at home, elsewhere a reference."""
+    def _resolve(self, address: ObjectAddress) -> Any:
+        """Return the object itself if it belongs to this worker, else a reference."""
         if address.owner != self.rank:
             return self.calls.reference(address)
         value = self.objects.value(address.number)
         self.objects.drop(address.number, address.token)
         return value
 
-    def _answer(self, holder: int, link: Link, frame: Frame) -> None:
+    def _answer(self, holder: int, connection: Connection, frame: Frame) -> None:
         number = frame.header["number"]
         try:
-            function, args, options = self.calls.unpack(frame.pieces)
+            function, args, options = self.calls.deserialize(frame.pieces)
             value = function(*args, **options)
             if frame.header["keep"]:
                 answer = Frame({"kind": "kept", "address": self._keep(value, holder)})
             else:
-                answer = Frame({"kind": "value"}, self.calls.pack(holder, value))
-        except BaseException as error:  # whatever it is, somebody waits for an answer
-            error.__traceback__ = _own_frames(error.__traceback__)
+                answer = Frame({"kind": "value"}, self.calls.serialize(holder, value))
+        except BaseException as error:  # the caller waits for an answer, whatever the error
+            error.__traceback__ = _drop_remote_frames(error.__traceback__)
             answer = Frame(
-                {"kind": "error", "report": describe_error(error)}, self._packed(holder, error)
+                {"kind": "error", "report": describe_error(error)},
+                self._serialize_error(holder, error),
             )
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         answer.header["number"] = number
-        link.post(answer)
+        connection.post(answer)
 
     def _keep(self, value: Any, holder: int) -> dict[str, Any]:
         token = self._tokens.new()
-        number = self.objects.keep(value, token, holder)
-        return asdict(Address(self.rank, number, token, type(value).__qualname__))
+        number = self.objects.add(value, token, holder)
+        return asdict(ObjectAddress(self.rank, number, token, type(value).__qualname__))
 
-    def _packed(self, holder: int, error: BaseException) -> Any:
-        """Return the exception itself where it can travel."""
+    def _serialize_error(self, holder: int, error: BaseException) -> Any:
+        """Return the pieces of the exception itself; none if it cannot be pickled."""
         try:
-            return self.calls.pack(holder, error.with_traceback(None))
-        except Exception:  # any class may fail to pickle in a way of its own; the report goes alone
+            return self.calls.serialize(holder, error.with_traceback(None))
+        except Exception:  # pickling may raise any exception; then only the report is sent
             return ()
 
 
-def _own_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Drop the frames of the driver's machinery, which say nothing to the user."""
+def _drop_remote_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Drop the frames of this package, which do not help the user."""
     kept = frames
-    while kept is not None and kept.tb_frame.f_code.co_filename.startswith(OURS):
+    while kept is not None and kept.tb_frame.f_code.co_filename.startswith(REMOTE):
         kept = kept.tb_next
     return kept or frames
-
-
-def _key_of(address: Address) -> dict[str, int]:
-    return {"object": address.number, "token": address.token}

@@ -1,13 +1,13 @@
 """The worker pool: a driver's workers, from their start to their end.
 
-    waiting for workers ──all said hello──> joining ──all joined──> at work ──> ended
-            │ deadline, or one ended          │ one could not
-            └───────────── ended, with the sentence that says why ──────────────^
+    waiting for workers ──all connected──> joining ──all joined──> at work ──> ended
+            │ timeout, or one exited          │ one could not
+            └───────────── ended, with the error that says why ─────────────────^
 
-Three kinds of threads: each link's two, and one that watches the processes of
-this host, reads what they print, and settles answers after what was printed
-before them. All are daemons, and none holds the driver itself, so that a driver
-that is forgotten is collected, and its workers with it.
+Three kinds of threads: the two of each connection, and one that watches the processes of
+this host, reads what they print, and processes answers after what was printed before them.
+All are daemons, and none holds the driver itself, so that a driver without references is
+garbage-collected, and its workers end with it.
 """
 
 from __future__ import annotations
@@ -17,36 +17,102 @@ import os
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from lockstep.errors import LockstepError, RankError, RendezvousError, UsageError
+from lockstep.launcher.environment import RankEnvironment
 from lockstep.launcher.failure_attribution import describe_end
 from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.supervisor import GRACE, TICK, RankSupervisor
-from lockstep.remote.calls import DRIVER, Calls, ended
-from lockstep.remote.frame import Forged, Frame, Wire
+from lockstep.remote.calls import DRIVER, Calls, make_lost_outcome
+from lockstep.remote.connection import Connection
+from lockstep.remote.credentials import SESSION, Credentials, Identity, Role
+from lockstep.remote.frame import ForgedFrame, Frame, FrameSocket
 from lockstep.remote.future import SETTLE, Future, gather
-from lockstep.remote.hang_recovery import ENOUGH, HangRecovery
-from lockstep.remote.identity import SESSION, Credentials, Identity, Role
-from lockstep.remote.link import Link
+from lockstep.remote.hang_recovery import CHECKS, HangRecovery
 from lockstep.remote.listener import Listener
 from lockstep.remote.node_agent import start_worker
-from lockstep.remote.objects import Address
-from lockstep.remote.output_forwarder import Console, OutputForwarder
-from lockstep.remote.worker_handle import WorkerHandle, places
+from lockstep.remote.objects import ObjectAddress
+from lockstep.remote.output_forwarder import ForwardedStream, OutputForwarder
 
-__all__ = ["WorkerPool"]
+__all__ = ["WorkerHandle", "WorkerPool"]
+
+
+@dataclass(eq=False)
+class WorkerHandle:
+    """One worker, as its driver sees it.
+
+    Attributes:
+        connection: Its connection to the driver.
+        host: Number of its host; 0 is the driver's own.
+        index: Its number on that host.
+        endpoint: Where other workers connect to it.
+        rank: Its rank, once all workers have connected.
+        has_joined: Whether it has joined the world.
+        error: The report of the error with which it could not join.
+        connection_lost: Why its connection was lost; empty while it exists.
+        process_ended: How its process ended; empty while it runs.
+        status: The exit status of its process.
+        lost: How it ended, decided from the two above; empty while it is usable.
+        lost_since: When the first of the two was noticed, a `time.monotonic()` time.
+        waits: In how many checks in a row it waited in a collective.
+    """
+
+    connection: Connection
+    host: int
+    index: int
+    endpoint: tuple[str, int]
+    rank: int = -1
+    has_joined: bool = False
+    error: dict[str, Any] | None = None
+    connection_lost: str = ""
+    process_ended: str = ""
+    status: int | None = None
+    lost: str = ""
+    lost_since: float = 0.0
+    waits: int = 0
+
+    def variables(
+        self, handles: Sequence[WorkerHandle], address: str, port: int, run_id: str, store: str
+    ) -> dict[str, str]:
+        """Return the environment with which this worker joins the world of `handles`."""
+        sizes = Counter(handle.host for handle in handles)
+        hosts = list(sizes)  # in rank order
+        environment = RankEnvironment(
+            sizes[self.host],
+            address,
+            port,
+            run_id,
+            nnodes=len(hosts),
+            node_rank=hosts.index(self.host),
+            store=store,
+        )
+        # Hosts may have different numbers of workers, so these are not what torchrun computes.
+        rank, world_size = str(self.rank), str(len(handles))
+        return environment.variables(self.index) | {
+            "RANK": rank,
+            "ROLE_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "ROLE_WORLD_SIZE": world_size,
+        }
 
 
 class WorkerPool:
-    """`nprocs` workers of this host and `remote` ones that connect to `address`:`port`.
+    """The workers of one driver.
 
-    `world` is what every worker gives to `lockstep.init`.
+    Args:
+        nprocs: Number of workers on this host.
+        remote: Number of workers that connect from other hosts.
+        address: Where the driver listens.
+        port: Where the driver listens; 0 for a free port.
+        key: The driver's key.
+        silence: Seconds of silence after which a worker counts as lost.
+        world: Arguments of `lockstep.init` on every worker.
     """
 
     def __init__(
@@ -61,339 +127,364 @@ class WorkerPool:
     ) -> None:
         self.size, self.output = nprocs + remote, OutputForwarder()
         self.calls = Calls(DRIVER, self, self.output.wait)
-        self.handles: list[WorkerHandle] = []  # in rank order, once all are there
+        self.handles: list[WorkerHandle] = []  # in rank order, once all have connected
         self._nprocs, self._remote, self._address = nprocs, remote, address
         own = Identity(Role.DRIVER)
         self._credentials = Credentials(key, own, secrets.token_bytes(SESSION))
         self._silence, self._world = silence, world
         self._expected = {Identity(Role.WORKER, 0, index) for index in range(nprocs)}
-        self._arrived: dict[Link, WorkerHandle] = {}
-        self._hosts: dict[Link, int] = {}
-        self._links: list[Link] = []
+        self._handles: dict[Connection, WorkerHandle] = {}
+        self._hosts: dict[Connection, int] = {}
+        self._connections: list[Connection] = []
         self._answers: deque[tuple[int, Frame]] = deque()
         self._recoveries: list[HangRecovery] = []
-        self._broken = ""  # why the workers' world has ended
+        self._world_error = ""  # why the workers' world has ended
         self._owner = os.getpid()
-        self._closing = False
+        self._is_closing = False
         self._lock = threading.Lock()
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listener = Listener(
-            address, port, self._credentials, silence, self._accept, self._refuse
+            address, port, self._credentials, silence, self._accept, self._print_refusal
         )
         self.port = self._listener.port
-        self._job = RankSupervisor(get_fork_server(for_training=True).open_launch(), range(nprocs))
-        self._job.add_reader(self._wake[0], self._woken)
-        self._meeting = (address, self._job.serve_store(address, 0))
-        self._store = "" if remote else self._job.create_store()
+        self._local = RankSupervisor(
+            get_fork_server(for_training=True).open_launch(), range(nprocs)
+        )
+        self._local.add_reader(self._wake[0], self._on_wake)
+        self._master = (address, self._local.serve_store(address, 0))
+        self._store = "" if remote else self._local.create_store()
         for rank in range(nprocs):
             self._start(rank)
         self._thread = threading.Thread(target=self._watch, name="lockstep driver", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # later than the template's, so called before that waits
+        atexit.register(self.close)  # LIFO: runs before the fork server is closed
 
-    # --- beginning ------------------------------------------------------------------------
+    # --- starting -------------------------------------------------------------------------
 
     def _start(self, rank: int) -> None:
         credentials = replace(self._credentials, own=Identity(Role.WORKER, 0, rank))
         arguments = (self._address, self.port, credentials, self._silence)
-        consoles = (Console(self.output, "stdout"), Console(self.output, "stderr"))
-        output = RankOutput(rank, None, consoles)  # type: ignore[arg-type]
-        start_worker(self._job, rank, arguments, output)
+        stdout = ForwardedStream(partial(self.output.put, "stdout"))
+        stderr = ForwardedStream(partial(self.output.put, "stderr"))
+        output = RankOutput(rank, None, (stdout, stderr))  # type: ignore[arg-type]
+        start_worker(self._local, rank, arguments, output)
 
-    def gather(self, deadline: float) -> None:
-        """Wait until every worker is there and has joined the world.
+    def wait_for_workers(self, deadline: float) -> None:
+        """Wait until every worker has connected and joined the world.
 
-        Raises RendezvousError at the deadline, RankError where a worker ended before.
+        Raises:
+            RendezvousError: The deadline passed.
+            RankError: A worker exited before.
         """
-        self._await(lambda: len(self._arrived) == self.size, deadline, "came")
+        self._wait(lambda: len(self._handles) == self.size, deadline, "connected")
         with self._lock:
-            self.handles = places(self._arrived.values())
-        peers = [(*handle.place, handle.host, handle.index) for handle in self.handles]
-        run = secrets.token_hex(4)
+            self.handles = _assign_ranks(self._handles.values())
+        peers = [(*handle.endpoint, handle.host, handle.index) for handle in self.handles]
+        run_id = secrets.token_hex(4)
         for handle in self.handles:
-            variables = handle.variables(self.handles, *self._meeting, run, self._store)
+            variables = handle.variables(self.handles, *self._master, run_id, self._store)
             header = {"kind": "join", "rank": handle.rank, "peers": peers, "variables": variables}
-            handle.link.post(Frame({**header, "world": self._world}))
-        self._await(lambda: all(handle.joined for handle in self.handles), deadline, "joined")
+            handle.connection.post(Frame({**header, "world": self._world}))
+        self._wait(lambda: all(handle.has_joined for handle in self.handles), deadline, "joined")
 
-    def _await(self, done: Callable[[], bool], deadline: float, what: str) -> None:
-        self.output.wait(lambda: done() or bool(self._failure()), deadline)
-        if failure := self._failure():
-            raise failure
+    def _wait(self, done: Callable[[], bool], deadline: float, what: str) -> None:
+        self.output.wait(lambda: done() or bool(self._startup_error()), deadline)
+        if error := self._startup_error():
+            raise error
         if not done():
-            there = len(self._arrived) if what == "came" else sum(m.joined for m in self.handles)
+            joined = sum(handle.has_joined for handle in self.handles)
+            count = len(self._handles) if what == "connected" else joined
             raise RendezvousError(
-                f"{there} of {self.size} workers {what} in time: see whether `lockstep worker "
+                f"{count} of {self.size} workers {what} in time: check that `lockstep worker "
                 f"--connect {self._address}:{self.port}` was started on every other host"
             )
 
-    def _failure(self) -> Exception | None:
-        """Return what kept a worker from joining: its own error, or how it ended."""
-        for handle in list(self._arrived.values()):
-            if handle.report is not None:
-                return RankError(handle.report["message"])
-            if handle.how:
-                return RankError(f"rank {handle.rank} {handle.how} before it had joined")
+    def _startup_error(self) -> Exception | None:
+        """Return why a worker cannot join: its own error, or how it ended."""
+        for handle in list(self._handles.values()):
+            if handle.error is not None:
+                return RankError(handle.error["message"])
+            if handle.lost:
+                return RankError(f"rank {handle.rank} {handle.lost} before it had joined")
         for rank in range(self._nprocs):
-            outcome = self._job.outcomes[rank]
+            outcome = self._local.outcomes[rank]
             if outcome.status is not None or outcome.error is not None:
                 return RankError(f"rank {rank} {describe_end(outcome)} before it had joined")
         return None
 
     # --- calls on all workers ---------------------------------------------------------------
 
-    def together(self, futures: Sequence[Future]) -> list[Any]:
-        """Return the values of a call on all workers; raise the error that explains a failure.
+    def gather_values(self, futures: Sequence[Future]) -> list[Any]:
+        """Return the values of a call on all workers; raise the error that is the cause.
 
-        Workers that wait in a collective for one that raised are let go.
+        Workers that wait in a collective for one that raised are released.
         """
         try:
             return gather(futures, self.output.wait)
         except LockstepError as error:
-            if self._broken:
-                error.add_note(self._broken)
+            if self._world_error:
+                error.add_note(self._world_error)
             else:
                 self._recoveries.append(HangRecovery(futures, str(error)))
             raise
 
     def require_world(self) -> None:
-        """Wait until nobody waits for a worker that raised; RankError where the world has ended."""
-        self.output.wait(lambda: not self._recoveries or bool(self._broken) or self._closing, None)
-        if self._broken:
-            raise RankError(self._broken)
+        """Wait until hang recovery is done; raise RankError if the world has ended."""
 
-    # --- as the routes of the driver's calls ------------------------------------------
+        def is_decided() -> bool:
+            return not self._recoveries or bool(self._world_error) or self._is_closing
+
+        self.output.wait(is_decided, None)
+        if self._world_error:
+            raise RankError(self._world_error)
+
+    # --- the transport of the driver's calls ------------------------------------------
 
     def post(self, rank: int, frame: Frame) -> None:
-        """Send a frame to a worker; RankError where that has ended."""
+        """Send a frame to a worker; raise RankError if that is lost."""
         handle = self.handle(rank)
-        if handle.how:
-            raise RankError(f"rank {rank} {handle.how}, so it cannot be called")
-        handle.link.post(frame)
+        if handle.lost:
+            raise RankError(f"rank {rank} {handle.lost}, so it cannot be called")
+        handle.connection.post(frame)
 
-    def post_drop(self, address: Address) -> None:
-        """Tell a worker that a reference of the driver's is dropped."""
-        if not self._closing and os.getpid() == self._owner:
+    def post_drop(self, address: ObjectAddress) -> None:
+        """Tell a worker that the driver has dropped a reference."""
+        if not self._is_closing and os.getpid() == self._owner:
             header = {"kind": "drop", "object": address.number, "token": address.token}
-            self.handles[address.owner].link.post(Frame(header))
+            self.handles[address.owner].connection.post(Frame(header))
 
     def handle(self, rank: int) -> WorkerHandle:
-        """Return a worker by its rank; UsageError where there is none."""
-        if self._closing:
-            raise UsageError("the driver has ended: its workers and their objects are gone")
+        """Return a worker by its rank; raise UsageError if there is none."""
+        if self._is_closing:
+            raise UsageError("the driver is closed: its workers and their objects are gone")
         if not isinstance(rank, int) or not 0 <= rank < self.size:
             raise UsageError(f"there is no rank {rank}: the driver has ranks 0 to {self.size - 1}")
         return self.handles[rank]
 
-    # --- what comes, on the links' threads --------------------------------------------
+    # --- on the connections' threads --------------------------------------------------
 
-    def _accept(self, wire: Wire, caller: Identity) -> None:
-        remote = caller.role is Role.HOST
-        take = self._take_from_host if remote else partial(self._take_from_worker, caller)
-        link = Link(wire, take, self._cut)
+    def _accept(self, frames: FrameSocket, caller: Identity) -> None:
+        is_agent = caller.role is Role.NODE_AGENT
+        on_frame = self._on_agent_frame if is_agent else partial(self._on_worker_frame, caller)
+        connection = Connection(frames, on_frame, self._on_lost)
         with self._lock:
-            self._links.append(link)
-        link.begin()
+            self._connections.append(connection)
+        connection.start()
 
-    def _refuse(self, line: str) -> None:
+    def _print_refusal(self, line: str) -> None:
         self.output.put("stderr", f"lockstep: {line}\n")
         self._notify()
 
-    def _take_from_worker(self, caller: Identity, link: Link, frame: Frame) -> None:
+    def _on_worker_frame(self, caller: Identity, connection: Connection, frame: Frame) -> None:
         header = frame.header
         if frame.kind == "hello":
-            self._enter(caller, link, header)
+            self._add_worker(caller, connection, header)
             return
-        handle = self._arrived[link]
+        handle = self._handles[connection]
         match frame.kind:
             case "value" | "kept" | "error":
                 self._answers.append((handle.rank, frame))
                 self._notify()
             case "drop":
-                self.handles[header["owner"]].link.post(frame)
+                self.handles[header["owner"]].connection.post(frame)
             case "joined":
-                handle.joined = "report" not in header
-                handle.report = header.get("report")
+                handle.has_joined = "report" not in header
+                handle.error = header.get("report")
                 self.output.wake()
             case "seen":
                 handle.waits = handle.waits + 1 if header["waits"] else 0
 
-    def _take_from_host(self, link: Link, frame: Frame) -> None:
+    def _on_agent_frame(self, connection: Connection, frame: Frame) -> None:
         match frame.kind:
             case "host":
-                self._welcome(link, frame.header["workers"])
+                self._add_host(connection, frame.header["workers"])
             case "output":
-                self._show(link, frame.header)
+                self._print_output(connection, frame.header)
             case "ended":
-                self._end_remote(link, frame.header)
+                self._on_remote_exit(connection, frame.header)
 
-    def _enter(self, caller: Identity, link: Link, header: dict[str, Any]) -> None:
-        """Let a worker in, once and over one link."""
+    def _add_worker(self, caller: Identity, connection: Connection, header: dict[str, Any]) -> None:
+        """Add a worker, once and with one connection."""
         with self._lock:
-            expected = caller in self._expected
-            if expected:
+            is_expected = caller in self._expected
+            if is_expected:
                 self._expected.remove(caller)
-                place = (link.peer, header["port"])
-                self._arrived[link] = WorkerHandle(link, caller.host, caller.index, place)
-        if not expected:
-            self._refuse(f"a connection from {link.peer} was refused: {caller} is here already")
-            raise Forged("a name that is not expected")
+                endpoint = (connection.peer, header["port"])
+                handle = WorkerHandle(connection, caller.host, caller.index, endpoint)
+                self._handles[connection] = handle
+        if not is_expected:
+            self._print_refusal(
+                f"a connection from {connection.peer} was refused: {caller} is connected already"
+            )
+            raise ForgedFrame("the name of a worker that is connected already")
         self.output.wake()
 
-    def _welcome(self, link: Link, workers: int) -> None:
-        """Let another host's workers in, as many as are still missing."""
+    def _add_host(self, connection: Connection, workers: int) -> None:
+        """Accept the workers of another host, if as many are still missing."""
         with self._lock:
-            welcome = workers <= self._remote
-            self._remote -= workers if welcome else 0
-            self._hosts[link] = number = len(self._hosts) + 1
-            if welcome:
+            is_welcome = workers <= self._remote
+            self._remote -= workers if is_welcome else 0
+            self._hosts[connection] = number = len(self._hosts) + 1
+            if is_welcome:
                 self._expected |= {Identity(Role.WORKER, number, i) for i in range(workers)}
-        if welcome:
+        if is_welcome:
             session = self._credentials.session.hex()
-            link.post(Frame({"kind": "welcome", "host": number, "session": session}))
+            connection.post(Frame({"kind": "welcome", "host": number, "session": session}))
         else:
-            reason = f"the driver waits for {self._remote} more, not for {workers}"
-            link.post(Frame({"kind": "refused", "reason": reason}))
+            reason = f"the driver waits for {self._remote} more workers, not for {workers}"
+            connection.post(Frame({"kind": "refused", "reason": reason}))
 
-    def _show(self, link: Link, header: dict[str, Any]) -> None:
-        handle = self._of_host(link, header["index"])
-        name = "?" if handle is None else handle.rank
+    def _print_output(self, connection: Connection, header: dict[str, Any]) -> None:
+        handle = self._find_remote(connection, header["index"])
+        rank = "?" if handle is None else handle.rank
         for line in header["text"].splitlines():
-            self.output.put(header["stream"], f"[{name}] {line}\n")
+            self.output.put(header["stream"], f"[{rank}] {line}\n")
         self._notify()
 
-    def _end_remote(self, link: Link, header: dict[str, Any]) -> None:
-        handle = self._of_host(link, header["index"])
+    def _on_remote_exit(self, connection: Connection, header: dict[str, Any]) -> None:
+        handle = self._find_remote(connection, header["index"])
         if handle is not None:
-            handle.ended, handle.status = header["how"], header["status"]
+            handle.process_ended, handle.status = header["reason"], header["status"]
             self._notify()
 
-    def _of_host(self, link: Link, index: int) -> WorkerHandle | None:
+    def _find_remote(self, connection: Connection, index: int) -> WorkerHandle | None:
         with self._lock:
-            here = [m for m in self._arrived.values() if m.host == self._hosts.get(link)]
-        return next((handle for handle in here if handle.index == index), None)
+            host = self._hosts.get(connection)
+            found = [handle for handle in self._handles.values() if handle.host == host]
+        return next((handle for handle in found if handle.index == index), None)
 
-    def _cut(self, link: Link, reason: str) -> None:
-        if link in self._arrived:
-            self._arrived[link].cut = reason
+    def _on_lost(self, connection: Connection, reason: str) -> None:
+        if connection in self._handles:
+            self._handles[connection].connection_lost = reason
             self._notify()
 
     def _notify(self) -> None:
         try:
             os.write(self._wake[1], b"!")
-        except OSError:  # full of wake-ups already, or closed at the end
+        except OSError:  # the pipe is full of wake-ups already, or closed at the end
             return
 
-    # --- what is watched, on the driver's own thread --------------------------------------
+    # --- on the driver's own thread -------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._closing:
-            self._job.process_events(TICK)
-            self._read_all()
+        while not self._is_closing:
+            self._local.process_events(TICK)
+            self._read_output()
             while self._answers:
-                self.calls.settle(*self._answers.popleft())
+                self.calls.on_answer(*self._answers.popleft())
             self._reap()
             for recovery in list(self._recoveries):
-                if self._recovered(recovery):
+                if self._continue_recovery(recovery):
                     self._recoveries.remove(recovery)
             self.output.wake()
-            self.output.show_unless_awaited()
+            self.output.show_if_no_caller_waits()
         self._finish()
 
-    def _woken(self) -> bool:
+    def _on_wake(self) -> bool:
         os.read(self._wake[0], 1 << 12)
         return True
 
-    def _read_all(self) -> None:
-        """Take in all that was printed before the answers that are here."""
+    def _read_output(self) -> None:
+        """Read all that was printed before the answers that have arrived."""
         before = -1
-        while self._answers and before != self.output.written:
-            before = self.output.written
-            self._job.process_events(0)
+        while self._answers and before != self.output.received:
+            before = self.output.received
+            self._local.process_events(0)
 
     def _reap(self) -> None:
-        """Say of a worker that ended how it did, as soon as both its ends are known."""
+        """Decide how a worker ended, as soon as its connection and its process have ended."""
         now = time.monotonic()
-        for handle in list(self._arrived.values()):
-            if not handle.host and self._job.outcomes[handle.index].status is not None:
-                outcome = self._job.outcomes[handle.index]
-                handle.ended, handle.status = describe_end(outcome), outcome.status
-            if handle.how or not (handle.cut or handle.ended):
+        for handle in list(self._handles.values()):
+            if not handle.host and self._local.outcomes[handle.index].status is not None:
+                outcome = self._local.outcomes[handle.index]
+                handle.process_ended, handle.status = describe_end(outcome), outcome.status
+            if handle.lost or not (handle.connection_lost or handle.process_ended):
                 continue
-            handle.noticed = handle.noticed or now
-            if (handle.cut and handle.ended) or now > handle.noticed + SETTLE:
-                handle.how = handle.ended or handle.cut
-                self._tell_end(handle)
+            handle.lost_since = handle.lost_since or now
+            is_complete = handle.connection_lost and handle.process_ended
+            if is_complete or now > handle.lost_since + SETTLE:
+                handle.lost = handle.process_ended or handle.connection_lost
+                self._announce_loss(handle)
 
-    def _tell_end(self, handle: WorkerHandle) -> None:
-        self.calls.lose(ended(handle.rank, handle.how, handle.status))
+    def _announce_loss(self, handle: WorkerHandle) -> None:
+        self.calls.fail_calls(make_lost_outcome(handle.rank, handle.lost, handle.status))
         for other in self.handles:
-            if other is not handle and not other.how:
-                other.link.post(Frame({"kind": "gone", "rank": handle.rank, "how": handle.how}))
+            if other is not handle and not other.lost:
+                header = {"kind": "gone", "rank": handle.rank, "reason": handle.lost}
+                other.connection.post(Frame(header))
 
-    def _recovered(self, recovery: HangRecovery) -> bool:
-        """See after those that may wait for one that raised; return whether nobody does any more.
+    def _continue_recovery(self, recovery: HangRecovery) -> bool:
+        """Take the next step of a hang recovery; return whether it is done.
 
-        The death of a worker they hear of from the backend.
+        It is not needed after the death of a worker, which the backend reports to the others.
         """
         busy = [self.handles[rank] for rank in recovery.busy()]
-        raised = [self.handles[rank] for rank in recovery.raised()]
-        if not busy or any(handle.how for handle in raised):
+        failed = [self.handles[rank] for rank in recovery.failed()]
+        if not busy or any(handle.lost for handle in failed):
             return True
-        if recovery.left:
-            return self._ended_in_time(recovery, raised)
-        if recovery.looks > ENOUGH and all(handle.waits >= ENOUGH for handle in busy):
-            self._broken = (
+        if recovery.left_at:
+            return self._end_failed_workers(recovery, failed)
+        if recovery.checks > CHECKS and all(handle.waits >= CHECKS for handle in busy):
+            self._world_error = (
                 f"the world of these workers has ended, because the others waited in a collective "
-                f"after this: {recovery.sentence}; start another driver"
+                f"after this error: {recovery.reason}; start another driver"
             )
-            recovery.left = time.monotonic()
-            for handle in raised:
-                handle.link.post(Frame({"kind": "leave"}))
-        elif recovery.due():
+            recovery.left_at = time.monotonic()
+            for handle in failed:
+                handle.connection.post(Frame({"kind": "leave"}))
+        elif recovery.start_check():
             for handle in busy:
-                handle.waits = handle.waits if recovery.looks > 1 else 0
-                handle.link.post(Frame({"kind": "look"}))
+                handle.waits = handle.waits if recovery.checks > 1 else 0
+                handle.connection.post(Frame({"kind": "look"}))
         return False
 
-    def _ended_in_time(self, recovery: HangRecovery, raised: Sequence[WorkerHandle]) -> bool:
-        """End those that raised, where their leaving did not help; return whether that was done."""
-        if time.monotonic() < recovery.left + SETTLE:
+    def _end_failed_workers(self, recovery: HangRecovery, failed: Sequence[WorkerHandle]) -> bool:
+        """End the workers that failed if leaving the world did not help; return whether it did."""
+        if time.monotonic() < recovery.left_at + SETTLE:
             return False
-        for handle in raised:
-            handle.link.post(Frame({"kind": "end"}))
+        for handle in failed:
+            handle.connection.post(Frame({"kind": "end"}))
         return True
 
     # --- ending -----------------------------------------------------------------------------
 
     def close(self, *, wait: bool = True) -> None:
-        """End every worker: an idle one ends by itself, a busy one is ended."""
+        """End every worker: idle ones exit by themselves, busy ones are terminated."""
         if os.getpid() != self._owner:
             return
         atexit.unregister(self.close)
-        self._closing = True
+        self._is_closing = True
         self._notify()
         if wait:
             self._thread.join()
 
     def abandon(self) -> None:
-        """Close a driver that was forgotten; the garbage collector may run on any thread."""
+        """Close a driver that is garbage-collected, possibly not on the main thread."""
         self.close(wait=threading.current_thread() is threading.main_thread())
 
     def _finish(self) -> None:
-        busy = bool(self.calls.awaited())
-        for link in self._links:
-            link.post(Frame({"kind": "end"}))
-        until = time.monotonic() + (0 if busy else GRACE)
-        while self._job.running and time.monotonic() < until:
-            self._job.process_events(TICK)
-        self._job.terminate()
+        is_busy = bool(self.calls.pending())
+        for connection in self._connections:
+            connection.post(Frame({"kind": "end"}))
+        until = time.monotonic() + (0 if is_busy else GRACE)
+        while self._local.running and time.monotonic() < until:
+            self._local.process_events(TICK)
+        self._local.terminate()
         self._listener.close()
-        for link in self._links:
-            link.close()
-        for rank in {future.rank for future in self.calls.awaited()}:
-            self.calls.lose(ended(rank, "had not answered when the driver ended"))
+        for connection in self._connections:
+            connection.close()
+        for rank in {future.rank for future in self.calls.pending()}:
+            reason = "had not returned from a call when the driver was closed"
+            self.calls.fail_calls(make_lost_outcome(rank, reason))
         for descriptor in self._wake:
             os.close(descriptor)
         self.output.wake()
-        self.output.show_unless_awaited()
+        self.output.show_if_no_caller_waits()
+
+
+def _assign_ranks(handles: Iterable[WorkerHandle]) -> list[WorkerHandle]:
+    """Assign ranks: the driver's host first, then the others in the order of connection."""
+    ordered = sorted(handles, key=lambda handle: (handle.host, handle.index))
+    for rank, handle in enumerate(ordered):
+        handle.rank = rank
+    return ordered

@@ -1,0 +1,52 @@
+"""The key: from a file, from the environment, or new."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.errors import FileError, UsageError
+from lockstep.remote.credentials import KEY_VARIABLE, make_key, read_key
+
+
+def test_a_key_is_new_each_time():
+    assert make_key(None) != make_key(None)
+    assert len(make_key(None)) == 32
+
+
+def test_the_driver_makes_the_file_that_the_worker_reads(tmp_path):
+    path = tmp_path / "driver.key"
+    key = make_key(path)
+    assert read_key(path) == key == make_key(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_driver_and_worker_read_the_key_from_the_environment(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
+    assert make_key(None) == read_key(None) == b"\xab" * 32
+
+
+def test_without_a_key_the_error_says_where_to_get_one(monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    with pytest.raises(UsageError, match=f"--key-file, or set {KEY_VARIABLE}"):
+        read_key(None)
+
+
+def test_a_key_file_that_others_can_read_is_an_error(tmp_path):
+    path = tmp_path / "driver.key"
+    make_key(path)
+    path.chmod(0o644)
+    with pytest.raises(UsageError, match="chmod 600"):
+        read_key(path)
+
+
+def test_invalid_keys(tmp_path, monkeypatch):
+    path = tmp_path / "driver.key"
+    path.touch(0o600)
+    path.write_text("a password\n")
+    with pytest.raises(UsageError, match="contains no driver key"):
+        read_key(path)
+    with pytest.raises(FileError, match="cannot be read"):
+        read_key(tmp_path / "nowhere")
+    monkeypatch.setenv(KEY_VARIABLE, "x")
+    with pytest.raises(UsageError, match="contains no driver key"):
+        make_key(None)
