@@ -39,7 +39,7 @@ def test_one_digest_loss_and_accuracy_for_every_number_of_ranks(tmp_path):
     for n in (1, 2, 3, 4):
         status, output = train(
             "digits", "-n", n, "--epochs", 1, "--seed", 7, "--json", "--runs", tmp_path,
-            *(["--recompute"] if n == 3 else []),
+            *(["--activation-checkpointing"] if n == 3 else []),
         )  # fmt: skip
         assert status == 0
         found.append(json.loads(output.splitlines()[-1]))

@@ -36,7 +36,7 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
     help="Of a pipeline.  [default: the fastest, by measured costs]",
 )  # fmt: skip
 @click.option(
-    "--recompute", is_flag=True,
+    "--activation-checkpointing", is_flag=True,
     help="Compute activations again in backward: less memory, more time, the same bits.",
 )  # fmt: skip
 @click.option("--epochs", type=POSITIVE, help="Times through the data.  [default: the recipe's]")

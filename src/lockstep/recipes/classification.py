@@ -52,7 +52,7 @@ class Options:
     size: int | None = None  # of pictures that can be scaled, in pixels
     stages: int = 1
     schedule: str | None = None
-    recompute: bool = False
+    activation_checkpointing: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
         ),
         microbatches=options.microbatches,
         pipeline=PipelineConfig(stages=options.stages, schedule=options.schedule),
-        activation_checkpointing=options.recompute,
+        activation_checkpointing=options.activation_checkpointing,
         seed=options.seed,
         metrics={"accuracy": accuracy},
         autocast_dtype=torch.bfloat16 if options.bf16 else None,

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Protocol
 
+from torch import nn
+
+from lockstep.launcher.world import World
 from lockstep.model.evaluation import Evaluation
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.record.environment import describe_environment
 from lockstep.record.loggers import Logger
+from lockstep.record.recorder import Recorder
 from lockstep.redaction import redact
 from lockstep.training.rank_status import RankStatus
 
-__all__ = ["EpochResult", "History", "OnEpoch", "OnStep", "StepResult", "rank_times"]
+__all__ = [
+    "EpochResult",
+    "History",
+    "LoggerLike",
+    "OnEpoch",
+    "OnStep",
+    "StepResult",
+    "describe_run",
+    "find_folder",
+    "open_loggers",
+    "rank_times",
+]
 
 NUMBERS = ("step", "epoch", "timeline")  # lines that hold nothing but numbers
 
@@ -186,6 +205,45 @@ class History:
         for logger in self.loggers:
             logger.close()
         self.loggers = []
+
+
+# --- loggers ----------------------------------------------------------------------------------
+
+LoggerLike = str | Path | Logger
+"""Where a run is recorded: its folder, or an object that takes the lines."""
+
+
+def open_loggers(loggers: LoggerLike | Sequence[LoggerLike]) -> list[Logger]:
+    """Return the loggers that are given; a folder gets a recorder."""
+    given: Sequence[Any] = loggers if isinstance(loggers, (list, tuple)) else [loggers]
+    return [Recorder(Path(each)) if isinstance(each, (str, Path)) else each for each in given]
+
+
+def find_folder(loggers: Sequence[Logger]) -> Path | None:
+    """Return the run's folder, if some logger has one."""
+    return next((each.folder for each in loggers if isinstance(each, Recorder)), None)
+
+
+def describe_run(world: World, parallel: ParallelContext, module: nn.Module) -> dict[str, Any]:
+    """Return the fields of the first line."""
+    return {
+        "command": sys.argv,
+        "layout": {
+            "world_size": world.world_size,
+            "replicas": parallel.replicas,
+            "stages": parallel.stages,
+            "microbatches": parallel.microbatches,
+            "threads": parallel.threads,
+            "backend": world.backend,
+            "device": str(world.device),
+        },
+        "environment": describe_environment(),
+        "model": {
+            "class": type(module).__name__,
+            "parameters": sum(parameter.numel() for parameter in module.parameters()),
+            "buffers": sum(buffer.numel() for buffer in module.buffers()),
+        },
+    }
 
 
 @dataclass

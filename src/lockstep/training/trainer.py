@@ -22,6 +22,7 @@ from lockstep.check import session as check
 from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.loader import Agree, Batches
+from lockstep.data.microbatch import Batch
 from lockstep.data.samplers import SamplerStates
 from lockstep.data_parallel.gradients import Gradients
 from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
@@ -39,13 +40,20 @@ from lockstep.model.wrappers import refuse_wrappers
 from lockstep.pipeline.config import PipelineConfig
 from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.record.recorder import Recorder
-from lockstep.training.epoch import Epoch
-from lockstep.training.history import History, OnEpoch, OnStep, StepResult
+from lockstep.training.history import (
+    History,
+    LoggerLike,
+    OnEpoch,
+    OnStep,
+    StepResult,
+    describe_run,
+    find_folder,
+    open_loggers,
+)
 from lockstep.training.live_settings import LiveSettings
 from lockstep.training.microbatch_loop import ManualStep, MicrobatchLoop
 from lockstep.training.model_setup import build_model, give_weights_to_all
 from lockstep.training.optimization import Optimization, OptimizerConfig, OptimizerFactory
-from lockstep.training.run_header import LoggerLike, folder_of, header, opened
 from lockstep.training.sharded_optimizer import share_parameters
 from lockstep.training.state import TrainingState
 from lockstep.training.step import CommittedStep, OptimizerStep
@@ -217,8 +225,8 @@ class Trainer:
         self._attempt = Attempt(_next_number(self.parallel.group), step=0, number=-1)
         self._sampler_states = SamplerStates()
         self._began = time.perf_counter()
-        loggers = opened(loggers) if self.world.rank == 0 else []
-        self._folder = folder_of(loggers)
+        loggers = open_loggers(loggers) if self.world.rank == 0 else []
+        self._folder = find_folder(loggers)
         self.history = History(loggers, *_listeners(callbacks))
         self._recorded = bool(loggers)
         if stages.stages > 1:  # digests are made by all ranks together
@@ -236,7 +244,7 @@ class Trainer:
             trace,
         )
         if loggers:
-            self.history.write("run", **header(self.world, self.parallel, self.module))
+            self.history.write("run", **describe_run(self.world, self.parallel, self.module))
         self._fingerprinter: Fingerprinter | None = None
         if session is not None:
             has_whole_gradients = self._optimization.sharded is None
@@ -264,7 +272,7 @@ class Trainer:
         when the last batch has been trained.
         """
         self.epoch = epoch
-        return Epoch(
+        return _Epoch(
             self.history.begin_epoch,
             self._end_epoch,
             dataset,
@@ -507,6 +515,27 @@ class Trainer:
         if result is not None:
             self._optimization.end_epoch(result.loss)  # first: a callback may save the state
             self.history.tell(result)
+
+
+class _Epoch(Batches):
+    """The global batches of one epoch, which the trainer's history begins and ends."""
+
+    def __init__(
+        self,
+        begin: Callable[[], None],
+        end: Callable[[int], None],
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._begin, self._end = begin, end
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Go through the epoch."""
+        if self._start == 0:
+            self._begin()
+        yield from super().__iter__()
+        self._end(self.epoch)
 
 
 _trainers = 0  # that this process has made, or that other ranks of its worlds have
