@@ -27,7 +27,7 @@ from lockstep.comm.reproducible_all_reduce import (
 )
 from lockstep.comm.tree import Node, nodes_of
 from lockstep.data.microbatch import split_evenly
-from lockstep.data_parallel.gradients import BUCKET_BYTES
+from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES
 
 __all__ = ["Exactness", "exactness"]
 

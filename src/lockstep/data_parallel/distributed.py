@@ -20,7 +20,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep.comm.collectives import broadcast_tensors
 from lockstep.data_parallel.comm_hook import CommHook
-from lockstep.data_parallel.gradients import BUCKET_BYTES
+from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES
 from lockstep.data_parallel.join import DDPJoinHook, exchange_iteration, find_last_joiner
 from lockstep.data_parallel.mean_reducer import MeanReducer
 from lockstep.errors import UsageError

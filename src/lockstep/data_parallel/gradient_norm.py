@@ -1,13 +1,14 @@
-"""Clipping: gradients scaled down to a norm, computed block by block.
+"""Gradient clipping by the total norm, which is computed block by block.
 
     gradient, in memory order   | block 0: 65,536 elements | block 1 | ... | the rest |
-    of each block               norm in its own dtype, squared in float64
-    the norm                    the root of the sum of all squares, added exactly
+    per block                   norm in its own dtype, squared in float64
+    total norm                  square root of the exact sum of all squares
 
-Blocks begin at the gradient's first element, so whoever holds some of them can
-add theirs: a replica its part, a stage its parameters. `partial` makes of any
-number of squares a few numbers with the same exact sum, which travel in one
-small message. The outcome depends neither on the order nor on the place.
+Blocks start at the first element of a gradient, so any rank that holds some of them can
+contribute their squares: a replica its part, a pipeline stage its parameters.
+`compute_partial_sums` reduces any number of squares to a few numbers with the same exact
+sum, which fit in one small message. The norm depends neither on the order of the squares
+nor on the rank that computes them.
 """
 
 from __future__ import annotations
@@ -19,18 +20,28 @@ import torch
 
 from lockstep.comm.memory_format import in_memory_order
 
-__all__ = ["BLOCK", "norm", "partial", "scale", "squares"]
+__all__ = [
+    "BLOCK",
+    "clip_gradients_",
+    "compute_norm",
+    "compute_partial_sums",
+    "compute_squares",
+]
 
 BLOCK = 1 << 16
-"""Elements of a block; part of the promise."""
+"""Elements per block; part of the determinism guarantee."""
 
 
 @torch.no_grad()
-def squares(gradients: Sequence[torch.Tensor], part: int = 0, parts: int = 1) -> list[float]:
+def compute_squares(
+    gradients: Sequence[torch.Tensor], part: int = 0, parts: int = 1
+) -> list[float]:
     """Return the squared 2-norm of each block of the gradients, in order.
 
-    With `parts` only those of the part number `part`, when all blocks are shared
-    out evenly and in order.
+    Args:
+        gradients: The gradients; blocks follow each one's memory order.
+        part: Which part of the blocks is computed.
+        parts: The number of parts into which all blocks are divided evenly and in order.
     """
     counts = [-(-gradient.numel() // BLOCK) for gradient in gradients]
     whole = sum(counts)
@@ -40,13 +51,13 @@ def squares(gradients: Sequence[torch.Tensor], part: int = 0, parts: int = 1) ->
     for gradient, count in zip(gradients, counts, strict=True):
         first, last = max(lowest - begin, 0), min(highest - begin, count)
         if first < last:
-            found += _squares(in_memory_order(gradient)[first * BLOCK : last * BLOCK])
+            found += _compute_squares(in_memory_order(gradient)[first * BLOCK : last * BLOCK])
         begin += count
     return found
 
 
-def _squares(vector: torch.Tensor) -> list[float]:
-    """Return the squares of a vector's blocks; full ones are the rows of one call."""
+def _compute_squares(vector: torch.Tensor) -> list[float]:
+    """Return the squared norms of a vector's blocks; one call computes all full ones."""
     rows, rest = divmod(vector.numel(), BLOCK)
     norms: list[float] = []
     if rows:
@@ -57,8 +68,8 @@ def _squares(vector: torch.Tensor) -> list[float]:
     return [each * each for each in norms]
 
 
-def partial(squares: Iterable[float]) -> list[float]:
-    """Return a few numbers whose exact sum is that of `squares` (one where it is not finite)."""
+def compute_partial_sums(squares: Iterable[float]) -> list[float]:
+    """Return a few numbers with the same exact sum as `squares`; one if it is not finite."""
     left = list(squares)
     found: list[float] = []
     while (value := _sum(left)) != 0:
@@ -69,24 +80,24 @@ def partial(squares: Iterable[float]) -> list[float]:
     return found
 
 
-def norm(squares: Iterable[float]) -> float:
-    """Return the norm of which all ranks' squares, or their partial sums, are given."""
+def compute_norm(squares: Iterable[float]) -> float:
+    """Return the total norm, from the squares or the partial sums of all ranks."""
     return math.sqrt(_sum(squares))
 
 
 @torch.no_grad()
-def scale(gradients: Iterable[torch.Tensor], norm: float, limit: float | None) -> None:
-    """Scale gradients of this norm so that it is at most `limit`.
+def clip_gradients_(gradients: Iterable[torch.Tensor], norm: float, max_norm: float | None) -> None:
+    """Scale gradients with the total norm `norm` in place, to a norm of at most `max_norm`.
 
-    Without a limit, or where the norm is not finite, nothing is scaled.
+    Nothing is scaled if `max_norm` is None or the norm is not finite.
     """
-    if limit is not None and limit < norm < math.inf:
+    if max_norm is not None and max_norm < norm < math.inf:
         for gradient in gradients:
-            gradient.mul_(limit / norm)
+            gradient.mul_(max_norm / norm)
 
 
 def _sum(values: Iterable[float]) -> float:
     try:
         return math.fsum(values)
-    except OverflowError:  # finite numbers with a sum beyond float64
+    except OverflowError:  # finite numbers whose sum overflows float64
         return math.inf

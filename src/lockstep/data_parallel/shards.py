@@ -1,13 +1,13 @@
-"""Shards: which rank keeps which elements of the parameters, and steps the optimizer on them.
+"""Shards: which rank holds which elements of the parameters, and steps the optimizer on them.
 
-    bucket     | w: block 0 | block 1 | block 2 | b |      cuts lie at a tensor's beginning
+    bucket     | w: block 0 | block 1 | block 2 | b |      cuts are at the start of a tensor,
     2 ranks    |       rank 0         |    rank 1   |      or whole blocks after it
     pieces     | w[0:131072]          | w[131072:] | b |
 
-A block is what the norm is computed of, and a multiple of every vector's width: a
-kernel that goes over a piece treats each element as it does in the whole tensor.
-All of this is arithmetic on sizes, so every rank finds the same plan. A parameter
-keeps its place for good; those that come to be trained later get further buckets.
+A block is the unit of the gradient norm, and a multiple of the width of all vector
+instructions: a kernel that processes a piece treats each element as it does in the whole
+tensor. The plan depends on sizes only, so every rank computes the same one. A parameter
+keeps its place; parameters that require a gradient later get further buckets.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 from lockstep.comm.bucket import Bucket, plan
 from lockstep.data_parallel.gradient_norm import BLOCK
 
-__all__ = ["PIECE", "Piece", "Shards", "cuts"]
+__all__ = ["PIECE", "Piece", "Shards", "find_cuts"]
 
 PIECE = 4 * BLOCK
-"""Elements that are stepped at once: parameter, gradient and state stay in the cache."""
+"""Elements per optimizer call, so that parameter, gradient and state stay in the cache."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of parameter `index`, in memory order, kept by `rank`."""
+    """Elements [start, stop) of parameter `index`, in memory order, held by `rank`."""
 
     index: int
     start: int
@@ -37,10 +37,11 @@ class Piece:
     rank: int
 
 
-def cuts(bucket: Bucket, ranks: int) -> list[int]:
-    """Return where a bucket is cut for `ranks` ranks, as evenly as whole blocks allow.
+def find_cuts(bucket: Bucket, ranks: int) -> list[int]:
+    """Return the offsets at which a bucket is cut, as evenly as whole blocks allow.
 
-    Rank j has the elements from cut j to cut j + 1; the first cut is 0, the last the length.
+    Rank j has the elements from cut j to cut j + 1. The first cut is 0, the last one the
+    length of the bucket.
     """
     places = [
         member.offset + start
@@ -56,12 +57,13 @@ def cuts(bucket: Bucket, ranks: int) -> list[int]:
 
 
 class Shards:
-    """The buckets of some tensors, their cuts and their pieces.
+    """The buckets of some parameters, their cuts and their pieces.
 
-    Parameters:
-        numels, dtypes: of all parameters.
-        ranks: among which they are shared out.
-        capacity: bytes of a bucket.
+    Args:
+        numels: Number of elements of each parameter.
+        dtypes: Dtype of each parameter.
+        ranks: Number of ranks that share the parameters.
+        capacity: Capacity of a bucket in bytes.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Shards:
         self.pieces: list[Piece] = []
 
     def cover(self, numbers: Sequence[int]) -> list[Bucket]:
-        """Plan the parameters of these numbers that have no place yet; return their buckets."""
+        """Plan buckets for those of these parameters that have none yet; return the buckets."""
         new = sorted({*numbers} - {*self.covered})
         buckets = plan(
             [self._numels[number] for number in new],
@@ -87,12 +89,12 @@ class Shards:
         self.pieces += [piece for bucket in buckets for piece in self._pieces(bucket)]
         return buckets
 
-    def cuts(self, bucket: Bucket) -> list[int]:
-        """Return the cuts of one of the buckets."""
-        return cuts(bucket, self._ranks)
+    def find_cuts(self, bucket: Bucket) -> list[int]:
+        """Return the offsets at which one of the buckets is cut."""
+        return find_cuts(bucket, self._ranks)
 
     def _pieces(self, bucket: Bucket) -> list[Piece]:
-        edges = self.cuts(bucket)
+        edges = self.find_cuts(bucket)
         found = []
         for member in bucket.members:
             for rank, (begin, end) in enumerate(pairwise(edges)):
@@ -101,5 +103,5 @@ class Shards:
                 for start in range(lowest, highest, PIECE):
                     found.append(Piece(member.index, start, min(start + PIECE, highest), rank))
             if not member.numel:
-                found.append(Piece(member.index, 0, 0, 0))  # its optimizer's state is a state too
+                found.append(Piece(member.index, 0, 0, 0))  # has optimizer state, too
         return found

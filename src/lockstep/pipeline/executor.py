@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.data.microbatch import Batch
-from lockstep.data_parallel.gradients import Gradients
+from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.model.buffers import Buffers
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
@@ -76,7 +76,7 @@ class PipelineExecutor:
         """Whether every micro-batch of the current step has been computed."""
         return self._running is not None and self._running.step.batch is not None
 
-    def parts(self) -> list[tuple[Gradients, Buffers]]:
+    def parts(self) -> list[tuple[GradientReducer, Buffers]]:
         """Return gradients and buffers of each stage in the current step."""
         if self._running is None:
             return []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lockstep.data_parallel.gradients import Gradients
+from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.units import Units, units_of
 from lockstep.pipeline.cut import Cut
@@ -71,7 +71,7 @@ class Placement:
                 number,
                 blocks[number],
                 self.units(model, number, seed),
-                Gradients(
+                GradientReducer(
                     [pair for pair in parameters.items() if self.holders[pair[0]][0] == number],
                     self.parallel.peers,
                 ),

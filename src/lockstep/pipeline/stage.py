@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from lockstep.data.microbatch import Microbatch, map_tensors
-from lockstep.data_parallel.gradients import Gradients
+from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import UsageError
 from lockstep.model.activation_checkpointing import Recomputation
 from lockstep.model.buffers import Buffers, Paused
@@ -122,7 +122,7 @@ class Stage:
         number: int,
         named: Mapping[str, nn.Module],
         units: Units,
-        gradients: Gradients,
+        gradients: GradientReducer,
         recomputation: Recomputation,
         device: torch.device,
         state: PythonState,
@@ -277,7 +277,7 @@ class Stage:
     def finish(self, leaf: int, share: float) -> None:
         """Take the gradients of a micro-batch, and its buffers; `share` is its part of them."""
         self.buffers.leave(leaf, share)
-        self.gradients.take(leaf)
+        self.gradients.accumulate(leaf)
 
     @contextmanager
     def _drawing(self, flight: Flight, place: str) -> Iterator[None]:

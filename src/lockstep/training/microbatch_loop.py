@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data_parallel.gradients import Gradients
+from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import UsageError
 from lockstep.model.activation_checkpointing import Recomputation
 from lockstep.model.buffers import Buffers
@@ -41,7 +41,7 @@ class MicrobatchLoop:
         step: StepContext,
         units: Units,
         buffers: Buffers,
-        gradients: Gradients,
+        gradients: GradientReducer,
         recomputation: Recomputation,
     ) -> None:
         self.step = step
@@ -91,10 +91,10 @@ class MicrobatchLoop:
             if not self._current.losses:
                 raise UsageError(f"{step.place(leaf)}: step.backward(loss) was not called")
             self.buffers.leave(leaf, microbatch.size / step.samples)
-            self.gradients.take(leaf)
+            self.gradients.accumulate(leaf)
             step.computed.append(self._current)
             self._current = None
-        self.gradients.launch()
+        self.gradients.launch_remaining()
 
     def backward(
         self,
@@ -124,16 +124,16 @@ class MicrobatchLoop:
             self._iteration.close()  # leaves autocast, even if the user keeps the generator
         if error is not None and self._current is not None:
             error.add_note(f"in {self.place}")
-        self.step.failure = self.gradients.arrival.late()
+        self.step.failure = self.gradients.failure
 
     def _watched(self, loss: torch.Tensor) -> AbstractContextManager[None]:
         """Return a context that launches buckets early, in this rank's last micro-batch."""
         assert self.step.batch is not None
         assert self._current is not None
         leaf = self._current.microbatch.index
-        if not self.gradients.eager or leaf != self.step.batch.microbatches[-1].index:
+        if not self.gradients.can_launch_early or leaf != self.step.batch.microbatches[-1].index:
             return nullcontext()
-        return self.gradients.arrival.watch(loss, leaf)
+        return self.gradients.watch_backward(loss, leaf)
 
 
 class ManualStep:

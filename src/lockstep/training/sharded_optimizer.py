@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.memory_format import in_format_of, in_layout_of, in_memory_order, is_dense
 from lockstep.comm.native_all_reduce import native_backend
-from lockstep.data_parallel.gradients import BUCKET_BYTES, Gradients
+from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES, GradientReducer
 from lockstep.data_parallel.shards import PIECE, Piece, Shards
 from lockstep.errors import LayoutError, UsageError
 from lockstep.model.parallel_context import ParallelContext
@@ -76,7 +76,7 @@ class ShardedOptimizer:
         self,
         optimizer: Optimizer,
         parameters: Sequence[nn.Parameter],
-        gradients: Gradients,
+        gradients: GradientReducer,
         shards: Shards,
         group: dist.ProcessGroup | None,
     ) -> None:
@@ -367,7 +367,7 @@ def share_parameters(
     modules: Sequence[nn.Module],
     optimizer: Optimizer,
     parallel: ParallelContext,
-) -> tuple[Gradients, ShardedOptimizer | None]:
+) -> tuple[GradientReducer, ShardedOptimizer | None]:
     """Let all ranks share the parameters, and shard the optimizer.
 
     A rank that is alone shares with nobody.
@@ -389,7 +389,7 @@ def share_parameters(
     """
     require_elementwise(optimizer)
     if parallel.replicas == 1:
-        return Gradients(named, parallel.group, modules=modules), None
+        return GradientReducer(named, parallel.group, modules=modules), None
     for name, parameter in named:
         if native_backend(parameter.device, parameter.dtype, parallel.group) is None:
             raise LayoutError(
@@ -402,7 +402,7 @@ def share_parameters(
     numels, dtypes = [each.numel() for each in parameters], [each.dtype for each in parameters]
     shards = Shards(numels, dtypes, parallel.replicas, BUCKET_BYTES)
     shards.cover([n for n, each in enumerate(parameters) if each.requires_grad])
-    gradients = Gradients(named, parallel.group, shards, modules)
+    gradients = GradientReducer(named, parallel.group, shards, modules)
     with torch.no_grad():
         sharded = ShardedOptimizer(optimizer, parameters, gradients, shards, parallel.group)
     return gradients, sharded

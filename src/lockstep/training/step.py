@@ -29,7 +29,7 @@ from lockstep.comm.tree import Node, nodes_of
 from lockstep.data.consistency import require_same_batch
 from lockstep.data.microbatch import Batch, split_evenly
 from lockstep.data_parallel import gradient_norm
-from lockstep.data_parallel.gradients import Gradients
+from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import GradientError, LossError, StateError, StoppedError, UsageError
 from lockstep.model.buffers import Buffers
 from lockstep.model.compilation import static_shapes
@@ -86,7 +86,7 @@ class Executor(Protocol):
     def compute(self, step: StepContext, batch: Any) -> None:
         """Compute this rank's part of a batch inside that context."""
 
-    def parts(self) -> Sequence[tuple[Gradients, Buffers]]:
+    def parts(self) -> Sequence[tuple[GradientReducer, Buffers]]:
         """Return gradients and buffers of each part of the model on this rank."""
 
     def position(self) -> tuple[int, int] | None:
@@ -236,7 +236,7 @@ class OptimizerStep:
             compute=compute,
             data=step.batch.seconds,
             memory=peak_memory(),
-            gradients=[gradients.present() for gradients, _ in self.executor.parts()],
+            gradients=[gradients.used_parameter_mask() for gradients, _ in self.executor.parts()],
             warnings=[*step.warnings, *(f"{place}: {each}" for each in effects.warnings)],
             failure=step.failure,
             side_effect=side_effect,
@@ -290,16 +290,20 @@ class OptimizerStep:
         sharded = self.optimization.sharded
         if sharded is not None:
             present = sharded.own()
-            squares = gradient_norm.squares(present)
+            squares = gradient_norm.compute_squares(present)
         else:
             present = [each.grad for each in self.executor.parameters if each.grad is not None]
             owned = [each.grad for each in self.executor.owned_parameters if each.grad is not None]
-            squares = gradient_norm.squares(owned, self.parallel.replica, self.parallel.replicas)
-        sums = array("d", gradient_norm.partial(squares)).tobytes()
+            squares = gradient_norm.compute_squares(
+                owned, self.parallel.replica, self.parallel.replicas
+            )
+        sums = array("d", gradient_norm.compute_partial_sums(squares)).tobytes()
         about = f"at the norm of the gradient {step.label.about}"
         messages = all_gather_bytes(sums, about, self.parallel.group)
-        norm = gradient_norm.norm(each for message in messages for each in array("d", message))
-        gradient_norm.scale(present, norm, self.max_grad_norm)
+        norm = gradient_norm.compute_norm(
+            each for message in messages for each in array("d", message)
+        )
+        gradient_norm.clip_gradients_(present, norm, self.max_grad_norm)
         if not math.isfinite(norm):
             raise GradientError(f"step {step.number}: the norm of the gradient is {norm}")
         return norm

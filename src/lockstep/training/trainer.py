@@ -24,7 +24,7 @@ from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.loader import Agree, Batches
 from lockstep.data.microbatch import Batch
 from lockstep.data.samplers import SamplerStates
-from lockstep.data_parallel.gradients import Gradients
+from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
 from lockstep.launcher.world import world
 from lockstep.model.agreement import require_same
@@ -211,7 +211,7 @@ class Trainer:
                     named, called, self.optimizer, self.parallel
                 )
             else:
-                gradients = Gradients(named, self.parallel.group, modules=called)
+                gradients = GradientReducer(named, self.parallel.group, modules=called)
             self._executor = WholeModelExecutor(
                 self.parallel,
                 self.model,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.data.microbatch import Batch
-from lockstep.data_parallel.gradients import Gradients
+from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.model.buffers import Buffers
 from lockstep.model.evaluation import Evaluation, evaluate
 from lockstep.model.forward import Metric, forward
@@ -41,7 +41,7 @@ class WholeModelExecutor:
         parallel: ParallelContext,
         called: nn.Module,
         module: nn.Module,
-        gradients: Gradients,
+        gradients: GradientReducer,
         blocks: Sequence[str],
         metrics: Mapping[str, Metric],
         seed: int,
@@ -59,7 +59,7 @@ class WholeModelExecutor:
         self.owned_parameters = self.parameters
         self.placement: Placement | None = None
 
-    def parts(self) -> list[tuple[Gradients, Buffers]]:
+    def parts(self) -> list[tuple[GradientReducer, Buffers]]:
         """Return gradients and buffers of the model in the current step."""
         return [] if self._loop is None else [(self._loop.gradients, self._loop.buffers)]
 

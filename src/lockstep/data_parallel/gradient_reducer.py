@@ -47,7 +47,7 @@ from lockstep.data_parallel.readiness import GradientReadiness, GradientState
 from lockstep.data_parallel.shards import Shards
 from lockstep.errors import GradientError
 
-__all__ = ["BUCKET_BYTES", "Gradients"]
+__all__ = ["BUCKET_BYTES", "GradientReducer"]
 
 BUCKET_BYTES = 16 << 20
 """Bytes per bucket, chosen by measurement: see "Bucket sizes" in LOG.md."""
@@ -56,7 +56,7 @@ GradientList = list[torch.Tensor | None]
 """A gradient for every parameter, None where it has none."""
 
 
-class Gradients:
+class GradientReducer:
     """Adds the gradients of one step over its micro-batches and over the ranks.
 
     After `reduce`, each `.grad` holds the sum, a 64-byte aligned view of a bucket, until the
@@ -110,12 +110,7 @@ class Gradients:
         self._readiness = GradientReadiness(
             [parameter for _, parameter in parameters], self._on_gradient, modules
         )
-        self._late = ""
-
-    @property
-    def arrival(self) -> Gradients:
-        """The object that watches the last backward pass."""
-        return self
+        self._failure = ""
 
     # --- while the micro-batches are computed ------------------------------------------------
 
@@ -146,9 +141,9 @@ class Gradients:
             self._planned_for, self._destinations = (), {}
             self._bucket_sums, self._own_references = [], []
         self._launched, self._siblings, self._partial_sums = 0, None, None
-        self._late = ""
+        self._failure = ""
 
-    def take(self, microbatch: int) -> None:
+    def accumulate(self, microbatch: int) -> None:
         """Move the gradients in `.grad` to the leaf of `microbatch`."""
         self._open(microbatch)
         for index in range(len(self._parameters)):
@@ -202,8 +197,8 @@ class Gradients:
         self._partial_sums.nodes[self._node] = self._values
         self._siblings = None
 
-    def present(self) -> str:
-        """Return which parameters have a gradient on this rank, as the bits of a hex number."""
+    def used_parameter_mask(self) -> str:
+        """Return, as a hex number, a mask whose bit n is set if parameter n has a gradient here."""
         assert self._partial_sums is not None
         columns = zip(*self._partial_sums.nodes.values(), strict=True)
         return f"{sum(1 << index for index, column in enumerate(columns) if _any(column)):x}"
@@ -211,7 +206,7 @@ class Gradients:
     # --- while the last backward pass runs -----------------------------------------------------
 
     @contextmanager
-    def watch(self, loss: torch.Tensor, microbatch: int) -> Iterator[None]:
+    def watch_backward(self, loss: torch.Tensor, microbatch: int) -> Iterator[None]:
         """Accumulate gradients and launch buckets while the body runs backward from `loss`.
 
         For the last micro-batch of this rank, if its gradients come from this one backward
@@ -224,7 +219,7 @@ class Gradients:
                 yield
             finally:
                 if self._readiness.has_late_callback:
-                    self._late = (
+                    self._failure = (
                         "a callback was queued for the end of backward (queue_callback), for the "
                         "first time since training began, when gradients had left .grad already; "
                         "queue it from the first step on"
@@ -234,7 +229,7 @@ class Gradients:
         """Accumulate a complete gradient, and launch the buckets that are complete with it."""
         state = self._readiness.mark(index)
         if state is GradientState.LATE:
-            self._late = (
+            self._failure = (
                 f"the gradient of {self._parameters[index][0]} came in two parts, and not in the "
                 "steps before; if a part of the model is checkpointed, do it with "
                 "use_reentrant=False"
@@ -244,23 +239,24 @@ class Gradients:
             while self._launched < self._readiness.complete_buckets:
                 self.launch_next()
 
-    def late(self) -> str:
-        """Return why a gradient was accumulated too early in this step, as a sentence, or ""."""
-        return self._late
+    @property
+    def failure(self) -> str:
+        """Why a gradient was accumulated too early in this step, as a sentence, or ""."""
+        return self._failure
 
     @torch.no_grad()
-    def reduce(self, holders: Sequence[Sequence[Node]], present: Sequence[str]) -> None:
+    def reduce(self, nodes: Sequence[Sequence[Node]], masks: Sequence[str]) -> None:
         """Leave the sum over all micro-batches in `.grad` of every parameter, on every rank.
 
         A parameter without a gradient in any micro-batch keeps `.grad = None`.
 
         Args:
-            holders: The nodes of each rank of the group.
-            present: What `present` returned on each rank.
+            nodes: The nodes of each rank of the group.
+            masks: The used-parameter mask of each rank.
         """
         assert self._partial_sums is not None
-        held, used = self._partial_sums.nodes, _union(present)
-        if len(holders) == 1:
+        held, used = self._partial_sums.nodes, _union(masks)
+        if len(nodes) == 1:
             (sums,) = held.values()
             pairs = list(enumerate(sums))
         elif self._is_planned:
@@ -279,18 +275,18 @@ class Gradients:
             if gradient is not None and self._shards is not None:
                 self.sums[index] = gradient
             elif gradient is not None:
-                parameter.grad = in_layout_of(gradient, parameter) if len(holders) > 1 else gradient
+                parameter.grad = in_layout_of(gradient, parameter) if len(nodes) > 1 else gradient
 
     # --- buckets -------------------------------------------------------------------------------
 
     @property
-    def eager(self) -> bool:
+    def can_launch_early(self) -> bool:
         """Whether buckets may be launched before `reduce` is called."""
         return self._is_planned and self._announce is not None
 
-    def launch(self) -> None:
+    def launch_remaining(self) -> None:
         """Launch the planned buckets that are not launched yet, if `reduce` need not come first."""
-        while self.eager and self._launched < len(self._bucket_sums):
+        while self.can_launch_early and self._launched < len(self._bucket_sums):
             self.launch_next()
 
     def launch_next(self) -> None:
@@ -364,7 +360,7 @@ class Gradients:
                 self._leaves,
                 self._parameters[bucket.members[0].index][1].device,
                 self._group,
-                cuts=[] if shards is None else shards.cuts(bucket),
+                cuts=[] if shards is None else shards.find_cuts(bucket),
             )
             for bucket in buckets
         ]
@@ -395,9 +391,9 @@ def _any(column: Sequence[torch.Tensor | None]) -> bool:
     return any(value is not None for value in column)
 
 
-def _union(present: Sequence[str]) -> list[int]:
+def _union(masks: Sequence[str]) -> list[int]:
     """Return the indices of the parameters that some rank has a gradient of."""
     bits = 0
-    for each in present:
+    for each in masks:
         bits |= int(each, 16)
     return [index for index in range(bits.bit_length()) if bits >> index & 1]

@@ -1,4 +1,4 @@
-"""Gradients in buckets: where they lie, when they travel, and what can go wrong on the way."""
+"""Gradients of the trainer in buckets: their memory, when they are launched, and failures."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep as ls
 from lockstep.comm import backend as native
 from lockstep.comm.shared_memory import is_shared
-from lockstep.data_parallel.gradients import Gradients
+from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import GradientError, LockstepError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -32,16 +32,16 @@ def deep():
 def events_of(trainer):
     """Note, in order, when buckets are launched and when backward ends."""
     events, gradients = [], trainer._executor._gradients
-    launch_next, take = gradients.launch_next, gradients.take
+    launch_next, accumulate = gradients.launch_next, gradients.accumulate
     gradients.launch_next = lambda: (events.append("launch"), launch_next())
-    gradients.take = lambda leaf: (events.append(f"take {leaf}"), take(leaf))
+    gradients.accumulate = lambda leaf: (events.append(f"accumulate {leaf}"), accumulate(leaf))
     return events
 
 
 @needs_native
 def test_buckets_travel_while_backward_runs_and_grads_lie_in_them(ranks, monkeypatch):
     def train():
-        import lockstep.data_parallel.gradients as module
+        import lockstep.data_parallel.gradient_reducer as module
 
         module.BUCKET_BYTES = 64  # a bucket for each parameter
         trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4)
@@ -63,7 +63,7 @@ def test_buckets_travel_while_backward_runs_and_grads_lie_in_them(ranks, monkeyp
 
     for rank, (events, where, again, same, moved) in enumerate(ranks(train, 2, backend="lockstep")):
         first, last = 2 * rank, 2 * rank + 1
-        assert events == [f"take {first}", *["launch"] * 6, f"take {last}"]
+        assert events == [f"accumulate {first}", *["launch"] * 6, f"accumulate {last}"]
         assert where == [(True, 0)] * 6
         assert again
         assert same
@@ -175,13 +175,13 @@ def test_presence_is_told_by_number():
     ls.init()
     try:
         parameters = [(name, nn.Parameter(torch.ones(2))) for name in "abc"]
-        gradients = Gradients(parameters)
+        gradients = GradientReducer(parameters)
         gradients.begin(2)
         parameters[2][1].grad = torch.ones(2)
-        gradients.take(0)
-        gradients.take(1)
-        assert gradients.present() == "4"
-        gradients.reduce([[(0, 2)]], [gradients.present()])
+        gradients.accumulate(0)
+        gradients.accumulate(1)
+        assert gradients.used_parameter_mask() == "4"
+        gradients.reduce([[(0, 2)]], [gradients.used_parameter_mask()])
         assert [each.grad is not None for _, each in parameters] == [False, False, True]
     finally:
         ls.shutdown()
@@ -191,14 +191,14 @@ def test_a_skipped_micro_batch_is_absent_whatever_grad_holds():
     ls.init()
     try:
         parameter = nn.Parameter(torch.ones(2))
-        gradients = Gradients([("a", parameter)])
+        gradients = GradientReducer([("a", parameter)])
         gradients.begin(2)
         parameter.grad = torch.ones(2)  # of micro-batch 1
         gradients.skip(0)
         assert parameter.grad is not None
-        gradients.take(1)
+        gradients.accumulate(1)
         assert parameter.grad is None
-        gradients.reduce([[(0, 2)]], [gradients.present()])
+        gradients.reduce([[(0, 2)]], [gradients.used_parameter_mask()])
         assert parameter.grad.tolist() == [1.0, 1.0]
     finally:
         ls.shutdown()
