@@ -225,7 +225,8 @@ _ALL = (
     Contender("data-parallel", "lockstep.DistributedDataParallel", "", averaged, 4.0),
     Contender("trainer", "lockstep.Trainer", "", Trained, 4.0, promised=True),
     Contender(
-        "shared", "lockstep.Trainer(shared=True)", "lockstep", partial(Trained, shared=True),
+        "shared", 'lockstep.Trainer(storage="shared")', "lockstep",
+        partial(Trained, storage="shared"),
         3.0, promised=True,
     ),
     Contender(

@@ -415,9 +415,14 @@ def test_a_record_that_cannot_be_finished_fails_the_run_at_its_end(tmp_path, cap
     ls.init()
     try:
         trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, loggers=tmp_path / "run")
-        (recorder,) = trainer.history.writers
+        record = str(tmp_path / "run" / "record.jsonl")
+        (descriptor,) = (
+            int(each)
+            for each in os.listdir("/proc/self/fd")
+            if os.path.realpath(f"/proc/self/fd/{each}") == record
+        )
         with Path("/dev/full").open("wb", buffering=0) as full:
-            os.dup2(full.fileno(), recorder._descriptor)
+            os.dup2(full.fileno(), descriptor)
         losses = [trainer.step(batch) for batch in trainer.batches(rows(), 16)]
         assert len(losses) == 3
         with pytest.raises(FileError, match="No space left on device"):
