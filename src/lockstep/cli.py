@@ -1,7 +1,7 @@
-"""The command `lockstep`: finds the subcommand, and turns errors into one sentence.
+"""The command `lockstep`: finds the subcommand, and prints errors without a traceback.
 
-Subcommands are imported when they are called, so that `lockstep --help` answers
-at once, without torch.
+Subcommands are imported when they are called, so that `lockstep --help` does not import
+torch.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ COMMANDS = {
     "run": "run a script or module on N ranks",
     "check": "compare the bits of a script in several layouts",
     "worker": "serve a driver on another host with workers",
-    "train": "train a recipe on real data",
-    "bench": "measure collectives, messages and start-up beside their peers",
-    "schedule": "draw a pipeline's schedule, with its bubble",
-    "report": "render a run's record as a page, Markdown or a picture",
-    "compare": "compare runs: speed, digests, environment",
+    "train": "train a recipe",
+    "bench": "measure collectives, point-to-point messages and startup",
+    "schedule": "simulate and draw a pipeline schedule",
+    "report": "render the record of a run as HTML, Markdown or an image",
+    "compare": "compare the speed, results and settings of runs",
     "runs": "list the runs of a folder",
-    "doctor": "test what is here, and say what would break a run",
+    "doctor": "check whether this machine has what a run needs",
 }
 
 
 class Commands(click.Group):
-    """The subcommands by name; each lives in `lockstep.commands.NAME` as `command`."""
+    """The group of subcommands; each is `command` in `lockstep.commands.NAME`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in reading order."""
+        """Return the names in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -52,16 +52,16 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="torch-lockstep", prog_name="lockstep")
 def cli() -> None:
-    """Train PyTorch models on many processes, with the same bits however many there are."""
+    """Train PyTorch models on any number of processes, with bit-identical results."""
 
 
 def main() -> None:
-    """Run the command line; exit with 0 (good), 1 (the work failed) or 2 (used wrongly)."""
+    """Run the command line; exit with 0 (success), 1 (the work failed) or 2 (usage error)."""
     run(cli)
 
 
 def run(command: click.Command) -> None:
-    """Run a command; print an error of Lockstep as its sentence alone, and exit."""
+    """Run a command; print the message of an error without a traceback, and exit."""
     try:
         command.main(standalone_mode=True)
     except LockstepError as error:

@@ -171,7 +171,7 @@ def test_state_in_python_names_its_module(check, source):
     assert first["microbatch"] == 4  # the first one of the second rank
     assert [each["equal"] for each in found["layouts"]] == [True, False, False]
     assert len({each["digest"] for each in found["layouts"]}) == 3
-    assert "step 0, micro-batch 4: module `1` computes something else" in result.stderr
+    assert "step 0, micro-batch 4: module `1` computes different outputs" in result.stderr
     assert "state that it keeps in Python" in result.stderr
 
 

@@ -78,17 +78,17 @@ def test_the_picture(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "sentence"),
     [
-        (["2f2b"], LayoutError, "no schedule '2f2b'; there are all, gpipe"),
+        (["2f2b"], LayoutError, "unknown schedule '2f2b'; choose from all, gpipe"),
         (["1f1b", "--stages", "0"], LayoutError, "at least one rank and one micro-batch"),
         (["all", "--microbatches", "-1"], LayoutError, "one micro-batch, not 4 and -1"),
-        (["gpipe", "--stages_per_rank", "2"], LayoutError, "only the schedule interleaved"),
-        (["interleaved", "--stages_per_rank", "0"], LayoutError, "stages_per_rank=0"),
-        (["1f1b", "--forward", "1,x"], UsageError, "--forward takes numbers"),
+        (["gpipe", "--stages-per-rank", "2"], LayoutError, "only the schedule interleaved"),
+        (["interleaved", "--stages-per-rank", "0"], LayoutError, "stages_per_rank=0"),
+        (["1f1b", "--forward", "1,x"], UsageError, "--forward expects numbers"),
         (["1f1b", "--forward", "1,2"], LayoutError, "2 blocks cannot be cut into 4 stages"),
         (["1f1b", "--forward", "1,2,3,4", "--backward", "1"], LayoutError, "has 1 numbers"),
         (["1f1b", "--forward", "1,2,3,-4"], LayoutError, "a cost is a number from 0"),
-        (["1f1b", "--backward", "1,2,3,4"], UsageError, "want --forward too"),
-        (["1f1b", "--costs", "x", "--forward", "1"], UsageError, "not both"),
+        (["1f1b", "--backward", "1,2,3,4"], UsageError, "need --forward"),
+        (["1f1b", "--costs", "x", "--forward", "1"], UsageError, "use either --costs"),
         (["1f1b", "--costs", "nowhere.json"], FileError, r"cannot be read \(No such file"),
     ],
 )
@@ -99,7 +99,7 @@ def test_misuse_is_one_sentence(arguments, error, sentence):
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("{", "is no JSON file"), ("[1]", "holds no costs"), ('{"forward": 1}', "holds no costs")],
+    [("{", "is not a JSON file"), ("[1]", "has no costs"), ('{"forward": 1}', "has no costs")],
 )
 def test_a_file_without_costs_is_named(tmp_path, text, sentence):
     (tmp_path / "costs.json").write_text(text)
@@ -109,7 +109,7 @@ def test_a_file_without_costs_is_named(tmp_path, text, sentence):
 
 def test_a_run_without_costs_is_named(tmp_path):
     records.write(tmp_path / "night", records.whole())
-    with pytest.raises(UsageError, match="night holds no measured costs"):
+    with pytest.raises(UsageError, match="night has no measured costs"):
         invoke("1f1b", "--costs", str(tmp_path / "night"))
 
 

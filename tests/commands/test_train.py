@@ -16,7 +16,7 @@ import lockstep as ls
 from lockstep import cli
 from lockstep.data.datasets import digits
 from lockstep.errors import LockstepError
-from lockstep.recipes.network import digit_network
+from lockstep.recipes.digits import digit_network
 
 FIELDS = {
     "recipe", "world_size", "replicas", "stages", "microbatches", "epochs", "steps", "samples",
@@ -143,9 +143,9 @@ def test_a_damaged_file_is_named_in_one_sentence(tmp_path, spoil, sentence):
         (["digits", "-n", 0], 2, "0 is not in the range x>=1"),
         (["digits", "-n", -1], 2, "-1 is not in the range x>=1"),
         (["digits", "-n", 9], 2, "-n 9 replicas cannot share 8 micro-batches"),
-        (["digits", "-n", 3, "--stages", 2], 2, "no whole number of replicas of --stages 2"),
+        (["digits", "-n", 3, "--stages", 2], 2, "-n 3 must be a multiple of --stages 2"),
         (["digits", "-n", 6, "--stages", 2, "--microbatches", 2], 2, "3 replicas of 2 stages"),
-        (["digits", "--schedule", "gpipe"], 2, "--schedule gpipe is for a model in stages"),
+        (["digits", "--schedule", "gpipe"], 2, "--schedule gpipe needs pipeline stages"),
         (["digits", "--epochs", 0], 2, "0 is not in the range"),
         (["digits", "--batch-size", 0], 2, "0 is not in the range"),
         (["digits", "--download"], 2, "there is nothing to download"),

@@ -11,7 +11,7 @@ from torch import nn
 import lockstep as ls
 from lockstep.check.difference import RankFingerprint
 from lockstep.check.layouts import Layout
-from lockstep.check.session import CheckComplete, Session, opened
+from lockstep.check.session import CheckComplete, Session, open_session
 from lockstep.checksum import checksum
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.model.fingerprinter import checksums, hookable_modules
@@ -52,7 +52,7 @@ def recorded():
 def trained(model, layout, steps=2, **options):
     """Train under a session as a script would; return what it recorded."""
     found, record = recorded()
-    with opened(Session(layout, steps, record)):
+    with open_session(Session(layout, steps, record)):
         trainer = ls.Trainer(
             model,
             nn.CrossEntropyLoss(),
@@ -150,7 +150,7 @@ def test_calls_belong_to_their_stage_and_microbatch(ranks):
 
 def test_the_session_decides_the_layout_and_nothing_is_recorded_or_saved(ranks, tmp_path):
     def rank():
-        with opened(Session(Layout(2, shared=True), 1, recorded()[1])):
+        with open_session(Session(Layout(2, shared=True), 1, recorded()[1])):
             trainer = ls.Trainer(
                 model(),
                 nn.CrossEntropyLoss(),
@@ -168,7 +168,7 @@ def test_the_session_decides_the_layout_and_nothing_is_recorded_or_saved(ranks, 
 def test_a_run_ends_when_every_trainer_has_its_steps(ranks):
     def rank():
         found, record = recorded()
-        with opened(Session(Layout(1), 2, record)):
+        with open_session(Session(Layout(1), 2, record)):
             make = partial(ls.Trainer, microbatches=2)
             sgd = partial(torch.optim.SGD, lr=0.1)
             often = make(nn.Linear(6, 4), nn.CrossEntropyLoss(), sgd)
@@ -190,7 +190,7 @@ def test_a_run_ends_when_every_trainer_has_its_steps(ranks):
 def test_a_run_ends_also_where_a_trainer_takes_no_step(ranks):
     def rank():
         found, record = recorded()
-        with opened(Session(Layout(1), 2, record)):
+        with open_session(Session(Layout(1), 2, record)):
             make = partial(ls.Trainer, microbatches=2)
             sgd = partial(torch.optim.SGD, lr=0.1)
             used, _ = (make(nn.Linear(6, 4), nn.CrossEntropyLoss(), sgd) for _ in range(2))
@@ -208,7 +208,7 @@ def test_outside_of_a_step_and_of_a_session_there_are_no_hooks(ranks):
         counts = []
         make = partial(ls.Trainer, microbatches=4)
         given = nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1)
-        with opened(Session(Layout(1), 9, recorded()[1])):
+        with open_session(Session(Layout(1), 9, recorded()[1])):
             trainer = make(
                 model(),
                 *given,

@@ -94,7 +94,7 @@ def test_a_mistake_gets_one_sentence(tmp_path, arguments, status, sentence):
 
 def test_the_size_of_other_recipes_pictures_cannot_be_chosen():
     outcome = CliRunner().invoke(cli.cli, ["train", "digits", "--size", "64"])
-    assert "the pictures of digits have one size" in str(outcome.exception)
+    assert "the images of digits have a fixed size" in str(outcome.exception)
 
 
 def test_the_learning_rate_follows_the_batch_and_the_warm_up_the_epochs():

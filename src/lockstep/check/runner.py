@@ -132,7 +132,7 @@ def _run_rank(
     rank: int, script: str, arguments: Sequence[str], layout: Layout, steps: int, folder: str
 ) -> None:
     """Run the script in this process as `python SCRIPT` would, and record what it computes."""
-    from lockstep.check.session import CheckComplete, Session, opened
+    from lockstep.check.session import CheckComplete, Session, open_session
 
     _redirect(_log_of(Path(folder), rank))
     os.environ["LOCKSTEP_RUN"] = folder
@@ -143,7 +143,7 @@ def _run_rank(
     with _record_of(Path(folder), rank).open("xb", buffering=0) as file:
         session = Session(layout, steps, lambda fingerprint: pickle.dump(fingerprint, file))
         try:
-            with opened(session), launch_in_this_process():
+            with open_session(session), launch_in_this_process():
                 run_code("script", script)
         except CheckComplete:
             pass

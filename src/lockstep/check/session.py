@@ -1,10 +1,10 @@
-"""The session: how `lockstep check` reaches the trainers of an unchanged script.
+"""Check session: how `lockstep check` reaches the trainers of an unchanged script.
 
     rank starts     a session is opened in the process, then the script runs
     Trainer()       asks for it: layout from the session, fingerprints, no record, no files
     S steps         CheckComplete unwinds the script, which ends the rank successfully
 
-Without a session a trainer does nothing of this.
+Without a session, a trainer works as usual.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.config import PipelineConfig
 from lockstep.pipeline.cut import block_names
 
-__all__ = ["CheckComplete", "Session", "current", "opened"]
+__all__ = ["CheckComplete", "Session", "current_session", "open_session"]
 
 WAIT_FACTOR = 10
 """How many times its steps a trainer may take while another one has too few."""
@@ -107,14 +107,14 @@ class Session:
 _current: Session | None = None
 
 
-def current() -> Session | None:
+def current_session() -> Session | None:
     """Return the session of this process; None outside of `lockstep check`."""
     return _current
 
 
 @contextmanager
-def opened(session: Session) -> Iterator[Session]:
-    """Let the trainers of this process belong to `session` while the body runs."""
+def open_session(session: Session) -> Iterator[Session]:
+    """Use `session` for the trainers of this process while the body runs."""
     global _current
     _current = session
     try:

@@ -1,4 +1,4 @@
-"""`lockstep check`: does a script give the same bits in every layout, and if not, where not."""
+"""`lockstep check`: compares the bits that a script computes in several layouts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lockstep.messages import escape_control
 
 if TYPE_CHECKING:
     from lockstep.check.comparison import Comparison, Verdict
+    from lockstep.check.difference import Difference
 
 __all__ = ["command"]
 
@@ -20,8 +21,54 @@ COLUMNS = ("layout", "digest", "last loss", "seconds", "verdict")
 SHORT = 12
 """Characters of a digest in the table."""
 
+DIFFERENCES = {
+    "initial": "`{parameter}` differs before the first step",
+    "between": "`{parameter}` was changed between two steps",
+    "data": "the data differ",
+    "input": "module `{module}` gets different inputs, alalthough all modules before it agree",
+    "output": "module `{module}` computes different outputs from the same inputs",
+    "forward": "module `{module}` computes different outputs from the same inputs",
+    "loss": "the loss differs, although the model computes the same",
+    "written": "parameter `{parameter}` was changed before the update",
+    "gradient": "the gradient of `{parameter}` differs, although the forward pass is the same",
+    "update": "parameter `{parameter}` differs after the update",
+    "buffer": "buffer `{parameter}` differs after the step",
+    "state": "the optimizer's state of `{parameter}` differs",
+    "digest": "the digest differs, although all parameters and buffers agree",
+    "steps": "the script takes different steps",
+}
 
-def numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+ADVICE = {
+    "initial": "Call torch.manual_seed(...) before the model is built, and do not let the model "
+    "or a loaded checkpoint depend on the layout.",
+    "between": "Look for code that writes into the model after a step, and make it depend on "
+    "the model and its optimizer alone.",
+    "data": "The batch of a step must be the same in every layout. Look for random numbers "
+    "without a seed or from a private generator (in the dataset, its transforms, the "
+    "collate_fn or the sampler), for a DistributedSampler, and for code that depends on the rank.",
+    "input": "Look for a tensor that is written in place after it was passed on.",
+    "output": "The module depends on something besides its inputs, parameters and buffers. Look "
+    "for state that it keeps in Python (a counter, a private generator, a value that another "
+    "module left in an attribute); keep such state in a buffer, and draw random numbers from "
+    "torch's default generator.",
+    "loss": "Look for state that the loss function keeps in Python, and for random numbers from "
+    "a private generator.",
+    "written": "Look for code that writes into parameters during forward or backward, such as "
+    "torch.nn.Embedding(max_norm=...); keep what forward writes in a buffer.",
+    "gradient": "Look for backward hooks, for your own autograd functions and for random "
+    "numbers that are drawn in backward.",
+    "update": "Look for options of the optimizer or its schedule that differ between ranks or "
+    "depend on their number.",
+    "buffer": "Look for code that writes into the buffer outside of the model's forward pass.",
+    "state": "Look for options of the optimizer that differ between ranks.",
+    "digest": "Look for values that the model's state_dict() adds.",
+    "steps": "Look for a number of steps, or of trainers, that depends on the rank or on the "
+    "number of ranks.",
+}
+ADVICE["forward"] = ADVICE["output"]
+
+
+def parse_rank_counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     """Return the numbers of ranks in "1,2,3" in ascending order, each once."""
     words = [word.strip() for word in value.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
@@ -34,17 +81,19 @@ def numbers(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int
 )
 @click.option(
     "--steps", default=5, show_default=True, type=click.IntRange(min=1),
-    help="Steps of each trainer, after which a run ends.",
+    help="Steps per trainer, after which a run ends.",
 )  # fmt: skip
 @click.option(
-    "--ranks", default="1,2,3", show_default=True, metavar="N,N,...", callback=numbers,
-    help="Numbers of ranks that hold the whole model; the lowest is the reference.",
+    "--ranks", default="1,2,3", show_default=True, metavar="N,N,...", callback=parse_rank_counts,
+    help="Numbers of ranks without pipeline stages; the lowest is the reference.",
 )  # fmt: skip
 @click.option(
     "--timeout", default=300.0, show_default=True,
-    type=click.FloatRange(min=0, min_open=True), help="Seconds that each layout may take.",
+    type=click.FloatRange(min=0, min_open=True), help="Longest time per layout, in seconds.",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="End with one line of JSON.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object at the end; text goes to stderr."
+)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -59,11 +108,11 @@ def command(
 
     SCRIPT is run unchanged, with its ARGUMENTS, on 1, 2 and 3 ranks, on each backend,
     and, where the model allows it, in pipeline stages and with shared parameters. Each
-    run ends after a few training steps. Where a layout gives other bits, the first
-    step, module and parameter that differ are named.
+    run ends after a few training steps. If a layout computes different bits, the
+    first step, module and parameter that differ are reported.
 
-    Options of this command may stand before or after SCRIPT; others are the script's.
-    After "--" all are the script's.
+    Options of this command may be placed before or after SCRIPT; other options are
+    passed to the script. After "--", all options are passed to the script.
 
     Exit status: 0 all layouts agree, 1 some layout differs or fails, 2 usage error.
     """
@@ -78,20 +127,20 @@ def command(
 
 
 def _report(verdict: Verdict) -> None:
-    """Tell on standard error that a layout is done."""
+    """Report on standard error that a layout has finished."""
     run = verdict.run
     click.echo(f"{run.name}: {verdict.word}, {run.seconds:.1f} s", err=True)
 
 
 def _print(found: Comparison, script: str, steps: int) -> None:
-    """Print the table, and below it what needs a sentence."""
+    """Print the table and the explanations below it."""
     from lockstep.report.terminal import print_table, wrap
 
     click.echo()
     print_table(COLUMNS, [_row(each) for each in found.verdicts], optional=("seconds",))
     click.echo()
-    for sentence in _sentences(found, script, steps):
-        click.echo("\n".join(wrap(sentence)))
+    for line in _explain(found, script, steps):
+        click.echo("\n".join(wrap(line)))
     details = next((each.run.details for each in found.verdicts if each.word == "failed"), "")
     if details:
         click.echo(f"\n{escape_control(details)}", err=True)
@@ -103,35 +152,51 @@ def _row(verdict: Verdict) -> list[str]:
     return [run.name, (run.digest or "")[:SHORT], loss, f"{run.seconds:.1f}", verdict.word]
 
 
-def _sentences(found: Comparison, script: str, steps: int) -> list[str]:
-    """Say what the table does not: why, where and what to do next."""
-    from lockstep.check.sentences import advice, sentence
-
+def _explain(found: Comparison, script: str, steps: int) -> list[str]:
+    """Return what the table does not show: causes, locations and advice."""
     reference = found.verdicts[0].run
     failures: dict[str, Verdict] = {}  # several layouts may fail alike
     for each in found.verdicts:
         if each.run.failure:
             failures.setdefault(each.run.failure, each)
-    said = [f"{each.run.name}: {each.word}: {text}" for text, each in failures.items()]
+    lines = [f"{each.run.name}: {each.word}: {text}" for text, each in failures.items()]
     trainers = len(reference.ranks[0].trainers)
     if (first := found.first) is not None and first.difference is not None:
-        said.append(f"{first.run.name}: {sentence(first.difference, trainers)}.")
+        lines.append(f"{first.run.name}: {describe_difference(first.difference, trainers)}.")
         if found.unstable is not None:
-            said.append(
+            lines.append(
                 f"Two runs of {reference.name} differ as well: "
-                f"{sentence(found.unstable, trainers)}. So the script itself is not reproducible. "
-                f"{advice(found.unstable)}"
+                f"{describe_difference(found.unstable, trainers)}. So the script itself is not "
+                f"reproducible. {ADVICE[found.unstable.what]}"
             )
         else:
-            said.append(advice(first.difference))
+            lines.append(ADVICE[first.difference.what])
     if not reference.is_complete:
-        return said
+        return lines
     taken = len(reference.losses)
     if taken < steps * trainers:
-        said.append(f"{script} ended by itself after {taken} of {steps * trainers} steps.")
+        lines.append(f"{script} ended after {taken} of {steps * trainers} steps.")
     if found.equal:
         count = sum(each.word == "equal" for each in found.verdicts)
-        said.append(
+        lines.append(
             f"{script} computes the same bits in all {count + 1} layouts, for {taken} steps."
         )
-    return said
+    return lines
+
+
+def describe_difference(found: Difference, trainers: int = 1) -> str:
+    """Return the location and kind of a difference, without a full stop.
+
+    Args:
+        found: The difference.
+        trainers: The number of trainers of the script.
+    """
+    location = [f"trainer {found.trainer}"] if trainers > 1 else []
+    if found.what != "initial":
+        location.append(f"step {found.step}")
+    if found.microbatch is not None:
+        location.append(f"micro-batch {found.microbatch}")
+    if found.rank:  # rank 0 agrees with the reference
+        location.append(f"rank {found.rank}")
+    text = DIFFERENCES[found.what].format(module=found.module, parameter=found.parameter)
+    return f"{', '.join(location)}: {text}" if location else text

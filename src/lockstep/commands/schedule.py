@@ -1,4 +1,4 @@
-"""`lockstep schedule`: a pipeline's schedule, drawn before anything is run."""
+"""`lockstep schedule`: simulates and draws a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -27,34 +27,38 @@ __all__ = ["command"]
 FIELDS = ("forward", "input", "weight", "transfer", "backward", "held")
 
 
-def numbers(context: click.Context, option: click.Parameter, value: str | None) -> Any:
+def parse_numbers(context: click.Context, option: click.Parameter, value: str | None) -> Any:
     """Return the numbers of an option like --forward 1,2,1.5."""
     try:
         return None if value is None else tuple(float(number) for number in value.split(","))
     except ValueError:
         raise UsageError(
-            f"schedule: {option.opts[0]} takes numbers with commas between them (1,2,1.5), "
+            f"schedule: {option.opts[0]} expects numbers separated by commas, such as 1,2,1.5, "
             f"not {value}"
         ) from None
 
 
-def by_hand(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return the option of one row of costs."""
-    return click.option(name, callback=numbers, metavar="N,N,...", help=text)
+def cost_option(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return the option for one kind of cost."""
+    return click.option(name, callback=parse_numbers, metavar="N,N,...", help=text)
 
 
 @click.command()
 @click.argument("name")
-@click.option("--stages", default=4, show_default=True, help="Ranks of the pipeline.")
-@click.option("--microbatches", default=8, show_default=True, help="Micro-batches of a step.")
-@click.option("--stages_per_rank", type=int, help="Stages a rank, for interleaved (2 by default).")
-@click.option("--compare", is_flag=True, help="Draw all the others beside it.")
-@click.option("--costs", "file", type=click.Path(), help="Measured costs: a run, or a JSON file.")
-@by_hand("--forward", "Time of a forward, for each stage or block.")
-@by_hand("--backward", "Time of a backward; twice a forward by default.")
-@by_hand("--weight", "Its part for the weights; half by default.")
-@by_hand("--transfer", "Time of the way across each boundary.")
-@click.option("--svg", type=click.Path(), help="Also write the picture here; '-' writes only it.")
+@click.option(
+    "--stages", default=4, show_default=True, help="Number of ranks, one or more stages each."
+)
+@click.option("--microbatches", default=8, show_default=True, help="Micro-batches per step.")
+@click.option("--stages-per-rank", type=int, help="Stages per rank for interleaved.  [default: 2]")
+@click.option("--compare", is_flag=True, help="Draw all other schedules as well.")
+@click.option("--costs", "file", type=click.Path(), help="Measured costs: a run or a JSON file.")
+@cost_option("--forward", "Time of forward, per stage or block.  [default: 1]")
+@cost_option("--backward", "Time of backward.  [default: twice forward]")
+@cost_option("--weight", "Part of backward for weight gradients.  [default: half]")
+@cost_option("--transfer", "Time of the transfer at each stage boundary.  [default: 0]")
+@click.option(
+    "--svg", type=click.Path(), help="Write the drawing to this SVG file; '-' prints only the SVG."
+)
 def command(
     name: str,
     stages: int,
@@ -67,34 +71,35 @@ def command(
 ) -> None:
     """Draw the schedule NAME: gpipe, 1f1b, interleaved, zero-bubble, or all.
 
-    Each lane is a rank; the number on a piece of work is its micro-batch, a letter
-    after it which of the rank's stages. Bubble is the share of time in which ranks
-    idle; the peak is the activations that each rank holds at once. Costs of more
-    blocks than stages are cut where the slowest stage is fastest.
+    Each row is a rank. The number of a box is its micro-batch; a letter after it is
+    the stage within the rank. The bubble is the share of idle time, the peak the
+    maximum number of activations that a rank holds. If there are costs of more blocks
+    than stages, blocks are partitioned so that the slowest stage is as fast as possible.
     """
     names = NAMES if compare or name == "all" else (name,)
     if name != "all" and name not in NAMES:
-        raise LayoutError(f"there is no schedule {name!r}; there are all, {', '.join(NAMES)}")
-    costs = costs_of(file, given, stages, stages_per_rank if "interleaved" in names else 1)
-    plans = planned(names, costs, stages, microbatches, stages_per_rank)
+        raise LayoutError(f"unknown schedule {name!r}; choose from all, {', '.join(NAMES)}")
+    costs = choose_costs(file, given, stages, stages_per_rank if "interleaved" in names else 1)
+    plans = make_plans(names, costs, stages, microbatches, stages_per_rank)
     time = format_duration if file else format_number
-    drawn = [timeline(one, time) for one in plans]
+    drawn = [make_timeline(one, time) for one in plans]
     title = f"{', '.join(one.name for one in plans)}: {stages} ranks, {microbatches} micro-batches"
     if svg != "-":
         in_bytes = file is not None and max(costs.held) > 1
-        show(plans, drawn, time, format_bytes if in_bytes else held)
+        print_plans(plans, drawn, time, format_bytes if in_bytes else format_peak)
         if file is None:
             click.echo(
-                "\nTimes: in those given, or in forwards of a rank. Peaks: in micro-batches."
+                "\nTimes are in units of the given costs, or of one forward per rank. "
+                "Peaks are in micro-batches."
             )
     if svg:
         save(draw_timelines(drawn, title).svg().encode(), svg)
 
 
-def planned(
+def make_plans(
     names: Sequence[str], costs: Costs, stages: int, microbatches: int, stages_per_rank: int | None
 ) -> list[Plan]:
-    """Return the plans of `names`; in a comparison, of those that the costs suffice for."""
+    """Return the plans of schedules; a comparison leaves out those that are impossible."""
     found = []
     for name in names:
         own = stages_per_rank if name == "interleaved" or len(names) == 1 else None
@@ -107,32 +112,34 @@ def planned(
     return found
 
 
-def costs_of(
+def choose_costs(
     file: str | None,
     given: dict[str, tuple[float, ...] | None],
     stages: int,
     stages_per_rank: int | None,
 ) -> Costs:
-    """Return the costs that the options name; unit costs where they name none."""
+    """Return the costs of the options, by default unit costs."""
     if file:
         if any(given.values()):
-            raise UsageError("schedule: give --costs or the numbers by hand, not both")
+            raise UsageError(
+                "schedule: use either --costs or --forward, --backward, --weight and --transfer"
+            )
         return read_costs(Path(file))
     forward = given["forward"]
     if forward is None:
         if any(given.values()):
-            raise UsageError("schedule: --backward, --weight and --transfer want --forward too")
-        # Numbers below 1 are refused by the schedule, with its own sentence.
+            raise UsageError("schedule: --backward, --weight and --transfer need --forward")
+        # The schedule itself raises an error for numbers below 1.
         return Costs.unit(max(1, stages), max(1, 2 if stages_per_rank is None else stages_per_rank))
     backward = given["backward"] or tuple(2 * cost for cost in forward)
     weight = given["weight"] or tuple(cost / 2 for cost in backward)
     inputs = tuple(whole - part for whole, part in zip(backward, weight, strict=False))
-    share = (stages / len(forward),) * len(forward)  # so that a rank's share of blocks holds 1
+    share = (stages / len(forward),) * len(forward)  # so that the blocks of a rank hold 1 in total
     return Costs(forward, inputs, weight, given["transfer"] or (), backward, share)
 
 
 def read_costs(file: Path) -> Costs:
-    """Read costs from a JSON file, or from the first line of a run's record."""
+    """Read costs from a JSON file or from the record of a run."""
     if file.is_dir() or file.suffix == ".jsonl":
         from lockstep.record.reader import read_run
 
@@ -141,40 +148,41 @@ def read_costs(file: Path) -> Costs:
         if found is None:
             return recorded_costs(run)
     else:
-        found = parsed(file)
+        found = read_json(file)
     try:
         fields = {name: tuple(map(float, found.get(name, ()))) for name in FIELDS}
     except (AttributeError, TypeError, ValueError):
         raise FileError(
-            f"{file} holds no costs: it is to be a JSON object of lists of numbers, "
-            f"{', '.join(FIELDS)}"
+            f"{file} has no costs: expected a JSON object of lists of numbers, {', '.join(FIELDS)}"
         ) from None
     return Costs(**fields)
 
 
 def recorded_costs(run: Run) -> Costs:
-    """Return what the stages of a run took in its typical step."""
+    """Return the costs of the stages in the typical step of a run."""
     from lockstep.pipeline.replay import measured
     from lockstep.record.timeline import typical_timeline
 
     step = typical_timeline(run)
     if step is None or not step.num_stages:
-        raise UsageError(f"the run {run.folder} holds no measured costs; only those with stages do")
+        raise UsageError(
+            f"the run {run.folder} has no measured costs, because it has no pipeline stages"
+        )
     return measured(step)
 
 
-def parsed(file: Path) -> Any:
-    """Return what a JSON file holds."""
+def read_json(file: Path) -> Any:
+    """Return the content of a JSON file."""
     try:
         return json.loads(file.read_text())
     except OSError as error:
         raise FileError(f"{file} cannot be read ({error.strerror})") from None
     except ValueError:
-        raise FileError(f"{file} is no JSON file") from None
+        raise FileError(f"{file} is not a JSON file") from None
 
 
-def timeline(one: Plan, time: Callable[[float], str]) -> Timeline:
-    """Return a plan as what is drawn."""
+def make_timeline(one: Plan, time: Callable[[float], str]) -> Timeline:
+    """Return the timeline of a plan."""
     spans = tuple(
         Span(s.rank, s.action.kind, s.begin, s.end, s.action.stage, s.action.microbatch)
         for s in one.simulation.spans
@@ -184,13 +192,13 @@ def timeline(one: Plan, time: Callable[[float], str]) -> Timeline:
     return Timeline(title, len(one.schedule), spans)
 
 
-def show(
+def print_plans(
     plans: Sequence[Plan],
     drawn: Sequence[Timeline],
     time: Callable[[float], str],
     memory: Callable[[float], str],
 ) -> None:
-    """Print the plans: each chart, what its signs mean, and the figures side by side."""
+    """Print the timeline of each plan, the legend, and a table."""
     scale = text_scale(drawn)
     for one in drawn:
         click.echo(one.title)
@@ -199,16 +207,16 @@ def show(
     signs = dict.fromkeys(sign for one in drawn for sign in text_legend(one))
     click.echo("\n".join(wrap("   ".join(signs))) + "\n")
     base = next((one for one in plans if one.name == "1f1b"), plans[0])
-    against = f"of {base.name}'s"
-    names = ["schedule", "time", against, "bubble", "peak activations by rank", "blocks a stage"]
-    rows = [row(one, base, time, memory) for one in plans]
-    print_table(names, rows, optional=("blocks a stage", against))
+    against = f"of {base.name}"
+    names = ["schedule", "time", against, "bubble", "peak activations by rank", "blocks per stage"]
+    rows = [make_row(one, base, time, memory) for one in plans]
+    print_table(names, rows, optional=("blocks per stage", against))
 
 
-def row(
+def make_row(
     one: Plan, base: Plan, time: Callable[[float], str], memory: Callable[[float], str]
 ) -> list[str]:
-    """Return the figures of a plan."""
+    """Return the table row of a plan."""
     length, whole = one.simulation.makespan, base.simulation.makespan
     return [
         one.name,
@@ -220,6 +228,6 @@ def row(
     ]
 
 
-def held(peak: float) -> str:
-    """Return a peak as a number of micro-batches."""
+def format_peak(peak: float) -> str:
+    """Format a peak as a number of micro-batches."""
     return f"{peak:g}" if peak == round(peak, 2) else f"{peak:.2f}"

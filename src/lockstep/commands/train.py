@@ -1,4 +1,4 @@
-"""`lockstep train`: a recipe on N ranks, with a live display and a digest at the end."""
+"""`lockstep train`: trains a recipe on N ranks, and prints a digest at the end."""
 
 from __future__ import annotations
 
@@ -22,69 +22,94 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
 
 @click.command()
 @click.argument("recipe", type=click.Choice(RECIPES))
-@click.option("-n", "--nprocs", default=1, show_default=True, type=POSITIVE, help="Ranks to start.")
+@click.option(
+    "-n", "--nprocs", default=1, show_default=True, type=POSITIVE, help="Number of ranks."
+)
 @click.option(
     "--microbatches", default=8, show_default=True, type=POSITIVE,
-    help="Micro-batches of a global batch; part of the promise, not the number of ranks.",
+    help="Micro-batches per global batch; changes the results, unlike the number of ranks.",
 )  # fmt: skip
 @click.option(
     "--stages", default=1, show_default=True, type=POSITIVE,
-    help="Ranks of a replica, each with its part of the model.",
+    help="Pipeline stages; -n must be a multiple of it.",
 )  # fmt: skip
 @click.option(
     "--schedule", type=click.Choice(NAMES),
-    help="Of a pipeline.  [default: the fastest, by measured costs]",
+    help="Pipeline schedule.  [default: the fastest, by measured costs]",
 )  # fmt: skip
 @click.option(
     "--activation-checkpointing", is_flag=True,
-    help="Compute activations again in backward: less memory, more time, the same bits.",
+    help="Recompute activations in backward: less memory, more time, the same bits.",
 )  # fmt: skip
-@click.option("--epochs", type=POSITIVE, help="Times through the data.  [default: the recipe's]")
-@click.option("--batch-size", type=POSITIVE, help="Samples of a global batch, over all ranks.")
-@click.option("--lr", type=NOT_NEGATIVE, help="Learning rate of SGD.")
-@click.option("--momentum", type=NOT_NEGATIVE, help="Momentum of SGD.")
-@click.option("--weight-decay", type=NOT_NEGATIVE, help="Weight decay of SGD.")
-@click.option("--warmup", type=NOT_NEGATIVE, help="Epochs over which the learning rate rises.")
-@click.option("--lr-decay", type=click.Choice(DECAYS), help="How the learning rate falls.")
+@click.option(
+    "--epochs", type=POSITIVE, help="Number of epochs.  [default: digits 30, mnist 10, resnet50 90]"
+)
+@click.option(
+    "--batch-size",
+    type=POSITIVE,
+    help="Samples per global batch, over all ranks.  [default: digits 32, mnist 128, resnet50 256]",
+)
+@click.option(
+    "--lr",
+    type=NOT_NEGATIVE,
+    help="Learning rate of SGD.  [default: 0.05; resnet50: 0.1 per 256 samples]",
+)
+@click.option(
+    "--momentum", type=NOT_NEGATIVE, help="Momentum of SGD.  [default: 0.5; resnet50: 0.9]"
+)
+@click.option(
+    "--weight-decay", type=NOT_NEGATIVE, help="Weight decay of SGD.  [default: 0; resnet50: 1e-4]"
+)
+@click.option(
+    "--warmup", type=NOT_NEGATIVE,
+    help="Epochs of linear learning-rate warmup.  [default: 0; resnet50: 1/18 of the epochs]",
+)  # fmt: skip
+@click.option(
+    "--lr-decay", type=click.Choice(DECAYS),
+    help="Learning-rate decay after the warmup.  [default: none; resnet50: cosine]",
+)  # fmt: skip
 @click.option(
     "--label-smoothing", type=click.FloatRange(0, 1, max_open=True),
-    help="Share of each label that goes to all classes.",
+    help="Label smoothing, from 0 to 1.  [default: 0; resnet50: 0.1]",
 )  # fmt: skip
 @click.option(
     "--size", type=click.IntRange(min=32),
-    help="Width and height of pictures.  [resnet50: 224; 128 for generated ones]",
+    help="Width and height of images in pixels.  [default: resnet50 224; 128 if generated]",
 )  # fmt: skip
 @click.option(
     "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
-    help="Of weights, order and dropout.",
+    help="Random seed for initialization, shuffling and dropout.",
 )  # fmt: skip
-@click.option("--threads", default=1, show_default=True, type=POSITIVE, help="Threads a rank.")
+@click.option("--threads", default=1, show_default=True, type=POSITIVE, help="Threads per rank.")
 @click.option(
     "--workers", default=0, show_default=True, type=click.IntRange(min=0),
-    help="Loader processes a rank.",
+    help="Loader processes per rank.",
 )  # fmt: skip
-@click.option("--bf16", is_flag=True, help="Mixed precision: bfloat16 by autocast.")
+@click.option("--bf16", is_flag=True, help="Mixed precision with bfloat16 autocast.")
 @click.option(
-    "--data", metavar="DIR", help="Where the data is.  [mnist: data/mnist; resnet50: generated]"
+    "--data",
+    metavar="DIR",
+    help="Folder of the data.  [default: mnist data/mnist; resnet50 generated images]",
 )
-@click.option("--download", is_flag=True, help="Fetch missing data from a public mirror.")
+@click.option("--download", is_flag=True, help="Download missing data from a public mirror.")
 @click.option("--runs", default="runs", show_default=True, metavar="DIR", help="Folder of runs.")
-@click.option("--name", metavar="NAME", help="The run's name.  [default: recipe, date and time]")
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
-@click.option("--json", "as_json", is_flag=True, help="End with one line of JSON.")
+@click.option("--name", metavar="NAME", help="Name of the run.  [default: recipe, date and time]")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def command(
     recipe: str, nprocs: int, runs: str, name: str | None, as_json: bool, **given: Any
 ) -> None:
-    """Train RECIPE on N ranks, as replicas or stages: the same bits for every layout.
+    """Train RECIPE on N ranks, as replicas or pipeline stages.
 
-    The run is recorded in runs/NAME; its weights are saved there.
+    Results are bit-identical in every layout. The record and the weights of the run
+    are written to runs/NAME.
     """
     _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
     from lockstep.launcher.launch import launch
     from lockstep.record.recorder import create_run_folder
 
     if recipe != "resnet50" and given["size"] is not None:
-        raise UsageError(f"--size: the pictures of {recipe} have one size; leave it out")
+        raise UsageError(f"--size: the images of {recipe} have a fixed size; omit this option")
     folder = Path(runs) / (name or create_run_folder(Path(runs), recipe))
     if given["download"]:
         _download(recipe, given["data"])
@@ -94,22 +119,18 @@ def command(
         click.echo(NOTICE, err=True)
     summary = launch(_rank, (recipe, given, str(folder)), nprocs)[0]
     failure = summary.pop("failure", None)
-    click.echo(json.dumps(summary) if as_json else _told(summary))
+    click.echo(json.dumps(summary) if as_json else _format_summary(summary))
     if failure is not None:
         raise FileError(failure)
 
 
 def _check_layout(nprocs: int, stages: int, microbatches: int, schedule: str | None) -> None:
-    """Raise LayoutError for ranks that do not make up whole replicas, or too many of them."""
+    """Raise LayoutError unless the ranks form whole replicas with a micro-batch each."""
     if nprocs % stages:
-        raise LayoutError(
-            f"-n {nprocs} ranks are no whole number of replicas of --stages {stages}: use "
-            f"-n {stages} or a multiple of it"
-        )
+        raise LayoutError(f"-n {nprocs} must be a multiple of --stages {stages}")
     if schedule and stages == 1:
         raise LayoutError(
-            f"--schedule {schedule} is for a model in stages: add --stages 2 and -n 2, or leave "
-            "it out"
+            f"--schedule {schedule} needs pipeline stages: add --stages 2 and -n 2, or omit it"
         )
     replicas = nprocs // stages
     if replicas > microbatches:
@@ -117,9 +138,9 @@ def _check_layout(nprocs: int, stages: int, microbatches: int, schedule: str | N
             f"-n {nprocs} replicas" if stages == 1 else f"{replicas} replicas of {stages} stages"
         )
         raise LayoutError(
-            f"{ranks} cannot share {microbatches} micro-batches, each needs at least one: use "
+            f"{ranks} cannot share {microbatches} micro-batches; each needs at least one: use "
             f"-n {microbatches * stages} or fewer, or --microbatches {replicas} or more (which "
-            "changes the bits)"
+            "changes the results)"
         )
 
 
@@ -134,30 +155,31 @@ def _rank(recipe: str, given: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _download(recipe: str, data: str | None) -> None:
-    """Fetch what the recipe's data lacks, once, before the ranks start."""
+    """Download missing data of the recipe once, before the ranks start."""
     if recipe == "resnet50":
         raise UsageError(
-            "resnet50 trains on pictures of your own: there is nothing to download, give their "
-            "folder with --data"
+            "--download: resnet50 trains on your own images; pass their folder with --data"
         )
     if recipe != "mnist":
-        raise UsageError(f"{recipe} comes with Lockstep: there is nothing to download")
+        raise UsageError(
+            f"--download: {recipe} is part of Lockstep, so there is nothing to download"
+        )
     from lockstep.data.datasets import mnist
     from lockstep.recipes.mnist import FOLDER
 
     for part in (True, False):
-        mnist(data or FOLDER, train=part, download=True, progress=_received)
+        mnist(data or FOLDER, train=part, download=True, progress=_show_download)
 
 
-def _received(name: str, received: int, total: int | None) -> None:
-    """Show how much of a file has come, on one line."""
+def _show_download(name: str, received: int, total: int | None) -> None:
+    """Show the progress of a download on one line."""
     share = f"{received / total:4.0%}" if total else f"{received / 1e6:.1f} MB"
     end = "\n" if received == total else ""
     click.echo(f"\r{name}  {share}{end}", nl=False, err=True)
 
 
-def _told(summary: dict[str, Any]) -> str:
-    """Tell a person how the run ended; the digests last."""
+def _format_summary(summary: dict[str, Any]) -> str:
+    """Return the summary of the run as text, with the digests at the end."""
     ranks = f"{summary['world_size']} rank" + ("s" if summary["world_size"] > 1 else "")
     rows = {
         "trained": f"{summary['recipe']} on {ranks}: {summary['epochs']} epochs, "

@@ -1,1 +1,1 @@
-"""Ready training jobs on real data, one a file."""
+"""Complete trainings on real data, one file per recipe."""

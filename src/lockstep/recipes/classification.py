@@ -1,4 +1,4 @@
-"""A classification job from beginning to end, as every rank runs it."""
+"""A classification training, as every rank runs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.errors import FileError
 from lockstep.launcher.world import init
 from lockstep.model.forward import accuracy
 from lockstep.pipeline.config import PipelineConfig
-from lockstep.recipes.rate import Rate
+from lockstep.recipes.learning_rate import WarmupSchedule
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
 from lockstep.training.optimization import OptimizerConfig
@@ -30,7 +30,7 @@ WEIGHTS = "weights.safetensors"
 
 @dataclass(frozen=True)
 class Options:
-    """What a person chooses on the command line."""
+    """The options of the command line."""
 
     recipe: str
     epochs: int
@@ -49,7 +49,7 @@ class Options:
     label_smoothing: float = 0.0
     warmup: float = 0.0  # epochs
     lr_decay: str = "none"
-    size: int | None = None  # of pictures that can be scaled, in pixels
+    size: int | None = None  # of images that can be scaled, in pixels
     stages: int = 1
     schedule: str | None = None
     activation_checkpointing: bool = False
@@ -57,7 +57,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Data:
-    """What a recipe trains on, what it holds out, and how many classes there are."""
+    """The training set and the held-out set of a recipe, and the number of classes."""
 
     training: Dataset[Any]
     held_out: Dataset[Any]
@@ -71,15 +71,20 @@ Network = Callable[[int], nn.Module]
 def train(options: Options, load: Load, network: Network, folder: str) -> dict[str, Any]:
     """Train on this rank, evaluate after each epoch, and return the summary.
 
-    `load` gives the data, `network` the model for a number of classes; `folder` is
-    the run's. Writes the record and the weights from rank 0.
+    Rank 0 writes the record and the weights.
+
+    Args:
+        options: The options.
+        load: Returns the data.
+        network: Returns the model for a number of classes.
+        folder: The folder of the run.
     """
     world = init(threads=options.threads)
     torch.manual_seed(options.seed)
     data = load(options)
     samples: int = len(data.training)  # type: ignore[arg-type]
     steps = -(-samples // options.batch_size)
-    rate = Rate.of(options.epochs, steps, options.warmup, options.lr_decay)
+    rate = WarmupSchedule.of(options.epochs, steps, options.warmup, options.lr_decay)
     record: list[Any] = []
     if world.rank == 0:
         title = f"{options.recipe}, {_layout(world.world_size, options)}, {world.backend}"
@@ -103,7 +108,7 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
                 momentum=options.momentum,
                 weight_decay=options.weight_decay,
             ),
-            scheduler=rate.schedule if rate else None,
+            scheduler=rate.scheduler if rate else None,
         ),
         microbatches=options.microbatches,
         pipeline=PipelineConfig(stages=options.stages, schedule=options.schedule),
@@ -143,7 +148,7 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
         }
         try:
             trainer.finish()
-        except FileError as error:  # the record is cut short; what was trained is whole
+        except FileError as error:  # the record is incomplete, but the training succeeded
             summary["failure"] = str(error)
         return summary
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.data.datasets import mnist
 from lockstep.recipes.classification import Data, Options
-from lockstep.recipes.network import digit_network
+from lockstep.recipes.digits import digit_network
 
 __all__ = ["defaults", "load", "network"]
 
@@ -17,12 +17,12 @@ FOLDER = "data/mnist"
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that were not given."""
+    """Return the default options."""
     return {"epochs": 10, "batch_size": 128, "lr": 0.05, "momentum": 0.5}
 
 
 def load(options: Options) -> Data:
-    """Return the training and the test digits, read on each rank; rank 0 downloads."""
+    """Return the training and the test digits."""
     folder = options.data or FOLDER
     return Data(mnist(folder, train=True), mnist(folder, train=False), classes=10)
 

@@ -1,4 +1,4 @@
-"""Residual networks of bottlenecks (He et al., 2015), as a sequence that can be cut anywhere.
+"""Residual networks of bottlenecks (He et al., 2015), as a sequence of blocks.
 
     images ─ conv1 ─ bn1 ─ relu ─ maxpool ─ layer1 ─ layer2 ─ layer3 ─ layer4 ─ avgpool ─ fc
                                             3        4        6        3  bottlenecks
@@ -6,9 +6,8 @@
     bottleneck   x ─┬─ 1x1 ─ 3x3 ─ 1x1 ─ (+) ─ relu
                     └──── shortcut ───────┘
 
-The variant called v1.5: the 3x3 convolution has the stride, where the paper gives
-it to the first 1x1. Parameters and buffers have the names under which weights of
-this network are published ("layer1.0.conv1.weight").
+This is variant v1.5: the 3x3 convolution has the stride, while it is the first 1x1 convolution in
+the paper. Parameters and buffers have the names of published weights ("layer1.0.conv1.weight").
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from torch import nn
 __all__ = ["Bottleneck", "ResNet", "resnet50"]
 
 EXPANSION = 4
-"""How many times wider a bottleneck's output is than its inside."""
+"""The ratio of the output channels of a bottleneck to its inner channels."""
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions with a narrow inside, added to what came in.
+    """Three convolutions with fewer channels in the middle, added to the input.
 
     [n, channels, h, w] to [n, 4 width, h / stride, w / stride]. The shortcut is a 1x1
-    convolution where the shapes differ, and nothing elsewhere.
+    convolution if the shapes differ, else the identity.
     """
 
     def __init__(self, channels: int, width: int, stride: int = 1) -> None:
@@ -47,7 +46,7 @@ class Bottleneck(nn.Module):
             self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(outside))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the bottleneck's output; `inputs` is not written to."""
+        """Return the output; `inputs` is not modified."""
         outputs = self.relu(self.bn1(self.conv1(inputs)))
         outputs = self.relu(self.bn2(self.conv2(outputs)))
         outputs = self.bn3(self.conv3(outputs))
@@ -56,12 +55,17 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images [n, 3, h, w] to scores [n, classes]; `blocks` are its layers, one after another.
+    """Maps images [n, 3, h, w] to scores [n, classes].
 
-    `counts` are the bottlenecks of layer 1, 2, ...: each layer is twice as wide as
-    the one before and, from the second on, halves height and width. `width` is that
-    of the first. Convolutions are drawn normal with variance 2 / fan out. With four
-    layers and images of 32 pixels or less, batch norm needs micro-batches of two or more.
+    Each layer has twice as many channels as the previous one; from the second on, layers halve
+    height and width. Convolutions are initialized from a normal distribution with variance
+    2 / fan_out. With four layers and images of at most 32 pixels, batch norm needs micro-batches
+    of at least two samples.
+
+    Args:
+        counts: The number of bottlenecks of each layer.
+        classes: The number of classes.
+        width: The inner channels of the first layer.
     """
 
     def __init__(self, counts: Sequence[int], classes: int = 1000, width: int = 64) -> None:
@@ -84,15 +88,15 @@ class ResNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.flatten = nn.Flatten()
         self.fc = nn.Linear(channels, classes)
-        self._initialise()
+        self._initialize()
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def blocks(self) -> list[nn.Module]:
-        """Return the modules that `forward` calls one after another: the places to cut between."""
+        """Return the modules that `forward` calls in sequence, for pipeline stages."""
         bottlenecks = [
             block for name in self._layers for block in self.get_submodule(name).children()
         ]

@@ -1,10 +1,10 @@
-"""resnet50: ResNet-50 on folders of pictures, one folder a class, as ImageNet is trained.
+"""resnet50: ResNet-50 on image folders, trained as on ImageNet.
 
-Random parts of pictures, mirrored or not, in training; their middle in evaluation.
-Without a folder it trains on generated pictures, which show how fast, not how well.
-The learning rate is 0.1 for a batch of 256 and in proportion for others, with a
-warm-up and a cosine, and each bottleneck begins as nothing but its shortcut (Goyal et
-al., 2017); labels are smoothed (Szegedy et al., 2016).
+Training uses random crops and flips, evaluation the center crop. Without a folder it trains on
+generated images, which show the speed, not the accuracy. The learning rate is 0.1 for a batch of
+256 and proportional to the batch size, with warmup and cosine decay, and the last batch norm of
+each bottleneck starts with weight 0 (Goyal et al., 2017); labels are smoothed (Szegedy et al.,
+2016).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["NOTICE", "defaults", "load", "network"]
 
 HELD_OUT = 0.2
 SPLIT_SEED = 0
-"""Fixed, so that the held-out pictures are the same ones whatever the training's seed."""
+"""Fixed, so that the held-out images do not depend on the seed of the training."""
 
-CLASSES, TRAINING, TESTING = 10, 320, 80  # of generated pictures
+CLASSES, TRAINING, TESTING = 10, 320, 80  # generated images
 NOTICE = (
-    f"No folder was given with --data: this trains on {TRAINING} generated pictures of {CLASSES} "
-    "classes, which show how fast it is and whether it learns, not how well it does on real ones."
+    f"Without --data, this trains on {TRAINING} generated images of {CLASSES} classes, which show "
+    "the speed and whether the loss decreases, but not the accuracy on real images."
 )
 
 WARMUP = 5 / 90  # of the epochs
@@ -37,7 +37,7 @@ BATCH_SIZE, RATE = 256, 0.1
 
 
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that were not given; those for generated pictures are smaller."""
+    """Return the default options; those for generated images are smaller."""
     generated = given.get("data") is None
     epochs = given.get("epochs", 2 if generated else 90)
     batch_size = given.get("batch_size", 32 if generated else BATCH_SIZE)
@@ -55,7 +55,7 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load(options: Options) -> Data:
-    """Return the pictures to train on and those held out, read or computed when needed."""
+    """Return the images for training and the held-out images."""
     assert options.size is not None
     training: ImageSource
     held_out: ImageSource
@@ -75,7 +75,7 @@ def load(options: Options) -> Data:
 
 
 def network(classes: int) -> nn.Module:
-    """Return the model, with a last batch norm of weight 0 in each bottleneck."""
+    """Return the model, with weight 0 in the last batch norm of each bottleneck."""
     model = resnet50(classes)
     for block in model.blocks():
         if isinstance(block, Bottleneck):

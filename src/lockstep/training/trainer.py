@@ -165,7 +165,7 @@ class Trainer:
             description |= describe(name, value)
         require_same(description, "give every rank the same arguments and settings")
         _check_options(max_grad_norm, storage, stages)
-        session = check.current()
+        session = check.current_session()
         if session is not None:
             stages, is_shared = session.options(model, stages)
             storage = "shared" if is_shared else "replicated"
@@ -437,7 +437,7 @@ class Trainer:
         Call it on every rank: all return when the file is written, and all raise
         FileError when it cannot be. Under `lockstep check` nothing is written.
         """
-        if check.current() is not None:
+        if check.current_session() is not None:
             return
         save_together(Path(path), self._state.model(ema=ema), self.parallel.group)
 
@@ -499,7 +499,7 @@ class Trainer:
         self.history.step(result, [status.memory for status in statuses])
         if self.world.rank == 0 and (rows := timeline_rows(statuses, committed.times)):
             self.history.write("timeline", step=result.step, ranks=rows)
-        if self._fingerprinter is not None and (session := check.current()) is not None:
+        if self._fingerprinter is not None and (session := check.current_session()) is not None:
             session.commit(
                 self._fingerprinter, result.loss, self.digest(), self._optimization.local_state()
             )

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.recipes.rate import Rate
+from lockstep.recipes.learning_rate import WarmupSchedule
 
 
 def test_it_rises_over_the_warm_up_and_falls_as_a_cosine_to_nothing():
-    rate = Rate.of(epochs=4, steps=5, warmup=0.8, decay="cosine")
+    rate = WarmupSchedule.of(epochs=4, steps=5, warmup=0.8, decay="cosine")
     shares = [rate.at(step) for step in range(21)]
     assert shares[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert shares[12] == pytest.approx(0.5)
@@ -17,12 +17,12 @@ def test_it_rises_over_the_warm_up_and_falls_as_a_cosine_to_nothing():
 
 
 def test_without_warm_up_and_decay_there_is_no_schedule():
-    assert Rate.of(epochs=2, steps=5, warmup=0, decay="none") is None
+    assert WarmupSchedule.of(epochs=2, steps=5, warmup=0, decay="none") is None
 
 
 def test_it_moves_an_optimizer():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=8.0)
-    schedule = Rate.of(epochs=1, steps=4, warmup=0.5, decay="none").schedule(optimizer)
+    schedule = WarmupSchedule.of(epochs=1, steps=4, warmup=0.5, decay="none").scheduler(optimizer)
     seen = []
     for _ in range(4):
         seen.append(optimizer.param_groups[0]["lr"])
@@ -33,4 +33,4 @@ def test_it_moves_an_optimizer():
 
 def test_a_warm_up_longer_than_the_training_is_refused():
     with pytest.raises(UsageError, match="--warmup 3 is longer than the training of 2 epochs"):
-        Rate.of(epochs=2, steps=5, warmup=3, decay="cosine")
+        WarmupSchedule.of(epochs=2, steps=5, warmup=3, decay="cosine")
