@@ -15,9 +15,12 @@ def test_an_identity_survives_the_exchange(identity: BatchIdentity) -> None:
     assert BatchIdentity.unpack(identity.pack()) == identity
 
 
-def test_ranks_with_one_batch_pass() -> None:
-    for identity in (LOADED, WHOLE, BatchIdentity()):
-        require_same_batch([identity.pack()] * 3, 0)
+@pytest.mark.parametrize("identity", [LOADED, WHOLE, BatchIdentity()])
+def test_equal_identities_pass_and_one_that_differs_raises(identity: BatchIdentity) -> None:
+    equal = [identity.pack()] * 3
+    require_same_batch(equal, 0)
+    with pytest.raises(DisagreementError, match="in step 0, rank 3"):
+        require_same_batch([*equal, BatchIdentity(epoch=9, position=9).pack()], 0)
 
 
 @pytest.mark.parametrize(

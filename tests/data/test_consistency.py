@@ -17,8 +17,11 @@ def test_a_description_survives_the_exchange(description: EpochSummary) -> None:
     assert len(description.pack()) == len(HERE.pack())
 
 
-def test_ranks_that_agree_pass() -> None:
-    require_same_epoch([HERE.pack()] * 3)
+def test_equal_summaries_pass_and_one_that_differs_raises() -> None:
+    equal = [HERE.pack()] * 3
+    require_same_epoch(equal)
+    with pytest.raises(DisagreementError, match="rank 3 has seed 1, rank 0"):
+        require_same_epoch([*equal, replace(HERE, seed=1).pack()])
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,8 @@ class Split(Numbers):
 def test_datasets_that_are_seeded_pass(dataset: Any) -> None:
     for epoch in range(3):
         collate = len if dataset is Seeded else None
-        list(Batches(dataset(), 8, epoch=epoch, collate_fn=collate))
+        batches = list(Batches(dataset(), 8, epoch=epoch, collate_fn=collate))
+        assert sum(batch.size for batch in batches) == len(dataset())
 
 
 def test_a_sample_that_raises_is_reported_in_its_turn() -> None:

@@ -42,12 +42,14 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
     help="Recompute activations in backward: less memory, more time, the same bits.",
 )  # fmt: skip
 @click.option(
-    "--epochs", type=POSITIVE, help="Number of epochs.  [default: digits 30, mnist 10, resnet50 90]"
+    "--epochs",
+    type=POSITIVE,
+    help="Number of epochs.  [default: digits 30, mnist 10, resnet50 90; 2 if generated]",
 )
 @click.option(
     "--batch-size",
     type=POSITIVE,
-    help="Samples per global batch, over all ranks.  [default: digits 32, mnist 128, resnet50 256]",
+    help="Samples per global batch, over all ranks.  [default: digits 32, mnist 128, resnet50 256; 32 if generated]",
 )
 @click.option(
     "--lr",
@@ -95,7 +97,12 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
 @click.option("--runs", default="runs", show_default=True, metavar="DIR", help="Folder of runs.")
 @click.option("--name", metavar="NAME", help="Name of the run.  [default: recipe, date and time]")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object at the end; the display goes to stderr.",
+)
 def command(
     recipe: str, nprocs: int, runs: str, name: str | None, as_json: bool, **given: Any
 ) -> None:
