@@ -49,7 +49,8 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
 @click.option(
     "--batch-size",
     type=POSITIVE,
-    help="Samples per global batch, over all ranks.  [default: digits 32, mnist 128, resnet50 256; 32 if generated]",
+    help="Samples per global batch, over all ranks.  "
+    "[default: digits 32, mnist 128, resnet50 256; 32 if generated]",
 )
 @click.option(
     "--lr",
