@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 from lockstep.errors import RankError, UsageError
 from lockstep.launcher.channel import Message, write_memfd
@@ -34,6 +34,8 @@ __all__ = [
     "launch",
     "launch_in_this_process",
 ]
+
+T = TypeVar("T")
 
 START_METHODS = ("forkserver", "spawn", "fork")
 
@@ -149,7 +151,7 @@ class ProcessContext:
 
 @overload
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     args: Sequence[Any] = ...,
     nprocs: int = ...,
     *,
@@ -158,12 +160,12 @@ def launch(
     daemon: bool = ...,
     timeout: float | None = ...,
     pass_rank: bool = ...,
-) -> list[Any]: ...
+) -> list[T]: ...
 
 
 @overload
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     args: Sequence[Any] = ...,
     nprocs: int = ...,
     *,
@@ -176,7 +178,7 @@ def launch(
 
 
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     args: Sequence[Any] = (),
     nprocs: int = 1,
     *,
@@ -185,7 +187,7 @@ def launch(
     daemon: bool = False,
     timeout: float | None = None,
     pass_rank: bool = False,
-) -> list[Any] | ProcessContext:
+) -> list[T] | ProcessContext:
     """Run `fn(*args)` in `nprocs` processes and return their values in rank order.
 
     Functions of `__main__` or a notebook, closures and lambdas are sent by value. Inside,

@@ -45,7 +45,7 @@ class Calls:
         self._transport = transport
         self._tokens = TokenCounter(rank)
         self._numbers = itertools.count()
-        self._pending: dict[tuple[int, int], Future] = {}  # by the rank that must answer
+        self._pending: dict[tuple[int, int], Future[Any]] = {}  # by the rank that must answer
         self.resolve: Callable[[ObjectAddress], Any] = self.reference
 
     def start(
@@ -57,7 +57,7 @@ class Calls:
         options: Mapping[str, Any] | None = None,
         *,
         keep: bool = False,
-    ) -> Future:
+    ) -> Future[Any]:
         """Ask rank `to` to call `function(*args, **options)`.
 
         Args:
@@ -73,7 +73,8 @@ class Calls:
         """
         lends: list[tuple[int, int]] = []
         pieces = self._serialize_call(to, what, (function, tuple(args), dict(options or {})), lends)
-        number, future = next(self._numbers), Future(to, what, self.wait)
+        number = next(self._numbers)
+        future: Future[Any] = Future(to, what, self.wait)
         self._pending[to, number] = future
         header = {"kind": "call", "number": number, "keep": keep, "lends": lends}
         try:
@@ -122,11 +123,11 @@ class Calls:
         """Tell the owner that a reference is gone; safe in a destructor."""
         self._transport.post_drop(address)
 
-    def pending(self) -> list[Future]:
+    def pending(self) -> list[Future[Any]]:
         """Return the futures of calls that have not returned yet."""
         return list(self._pending.values())
 
-    def _set_failure(self, future: Future, frame: Frame) -> None:
+    def _set_failure(self, future: Future[Any], frame: Frame) -> None:
         try:
             cause = self.deserialize(frame.pieces) if frame.pieces else None
         except Exception:  # the class of the exception does not exist here

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -27,8 +27,12 @@ from lockstep.remote.credentials import make_key
 from lockstep.remote.future import Future
 from lockstep.remote.trainer_proxy import TrainerProxy
 from lockstep.remote.worker_pool import WorkerPool
+from lockstep.training.optimization import OptimizerConfig, OptimizerFactory
 
 __all__ = ["Driver", "Worker"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Driver:
@@ -115,7 +119,7 @@ class Driver:
         self._pool.handle(rank)
         return Worker(self._pool, rank)
 
-    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    def run(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> list[T]:
         """Call `function` on every worker at once and return the values in rank order.
 
         Raises:
@@ -123,7 +127,9 @@ class Driver:
         """
         return self._pool.gather_values(self.start(function, *args, **options))
 
-    def start(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Future]:
+    def start(
+        self, function: Callable[P, T], *args: P.args, **options: P.kwargs
+    ) -> list[Future[T]]:
         """Call `function` on every worker and return a Future for each at once."""
         return [self.on(rank).start(function, *args, **options) for rank in range(self.world_size)]
 
@@ -131,7 +137,7 @@ class Driver:
         self,
         blocks: Blocks,
         loss: Callable[..., Any] | None,
-        optimizer: Callable[..., torch.optim.Optimizer],
+        optimizer: OptimizerFactory | OptimizerConfig,
         *,
         microbatches: int = 8,
         seed: int = 0,
@@ -178,20 +184,24 @@ class Worker:
     def __init__(self, pool: WorkerPool, rank: int) -> None:
         self._pool, self.rank = pool, rank
 
-    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def run(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Call `function` there and return its value."""
         return self.start(function, *args, **options).result()
 
-    def start(self, function: Callable[..., Any], *args: Any, **options: Any) -> Future:
+    def start(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> Future[T]:
         """Call `function` there and return a Future at once."""
         return self._pool.calls.start(self.rank, _function_name(function), function, args, options)
 
-    def create(self, factory: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call `factory`, a class or function, there; the value stays; return a reference to it."""
+    def create(self, factory: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Call `factory`, a class or function, there; the value stays; return a reference to it.
+
+        Its type is the value's own to a type checker: calls of its methods are forwarded.
+        """
         calls = self._pool.calls
-        return calls.start(
+        reference: T = calls.start(
             self.rank, _function_name(factory), factory, args, options, keep=True
         ).result()
+        return reference
 
 
 def _function_name(function: Callable[..., Any]) -> str:

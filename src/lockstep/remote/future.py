@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from lockstep.errors import LockstepError, RankError
 from lockstep.launcher.failure_attribution import Outcome, is_consequence, make_rank_error
 
 __all__ = ["SETTLE", "Future", "gather"]
+
+T = TypeVar("T")
 
 SETTLE = 2.0  # seconds to wait for the cause of a lost connection
 
@@ -18,7 +20,7 @@ Wait = Callable[[Callable[[], bool], float | None], None]
 """Waits until a condition is true or a `time.monotonic()` deadline has passed."""
 
 
-class Future:
+class Future(Generic[T]):
     """The result of one call on one worker.
 
     Attributes:
@@ -43,7 +45,7 @@ class Future:
         """Whether the call has failed."""
         return self._failure is not None
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> T:
         """Wait for the call to return, and return its value.
 
         Args:
@@ -62,7 +64,8 @@ class Future:
             )
         if self._failure is not None:
             raise make_error([self])
-        return self._value
+        value: T = self._value
+        return value
 
     def __repr__(self) -> str:
         """Return "<Counter.add on rank 1: pending>"."""
@@ -82,7 +85,7 @@ class Future:
         self._settled.set()
 
 
-def gather(futures: Sequence[Future], wait: Wait) -> list[Any]:
+def gather(futures: Sequence[Future[Any]], wait: Wait) -> list[Any]:
     """Return every future's value; when one fails, raise the error that is the cause."""
 
     def failures() -> list[Outcome]:
@@ -98,7 +101,7 @@ def gather(futures: Sequence[Future], wait: Wait) -> list[Any]:
     raise make_error(futures)
 
 
-def make_error(futures: Sequence[Future]) -> Exception:
+def make_error(futures: Sequence[Future[Any]]) -> Exception:
     """Return the error of the first failure; causes take precedence over consequences."""
     failed = [future for future in futures if future._failure is not None]
     error = make_rank_error([future._failure for future in failed if future._failure])

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lockstep.remote.future import Future
 
@@ -45,7 +46,7 @@ class HangRecovery:
         left_at: When the failed workers were told to leave the world; 0 if not yet.
     """
 
-    futures: Sequence[Future]
+    futures: Sequence[Future[Any]]
     reason: str
     checks: int = 0
     last_check: float = 0.0

@@ -129,7 +129,7 @@ class Caller(Protocol):
         function: Callable[..., Any],
         args: Sequence[Any] = (),
         options: Mapping[str, Any] | None = None,
-    ) -> Future:
+    ) -> Future[Any]:
         """Ask rank `to` to call a function, described by `what`."""
 
     def drop(self, address: ObjectAddress) -> None:
@@ -154,7 +154,7 @@ class RemoteObject:
         what = f"{self._address.name}.{name}" if name else self._address.name
         return self._calls.start(self._address.owner, what, getter, (self,)).result()
 
-    def start(self, *args: Any, **options: Any) -> Future:
+    def start(self, *args: Any, **options: Any) -> Future[Any]:
         """Call the object itself and return a Future at once."""
         owner, name = self._address.owner, self._address.name
         return self._calls.start(owner, name, call_itself, (self, *args), options)
@@ -205,7 +205,7 @@ class RemoteMethod:
         """Call it where the object is and return the value."""
         return self.start(*args, **options).result()
 
-    def start(self, *args: Any, **options: Any) -> Future:
+    def start(self, *args: Any, **options: Any) -> Future[Any]:
         """Call it where the object is and return a Future at once."""
         address = self._object._address
         return self._object._calls.start(

@@ -214,7 +214,7 @@ class WorkerPool:
 
     # --- calls on all workers ---------------------------------------------------------------
 
-    def gather_values(self, futures: Sequence[Future]) -> list[Any]:
+    def gather_values(self, futures: Sequence[Future[Any]]) -> list[Any]:
         """Return the values of a call on all workers; raise the error that is the cause.
 
         Workers that wait in a collective for one that raised are released.

@@ -1,0 +1,98 @@
+"""A training program that uses the Trainer's options, checked by mypy and pyright."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import lockstep as ls
+from lockstep.data.datasets import digits
+from lockstep.training.history import EpochResult, StepResult
+
+
+def decay(name: str, parameter: nn.Parameter) -> dict[str, float]:
+    """Exempt vectors from weight decay."""
+    return {"weight_decay": 0.0} if parameter.ndim < 2 else {}
+
+
+def print_loss(result: StepResult) -> None:
+    """Print the loss of a step."""
+    print(result.step, result.loss, result.metrics["accuracy"])
+
+
+class Stopwatch:
+    """A callback with both methods."""
+
+    def on_step(self, result: StepResult) -> None:
+        """Print the time of a step."""
+        print(result.seconds)
+
+    def on_epoch(self, result: EpochResult) -> None:
+        """Print the time of an epoch."""
+        print(result.seconds)
+
+
+def train(folder: Path) -> float:
+    """Train, evaluate, save and resume."""
+    world = ls.init(threads=1)
+    blocks: list[Callable[[], nn.Module]] = [
+        nn.Flatten,
+        partial(nn.Linear, 784, 16),
+        nn.ReLU,
+        partial(nn.Linear, 16, 10),
+    ]
+    trainer = ls.Trainer(
+        ls.build(blocks, seed=1),
+        nn.CrossEntropyLoss(),
+        ls.OptimizerConfig(
+            partial(torch.optim.AdamW, lr=1e-3),
+            parameter_groups=decay,
+            scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1),
+            scheduler_interval="epoch",
+        ),
+        microbatches=4,
+        loss_weight=ls.target_weight(nn.CrossEntropyLoss()),
+        metrics={"accuracy": ls.accuracy},
+        max_grad_norm=1.0,
+        ema_decay=0.999,
+        autocast_dtype=torch.bfloat16,
+        activation_checkpointing=world.world_size > 1,
+        extra_modules=[nn.Dropout(0.1)],
+        pipeline=ls.PipelineConfig(stages=1, schedule="1f1b", balance=None),
+        storage="replicated",
+        callbacks=[print_loss, Stopwatch()],
+        loggers=[folder / "run", ls.loggers.TensorBoard(folder / "tensorboard")],
+    )
+    loss = 0.0
+    with trainer:
+        batches = trainer.batches(digits(), batch_size=64, seed=3, epoch=0, num_workers=2)
+        for batch in batches:
+            loss += trainer.step(batch)
+        evaluation = trainer.evaluate(digits(), 64, ema=True)
+        trainer.save_weights(folder / "weights.safetensors")
+        state = trainer.state_dict()
+    trainer.load_state_dict(state)
+    digest: str = trainer.digest()
+    ema_model: nn.Module | None = trainer.ema_model
+    print(digest, ema_model, evaluation.metrics["accuracy"])
+    return loss + evaluation.loss
+
+
+def train_manually(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Take a step with a loop of one's own."""
+    trainer = ls.Trainer(model, None, partial(torch.optim.SGD, lr=0.1), callbacks=print_loss)
+    with trainer.manual_step() as step:
+        for inputs, targets in step.microbatches(batch):
+            loss: torch.Tensor = nn.functional.cross_entropy(model(inputs), targets)
+            step.backward(loss, metrics={"loss": loss.detach()}, final=True)
+
+
+def train_with_an_existing_loop(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Average gradients over ranks."""
+    wrapped = ls.DistributedDataParallel(model)
+    with wrapped.no_sync():
+        output: torch.Tensor = wrapped(inputs)
+    output.sum().backward()
+    return output
