@@ -202,3 +202,33 @@ def test_a_skipped_micro_batch_is_absent_whatever_grad_holds():
         assert parameter.grad.tolist() == [1.0, 1.0]
     finally:
         ls.shutdown()
+
+
+def watch(reducer, parameter, microbatch):
+    loss = parameter.sum()
+    with reducer.watch_backward(loss, microbatch):
+        loss.backward()
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_second_backward_after_the_only_one_is_a_failure_of_that_step(is_watched):
+    ls.init()
+    try:
+        parameter = nn.Parameter(torch.ones(2))
+        reducer = GradientReducer([("a", parameter)])
+        reducer.begin(2)
+        watch(reducer, parameter, 0)  # learns how gradients arrive
+        reducer.accumulate(0)
+        watch(reducer, parameter, 1)
+        assert parameter.grad is None
+        assert not reducer.failure
+        if is_watched:
+            watch(reducer, parameter, 1)
+        else:
+            parameter.sum().backward()
+        reducer.accumulate(1)
+        assert "the gradient of a came in two parts" in reducer.failure
+        reducer.begin(2)
+        assert not reducer.failure
+    finally:
+        ls.shutdown()

@@ -170,6 +170,8 @@ class GradientReducer:
         if self._values[index] is None:
             gradient, parameter.grad = _gradient(name, parameter), None
             self._add(index, gradient)
+        elif parameter.grad is not None:
+            self._fail_late(index)
 
     @torch.no_grad()
     def _add(self, index: int, gradient: torch.Tensor | None) -> None:
@@ -229,15 +231,18 @@ class GradientReducer:
         """Accumulate a complete gradient, and launch the buckets that are complete with it."""
         state = self._readiness.mark(index)
         if state is GradientState.LATE:
-            self._failure = (
-                f"the gradient of {self._parameters[index][0]} came in two parts, and not in the "
-                "steps before; if a part of the model is checkpointed, do it with "
-                "use_reentrant=False"
-            )
+            self._fail_late(index)
         elif state is GradientState.COMPLETE:
             self._accumulate_one(index)
             while self._launched < self._readiness.complete_buckets:
                 self.launch_next()
+
+    def _fail_late(self, index: int) -> None:
+        self._failure = (
+            f"the gradient of {self._parameters[index][0]} came in two parts, and not in the "
+            "steps before; if a part of the model is checkpointed, do it with "
+            "use_reentrant=False, and call backward(final=True) once per micro-batch"
+        )
 
     @property
     def failure(self) -> str:
