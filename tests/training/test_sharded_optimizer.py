@@ -377,7 +377,7 @@ def second_step_ended_at(point, how, folder):
             how()
 
     versioned_parameters.reached = sharded.reached = reached
-    versioned_parameters.store = noted
+    versioned_parameters.atomic_store = noted
     told = ""
     try:
         trainer.step(labelled(16).tensors)
