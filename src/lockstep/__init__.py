@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lockstep.model.digest import digest as digest
     from lockstep.model.forward import accuracy as accuracy
     from lockstep.model.loss_weight import target_weight as target_weight
-    from lockstep.pipeline.config import PipelineConfig as PipelineConfig
+    from lockstep.pipeline.partitioner import PipelineConfig as PipelineConfig
     from lockstep.record import loggers as loggers
     from lockstep.remote.driver import Driver as Driver
     from lockstep.training.optimization import OptimizerConfig as OptimizerConfig
@@ -46,7 +46,7 @@ PUBLIC = {
     "empty_shared": "comm.shared_memory",
     "Trainer": "training.trainer",
     "OptimizerConfig": "training.optimization",
-    "PipelineConfig": "pipeline.config",
+    "PipelineConfig": "pipeline.partitioner",
     "loggers": "record.loggers",
     "accuracy": "model.forward",
     "target_weight": "model.loss_weight",

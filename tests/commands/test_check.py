@@ -388,7 +388,7 @@ def test_a_layout_that_the_model_refuses_is_not_applicable(check):
     assert len(found["layouts"]) == 1
     (refused,) = found["not_applicable"]  # the other layouts with stages are not tried
     assert refused["stages"] == 2
-    assert refused["reason"].startswith("Linear does not say how to cut it into 2 stages")
+    assert refused["reason"].startswith("Linear does not define how to split it into 2 stages")
     assert "1f1b): not applicable" in result.stderr
 
 

@@ -44,7 +44,7 @@ def test_costs_by_hand_are_cut_into_stages():
 
 def test_schedules_for_which_there_are_too_few_blocks_are_left_out():
     done = invoke("all", "--stages", "2", "--forward", "1,2,3")
-    assert "interleaved is left out: 3 blocks cannot be cut into 4 stages" in done.stderr
+    assert "interleaved is left out: 3 blocks cannot be split into 4 stages" in done.stderr
     assert "zero-bubble" in done.stdout
 
 
@@ -84,9 +84,9 @@ def test_the_picture(tmp_path):
         (["gpipe", "--stages-per-rank", "2"], LayoutError, "only the schedule interleaved"),
         (["interleaved", "--stages-per-rank", "0"], LayoutError, "stages_per_rank=0"),
         (["1f1b", "--forward", "1,x"], UsageError, "--forward expects numbers"),
-        (["1f1b", "--forward", "1,2"], LayoutError, "2 blocks cannot be cut into 4 stages"),
+        (["1f1b", "--forward", "1,2"], LayoutError, "2 blocks cannot be split into 4 stages"),
         (["1f1b", "--forward", "1,2,3,4", "--backward", "1"], LayoutError, "has 1 numbers"),
-        (["1f1b", "--forward", "1,2,3,-4"], LayoutError, "a cost is a number from 0"),
+        (["1f1b", "--forward", "1,2,3,-4"], LayoutError, "a cost must be finite and not negative"),
         (["1f1b", "--backward", "1,2,3,4"], UsageError, "need --forward"),
         (["1f1b", "--costs", "x", "--forward", "1"], UsageError, "use either --costs"),
         (["1f1b", "--costs", "nowhere.json"], FileError, r"cannot be read \(No such file"),

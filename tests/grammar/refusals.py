@@ -47,7 +47,7 @@ def _of_layout(case: Case, layout: Layout) -> Iterator[str]:
         if layout.shared:
             yield "shared=True is for whole models"
         if not case.model.is_chain:
-            yield "does not say how to cut it into"
+            yield "does not define how to split it into"
         if layout.loop:
             yield "a loop of one's own needs the whole model"
 

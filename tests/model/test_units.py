@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.model.units import Units, units_of
-from lockstep.pipeline.cut import block_names
+from lockstep.pipeline.partition import find_block_names
 from lockstep.randomness import key
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def drawn_with(*parts):
 
 
 def units_in(model):
-    return Units(units_of(model, block_names(model, None)), model, seed=0, device=CPU)
+    return Units(units_of(model, find_block_names(model, None)), model, seed=0, device=CPU)
 
 
 def test_units_are_the_blocks_each_once_and_else_the_model():

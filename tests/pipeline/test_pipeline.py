@@ -496,13 +496,13 @@ def refusals():
 def test_what_cannot_be_cut_is_refused_by_name(ranks):
     expected = [
         "2 rank(s) cannot hold replicas of 3 stages",
-        "Opaque does not say how to cut it into 2 stages",
+        "Opaque does not define how to split it into 2 stages",
         "the model Opaque has no module 'three'",
-        "the blocks of Opaque, one after another, do not give what its forward gives",
+        "calling the blocks of Opaque one after another does not give the output of its forward",
         "there is no schedule '2f2b'",
-        "balance=[1, 1] must give each of 2 stages its number of blocks, of 5 together",
-        "1 blocks cannot be cut into 2 stages",
-        "stages_per_rank=2 is for schedule",
+        "balance=[1, 1] must hold the number of blocks of each of 2 stages, 5 blocks in total",
+        "1 blocks cannot be split into 2 stages",
+        "stages_per_rank=2 needs schedule",
         "cannot be cut into stages: train them with stages=1",
         "a manual step needs the whole model on every rank",
         "a block draws from Python's or numpy's random numbers",

@@ -120,7 +120,9 @@ class Skipping(nn.Module):
 
 def skipping():
     made = trainer(Skipping(), 2, [2, 1], blocks=["a", "b", "c"])
-    with pytest.raises(LayoutError, match="one after another, do not give what its forward gives"):
+    with pytest.raises(
+        LayoutError, match="one after another does not give the output of its forward"
+    ):
         made.step(BATCH)
     return True
 

@@ -9,13 +9,13 @@ from lockstep.pipeline import schedules
 from lockstep.pipeline.schedules import (
     NAMES,
     Action,
+    build_schedule,
     gpipe,
     in_order,
     interleaved,
     made,
     needed,
     one_f_one_b,
-    schedule,
     stages_of,
     validate,
     zero_bubble,
@@ -57,7 +57,7 @@ def test_interleaved_goes_through_all_stages_of_a_rank_in_turn() -> None:
 
 @given(EVERY, RANKS, MICROBATCHES)
 def test_every_schedule_is_valid(name: str, ranks: int, microbatches: int) -> None:
-    validate(schedule(name, ranks, microbatches))
+    validate(build_schedule(name, ranks, microbatches))
 
 
 @given(RANKS, MICROBATCHES, CHUNKS)
@@ -103,7 +103,7 @@ def test_the_peaks(ranks: int, microbatches: int) -> None:
 
 @given(EVERY, RANKS, MICROBATCHES)
 def test_backwards_come_in_the_order_of_the_microbatches(name: str, p: int, m: int) -> None:
-    for actions in schedule(name, p, m):
+    for actions in build_schedule(name, p, m):
         for stage in {action.stage for action in actions}:
             for kinds in (("backward", "input"), ("backward", "weight")):
                 own = [a.microbatch for a in actions if a.stage == stage and a.kind in kinds]
@@ -112,7 +112,7 @@ def test_backwards_come_in_the_order_of_the_microbatches(name: str, p: int, m: i
 
 @given(EVERY, RANKS, MICROBATCHES)
 def test_what_an_action_needs_was_made_before(name: str, p: int, m: int) -> None:
-    actions = schedule(name, p, m)
+    actions = build_schedule(name, p, m)
     ready = set()
     for _, action in in_order(actions):
         assert ready.issuperset(needed(action, stages_of(actions)))
@@ -177,7 +177,7 @@ def test_a_schedule_without_actions_is_refused() -> None:
 )
 def test_what_cannot_be_scheduled_is_refused(arguments, sentence) -> None:
     with pytest.raises(LayoutError, match=sentence):
-        schedule(*arguments)
+        build_schedule(*arguments)
 
 
 def test_the_drawing_at_the_top_of_the_module() -> None:

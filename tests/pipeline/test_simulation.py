@@ -1,12 +1,20 @@
-"""The simulation: what is added up by hand comes out."""
+"""Simulation: the times of schedules, compared with sums by hand, and recorded steps."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import records
 from lockstep.errors import LayoutError
-from lockstep.pipeline.schedules import NAMES, Action, gpipe, one_f_one_b, schedule
-from lockstep.pipeline.simulation import Costs, grouped, simulate
+from lockstep.pipeline.schedules import NAMES, Action, build_schedule, gpipe, one_f_one_b
+from lockstep.pipeline.simulation import (
+    Costs,
+    group_costs,
+    measure_costs,
+    simulate,
+    simulate_recording,
+)
+from lockstep.record.timeline import Span, Timeline, parse_timeline
 
 COST = st.integers(0, 9).map(float)
 
@@ -36,7 +44,7 @@ def test_two_ranks_added_up_by_hand() -> None:
 
 @given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 12), st.data())
 def test_no_rank_does_two_things_and_nothing_comes_before_its_cause(name, p, m, data) -> None:
-    actions = schedule(name, p, m)
+    actions = build_schedule(name, p, m)
     stages = p * (2 if name == "interleaved" else 1)
     costs = random_costs(data, stages)
     found = simulate(actions, costs)
@@ -67,7 +75,7 @@ def test_what_is_held_is_in_the_units_given() -> None:
 
 def test_a_rank_alone_has_no_bubble_and_no_transfers() -> None:
     costs = Costs((1, 1), (1, 1), (1, 1), transfer=(100,))
-    assert simulate(schedule("interleaved", 1, 3, 2), costs).bubble == 0
+    assert simulate(build_schedule("interleaved", 1, 3, 2), costs).bubble == 0
 
 
 def test_costs_of_nothing_have_no_bubble() -> None:
@@ -76,8 +84,8 @@ def test_costs_of_nothing_have_no_bubble() -> None:
 
 def test_blocks_added_up_to_stages() -> None:
     blocks = Costs((1, 2, 3), (4, 5, 6), (7, 8, 9), (0.5, 0.25), (11, 12, 13), (1, 2, 4))
-    cut = [range(0, 2), range(2, 3)]
-    assert grouped(blocks, cut) == Costs((3, 3), (9, 6), (15, 9), (0.25,), (23, 13), (3, 4))
+    ranges = [range(0, 2), range(2, 3)]
+    assert group_costs(blocks, ranges) == Costs((3, 3), (9, 6), (15, 9), (0.25,), (23, 13), (3, 4))
 
 
 def test_a_whole_backward_is_its_parts_unless_measured() -> None:
@@ -103,3 +111,52 @@ def test_costs_that_do_not_fit_are_refused(fields, sentence) -> None:
 def test_costs_of_other_stages_are_refused() -> None:
     with pytest.raises(LayoutError, match="costs of 3 stages for a schedule of 2"):
         simulate(gpipe(2, 1), Costs.unit(3))
+
+
+def test_a_simulated_recording_has_no_transfers():
+    found = simulate_recording(parse_timeline(records.timeline(0, pairs=2)))
+    assert (found.title, found.num_ranks) == ("step 0, simulated", 4)
+    ends = [(w.rank, w.kind, w.microbatch, w.begin) for w in found.spans if w.rank == 2]
+    assert ends == [
+        (2, "forward", 2, 0),
+        (2, "forward", 3, pytest.approx(2e-3)),
+        (2, "backward", 2, pytest.approx(7e-3)),
+        (2, "backward", 3, pytest.approx(12e-3)),
+    ]
+
+
+def test_measured_costs_are_medians():
+    spans = [Span(0, "forward", 0, end, 0, j) for j, end in enumerate((1, 2, 9))]
+    parts = [Span(0, "input", 0, 3, 0, 0), Span(0, "weight", 3, 7, 0, 0)]
+    found = measure_costs(Timeline("", 1, (*spans, *parts)))
+    assert found == Costs((2,), (3,), (4,), backward=(7,))
+
+
+def test_half_of_a_whole_backward_is_for_the_weights():
+    spans = (Span(0, "forward", 0, 1, 0, 0), Span(0, "backward", 1, 4, 0, 0))
+    assert measure_costs(Timeline("", 1, spans)) == Costs((1,), (1.5,), (1.5,), backward=(3,))
+
+
+@given(st.sampled_from(NAMES), st.integers(2, 4), st.integers(1, 9))
+def test_a_simulation_simulated_as_a_recording_is_unchanged(name, ranks, microbatches):
+    actions = build_schedule(name, ranks, microbatches)
+    simulated = simulate(actions).spans
+    spans = tuple(
+        Span(s.rank, s.action.kind, s.begin, s.end, s.action.stage, s.action.microbatch)
+        for s in simulated
+    )
+    assert simulate_recording(Timeline("", ranks, spans)).spans == spans
+
+
+@pytest.mark.parametrize("missing", ["forward", "backward"])
+def test_an_incomplete_recording_is_not_simulated(missing):
+    whole = parse_timeline(records.timeline(0))
+    spans = tuple(w for w in whole.spans if (w.kind, w.rank) != (missing, 1))
+    assert simulate_recording(Timeline("", 2, spans)) is None
+
+
+def test_a_recording_without_stages_is_not_simulated():
+    assert (
+        simulate_recording(Timeline("", 2, (Span(0, "compute", 0, 1), Span(1, "compute", 0, 1))))
+        is None
+    )

@@ -9,8 +9,8 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.model.step_context import Span
-from lockstep.pipeline.replay import replay
 from lockstep.pipeline.schedules import Action, one_f_one_b
+from lockstep.pipeline.simulation import simulate_recording
 from lockstep.record.reader import read_run
 from lockstep.record.timeline import read_timelines
 from lockstep.report.trace import find_transfers
@@ -101,6 +101,6 @@ def test_what_a_rank_gets_was_made_before_on_one_clock(run):
 
 def test_a_recorded_step_can_be_simulated(run):
     one = read_timelines(run)[-1]
-    found = replay(one)
+    found = simulate_recording(one)
     assert [work.rank for work in found.spans] == [0] * 6 + [1] * 6
     assert {work.kind for work in found.spans} == {"forward", "backward"}

@@ -20,8 +20,8 @@ from lockstep.data.microbatch import split_evenly
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.pipeline.config import PipelineConfig
-from lockstep.pipeline.cut import block_names
+from lockstep.pipeline.partition import find_block_names
+from lockstep.pipeline.partitioner import PipelineConfig
 
 __all__ = ["CheckComplete", "Session", "current_session", "open_session"]
 
@@ -66,7 +66,7 @@ class Session:
         stages = layout.stages * (layout.stages_per_rank or 1)
         count = 0
         if isinstance(model, nn.Module):
-            count = 0 if hasattr(model, "_orig_mod") else len(block_names(model, blocks))
+            count = 0 if hasattr(model, "_orig_mod") else len(find_block_names(model, blocks))
         elif blocks is None:
             count = len(model)
         balance = [len(span) for span in split_evenly(count, stages)] if count >= stages else None

@@ -72,11 +72,11 @@ def _render(run: Run, kind: str) -> bytes:
 
 def _simulate(run: Run) -> Timeline | None:
     """Return the simulation of the run's typical timeline; None if it has no stages."""
-    from lockstep.pipeline.replay import replay
+    from lockstep.pipeline.simulation import simulate_recording
     from lockstep.record.timeline import typical_timeline
 
     found = typical_timeline(run)
-    return None if found is None else replay(found)
+    return None if found is None else simulate_recording(found)
 
 
 def _trace(run: Run) -> bytes:

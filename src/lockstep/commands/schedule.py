@@ -12,7 +12,7 @@ import click
 from lockstep.commands.report import save
 from lockstep.errors import FileError, LayoutError, UsageError
 from lockstep.formatting import format_bytes, format_duration, format_number, format_percent
-from lockstep.pipeline.choice import Plan, plan
+from lockstep.pipeline.schedule_planner import SchedulePlan, plan_schedule
 from lockstep.pipeline.schedules import NAMES
 from lockstep.pipeline.simulation import Costs
 from lockstep.record.timeline import Span, Timeline
@@ -98,13 +98,13 @@ def command(
 
 def make_plans(
     names: Sequence[str], costs: Costs, stages: int, microbatches: int, stages_per_rank: int | None
-) -> list[Plan]:
+) -> list[SchedulePlan]:
     """Return the plans of schedules; a comparison leaves out those that are impossible."""
     found = []
     for name in names:
         own = stages_per_rank if name == "interleaved" or len(names) == 1 else None
         try:
-            found.append(plan(name, costs, stages, microbatches, own))
+            found.append(plan_schedule(name, costs, stages, microbatches, own))
         except LayoutError as error:
             if len(names) == 1 or name == "1f1b":
                 raise
@@ -160,7 +160,7 @@ def read_costs(file: Path) -> Costs:
 
 def recorded_costs(run: Run) -> Costs:
     """Return the costs of the stages in the typical step of a run."""
-    from lockstep.pipeline.replay import measured
+    from lockstep.pipeline.simulation import measure_costs
     from lockstep.record.timeline import typical_timeline
 
     step = typical_timeline(run)
@@ -168,7 +168,7 @@ def recorded_costs(run: Run) -> Costs:
         raise UsageError(
             f"the run {run.folder} has no measured costs, because it has no pipeline stages"
         )
-    return measured(step)
+    return measure_costs(step)
 
 
 def read_json(file: Path) -> Any:
@@ -181,7 +181,7 @@ def read_json(file: Path) -> Any:
         raise FileError(f"{file} is not a JSON file") from None
 
 
-def make_timeline(one: Plan, time: Callable[[float], str]) -> Timeline:
+def make_timeline(one: SchedulePlan, time: Callable[[float], str]) -> Timeline:
     """Return the timeline of a plan."""
     spans = tuple(
         Span(s.rank, s.action.kind, s.begin, s.end, s.action.stage, s.action.microbatch)
@@ -193,7 +193,7 @@ def make_timeline(one: Plan, time: Callable[[float], str]) -> Timeline:
 
 
 def print_plans(
-    plans: Sequence[Plan],
+    plans: Sequence[SchedulePlan],
     drawn: Sequence[Timeline],
     time: Callable[[float], str],
     memory: Callable[[float], str],
@@ -214,7 +214,10 @@ def print_plans(
 
 
 def make_row(
-    one: Plan, base: Plan, time: Callable[[float], str], memory: Callable[[float], str]
+    one: SchedulePlan,
+    base: SchedulePlan,
+    time: Callable[[float], str],
+    memory: Callable[[float], str],
 ) -> list[str]:
     """Return the table row of a plan."""
     length, whole = one.simulation.makespan, base.simulation.makespan
@@ -224,7 +227,7 @@ def make_row(
         f"{length / whole:.2f}" if whole else "",
         format_percent(one.simulation.bubble),
         " ".join(memory(peak) for peak in one.simulation.peaks),
-        " ".join(str(len(stage)) for stage in one.cut),
+        " ".join(str(len(stage)) for stage in one.ranges),
     ]
 
 

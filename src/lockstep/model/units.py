@@ -10,7 +10,7 @@ torch's generators are seeded before each unit, Python's and numpy's once a
 micro-batch.
 
 The units are fixed by the model, so that a cut into stages changes no bit: its
-blocks (`lockstep.pipeline.cut`), and otherwise the model as a whole. The
+blocks (`lockstep.pipeline.partition`), and otherwise the model as a whole. The
 generators are seeded by hooks that exist only while a step is computed; a
 compiled model is seeded outside its graph.
 

@@ -45,8 +45,8 @@ class PipelineEvaluator:
     ) -> None:
         self._model, self._pipeline, self._metrics = model, pipeline, metrics
         self._parallel = pipeline.parallel
-        self._blocks = {s: placement.named(model, s) for s in pipeline.stages}
-        self._units = {s: placement.units(model, s, seed) for s in pipeline.stages}
+        self._blocks = {s: placement.select_blocks(model, s) for s in pipeline.stages}
+        self._units = {s: placement.make_units(model, s, seed) for s in pipeline.stages}
         self._buffers = {s: Buffers(self._modules(s)) for s in pipeline.stages}
         self._rows: list[Row] = []
         self._sent: list[tuple[str, Departure]] = []

@@ -1,7 +1,7 @@
 """The executor of a model in pipeline stages, of which this rank holds one or several.
 
-first batch   the model is cut into stages, unless it was cut when it was built
-each step     a ScheduleExecutor takes the batch through the stages of this rank
+first batch   the model is partitioned into stages, unless that was possible without data
+each step     a ScheduleExecutor runs the batch through the stages of this rank
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from lockstep.model.forward import Metric
 from lockstep.model.meta_device import release
 from lockstep.model.side_effects import SideEffects
 from lockstep.model.step_context import StepContext
-from lockstep.pipeline.cut import Cut
 from lockstep.pipeline.evaluator import PipelineEvaluator
+from lockstep.pipeline.partitioner import Partitioner, StagePlan
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.placement import Placement
 from lockstep.pipeline.schedule_executor import ScheduleExecutor
-from lockstep.pipeline.staging import Staging
 
 __all__ = ["PipelineExecutor"]
 
@@ -35,40 +34,40 @@ class PipelineExecutor:
     """Computes steps and evaluations through the stages of this rank.
 
     Args:
-        staging: The stages that were requested; where it gives the cut, the model is cut at
-            once, and otherwise with the first batch.
+        partitioner: Plans the stages: at once if it needs no data, otherwise with the first
+            batch.
         module: The whole model, of which this rank keeps its part.
-        copies: Models of the same parameters, such as the average, which are cut alike.
+        copies: Copies of the model, such as its average, which are partitioned in the same way.
         metrics: Functions of (outputs, targets) by name.
         seed: The seed of all random numbers.
 
     Attributes:
-        placement: Which stages have which tensors; None before the cut.
+        placement: Which stages hold which tensors; None before the model is partitioned.
         parameters: The parameters that this rank holds.
-        owned_parameters: Those whose norm it counts: a parameter that stages share counts once.
+        owned_parameters: Those that count in the norm: a tied parameter counts once.
     """
 
     def __init__(
         self,
-        staging: Staging,
+        partitioner: Partitioner,
         module: nn.Module,
         copies: Sequence[nn.Module],
         metrics: Mapping[str, Metric],
         seed: int,
     ) -> None:
-        self._staging, self._module, self._copies = staging, module, list(copies)
+        self._partitioner, self._module, self._copies = partitioner, module, list(copies)
         self._metrics, self._seed = metrics, seed
         self._pipeline: Pipeline | None = None
         self._running: ScheduleExecutor | None = None
         self.placement: Placement | None = None
         self.parameters: list[nn.Parameter] = []
         self.owned_parameters: list[nn.Parameter] = []
-        if (given := staging.given()) is not None:
-            self._cut(*given)
+        if (plan := partitioner.plan_without_data()) is not None:
+            self._partition(plan)
 
     @property
     def side_effects(self) -> SideEffects:
-        """What forward may write besides its result."""
+        """Detects what forward writes besides its result."""
         return self._linked().side_effects
 
     @property
@@ -83,10 +82,10 @@ class PipelineExecutor:
         return [(stage.gradients, stage.buffers) for stage in self._linked().stages.values()]
 
     def prepare(self, batch: Batch) -> None:
-        """Cut the model, which the first batch decides on unless the cut was given."""
+        """Partition the model with the first batch, unless it has been partitioned already."""
         if self._pipeline is None:
             first = batch.microbatches[0] if batch.microbatches else None
-            self._cut(*self._staging.measured(self._module, first))
+            self._partition(self._partitioner.plan(self._module, first))
 
     @contextmanager
     def open(self, step: StepContext) -> Iterator[ScheduleExecutor]:
@@ -96,7 +95,7 @@ class PipelineExecutor:
             yield self._running
 
     def compute(self, step: StepContext, batch: Any) -> None:
-        """Take this rank's part of a batch through its stages."""
+        """Run this rank's part of a batch through its stages."""
         assert self._running is not None
         self._running.run(batch)
 
@@ -105,36 +104,38 @@ class PipelineExecutor:
         return None if self._running is None else self._running.position()
 
     def broadcast_tied_gradients(self, attempt: int) -> None:
-        """Give the sums of parameters on several stages to all of them."""
+        """Send the reduced gradients of tied parameters to all stages that hold them."""
         self._linked().broadcast_tied_gradients(attempt)
 
     def reset(self) -> None:
-        """Connect the stages anew: messages of the failed step may still be under way."""
+        """Make new links between the stages: messages of the failed step may be in transit."""
         self._linked().connect()
 
     def evaluate(self, model: nn.Module | None, batches: Iterable[Batch]) -> Evaluation:
         """Return the evaluation of the model, or of one of its copies."""
-        coming = iter(batches)
-        first = next(coming)
+        remaining = iter(batches)
+        first = next(remaining)
         self.prepare(first)
         assert self.placement is not None
         evaluated = self._module if model is None else model
         evaluator = PipelineEvaluator(
             evaluated, self.placement, self._linked(), self._metrics, self._seed
         )
-        return evaluator.run(chain([first], coming))
+        return evaluator.run(chain([first], remaining))
 
     def _linked(self) -> Pipeline:
-        assert self._pipeline is not None, "the model has not been cut into stages yet"
+        assert self._pipeline is not None, "the model has not been partitioned yet"
         return self._pipeline
 
-    def _cut(self, cut: Cut, schedule: str, stages_per_rank: int) -> None:
-        """Make this rank's stages, and free the rest of the model."""
-        placement = Placement.of(self._staging.parallel, cut, self._module)
+    def _partition(self, plan: StagePlan) -> None:
+        """Build this rank's stages, and free the rest of the model."""
+        placement = Placement.from_model(self._partitioner.parallel, plan.partition, self._module)
         for module in (self._module, *self._copies):
-            release(module, placement.here)
+            release(module, placement.is_local)
         self.placement = placement
-        self._pipeline = placement.pipeline(self._module, self._seed, schedule, stages_per_rank)
+        self._pipeline = placement.build_pipeline(
+            self._module, self._seed, plan.schedule, plan.stages_per_rank
+        )
         named = list(self._module.named_parameters())
-        self.parameters = [each for name, each in named if placement.here(name)]
-        self.owned_parameters = [each for name, each in named if placement.owned(name)]
+        self.parameters = [each for name, each in named if placement.is_local(name)]
+        self.owned_parameters = [each for name, each in named if placement.is_owned(name)]

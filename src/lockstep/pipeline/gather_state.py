@@ -1,11 +1,11 @@
-"""The whole: state that lies on several ranks, brought together on each.
+"""Gathers the state of a model that is distributed over pipeline stages.
 
     rank 0   blocks 0-4         ──┐
     rank 1   blocks 5-9         ──┴──> all names, in the model's order, on every rank
 
-What a rank does not hold lies on the meta device, with shape and dtype. What it holds
-is only read, and stays what the rank itself has: replicas that came apart have different
-digests. Every rank of the world must make these calls.
+Tensors that a rank does not hold are on the meta device, with shape and dtype. Tensors that it
+holds are never overwritten, so replicas that diverged have different digests. All functions
+are collective calls of every rank of the world.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from torch.optim import Optimizer
 
 from lockstep.comm.collectives import all_gather_bytes, broadcast_tensors
 
-__all__ = ["whole_optimizer", "whole_state"]
+__all__ = ["gather_model_state", "gather_optimizer_state"]
 
 Source = Callable[[str], int]
 
 
-def whole_state(state: Mapping[str, Any], source: Source, device: torch.device) -> dict[str, Any]:
-    """Return a state dict with every tensor, each from the rank that `source` names."""
+def gather_model_state(
+    state: Mapping[str, Any], source: Source, device: torch.device
+) -> dict[str, Any]:
+    """Return the state dict with all tensors.
+
+    Args:
+        state: This rank's state dict; tensors of other ranks are on the meta device.
+        source: Returns the rank that sends a tensor, by name.
+        device: The device for received tensors.
+    """
     result = {
         name: torch.empty_like(value, device=device)
         if isinstance(value, torch.Tensor) and value.is_meta
@@ -38,32 +46,36 @@ def whole_state(state: Mapping[str, Any], source: Source, device: torch.device) 
     return result
 
 
-def whole_optimizer(
+def gather_optimizer_state(
     optimizer: Optimizer, names: Mapping[torch.Tensor, str], source: Source, device: torch.device
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict with the state of every parameter.
+    """Return the optimizer's state dict with the state of every parameter.
 
-    The optimizers of all ranks know all parameters, in one order.
+    Args:
+        optimizer: An optimizer of all parameters, in the same order on every rank.
+        names: The names of the parameters.
+        source: Returns the rank that sends the state of a parameter, by name.
+        device: The device for received tensors.
     """
     packed = optimizer.state_dict()
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     order = [names[each] for each in parameters]
     rank = dist.get_rank()
-    # A count of steps may be left of a parameter that is not here: nobody goes on counting it.
+    # Ignore the state of parameters on other ranks: a stale count of steps may be left here.
     here = {index: each for index, each in packed["state"].items() if not parameters[index].is_meta}
     mine = {
-        index: {entry: _description(value) for entry, value in state.items()}
+        index: {entry: _describe(value) for entry, value in state.items()}
         for index, state in packed["state"].items()
         if source(order[index]) == rank
     }
     message = json.dumps(mine).encode()
-    everyone = all_gather_bytes(message, "bringing an optimizer's state together")
+    everyone = all_gather_bytes(message, "gathering the state of the optimizer")
     found: dict[int, dict[str, Any]] = {}
     for described in map(json.loads, everyone):
         for text, entries in described.items():
             ours = here.get(int(text), {})
             found[int(text)] = {
-                entry: _place(description, ours.get(entry), device)
+                entry: _allocate(description, ours.get(entry), device)
                 for entry, description in entries.items()
             }
     tensors = {
@@ -77,15 +89,15 @@ def whole_optimizer(
     return {**packed, "state": {index: found[index] for index in sorted(found)}}
 
 
-def _description(value: Any) -> Any:
+def _describe(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return {"value": value}
     dtype = str(value.dtype).removeprefix("torch.")
     return {"dtype": dtype, "shape": list(value.shape), "strides": list(value.stride())}
 
 
-def _place(description: Mapping[str, Any], here: Any, device: torch.device) -> Any:
-    """Return a value, or the tensor that will hold it: the one that is here, or a new one."""
+def _allocate(description: Mapping[str, Any], here: Any, device: torch.device) -> Any:
+    """Return a value, or the tensor to receive it: the local one, or a new one."""
     if "dtype" not in description:
         return description["value"]
     if isinstance(here, torch.Tensor) and not here.is_meta:
@@ -96,7 +108,7 @@ def _place(description: Mapping[str, Any], here: Any, device: torch.device) -> A
 
 
 def _broadcast(tensors: Mapping[str, torch.Tensor], source: Source, held: Set[str]) -> None:
-    """Fill each tensor with that of its source, but for those that are `held` here."""
+    """Receive each tensor from its source, except those that are held here."""
     rank = dist.get_rank()
     groups: dict[int, list[torch.Tensor]] = {}
     for name, tensor in tensors.items():

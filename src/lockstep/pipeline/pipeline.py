@@ -24,7 +24,7 @@ from torch import nn
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects
 from lockstep.pipeline.p2p import Receiver, Sender
-from lockstep.pipeline.schedules import Action, schedule
+from lockstep.pipeline.schedules import Action, build_schedule
 from lockstep.pipeline.stage import Stage
 from lockstep.pipeline.tied_weights import Tie
 
@@ -33,7 +33,7 @@ __all__ = ["Pipeline"]
 FIRST_TAG = 1 << 20  # above what a user's own messages are likely to have
 _next_tag: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
-actions_of = lru_cache(maxsize=64)(schedule)
+actions_of = lru_cache(maxsize=64)(build_schedule)
 
 
 def new_tags(group: Any, count: int) -> int:

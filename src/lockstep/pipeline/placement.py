@@ -1,4 +1,4 @@
-"""The placement: this rank's stages, made of the whole model and a cut of it."""
+"""The placement: which rank holds which parts of a partitioned model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.units import Units, units_of
-from lockstep.pipeline.cut import Cut
+from lockstep.pipeline.partition import Partition
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.python_state import python_states
 from lockstep.pipeline.stage import Stage
@@ -21,56 +21,62 @@ __all__ = ["Placement"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Which stages have a tensor of the model, and which of them are here.
+    """Which stages hold each tensor of a model, and which stages are on this rank.
 
-    `holders` has an entry for every parameter and buffer, under each of its names.
+    Attributes:
+        parallel: The layout.
+        partition: The blocks of each stage.
+        holders: The stages that hold each parameter and buffer, under each of its names.
     """
 
     parallel: ParallelContext
-    cut: Cut
+    partition: Partition
     holders: Mapping[str, Sequence[int]]
 
     @classmethod
-    def of(cls, parallel: ParallelContext, cut: Cut, model: nn.Module) -> Placement:
-        """Return the placement of a model that is whole."""
-        first = cut.holders(model)
+    def from_model(
+        cls, parallel: ParallelContext, partition: Partition, model: nn.Module
+    ) -> Placement:
+        """Return the placement of a whole model."""
+        first = partition.find_holders(model)
         names = {id(tensor): name for name, tensor in model.named_parameters()}
         names |= {id(tensor): name for name, tensor in model.named_buffers()}
         every = [
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         ]
-        return cls(parallel, cut, {name: first[names[id(tensor)]] for name, tensor in every})
+        holders = {name: first[names[id(tensor)]] for name, tensor in every}
+        return cls(parallel, partition, holders)
 
     @property
     def stages(self) -> range:
         """The numbers of the stages on this rank."""
-        return range(self.parallel.position, len(self.cut.ranges), self.parallel.stages)
+        return range(self.parallel.position, len(self.partition.ranges), self.parallel.stages)
 
-    def here(self, name: str) -> bool:
-        """Tell whether a tensor of the model is needed on this rank."""
+    def is_local(self, name: str) -> bool:
+        """Return whether this rank holds a tensor of the model."""
         return any(stage in self.stages for stage in self.holders[name])
 
-    def owned(self, name: str) -> bool:
-        """Tell whether this rank owns a tensor: every tensor has one owner in a replica."""
+    def is_owned(self, name: str) -> bool:
+        """Return whether this rank owns a tensor: every tensor has one owner per replica."""
         return self.holders[name][0] in self.stages
 
-    def source(self, name: str) -> int:
+    def find_owner(self, name: str) -> int:
         """Return the rank of replica 0 that owns a tensor."""
         return self.holders[name][0] % self.parallel.stages
 
-    def pipeline(
+    def build_pipeline(
         self, model: nn.Module, seed: int, schedule: str, stages_per_rank: int
     ) -> Pipeline:
-        """Make this rank's stages and link them with the others."""
+        """Build this rank's stages, and connect them to their neighbors."""
         parameters = dict(model.named_parameters())
-        blocks = [self.named(model, number) for number in range(len(self.cut.ranges))]
+        blocks = [self.select_blocks(model, number) for number in range(len(self.partition.ranges))]
         states = python_states(blocks, self.parallel.loss)
         stages = [
             Stage(
                 number,
                 blocks[number],
-                self.units(model, number, seed),
+                self.make_units(model, number, seed),
                 GradientReducer(
                     [pair for pair in parameters.items() if self.holders[pair[0]][0] == number],
                     self.parallel.peers,
@@ -85,19 +91,19 @@ class Placement:
             self.parallel, stages, schedule, stages_per_rank, ties_of(parameters, self.holders)
         )
 
-    def named(self, model: nn.Module, stage: int) -> dict[str, nn.Module]:
+    def select_blocks(self, model: nn.Module, stage: int) -> dict[str, nn.Module]:
         """Return a stage's blocks by name, in `model` or a copy of it."""
-        span = self.cut.ranges[stage]
-        names = self.cut.names[span.start : span.stop]
+        span = self.partition.ranges[stage]
+        names = self.partition.block_names[span.start : span.stop]
         return {name: model.get_submodule(name) for name in names}
 
-    def units(self, model: nn.Module, stage: int, seed: int) -> Units:
-        """Return the keys of a stage's random numbers, in `model` or a copy of it."""
-        units = units_of(model, self.cut.names)
-        begin = self.cut.ranges[stage].start
-        before = [model.get_submodule(name) for name in self.cut.names[:begin]]
+    def make_units(self, model: nn.Module, stage: int, seed: int) -> Units:
+        """Return the units of random numbers of a stage, in `model` or a copy of it."""
+        units = units_of(model, self.partition.block_names)
+        begin = self.partition.ranges[stage].start
+        before = [model.get_submodule(name) for name in self.partition.block_names[:begin]]
         counts = [sum(each is unit for each in before) for unit in units]
-        here = set(self.named(model, stage).values())
+        here = set(self.select_blocks(model, stage).values())
         return Units(
             [unit if unit in here else None for unit in units],
             None,

@@ -30,13 +30,13 @@ __all__ = [
     "Kind",
     "Product",
     "Schedule",
+    "build_schedule",
     "gpipe",
     "in_order",
     "interleaved",
     "made",
     "needed",
     "one_f_one_b",
-    "schedule",
     "stages_of",
     "validate",
     "zero_bubble",
@@ -70,7 +70,7 @@ Product = tuple[Literal["output", "gradient"], int, int]
 NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
-def schedule(
+def build_schedule(
     name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> Schedule:
     """Return the schedule called `name`, one of NAMES.

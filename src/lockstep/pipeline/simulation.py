@@ -1,37 +1,75 @@
-"""The simulation: what a schedule costs, before anything is run.
+"""Simulation of pipeline schedules: how long a step takes, and how much memory it needs.
 
-Each rank works through its actions in order; an action begins when its rank is free
-and what it needs has arrived. A transfer takes its time and keeps no rank busy.
+Each rank executes its actions in order. An action starts when its rank is idle and its inputs
+have arrived. A transfer takes time but keeps no rank busy.
 
-    rank 0   F0  F1  ..waits..  B0  B1        bubble = idle / (ranks x makespan)
+    rank 0   F0  F1  ..waits..  B0  B1        bubble = idle / (ranks * makespan)
     rank 1   ..  F0  B0  F1  B1  ........
              0   1   2              makespan
 
-The same costs decide where a model is cut and which schedule is chosen, so they are
-kept for pieces: the blocks of a model, or its stages, which are blocks added up.
+The same costs decide how a model is partitioned and which schedule is chosen, so they are kept
+per piece: per block of the model, or per stage, which is a group of blocks.
+
+A recorded step can be simulated with its own median times:
+
+    recording ──> actions of each rank, in order ──> Schedule ─┐
+              └─> median time of each kind of action ─> Costs ─┴─> simulate ──> Timeline
+
+The difference between the recording and its simulation is transfers, overhead and variation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import get_args
 
 from lockstep.errors import LayoutError
-from lockstep.pipeline.schedules import Action, Product, Schedule, in_order, made, needed, stages_of
+from lockstep.pipeline.schedules import (
+    Action,
+    Kind,
+    Product,
+    Schedule,
+    in_order,
+    made,
+    needed,
+    stages_of,
+)
+from lockstep.record import timeline
+from lockstep.record.timeline import Timeline
 
-__all__ = ["Costs", "Simulation", "Span", "grouped", "simulate"]
+__all__ = [
+    "Costs",
+    "SimulatedAction",
+    "Simulation",
+    "group_costs",
+    "measure_costs",
+    "simulate",
+    "simulate_recording",
+]
+
+KINDS = get_args(Kind)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What one micro-batch costs on each piece of a model, in one unit of time.
+    """The costs of one micro-batch on each piece of a model.
 
-    `forward`, `input` and `weight` (the two parts of a backward) are per piece, and so
-    is `backward`, a whole one: the sum of its parts where it is left out. `transfer`
-    is the time that an activation, and later its gradient, takes across each boundary
-    between pieces. `held` is what a forward keeps in memory until the backward: 1 a
-    piece, or bytes. Raises LayoutError where lengths differ or a number is negative.
+    Attributes:
+        forward: Time of the forward of each piece, in any unit.
+        input: Time of the part of the backward that computes the gradients of inputs.
+        weight: Time of the part that computes the gradients of weights.
+        transfer: Time of an activation, and later of its gradient, across each boundary
+            between pieces; zeros by default.
+        backward: Time of a whole backward; by default the sum of its parts.
+        held: What a forward keeps in memory until the backward, such as bytes; 1 per piece
+            by default.
+
+    Raises:
+        LayoutError: The lengths differ, or a number is negative or not finite.
     """
 
     forward: tuple[float, ...]
@@ -42,7 +80,7 @@ class Costs:
     held: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Fill in what was left out, and check."""
+        """Fill in the defaults, and check the numbers."""
         pieces = len(self.forward)
         parts = zip(self.input, self.weight, strict=False)
         defaults = {
@@ -56,57 +94,59 @@ class Costs:
         for name in ("forward", "input", "weight", "backward", "held", "transfer"):
             self._check(name, pieces - (name == "transfer"))
 
-    def _check(self, name: str, wanted: int) -> None:
-        given: Sequence[float] = getattr(self, name)
-        if len(given) != wanted or not len(self.forward):
+    def _check(self, name: str, expected: int) -> None:
+        values: Sequence[float] = getattr(self, name)
+        if len(values) != expected or not len(self.forward):
             raise LayoutError(
-                f"costs: {name} has {len(given)} numbers, but {len(self.forward)} pieces "
-                f"(those of forward) want {wanted}"
+                f"costs: {name} has {len(values)} numbers, but {len(self.forward)} pieces "
+                f"(those of forward) need {expected}"
             )
-        for number in given:
+        for number in values:
             if not (math.isfinite(number) and number >= 0):
-                raise LayoutError(f"costs: {name} holds {number}; a cost is a number from 0")
+                raise LayoutError(
+                    f"costs: {name} holds {number}; a cost must be finite and not negative"
+                )
 
     @classmethod
     def unit(cls, ranks: int, stages_per_rank: int = 1) -> Costs:
-        """Return the costs by which schedules are compared.
+        """Return unit costs, for comparing schedules.
 
-        A rank's share of the model costs 1 forward and 2 backward, half of that for
-        the weights, and holds 1; it is cut evenly into `stages_per_rank` stages.
+        The part of the model on each rank takes 1 forward and 2 backward, half of it for the
+        weights, and holds 1. It is divided evenly into `stages_per_rank` stages.
         """
         piece = (1 / stages_per_rank,) * (ranks * stages_per_rank)
         return cls(piece, piece, piece, held=piece)
 
-    def of(self, action: Action) -> float:
+    def get_duration(self, action: Action) -> float:
         """Return how long an action takes."""
         times: tuple[float, ...] = getattr(self, action.kind)
         return times[action.stage]
 
     @property
     def totals(self) -> tuple[float, ...]:
-        """What each piece costs forward and backward together."""
+        """Time of each piece, forward and backward together."""
         return tuple(map(sum, zip(self.forward, self.backward, strict=True)))
 
 
-def grouped(costs: Costs, cut: Sequence[range]) -> Costs:
-    """Return the costs of stages, each a contiguous range of the pieces."""
+def group_costs(costs: Costs, ranges: Sequence[range]) -> Costs:
+    """Return the costs of stages, each a contiguous range of pieces."""
 
-    def added(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(math.fsum(values[piece] for piece in stage) for stage in cut)
+    def add(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(math.fsum(values[piece] for piece in stage) for stage in ranges)
 
     return Costs(
-        added(costs.forward),
-        added(costs.input),
-        added(costs.weight),
-        tuple(costs.transfer[stage.stop - 1] for stage in cut[:-1]),
-        added(costs.backward),
-        added(costs.held),
+        add(costs.forward),
+        add(costs.input),
+        add(costs.weight),
+        tuple(costs.transfer[stage.stop - 1] for stage in ranges[:-1]),
+        add(costs.backward),
+        add(costs.held),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """When a rank worked on an action."""
+class SimulatedAction:
+    """When a rank executes an action."""
 
     rank: int
     action: Action
@@ -116,24 +156,30 @@ class Span:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule in time: its spans, each rank's in order.
+    """The result of a simulation.
 
-    `makespan` is when the last action ends. `bubble` is the share, 0 to 1, of all
-    ranks' time up to then in which a rank idles. `peaks` is for each rank the most
-    that it holds at once, in the unit of `Costs.held`.
+    Attributes:
+        spans: The actions with their times: those of rank 0 in order, then those of rank 1, ...
+        makespan: When the last action ends.
+        bubble: The share (0 to 1) of the time of all ranks during which they are idle.
+        peaks: The most that each rank holds at once, in the unit of `Costs.held`.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[SimulatedAction, ...]
     makespan: float
     bubble: float
     peaks: tuple[float, ...]
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Run a schedule on paper; unit costs unless others are given.
+    """Simulate a schedule.
 
-    Raises LayoutError where the costs are not those of the schedule's stages, or the
-    ranks would wait for each other for ever.
+    Args:
+        schedule: The actions of each rank.
+        costs: The costs of each stage; unit costs by default.
+
+    Raises:
+        LayoutError: The costs have another number of stages, or the schedule deadlocks.
     """
     ranks, stages = len(schedule), stages_of(schedule)
     costs = Costs.unit(ranks, stages // ranks) if costs is None else costs
@@ -141,33 +187,33 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         raise LayoutError(f"costs of {len(costs.forward)} stages for a schedule of {stages}")
     ends: dict[Product | None, float] = {}
     free = [0.0] * ranks
-    spans: list[Span] = []
+    spans: list[SimulatedAction] = []
     for rank, action in in_order(schedule):
         arrivals = [
-            ends[product] + _transfer(costs, product, action.stage, ranks)
+            ends[product] + _get_transfer(costs, product, action.stage, ranks)
             for product in needed(action, stages)
         ]
         begin = max(free[rank], *arrivals) if arrivals else free[rank]
-        free[rank] = ends[made(action)] = begin + costs.of(action)
-        spans.append(Span(rank, action, begin, free[rank]))
+        free[rank] = ends[made(action)] = begin + costs.get_duration(action)
+        spans.append(SimulatedAction(rank, action, begin, free[rank]))
     makespan = max(free)
     busy = math.fsum(span.end - span.begin for span in spans)
     return Simulation(
         spans=tuple(sorted(spans, key=lambda span: span.rank)),
         makespan=makespan,
         bubble=max(0.0, 1 - busy / (ranks * makespan)) if makespan else 0.0,
-        peaks=tuple(_peak(actions, costs) for actions in schedule),
+        peaks=tuple(_compute_peak(actions, costs) for actions in schedule),
     )
 
 
-def _transfer(costs: Costs, product: Product, stage: int, ranks: int) -> float:
-    """Return how long a product is on its way to `stage`; nothing within a rank."""
+def _get_transfer(costs: Costs, product: Product, stage: int, ranks: int) -> float:
+    """Return how long the transfer of a product to `stage` takes; 0 within a rank."""
     source = product[1]
     return costs.transfer[min(source, stage)] if (source - stage) % ranks else 0.0
 
 
-def _peak(actions: Sequence[Action], costs: Costs) -> float:
-    """Return the most that a rank holds; a micro-batch is let go by the end of its backward."""
+def _compute_peak(actions: Sequence[Action], costs: Costs) -> float:
+    """Return the most that a rank holds; a micro-batch is freed at the end of its backward."""
     peak = now = 0.0
     for action in actions:
         if action.kind == "forward":
@@ -176,3 +222,61 @@ def _peak(actions: Sequence[Action], costs: Costs) -> float:
         elif action.kind in ("backward", "weight"):
             now -= costs.held[action.stage]
     return peak
+
+
+# --- recorded steps ---------------------------------------------------------------------------
+
+
+def simulate_recording(recorded: Timeline) -> Timeline | None:
+    """Return the simulated timeline of a recorded step; None if it has no pipeline stages."""
+    spans = [s for s in recorded.spans if s.kind in KINDS and None not in (s.stage, s.microbatch)]
+    width = recorded.ranks_per_replica
+    if width < 2 or recorded.num_ranks % width:
+        return None
+    costs = measure_costs(recorded)
+    found: list[timeline.Span] = []
+    for first in range(0, recorded.num_ranks, width):
+        own = [span for span in spans if first <= span.rank < first + width]
+        try:
+            simulation = simulate(_extract_schedule(own, first, width), costs)
+        except LayoutError:  # some actions were not recorded
+            return None
+        found += [
+            timeline.Span(
+                first + each.rank, each.action.kind, each.begin, each.end, each.action.stage,
+                each.action.microbatch,
+            )
+            for each in simulation.spans
+        ]  # fmt: skip
+    return Timeline(f"{recorded.title}, simulated", recorded.num_ranks, tuple(found))
+
+
+def measure_costs(recorded: Timeline) -> Costs:
+    """Return the median time of each kind of action on each stage.
+
+    If a stage recorded only whole backwards, half of their time counts for the weights.
+    """
+    times: defaultdict[tuple[str, int | None], list[float]] = defaultdict(list)
+    for span in recorded.spans:
+        times[span.kind, span.stage].append(span.end - span.begin)
+
+    def row(kind: str, default: Callable[[int], float]) -> tuple[float, ...]:
+        stages = range(recorded.num_stages)
+        return tuple(median(times[kind, s]) if (kind, s) in times else default(s) for s in stages)
+
+    whole = row("backward", lambda _: 0.0)
+    inputs = row("input", lambda stage: whole[stage] / 2)
+    weights = row("weight", lambda stage: whole[stage] / 2)
+    whole = row("backward", lambda stage: inputs[stage] + weights[stage])
+    return Costs(row("forward", lambda _: 0.0), inputs, weights, backward=whole)
+
+
+def _extract_schedule(spans: list[timeline.Span], first: int, width: int) -> Schedule:
+    """Return the actions of the ranks of one replica, in the order of execution."""
+    ranks: list[list[Action]] = [[] for _ in range(width)]
+    for span in sorted(spans, key=lambda span: span.begin):
+        kind: Kind = span.kind  # type: ignore[assignment]
+        assert span.stage is not None
+        assert span.microbatch is not None
+        ranks[span.rank - first].append(Action(kind, span.stage, span.microbatch))
+    return tuple(map(tuple, ranks))

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from lockstep.errors import FileError
 from lockstep.launcher.world import init
 from lockstep.model.forward import accuracy
-from lockstep.pipeline.config import PipelineConfig
+from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.recipes.learning_rate import WarmupSchedule
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder

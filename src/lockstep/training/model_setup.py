@@ -25,10 +25,9 @@ from lockstep.model.deferred_init import BlockLike, build, build_sequence
 from lockstep.model.memory_overlap import overlaps_of_parameters
 from lockstep.model.meta_device import moved
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.pipeline.config import PipelineConfig
-from lockstep.pipeline.cut import block_names
+from lockstep.pipeline.partition import find_block_names
+from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.pipeline.placement import Placement
-from lockstep.pipeline.staging import Staging
 
 __all__ = ["build_model", "give_weights_to_all"]
 
@@ -38,12 +37,12 @@ def build_model(
     parallel: ParallelContext,
     seed: int,
     config: PipelineConfig,
-) -> tuple[nn.Module, Staging]:
+) -> tuple[nn.Module, Partitioner]:
     """Return the model, with this rank's blocks at least, and its stages as requested.
 
     Raises:
         UsageError: On every rank, where a block cannot be built on one.
-        LayoutError: The model cannot be cut as requested.
+        LayoutError: The model cannot be partitioned as requested.
     """
     if not isinstance(model, nn.Module) and len(model) == config.stages > 1:
         config = replace(config, balance=config.balance or [1] * config.stages)
@@ -52,23 +51,25 @@ def build_model(
         check_static(whole)
         whole = moved(whole, parallel.device)
         # A compiled model is a wrapper, whose name is in front of every parameter's.
-        names = [] if hasattr(whole, "_orig_mod") else block_names(whole, config.blocks)
-        return whole, Staging.of(parallel, whole, names, config)
+        names = [] if hasattr(whole, "_orig_mod") else find_block_names(whole, config.blocks)
+        return whole, Partitioner.from_config(parallel, whole, names, config)
     numbers = [str(number) for number in range(len(model))]
-    staging = Staging.of(parallel, nn.Sequential(), numbers, config)
-    return _built(model, seed, staging), staging
+    partitioner = Partitioner.from_config(parallel, nn.Sequential(), numbers, config)
+    return _built(model, seed, partitioner), partitioner
 
 
-def _built(blocks: Sequence[BlockLike], seed: int, staging: Staging) -> nn.Module:
+def _built(blocks: Sequence[BlockLike], seed: int, partitioner: Partitioner) -> nn.Module:
     """Build this rank's blocks; where that fails on one rank, no other waits for it."""
     failure: Exception | None = None
     said = ""
     try:
-        model = build_sequence(blocks, staging.held(), seed, staging.parallel.device)
+        model = build_sequence(
+            blocks, partitioner.find_local_blocks(), seed, partitioner.parallel.device
+        )
     except Exception as error:  # whatever it is, the other ranks wait for the outcome
         failure = error
         said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    everyone = all_gather_bytes(said.encode(), "building the blocks", staging.parallel.group)
+    everyone = all_gather_bytes(said.encode(), "building the blocks", partitioner.parallel.group)
     if failure is not None:
         raise failure
     for rank, each in enumerate(everyone):
@@ -80,29 +81,29 @@ def _built(blocks: Sequence[BlockLike], seed: int, staging: Staging) -> nn.Modul
 
 
 def give_weights_to_all(
-    module: nn.Module, parallel: ParallelContext, staging: Staging, shared: bool = False
+    module: nn.Module, parallel: ParallelContext, partitioner: Partitioner, shared: bool = False
 ) -> None:
     """Give this rank what it needs of the model, and of what else a step calls.
 
     Args:
         module: The model.
         parallel: The layout.
-        staging: How the model is cut into stages.
+        partitioner: Decides how the model is partitioned into stages.
         shared: Whether the ranks will hold the parameters once.
 
     Raises:
         DisagreementError: Parameters have memory in common on some ranks only.
         LayoutError: Parameters have memory in common, which this layout does not keep.
     """
-    given = staging.given() if parallel.stages > 1 else None
+    plan = partitioner.plan_without_data() if parallel.stages > 1 else None
     modules = parallel.modules_with(module)
     for name, each in modules.items():
         moved(each, parallel.device)
-        if name or given is None:
+        if name or plan is None:
             give_weights(each, parallel.group, parallel.device)
         else:
-            placement = Placement.of(parallel, given[0], module)
-            give_weights(each, parallel.group, parallel.device, placement.here)
+            placement = Placement.from_model(parallel, plan.partition, module)
+            give_weights(each, parallel.group, parallel.device, placement.is_local)
     _check_memory(modules, parallel, shared)
 
 

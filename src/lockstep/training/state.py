@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.errors import UsageError
 from lockstep.model.digest import digest
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.pipeline.gather_state import whole_optimizer, whole_state
+from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
 from lockstep.pipeline.placement import Placement
 from lockstep.training.optimization import Optimization
 from lockstep.training.step import Executor
@@ -54,7 +54,7 @@ class TrainingState:
         state: dict[str, Any] = module.state_dict()
         if self.placement is None:
             return state
-        return whole_state(state, self._source, self._device)
+        return gather_model_state(state, self._source, self._device)
 
     def averaged(self, ema: bool = True) -> nn.Module:
         """Return the model, or the one with averaged weights; UsageError where there is none."""
@@ -71,7 +71,7 @@ class TrainingState:
         optimizer = self._optimization.optimizer
         if self.placement is None:
             return self._optimization.keeper.state_dict()
-        return whole_optimizer(optimizer, self._names, self._source, self._device)
+        return gather_optimizer_state(optimizer, self._names, self._source, self._device)
 
     def average(self) -> dict[str, Any] | None:
         """Return the state dict of the average, with how often it was updated; or None."""
@@ -93,13 +93,13 @@ class TrainingState:
         if self.placement is None:
             return found
         for group in ("model", "average"):
-            found[group] = whole_state(found[group], self._source, self._device)
+            found[group] = gather_model_state(found[group], self._source, self._device)
         # The loss is computed, and its buffers are written, only on the ranks of the last stage.
-        last = len(self.placement.cut.ranges) - 1
+        last = len(self.placement.partition.ranges) - 1
         source = last % self._parallel.stages
         if last not in self.placement.stages:
             found["loss"] = {name: each.to("meta") for name, each in found["loss"].items()}
-        found["loss"] = whole_state(found["loss"], lambda name: source, self._device)
+        found["loss"] = gather_model_state(found["loss"], lambda name: source, self._device)
         return found
 
     def digest(self) -> str:
@@ -166,7 +166,7 @@ class TrainingState:
 
     def _source(self, name: str) -> int:
         assert self.placement is not None
-        return self.placement.source(name)
+        return self.placement.find_owner(name)
 
     def _held(self, state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
         """Return a state whose tensors that are not held here are on the meta device."""
@@ -177,7 +177,7 @@ class TrainingState:
             name: value.to("meta")
             if isinstance(value, torch.Tensor)
             and name.removeprefix(prefix) in placement.holders
-            and not placement.here(name.removeprefix(prefix))
+            and not placement.is_local(name.removeprefix(prefix))
             else value
             for name, value in state.items()
         }

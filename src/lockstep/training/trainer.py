@@ -37,8 +37,8 @@ from lockstep.model.loss_weight import WeightFunction
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.step_context import Attempt, StepContext
 from lockstep.model.wrappers import refuse_wrappers
-from lockstep.pipeline.config import PipelineConfig
 from lockstep.pipeline.executor import PipelineExecutor
+from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.recorder import Recorder
 from lockstep.training.history import (
     History,
@@ -180,7 +180,7 @@ class Trainer:
             stages.stages,
             activation_checkpointing,
         )
-        self.model, staging = build_model(model, self.parallel, seed, stages)
+        self.model, partitioner = build_model(model, self.parallel, seed, stages)
         self.module: nn.Module = getattr(self.model, "_orig_mod", self.model)
         modules = {"model": self.module} | self.parallel.other_modules()
         refuse_wrappers(modules)  # also those that callables made
@@ -190,7 +190,7 @@ class Trainer:
         self.metrics = dict(metrics or {})
         self.seed = seed
         self.steps, self.epoch = 0, 0
-        give_weights_to_all(self.module, self.parallel, staging, storage == "shared")
+        give_weights_to_all(self.module, self.parallel, partitioner, storage == "shared")
         self._optimization = Optimization(self.module, optimizer, ema_decay)
         names: dict[torch.Tensor, str] = {
             each: name for name, each in self.module.named_parameters()
@@ -202,7 +202,7 @@ class Trainer:
         copies = [] if self.ema_model is None else [self.ema_model]
         self._executor: WholeModelExecutor | PipelineExecutor
         if stages.stages > 1:
-            self._executor = PipelineExecutor(staging, self.module, copies, self.metrics, seed)
+            self._executor = PipelineExecutor(partitioner, self.module, copies, self.metrics, seed)
         else:
             named = list(self.module.named_parameters())
             called = list(self.parallel.modules_with(self.model).values())
@@ -217,7 +217,7 @@ class Trainer:
                 self.model,
                 self.module,
                 gradients,
-                staging.names,
+                partitioner.block_names,
                 self.metrics,
                 seed,
             )

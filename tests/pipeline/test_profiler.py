@@ -1,4 +1,4 @@
-"""What blocks cost, on a clock that only they move."""
+"""The profiler, with a clock that only the blocks advance."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from torch import nn
 
 from lockstep.launcher.world import World
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.pipeline import costs as measuring
-from lockstep.pipeline.costs import measured_costs
+from lockstep.pipeline import profiler
+from lockstep.pipeline.profiler import profile_blocks
 
 
 class Clock:
@@ -18,7 +18,7 @@ class Clock:
 
 
 class Block(nn.Module):
-    """Takes so long in each pass, on the clock."""
+    """Advances the clock by the given seconds, one entry per call."""
 
     def __init__(self, clock: Clock, seconds: list[float]) -> None:
         super().__init__()
@@ -34,23 +34,23 @@ class Block(nn.Module):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(measuring, "time", clock)
+    monkeypatch.setattr(profiler, "time", clock)
     return clock
 
 
-def measured(blocks, recompute=False):
+def profile(blocks, recompute=False):
     alone = World(0, 1, 0, 1, 0, torch.device("cpu"), "gloo")
     parallel = ParallelContext.of(
         alone, 1, lambda *_: None, None, None, (), activation_checkpointing=recompute
     )
     named = {str(number): block for number, block in enumerate(blocks)}
-    return measured_costs(named, (torch.ones(2, 3),), parallel)
+    return profile_blocks(named, (torch.ones(2, 3),), parallel)
 
 
 def test_what_disturbs_one_pass_does_not_count(clock):
     first = Block(clock, [0.9, 0.1, 0.7, 0.1, 0.1])
     second = Block(clock, [0.9, 0.4, 0.2, 0.2, 0.4])
-    costs = measured([first, second])
+    costs = profile([first, second])
     assert costs.forward == pytest.approx((0.1, 0.2))
     assert (first.calls, second.calls) == (5, 5)
     assert costs.held == (24.0, 24.0)
@@ -58,13 +58,13 @@ def test_what_disturbs_one_pass_does_not_count(clock):
 
 def test_slow_blocks_are_measured_twice(clock):
     block = Block(clock, [9.0, 8.0])
-    assert measured([block]).forward == pytest.approx((8.0,))
+    assert profile([block]).forward == pytest.approx((8.0,))
     assert block.calls == 2
     assert block.weight.grad is None
 
 
 def test_a_block_that_is_recomputed_costs_its_forward_again_in_backward(clock):
     block = Block(clock, [0.3, 0.5] * 5)
-    costs = measured([block], recompute=True)
+    costs = profile([block], recompute=True)
     assert block.calls == 10
     assert (costs.forward, costs.backward) == (pytest.approx((0.3,)), pytest.approx((0.5,)))

@@ -1,10 +1,10 @@
-"""The cut: blocks by name, who has what, and what is let go of."""
+"""Partitions: the names of blocks, and which stage holds what."""
 
 import pytest
 from torch import nn
 
 from lockstep.errors import LayoutError
-from lockstep.pipeline.cut import Cut, block_names
+from lockstep.pipeline.partition import Partition, find_block_names
 
 
 class Model(nn.Module):
@@ -31,24 +31,24 @@ NAMES = ["embed", "layers.0", "layers.1", "head"]
 
 
 def test_blocks_are_named_by_the_model_or_by_the_user():
-    assert block_names(nn.Sequential(nn.ReLU(), nn.Tanh()), None) == ["0", "1"]
-    assert block_names(Model(), None) == []
-    assert block_names(Says(), None) == NAMES
-    assert block_names(Model(), ["embed", "layers", "head"]) == NAMES
+    assert find_block_names(nn.Sequential(nn.ReLU(), nn.Tanh()), None) == ["0", "1"]
+    assert find_block_names(Model(), None) == []
+    assert find_block_names(Says(), None) == NAMES
+    assert find_block_names(Model(), ["embed", "layers", "head"]) == NAMES
     model = Model()
-    assert block_names(model, [model.embed, *model.layers, model.head]) == NAMES
+    assert find_block_names(model, [model.embed, *model.layers, model.head]) == NAMES
 
 
 def test_a_block_that_is_not_in_the_model_is_named():
     with pytest.raises(LayoutError, match="Model has no module 'tail'"):
-        block_names(Model(), ["embed", "tail"])
-    with pytest.raises(LayoutError, match="a ReLU that is given is no part of the model Model"):
-        block_names(Model(), [nn.ReLU()])
+        find_block_names(Model(), ["embed", "tail"])
+    with pytest.raises(LayoutError, match="the ReLU is not part of the model Model"):
+        find_block_names(Model(), [nn.ReLU()])
 
 
 def test_a_tied_parameter_has_several_holders_and_the_rest_one():
-    cut = Cut(tuple(NAMES), (range(0, 2), range(2, 3), range(3, 4)))
-    assert cut.holders(Model()) == {
+    partition = Partition(tuple(NAMES), (range(0, 2), range(2, 3), range(3, 4)))
+    assert partition.find_holders(Model()) == {
         "embed.weight": [0, 2],
         "layers.0.weight": [0],
         "layers.0.bias": [0],
@@ -60,10 +60,10 @@ def test_a_tied_parameter_has_several_holders_and_the_rest_one():
 def test_what_would_be_written_on_two_stages_is_refused():
     norm = nn.BatchNorm1d(4)
     model = nn.Sequential(norm, nn.ReLU(), norm)
-    cut = Cut(("0", "1", "2"), (range(0, 2), range(2, 3)))
+    partition = Partition(("0", "1", "2"), (range(0, 2), range(2, 3)))
     with pytest.raises(LayoutError, match=r"buffer 0.running_mean belongs to .* stages \[0, 1\]"):
-        cut.holders(model)
+        partition.find_holders(model)
     inner = nn.Linear(4, 4)
     model = nn.Sequential(inner, nn.Sequential(nn.ReLU(), inner))
     with pytest.raises(LayoutError, match="block 0 of stage 0 is also called inside a block of"):
-        Cut(("0", "1"), (range(0, 1), range(1, 2))).holders(model)
+        Partition(("0", "1"), (range(0, 1), range(1, 2))).find_holders(model)

@@ -1,13 +1,13 @@
-"""Measured costs: what each block takes forward and backward, and what crosses behind it.
+"""The profiler: measures the time and the output size of each block of a model.
 
     block 0       block 1       block 2          on one real micro-batch, on one rank
     F 3.1 ms      F 8.0 ms      F 2.2 ms         forward
     B 5.9 ms      B 16.5 ms     B 4.1 ms         backward: whole, and in its two parts
-          1.2 MiB       0.6 MiB                  the tensors between them
+          1.2 MiB       0.6 MiB                  tensors between the blocks
 
-The measurement leaves no trace: generators, buffers and gradients are as before. The
-first pass warms up; of the others each number's least counts, as whatever disturbs a
-block makes it slower. Noise that is left moves the cut, which changes no bit.
+Generators, buffers and gradients are restored afterwards. The first pass warms up. Of the
+other passes the minimum of each time counts, because disturbances only make a block slower.
+The remaining noise may move the boundaries of stages, which changes no bit.
 """
 
 from __future__ import annotations
@@ -32,41 +32,49 @@ from lockstep.pipeline.simulation import Costs
 from lockstep.pipeline.split_backward import Split, splittable
 from lockstep.randomness import isolated
 
-__all__ = ["BYTES_PER_SECOND", "check_composition", "measured_costs"]
+__all__ = ["BYTES_PER_SECOND", "check_composition", "profile_blocks"]
 
 BYTES_PER_SECOND = 4e9
-"""What a boundary is taken to let through: a copy from another process's memory."""
+"""The assumed bandwidth between stages: that of a copy from another process's memory."""
 
-PASSES = 5  # the first one warms up
-PATIENCE = 5.0  # seconds after which no further pass begins; two there always are
+PASSES = 5
+"""How often the blocks run; the first pass warms up."""
+
+TIME_LIMIT = 5.0
+"""Seconds after which no further pass starts; there are always two."""
 
 
-def measured_costs(
+def profile_blocks(
     blocks: Mapping[str, nn.Module],
     data: Any,
     parallel: ParallelContext,
-    told: Callable[[str], None] = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Costs:
-    """Return what the blocks cost on one micro-batch, in seconds and bytes.
+    """Return the costs of the blocks for one micro-batch, in seconds and bytes.
 
-    `data` is what the first block is given; `told` gets a line of progress. Raises
-    LayoutError that names the block which cannot be called with what the one before
-    returned.
+    Args:
+        blocks: The blocks by name, in order.
+        data: The arguments of the first block.
+        parallel: The layout.
+        report: Prints a line of progress.
+
+    Raises:
+        LayoutError: A block cannot be called with the output of the previous one.
     """
     buffers = Buffers(dict(blocks))
     rows: list[list[float]] = []
     begun = time.perf_counter()
-    told(f"measuring {len(blocks)} blocks on one micro-batch, once, to cut the model evenly")
-    again = parallel.recomputation(blocks).active(buffers)
-    with isolated(parallel.device, everything=True), buffers.untouched(), again:
-        for turn in range(PASSES):
-            if turn > 1 and time.perf_counter() - begun > PATIENCE:
+    report(f"measuring {len(blocks)} blocks with one micro-batch, once, to balance the stages")
+    checkpointing = parallel.recomputation(blocks).active(buffers)
+    with isolated(parallel.device, everything=True), buffers.untouched(), checkpointing:
+        for number in range(PASSES):
+            if number > 1 and time.perf_counter() - begun > TIME_LIMIT:
                 break
-            found = _passed(blocks, _copied(data), parallel)
-            rows = found if turn <= 1 else _least(rows, found)
+            found = _run_pass(blocks, _copy_data(data), parallel)
+            rows = found if number <= 1 else _take_minimum(rows, found)
     for block in blocks.values():
         block.zero_grad(set_to_none=True)
-    told(f"measured {len(blocks)} blocks in {time.perf_counter() - begun:.1f} s")
+    report(f"measured {len(blocks)} blocks in {time.perf_counter() - begun:.1f} s")
     forward, whole, inputs, weights, sizes = zip(*rows, strict=True)
     return Costs(
         forward,
@@ -78,37 +86,37 @@ def measured_costs(
     )
 
 
-def _least(rows: list[list[float]], others: list[list[float]]) -> list[list[float]]:
-    """Return the lesser of each two numbers."""
+def _take_minimum(rows: list[list[float]], others: list[list[float]]) -> list[list[float]]:
+    """Return the element-wise minimum."""
     return [list(map(min, *pair)) for pair in zip(rows, others, strict=True)]
 
 
-def _passed(
+def _run_pass(
     blocks: Mapping[str, nn.Module], value: Any, parallel: ParallelContext
 ) -> list[list[float]]:
-    """Run the blocks once, one after another; return each one's times and bytes."""
+    """Run the blocks once, one after another; return the times and bytes of each."""
     rows = []
     for number, (name, block) in enumerate(blocks.items()):
-        value, row = _measured(name, block, value, parallel, first=number == 0)
+        value, row = _measure_block(name, block, value, parallel, is_first=number == 0)
         rows.append(row)
     return rows
 
 
-def _measured(
-    name: str, block: nn.Module, data: Any, parallel: ParallelContext, first: bool
+def _measure_block(
+    name: str, block: nn.Module, data: Any, parallel: ParallelContext, is_first: bool
 ) -> tuple[Any, list[float]]:
-    """Return a block's output, without history, and its times and the output's bytes."""
-    entry = None if first else _entered(data)
+    """Return a block's output, detached, with its times and the bytes of the output."""
+    entry = None if is_first else _make_input(data)
     arguments = data if entry is None else (assembled(flattened(data)[0], entry.tensors),)
     begun = time.perf_counter()
     try:
         with parallel.autocast():
             value = called(block, arguments, f"block {name}")
     except (TypeError, AttributeError, ValueError, RuntimeError) as error:
-        said = (str(error).splitlines() or [""])[0]
+        message = (str(error).splitlines() or [""])[0]
         raise LayoutError(
-            f"block {name} cannot be called with what the block before it returned ({said}): the "
-            "blocks, one after another, must make up the model's forward"
+            f"block {name} cannot be called with the output of the previous block ({message}): "
+            "the model's forward must be equivalent to calling the blocks one after another"
         ) from error
     forward = time.perf_counter() - begun
     pattern, outputs = flattened(value)
@@ -118,24 +126,25 @@ def _measured(
     anchor = None if entry is None or not roots or not splittable(roots) else entry.anchor
     if roots:
         retain = anchor is not None
-        whole = _timed(partial(torch.autograd.backward, roots, ones, retain_graph=retain))
+        whole = _measure_seconds(partial(torch.autograd.backward, roots, ones, retain_graph=retain))
         inputs = whole
     if anchor is not None:
         split = Split(roots, anchor)
-        inputs, weights = _timed(partial(split.first, ones)), _timed(split.second)
+        inputs = _measure_seconds(partial(split.first, ones))
+        weights = _measure_seconds(split.second)
     size = float(sum(tensor.nbytes for tensor in outputs))
     detached = assembled(pattern, [tensor.detach() for tensor in outputs])
     return detached, [forward, whole, inputs, weights, size]
 
 
-def _entered(data: Any) -> Entry:
-    """Return copies of a block's inputs, behind an entry: the block may write into them."""
+def _make_input(data: Any) -> Entry:
+    """Return copies of a block's inputs in a graph: the block may write into them in place."""
     copies = [each.clone(memory_format=torch.preserve_format) for each in flattened(data)[1]]
     return Entry(copies, [each.is_floating_point() for each in copies])
 
 
-def _timed(work: Callable[[], Any]) -> float:
-    """Do it, and return the seconds it took."""
+def _measure_seconds(work: Callable[[], Any]) -> float:
+    """Call `work`, and return the seconds it took."""
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun
@@ -144,30 +153,30 @@ def _timed(work: Callable[[], Any]) -> float:
 def check_composition(
     model: nn.Module, blocks: Mapping[str, nn.Module], data: Any, parallel: ParallelContext
 ) -> None:
-    """Check that the blocks, one after another, give what the model gives.
+    """Check that calling the blocks one after another is equivalent to the model's forward.
 
-    Both passes begin with the same buffers and the same generators: a module may write and
-    draw in evaluation mode too.
+    Both passes start with the same buffers and generators, because a module may write buffers
+    and draw random numbers in evaluation mode too.
 
     Raises:
-        LayoutError: They give something else.
-        StateError: Forward writes a parameter or draws from a generator of its own, so that
-            no two passes agree.
+        LayoutError: The outputs differ.
+        StateError: Forward writes a parameter or draws from a private generator, so no two
+            passes are alike.
     """
     place = "the first micro-batch"
-    alike = partial(isolated, parallel.device, everything=True)
+    same_generators = partial(isolated, parallel.device, everything=True)
     effects = SideEffects({"": model})
     effects.begin(step=0)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with alike(), Buffers(dict(blocks)).untouched(), torch.no_grad():
-            expected = flattened(called(model, _copied(data), place))[1]
+        with same_generators(), Buffers(dict(blocks)).untouched(), torch.no_grad():
+            expected = flattened(called(model, _copy_data(data), place))[1]
         effects.finish()
         if effects.failure:
             raise StateError(f"rank {parallel.rank}, {place}: {effects.failure}")
-        with alike(), Buffers(dict(blocks)).untouched(), torch.no_grad():
-            value = _copied(data)
+        with same_generators(), Buffers(dict(blocks)).untouched(), torch.no_grad():
+            value = _copy_data(data)
             for number, block in enumerate(blocks.values()):
                 value = called(block, value if number == 0 else (value,), place)
     finally:
@@ -178,10 +187,10 @@ def check_composition(
         torch.equal(*pair) for pair in zip(given, expected, strict=True)
     ):
         raise LayoutError(
-            f"the blocks of {type(model).__name__}, one after another, do not give what its "
-            "forward gives: put what forward does besides into blocks too"
+            f"calling the blocks of {type(model).__name__} one after another does not give the "
+            "output of its forward: move everything that forward computes into blocks"
         )
 
 
-def _copied(data: Any) -> Any:
+def _copy_data(data: Any) -> Any:
     return map_tensors(torch.clone, data)

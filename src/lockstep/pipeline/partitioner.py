@@ -1,0 +1,241 @@
+"""The partitioner: decides how a model is partitioned into stages, as the user requested.
+
+    Trainer(..., pipeline=PipelineConfig(stages=2))     the request
+    first batch, on rank 0                              blocks are profiled, a schedule is planned
+    all ranks                                           receive the plan, free the other stages
+
+With `balance` nothing has to be measured, and an `nn.Sequential` is partitioned at once. Any
+other model waits for the first batch, which shows whether the blocks make up its forward.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lockstep.comm.collectives import all_gather_bytes
+from lockstep.data.microbatch import Microbatch
+from lockstep.errors import LayoutError
+from lockstep.model.activation_checkpointing import check_blocks
+from lockstep.model.forward import parts
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.pipeline.partition import Blocks, Partition
+from lockstep.pipeline.profiler import check_composition, profile_blocks
+from lockstep.pipeline.schedule_planner import choose_schedule, make_ranges, plan_schedule
+from lockstep.pipeline.schedules import NAMES
+
+__all__ = ["Partitioner", "PipelineConfig", "StagePlan"]
+
+DEFAULT_SCHEDULE = "1f1b"
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Partitions a model into stages on several ranks. No option here changes a bit.
+
+    Attributes:
+        stages: Ranks per replica, each with its part of the model; the world size is a
+            multiple of it. The other parts are on the meta device once the model is
+            partitioned: with the first batch, or at once for an `nn.Sequential` with
+            `balance`.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; None for the fastest one
+            according to the measured costs of the blocks.
+        blocks: The modules, or their attribute paths, that the model's forward calls one after
+            another; each is a unit of random numbers and of activation checkpointing, for any
+            number of stages. Needed unless the model is an `nn.Sequential` or has a method
+            `blocks()`.
+        balance: The number of blocks of each stage; None for an even partition by measurement.
+        stages_per_rank: Stages per rank, for the schedule "interleaved"; None for 2.
+    """
+
+    stages: int = 1
+    schedule: str | None = None
+    blocks: Blocks = None
+    balance: Sequence[int] | None = None
+    stages_per_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What was decided: the partition, the schedule's name, and its stages per rank."""
+
+    partition: Partition
+    schedule: str
+    stages_per_rank: int
+
+
+@dataclass(frozen=True)
+class Partitioner:
+    """The stages that a trainer was asked for.
+
+    Attributes:
+        parallel: The layout.
+        block_names: The names of the model's blocks.
+        schedule: The name of the schedule; None for the fastest one.
+        balance: The number of blocks of each stage; None for an even partition.
+        stages_per_rank: Stages per rank, for the schedule "interleaved"; None for 2.
+        is_chain: Whether the model's forward is known to be its blocks, one after another.
+    """
+
+    parallel: ParallelContext
+    block_names: tuple[str, ...]
+    schedule: str | None = None
+    balance: tuple[int, ...] | None = None
+    stages_per_rank: int | None = None
+    is_chain: bool = True
+
+    @classmethod
+    def from_config(
+        cls,
+        parallel: ParallelContext,
+        model: nn.Module,
+        block_names: Sequence[str],
+        config: PipelineConfig,
+    ) -> Partitioner:
+        """Check a request, and return its partitioner.
+
+        Raises:
+            LayoutError: The request cannot work with any data.
+        """
+        schedule, balance, stages_per_rank = config.schedule, config.balance, config.stages_per_rank
+        kind = type(model).__name__
+        if parallel.stages > 1 and hasattr(model, "_orig_mod"):
+            raise LayoutError(
+                f"a compiled model cannot be split into {parallel.stages} stages: compile its "
+                "blocks one by one instead"
+            )
+        if parallel.stages > 1 and not block_names:
+            raise LayoutError(
+                f"{kind} does not define how to split it into {parallel.stages} stages: pass a "
+                "torch.nn.Sequential, define a method blocks(), pass blocks=[...] with the modules "
+                "that its forward calls one after another, or pass a list of stages as the model"
+            )
+        if parallel.activation_checkpointing:
+            check_blocks(model, block_names)
+        if schedule is not None and schedule not in NAMES:
+            raise LayoutError(f"there is no schedule {schedule!r}; choose from {', '.join(NAMES)}")
+        if stages_per_rank is not None and schedule != "interleaved":
+            raise LayoutError(
+                f'stages_per_rank={stages_per_rank} needs schedule="interleaved", where each rank '
+                "has several stages"
+            )
+        sizes = None if balance is None else tuple(balance)
+        is_chain = type(model) is nn.Sequential
+        made = cls(parallel, tuple(block_names), schedule, sizes, stages_per_rank, is_chain)
+        made._check()
+        return made
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of the schedule."""
+        return self.parallel.stages * self._stages_per_rank
+
+    @property
+    def _stages_per_rank(self) -> int:
+        return (self.stages_per_rank or 2) if self.schedule == "interleaved" else 1
+
+    def _check(self) -> None:
+        if self.parallel.stages == 1:
+            return
+        names = self.block_names
+        repeated = [name for name in names if names.count(name) > 1]
+        if repeated:
+            raise LayoutError(
+                f"block {repeated[0]} is called {names.count(repeated[0])} times, and stages "
+                "need a name for each call: register the module under another name too"
+            )
+        if len(names) < self.stages:
+            raise LayoutError(
+                f"{len(names)} blocks cannot be split into {self.stages} stages: each stage needs "
+                "at least one block"
+            )
+        if self.balance is not None and (
+            len(self.balance) != self.stages
+            or sum(self.balance) != len(names)
+            or min(self.balance) < 1
+        ):
+            raise LayoutError(
+                f"balance={list(self.balance)} must hold the number of blocks of each of "
+                f"{self.stages} stages, {len(names)} blocks in total"
+            )
+
+    def plan_without_data(self) -> StagePlan | None:
+        """Return the plan if no data is needed for it."""
+        if self.balance is None or not self.is_chain:
+            return None
+        partition = Partition(self.block_names, tuple(make_ranges(self.balance)))
+        return StagePlan(partition, self.schedule or DEFAULT_SCHEDULE, self._stages_per_rank)
+
+    def find_local_blocks(self) -> list[int]:
+        """Return the numbers of this rank's blocks; all of them if the plan needs data."""
+        plan = self.plan_without_data() if self.parallel.stages > 1 else None
+        if plan is None:
+            return list(range(len(self.block_names)))
+        spans = plan.partition.ranges[self.parallel.position :: self.parallel.stages]
+        return [number for span in spans for number in span]
+
+    def plan(self, model: nn.Module, microbatch: Microbatch | None) -> StagePlan:
+        """Return the plan that rank 0 makes with a micro-batch. A collective call.
+
+        Args:
+            model: The whole model.
+            microbatch: A micro-batch; only rank 0 needs it.
+
+        Raises:
+            LayoutError: On every rank, if the blocks do not make up the model.
+        """
+        planned: dict[str, Any] = {}
+        failure: Exception | None = None
+        if self.parallel.rank == 0:
+            try:
+                planned = self._plan_on_rank_0(model, microbatch)
+            except Exception as error:  # any error: the other ranks are waiting for the outcome
+                failure = error
+                planned = {"failure": f"rank 0 could not measure the blocks: {error}"}
+        messages = all_gather_bytes(
+            json.dumps(planned).encode(),
+            "partitioning the model into stages",
+            self.parallel.group,
+        )
+        if failure is not None:
+            raise failure
+        planned = json.loads(messages[0])
+        if "failure" in planned:
+            raise LayoutError(planned["failure"])
+        ranges = tuple(range(lo, hi) for lo, hi in planned["ranges"])
+        partition = Partition(self.block_names, ranges)
+        return StagePlan(partition, planned["schedule"], planned["stages_per_rank"])
+
+    def _plan_on_rank_0(self, model: nn.Module, microbatch: Microbatch | None) -> dict[str, Any]:
+        assert microbatch is not None
+        parallel = self.parallel
+        data = parallel.moved(microbatch.data)
+        if parallel.loss is not None:
+            data = parts(data, "the first micro-batch")[0]
+        blocks = {name: model.get_submodule(name) for name in self.block_names}
+        check_composition(model, blocks, data, parallel)
+        if self.balance is not None:
+            return {
+                "ranges": [(span.start, span.stop) for span in make_ranges(self.balance)],
+                "schedule": self.schedule or DEFAULT_SCHEDULE,
+                "stages_per_rank": self._stages_per_rank,
+            }
+        costs = profile_blocks(blocks, data, parallel, partial(print, file=sys.stderr))
+        count = -(-parallel.microbatches // parallel.replicas)
+        if self.schedule is None:
+            found = choose_schedule(costs, parallel.stages, count)
+        else:
+            found = plan_schedule(
+                self.schedule, costs, parallel.stages, count, self.stages_per_rank
+            )
+        return {
+            "ranges": [(span.start, span.stop) for span in found.ranges],
+            "schedule": found.name,
+            "stages_per_rank": found.stages_per_rank,
+        }
