@@ -23,6 +23,7 @@ from lockstep.bench.runners import (
 from lockstep.bench.start_barrier import usable_cores
 from lockstep.bench.workload import Workload
 from lockstep.errors import RankError, UsageError, WorkError
+from lockstep.launcher.world import cpu_backend
 
 WORKLOADS = [
     *(Workload(name, 0 if name == "barrier" else 1500, "float32", "SUM") for name in COLLECTIVES),
@@ -66,6 +67,14 @@ def test_gloo_is_correct_for_every_workload(rendezvous):
         ending.runner.ask({"prepare": "int16", "workload": asdict(unable)})
         answers = ending.runner.ask({"block": "int16", "calls": 1})
         assert all("Invalid scalar type" in answer["error"] for answer in answers)
+
+
+def test_lockstep_is_correct_in_shared_memory(rendezvous):
+    if cpu_backend() != "lockstep":
+        pytest.skip("the backend lockstep is not built")
+    with closing(Ending(TorchRunner("lockstep", rendezvous))) as ending:
+        workload = Workload("all_reduce", 1500, "float32", "SUM", shared_memory=True)
+        assert one_block(ending.runner, workload) == 0
 
 
 class Ending:

@@ -77,7 +77,7 @@ def test_a_picture_that_cannot_be_read_ends_it_with_one_sentence(tmp_path):
     ("arguments", "status", "sentence"),
     [
         (["--data", "/nowhere"], 1, "/nowhere is not a folder"),
-        (["--download"], 2, "there is nothing to download, give their folder with --data"),
+        (["--download"], 2, "pass their folder with --data"),
         (["--size", 31], 2, "31 is not in the range x>=32"),
         (["--label-smoothing", 1], 2, "is not in the range 0<=x<1"),
         (["--epochs", 1, "--warmup", 2], 1, "--warmup 2 is longer than the training of 1 epoch"),

@@ -31,8 +31,6 @@ class TorchLibrary:
             return torch.zeros(count, dtype=dtype)
         import lockstep
 
-        if not hasattr(lockstep, "empty"):
-            raise UnsupportedError("this build has no lockstep.empty_shared")
         tensor: torch.Tensor = lockstep.empty_shared(count, dtype=dtype)
         return tensor.zero_()
 
