@@ -74,12 +74,12 @@ def test_exception_names_the_rank_that_failed_first(ranks, how, sentence):
 
 
 @pytest.mark.parametrize("how", ["return", "vanish"])
-def test_a_rank_that_left_early_is_named(ranks, how):
+def test_a_rank_that_returned_early_is_named(ranks, how):
     with pytest.raises(RankError, match=r"^rank 1 returned while rank [02] still waited in a coll"):
         ranks(fail, 3, how)
 
 
-def test_the_traceback_goes_along(ranks):
+def test_the_traceback_is_a_note(ranks):
     with pytest.raises(RankError) as caught:
         ranks(fail, 2, "raise")
     (note,) = caught.value.__notes__
@@ -87,7 +87,7 @@ def test_the_traceback_goes_along(ranks):
     assert "lockstep/launcher" not in note
 
 
-def test_a_deadline_ends_ranks_that_do_not_return():
+def test_a_timeout_ends_ranks_that_do_not_return():
     with pytest.raises(
         RankError, match=r"^ranks 0 and 1 had not returned after 0.3 s and were ended"
     ):
@@ -95,7 +95,7 @@ def test_a_deadline_ends_ranks_that_do_not_return():
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_other_start_methods_do_the_same(method):
+def test_other_start_methods(method):
     pid = os.getpid()
 
     def ranks_and_parents() -> tuple[int, int]:
@@ -104,11 +104,11 @@ def test_other_start_methods_do_the_same(method):
     assert ls.launch(ranks_and_parents, nprocs=2, start_method=method) == [(0, 0), (1, 0)]
 
 
-def test_the_rank_may_be_an_argument():
+def test_pass_rank():
     assert ls.launch(lambda rank, more: rank + more, (5,), 2, pass_rank=True) == [5, 6]
 
 
-def test_what_cannot_travel_is_said():
+def test_functions_and_values_that_cannot_be_pickled():
     lock = threading.Lock()
     with pytest.raises(
         UsageError, match=r"cannot send the function .* cannot pickle '_thread.lock'"
@@ -119,6 +119,6 @@ def test_what_cannot_travel_is_said():
 
 
 @pytest.mark.parametrize("arguments", [{"nprocs": 0}, {"timeout": 0}, {"start_method": "magic"}])
-def test_nonsense_is_used_wrongly(arguments):
+def test_invalid_arguments(arguments):
     with pytest.raises(UsageError, match=next(iter(arguments))):
         ls.launch(print, **arguments)

@@ -46,17 +46,17 @@ def failure(run, capfdbinary, source, *arguments, **settings) -> tuple[str, str]
     return str(caught.value), capfdbinary.readouterr().err.decode(errors="replace")
 
 
-def test_lines_carry_their_rank_and_go_to_a_log_each(run):
+def test_lines_have_a_prefix_and_each_rank_a_log(run):
     printed = run("import os, sys\nprint('rank', os.environ['RANK'], *sys.argv[1:])", "--lr", "1")
     assert sorted(printed.out.splitlines()) == [b"[0] rank 0 --lr 1", b"[1] rank 1 --lr 1"]
     assert logs() == {"rank-0.log": b"rank 0 --lr 1\n", "rank-1.log": b"rank 1 --lr 1\n"}
 
 
-def test_one_rank_needs_no_prefix(run):
+def test_a_single_rank_has_no_prefix(run):
     assert run("print('alone')", flags="-n 1").out == b"alone\n"
 
 
-def test_torchruns_variables_are_there(run):
+def test_variables_of_torchrun_are_set(run):
     names = (
         "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE "
         "GROUP_WORLD_SIZE ROLE_WORLD_SIZE MASTER_ADDR TORCHELASTIC_RESTART_COUNT "
@@ -79,18 +79,18 @@ def test_a_stock_script_joins_a_gloo_group(run):
     assert sorted(run(source, flags="-n 3").out.splitlines()) == [b"[%d] 3.0" % r for r in range(3)]
 
 
-def test_a_script_is_main_and_its_folder_comes_first_on_the_path(run):
+def test_a_script_is_main_and_its_folder_is_first_in_sys_path(run):
     Path("beside.py").write_text("word = 'imported'")
     printed = run("import beside\nif __name__ == '__main__': print(beside.word, __file__)")
     assert printed.out.splitlines()[0].endswith(b"imported train.py")
 
 
-def test_files_left_open_are_written_out(run):
+def test_open_files_are_flushed(run):
     run("f = open('note', 'w'); f.write('kept')\ndef keep(): return f", flags="-n 1")
     assert Path("note").read_text() == "kept"
 
 
-def test_modules_and_programs_and_fresh_interpreters(tmp_path, monkeypatch, capfdbinary):
+def test_modules_programs_and_spawn(tmp_path, monkeypatch, capfdbinary):
     monkeypatch.chdir(tmp_path)
     Path("package").mkdir()
     Path("package/tool.py").write_text("import sys; print(__name__, sys.argv[1:])")
@@ -104,7 +104,7 @@ def test_modules_and_programs_and_fresh_interpreters(tmp_path, monkeypatch, capf
     assert capfdbinary.readouterr().out == b"0 of two\n"
 
 
-def test_what_is_shown_and_what_is_only_logged(run):
+def test_redirects_tee_and_local_ranks_filter(run):
     source = "import os, sys; print('out'); print('err', file=sys.stderr)"
     printed = run(source, flags="-n 2 --redirects 0:1,1:3 --tee 1:2 --log_dir logs")
     assert printed.out == b""
@@ -115,7 +115,7 @@ def test_what_is_shown_and_what_is_only_logged(run):
     assert (printed.out, printed.err) == (b"[1] out\n", b"[1] err\n")
 
 
-def test_a_megabyte_without_a_newline_and_bytes_that_are_no_text(run):
+def test_a_megabyte_without_a_newline_and_bytes_that_are_not_text(run):
     source = "import os; os.write(1, b'x' * (1 << 20)); os.write(1, b'\\xff\\xfe\\n')"
     printed = run(source, flags="-n 1")
     assert printed.out.replace(b"\n", b"") == b"x" * (1 << 20) + b"\xff\xfe"
@@ -127,7 +127,7 @@ def test_a_progress_bar_shows_its_last_state(run):
     assert printed.out == b"100%\n"
 
 
-def test_rank_0_reads_standard_input_and_the_others_find_it_empty(tmp_path):
+def test_only_rank_0_reads_standard_input(tmp_path):
     (tmp_path / "train.py").write_text("import sys; print(repr(sys.stdin.read()))")
     done = subprocess.run(
         [*CLI, "run", "-n", "2", "train.py"],
@@ -160,7 +160,7 @@ dist.barrier()
          "'no_such_module' (train.py:7)", 1),
     ],
 )  # fmt: skip
-def test_the_first_failure_is_the_last_thing_said(run, capfdbinary, how, sentence, status):
+def test_the_first_failure_is_reported_last(run, capfdbinary, how, sentence, status):
     told, shown = failure(run, capfdbinary, FAIL.format(how), flags="-n 3")
     log = next(Path("runs").glob("*/rank-1.log"))
     assert told == f"{sentence}; its log: {log}"
@@ -174,14 +174,14 @@ def test_a_rank_that_exits_0_early_is_named(run, capfdbinary):
     assert "still waited in a collective (train.py:" in told
 
 
-def test_several_ranks_that_fail_at_once_give_one_sentence(run, capfdbinary):
+def test_several_simultaneous_failures_give_one_message(run, capfdbinary):
     source = "import os\nraise ValueError(os.environ['RANK'])"
     told, _ = failure(run, capfdbinary, source, flags="-n 4")
     assert told[:6] in {f"rank {rank}" for rank in range(4)}
     assert f"raised ValueError: {told[5]} (train.py:2)" in told
 
 
-def test_failing_during_import_before_anybody_met(run, capfdbinary):
+def test_a_failing_import_before_the_rendezvous(run, capfdbinary):
     Path("broken.py").write_text("import nothing_of_this_name")
     source = (
         "import os\nif os.environ['RANK'] == '0': import broken\nimport lockstep\nlockstep.init()"
@@ -209,7 +209,7 @@ raise ValueError("enough")
     assert logs()["rank-0.log"] == b"not me\n"
 
 
-def test_grandchildren_end_with_their_rank(run, capfdbinary):
+def test_processes_that_a_rank_started_end_with_it(run, capfdbinary):
     source = """
 import os, subprocess, time
 if os.environ["RANK"] == "0":
@@ -225,7 +225,7 @@ raise ValueError("enough")
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
 
 
-def test_what_a_rank_leaves_running_when_it_returns_is_ended_too(run):
+def test_processes_that_a_rank_leaves_running_are_ended(run):
     source = """
 import subprocess
 with open("child", "w") as file: file.write(str(subprocess.Popen(["sleep", "1000"]).pid))
@@ -254,7 +254,7 @@ if os.environ["RANK"] == "1":
     assert shown.count("is stopped; continue it with kill -CONT") == 1
 
 
-def test_who_returned_while_a_stock_script_waits_is_said(run, capfdbinary, monkeypatch):
+def test_a_rank_that_returned_while_a_stock_script_waits_is_named(run, capfdbinary, monkeypatch):
     monkeypatch.setattr(hang_monitor, "FIRST_CHECK", 0.3)
     source = """
 import os, datetime, torch.distributed as dist
@@ -296,13 +296,13 @@ def test_a_syntax_error_is_reported_once_and_nothing_starts(run, source, start):
         ("-m --no-python", "--module and --no-python exclude each other"),
     ],
 )
-def test_flags_that_cannot_be(run, flags, words):
+def test_invalid_options(run, flags, words):
     with pytest.raises(UsageError) as caught:
         run("", flags=flags)
     assert str(caught.value).startswith(words)
 
 
-def test_a_missing_script_is_said_with_its_folder(tmp_path, monkeypatch):
+def test_a_missing_script_is_reported_with_the_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     params = command.make_context("run", ["nowhere.py"]).params
     with pytest.raises(UsageError, match=r"there is no script 'nowhere.py' in /"):
@@ -319,7 +319,9 @@ def test_a_missing_script_is_said_with_its_folder(tmp_path, monkeypatch):
         ("empty", r"^'empty' is a folder without a __main__\.py$"),
     ],
 )
-def test_what_is_not_there_is_said_before_anything_starts(tmp_path, monkeypatch, arguments, words):
+def test_missing_targets_are_reported_before_anything_starts(
+    tmp_path, monkeypatch, arguments, words
+):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     params = command.make_context("run", arguments.split()).params
@@ -328,7 +330,7 @@ def test_what_is_not_there_is_said_before_anything_starts(tmp_path, monkeypatch,
     assert logs() == {}
 
 
-def test_logs_that_cannot_be_kept(run):
+def test_logs_that_cannot_be_written(run):
     Path("taken").write_text("")
     with pytest.raises(FileError, match=r"^--log-dir taken cannot be used"):
         run("", flags="--log-dir taken")
@@ -338,7 +340,7 @@ def test_logs_that_cannot_be_kept(run):
     assert b"lockstep: no logs are written: runs/train-" in printed.err
 
 
-def test_variables_give_flags(monkeypatch):
+def test_options_from_variables(monkeypatch):
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
     monkeypatch.setenv("PET_NNODES", "2")
     params = command.make_context("run", ["--nnodes", "1", "train.py"]).params
@@ -351,7 +353,7 @@ def config_of(*flags: str) -> LaunchConfig:
     return make_config(params.pop("script"), params.pop("arguments"), params)
 
 
-def test_where_the_ranks_meet():
+def test_master_address_and_port():
     two = ("--nnodes", "2", "--node_rank", "1")
     assert config_of("--master-port", "5").master_port == 5
     assert config_of(*two, "--master-addr", "a").master_port == DEFAULT_PORT
@@ -362,6 +364,6 @@ def test_where_the_ranks_meet():
     assert (alone.nnodes, alone.node_rank) == (1, 0)
 
 
-def test_ranks_for_each_core():
+def test_one_rank_per_core():
     assert config_of("-n", "cpu").nprocs == len(os.sched_getaffinity(0))
     assert config_of("-n", "auto").nprocs >= 1

@@ -22,7 +22,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / f"lockstep-{os.getuid()}"
 
 
-def test_the_others_read_what_rank_0_wrote_until_it_is_removed(folder):
+def test_other_ranks_read_what_rank_0_wrote_until_it_is_removed(folder):
     first, second = RendezvousFile(0), RendezvousFile(1)
     assert second.read() is None
     first.write("4000 3 17")
@@ -35,7 +35,7 @@ def test_the_others_read_what_rank_0_wrote_until_it_is_removed(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_only_this_user_may_enter_the_folder_whatever_its_mode_was(folder):
+def test_the_folder_gets_mode_0700(folder):
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
     RendezvousFile(0).write("1")
@@ -45,21 +45,21 @@ def test_only_this_user_may_enter_the_folder_whatever_its_mode_was(folder):
 
 @pytest.mark.parametrize("kind", ["fifo", "file", "link"])
 @pytest.mark.parametrize("use", ["write", "read", "remove"])
-def test_what_has_the_folders_name_is_named_and_not_waited_for(folder, kind, use):
+def test_anything_else_with_the_folders_name_is_an_error(folder, kind, use):
     plant(kind, folder)
     with pytest.raises(RendezvousError, match=rf"rank 2: .* through {folder}, which is not safe"):
         getattr(RendezvousFile(2), use)(*(["1"] if use == "write" else []))
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "link"])
-def test_what_has_the_files_name_is_named_and_not_waited_for(folder, kind):
+def test_anything_else_with_the_files_name_is_an_error(folder, kind):
     folder.mkdir(mode=0o700)
     plant(kind, folder / "launch-7")
     with pytest.raises(RendezvousError, match=rf"through {folder}/launch-7, which is not safe"):
         RendezvousFile(1).read()
 
 
-def test_a_link_at_the_files_name_is_not_written_through(folder, tmp_path):
+def test_a_link_with_the_files_name_is_not_followed(folder, tmp_path):
     folder.mkdir(mode=0o700)
     plant("link", folder / "launch-7")
     RendezvousFile(0).write("4000 3 17")
@@ -80,7 +80,7 @@ def plant(kind, path):
         path.symlink_to(victim)
 
 
-def test_another_users_folder_is_named_with_its_owner(folder, monkeypatch):
+def test_the_folder_of_another_user_is_an_error_that_names_the_owner(folder, monkeypatch):
     RendezvousFile(0).write("1")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     for use in (lambda: RendezvousFile(0).write("1"), RendezvousFile(1).read):
@@ -90,7 +90,7 @@ def test_another_users_folder_is_named_with_its_owner(folder, monkeypatch):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as two users")
 @pytest.mark.parametrize("kind", ["fifo", "file", "folder"])
-def test_ranks_of_srun_do_not_wait_for_what_another_user_planted(tmp_path, kind):
+def test_ranks_of_srun_do_not_wait_for_files_of_another_user(tmp_path, kind):
     def join():
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
             os.environ.pop(name)
@@ -138,7 +138,7 @@ def attached(address):
 
 
 @needs_linux
-def test_what_one_writes_the_other_reads_also_after_the_creators_end():
+def test_a_store_outlives_its_creator():
     descriptor, address = create_store()
     store, opened = attached(address)
     os.close(descriptor)
@@ -150,12 +150,12 @@ def test_what_one_writes_the_other_reads_also_after_the_creators_end():
 
 
 @needs_linux
-def test_only_its_owner_may_open_the_file(created):
+def test_only_its_owner_may_open_a_store(created):
     assert os.fstat(created[0]).st_mode & 0o777 == 0o600
 
 
 @needs_linux
-def test_another_users_store_is_none(created, monkeypatch):
+def test_the_store_of_another_user_is_not_attached(created, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert attached(created[1]) == (None, [])
 
@@ -164,12 +164,12 @@ def test_another_users_store_is_none(created, monkeypatch):
 @pytest.mark.parametrize(
     "address", ["", "1", "1 2", "1 2 x", "1 2 3 4", "-1 2 3", "0 0 0", "99999999 3 1", "\x1b[2J"]
 )
-def test_what_is_no_address_is_no_store(address):
+def test_invalid_addresses(address):
     assert attached(address) == (None, [])
 
 
 @needs_linux
-def test_a_number_that_means_another_file_by_now_is_no_store(created, tmp_path):
+def test_a_descriptor_that_was_reused_is_not_attached(created, tmp_path):
     pid, number, inode = created[1].split()
     assert attached(f"{pid} {number} {int(inode) + 1}") == (None, [])
     with (tmp_path / "precious").open("w") as file:
@@ -198,7 +198,7 @@ def poison(values):
 
 @needs_linux
 @pytest.mark.parametrize("value", POISON)
-def test_ranks_of_one_host_do_not_look_at_the_port_that_others_can_write_to(value):
+def test_ranks_of_one_host_do_not_use_the_store_on_a_port(value):
     def join():
         store = poison(value)
         keys = store.num_keys()
@@ -213,7 +213,7 @@ def test_ranks_of_one_host_do_not_look_at_the_port_that_others_can_write_to(valu
 
 @needs_linux
 @pytest.mark.parametrize("value", POISON)
-def test_where_the_port_is_all_there_is_an_intruder_is_named_in_one_sentence(value):
+def test_without_a_private_store_foreign_values_are_an_error(value):
     def join():
         os.environ.pop("LOCKSTEP_STORE")
         poison(value)

@@ -42,7 +42,7 @@ def test_the_last_lines_are_kept_of_both_streams(monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_ends_the_log_and_not_the_run(monkeypatch):
+def test_a_full_disk_ends_the_log_but_not_the_run(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     full = os.open("/dev/full", os.O_WRONLY)
     monkeypatch.setattr("lockstep.launcher.output.create_file", lambda path, flags: full)

@@ -61,7 +61,7 @@ def test_a_foreign_value_is_an_error_that_names_its_key(key, value):
     assert len(sentence) < 500
 
 
-def test_a_contradiction_that_another_rank_found_is_check_with():
+def test_a_contradiction_that_another_rank_found_is_raised():
     pair = json.dumps([REGISTRATION | {"world_size": 3}, REGISTRATION])
     assert check_with("complete", pair).startswith(
         "the world has 3 ranks according to rank 1 (process 7 on gpu03), but 2 according to rank 1"

@@ -43,7 +43,7 @@ def test_alone_is_a_world_of_one_in_which_collectives_work(alone):
     assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
-def test_without_a_world_it_says_what_to_call():
+def test_world_before_init_is_an_error():
     with pytest.raises(UsageError, match=r"call lockstep\.init\(\) first"):
         ls.world()
     assert (ls.rank(), ls.world_size(), ls.local_rank(), ls.world().local_world_size) == (
@@ -54,7 +54,7 @@ def test_without_a_world_it_says_what_to_call():
     )
 
 
-def test_asking_for_something_else_is_refused(alone):
+def test_init_with_other_arguments_is_an_error(alone):
     ls.init(timeout=100)
     with pytest.raises(UsageError, match=r"timeout=100.*now.*timeout=200"):
         ls.init(timeout=200)
@@ -62,13 +62,13 @@ def test_asking_for_something_else_is_refused(alone):
     assert ls.init(timeout=200).world_size == 1
 
 
-def test_a_backend_that_is_not_here_is_refused_with_those_that_are(alone):
+def test_an_unknown_backend_is_an_error_that_names_the_available_ones(alone):
     with pytest.raises(UsageError, match=r"no backend 'glue' here; available: .*gloo"):
         ls.init(backend="cpu:gloo,cuda:glue")
     assert not dist.is_initialized()
 
 
-def test_a_local_rank_beyond_the_devices_is_refused():
+def test_a_local_rank_beyond_the_gpus_is_an_error():
     def join(asked):
         torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
         try:
@@ -85,7 +85,7 @@ def test_a_local_rank_beyond_the_devices_is_refused():
 
 
 @pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
-def test_where_the_fast_backend_cannot_be_used_one_rank_says_so_once():
+def test_one_rank_reports_that_the_fast_backend_is_unavailable():
     def join():
         import resource
 
@@ -104,12 +104,12 @@ def test_where_the_fast_backend_cannot_be_used_one_rank_says_so_once():
 
 
 @pytest.mark.parametrize("arguments", [{"threads": 0}, {"timeout": 0}])
-def test_nonsense_is_used_wrongly(alone, arguments):
+def test_invalid_arguments(alone, arguments):
     with pytest.raises(UsageError, match=next(iter(arguments))):
         ls.init(**arguments)
 
 
-def test_a_group_that_others_made_is_adopted():
+def test_an_existing_process_group_is_adopted():
     def adopt():
         dist.init_process_group("gloo", timeout=timedelta(seconds=30))
         world = ls.init()
@@ -134,7 +134,7 @@ def test_a_world_may_be_left_and_joined_again():
     assert ls.launch(twice, nprocs=3, timeout=60) == [([3.0] * 3, None)] * 3
 
 
-def test_an_interface_that_is_not_there_is_named_without_a_time(alone, monkeypatch):
+def test_an_unknown_interface_is_an_error_that_names_it(alone, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RendezvousError, match=r"gloo could not connect them: .*nowhere0"):
         ls.init(backend="gloo", timeout=30)
@@ -155,7 +155,7 @@ def attempts(n, change, timeout=30.0):
     return ls.launch(attempt, nprocs=n, timeout=60)
 
 
-def test_two_ranks_with_one_number_are_told_so_everywhere():
+def test_a_rank_that_exists_twice_is_an_error_on_every_rank():
     told = attempts(3, lambda rank: {"RANK": "1", "LOCAL_RANK": "1"} if rank == 2 else {})
     assert len(set(told)) == 1
     kind, sentence = told[0]
@@ -163,7 +163,7 @@ def test_two_ranks_with_one_number_are_told_so_everywhere():
     assert sentence.startswith("two processes are rank 1: process ")
 
 
-def test_another_world_size_is_told_to_everybody_who_waits():
+def test_another_world_size_is_an_error_on_every_rank():
     told = attempts(3, lambda rank: {"WORLD_SIZE": "4"} if rank == 2 else {})
     assert len(set(told)) == 1
     assert told[0][0] == "LaunchEnvironmentError"
@@ -171,7 +171,7 @@ def test_another_world_size_is_told_to_everybody_who_waits():
     assert "start every rank with the same WORLD_SIZE" in told[0][1]
 
 
-def test_missing_ranks_are_named_while_waiting_and_at_the_deadline(capfd):
+def test_missing_ranks_are_named_while_waiting_and_at_the_timeout(capfd):
     told = attempts(2, lambda rank: {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, timeout=1.5)
     assert all(kind == "RendezvousError" for kind, _ in told)
     words = "ranks 2 and 3 of 4 did not come within"
@@ -182,13 +182,13 @@ def test_missing_ranks_are_named_while_waiting_and_at_the_deadline(capfd):
     assert "for ranks 2 and 3 of 4" in notes[0]
 
 
-def test_a_name_that_is_no_host_is_said_at_once():
+def test_an_unknown_master_address_is_an_error_at_once():
     told = attempts(2, lambda rank: {"MASTER_ADDR": "no-such-host.invalid"})
     assert {kind for kind, _ in told} == {"UsageError"}
     assert all("MASTER_ADDR is 'no-such-host.invalid'" in sentence for _, sentence in told)
 
 
-def test_a_master_that_does_not_answer_is_said_while_waiting_and_at_the_deadline(capfd):
+def test_a_master_that_does_not_answer_is_reported_while_waiting_and_at_the_timeout(capfd):
     with socket.socket() as unused:  # bound and not listening: nobody else gets this port
         unused.bind(("127.0.0.1", 0))
         port = str(unused.getsockname()[1])
@@ -199,7 +199,7 @@ def test_a_master_that_does_not_answer_is_said_while_waiting_and_at_the_deadline
     assert "no answer from 127.0.0.1" in capfd.readouterr().err
 
 
-def test_a_port_in_use_is_said_by_the_rank_that_would_serve():
+def test_a_port_in_use_is_an_error_on_the_rank_that_serves():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         change = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
@@ -208,7 +208,7 @@ def test_a_port_in_use_is_said_by_the_rank_that_would_serve():
     assert f"port {port} at 127.0.0.1 is in use" in told[0][1]
 
 
-def test_ranks_started_by_hand_meet_without_a_launcher_to_serve(capfd):
+def test_ranks_that_were_started_manually_meet_without_a_launcher(capfd):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -216,7 +216,7 @@ def test_ranks_started_by_hand_meet_without_a_launcher_to_serve(capfd):
     assert attempts(3, lambda rank: change) == ["joined"] * 3
 
 
-def test_a_rank_that_never_joins_is_named_before_the_deadline():
+def test_a_rank_that_never_joins_is_named_before_the_timeout():
     def join():
         if ls.rank() != 1:
             ls.init(timeout=60)
@@ -230,7 +230,7 @@ def test_a_rank_that_never_joins_is_named_before_the_deadline():
      "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 ])  # fmt: skip
-def test_mpiexecs_ranks_meet_in_a_file(names, tmp_path):
+def test_ranks_of_mpiexec_meet_through_a_file(names, tmp_path):
     def join():
         rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -247,5 +247,5 @@ def test_mpiexecs_ranks_meet_in_a_file(names, tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == [f"lockstep-{os.getuid()}"]
 
 
-def test_the_interface_is_loopback_where_the_ranks_meet_there():
+def test_ranks_that_meet_on_the_loopback_interface_use_it():
     assert find_interface(RankInfo(master_addr="127.0.0.1", master_port=29500)) in ("lo", "lo0")

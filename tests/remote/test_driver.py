@@ -71,13 +71,13 @@ def test_the_driver_is_outside_the_world(driver):
     assert os.getpid() not in driver.run(os.getpid)
 
 
-def test_functions_travel_by_value_with_what_they_close_over(driver):
+def test_functions_are_sent_by_value_with_their_closure(driver):
     offset = 10
     assert driver.on(2).run(lambda more: offset + ls.rank() + more, 100) == 112
     assert driver.run(lambda *, scale: scale * ls.rank(), scale=2) == [0, 2, 4]
 
 
-def test_calls_on_one_worker_are_done_in_order(driver):
+def test_calls_on_one_worker_run_in_order(driver):
     counter = driver.on(0).create(Counter)
     futures = [counter.add.start() for _ in range(20)]
     assert [future.result() for future in futures] == list(range(1, 21))
@@ -95,12 +95,12 @@ def test_a_future_is_pending_until_it_is_done(driver, tmp_path):
     assert future.done()
 
 
-def test_tensors_come_back_with_their_bits(driver):
+def test_tensors_are_returned_bit_for_bit(driver):
     tensor = torch.randn(3, 1000).to(torch.bfloat16)
     assert torch.equal(driver.on(1).run(torch.neg, tensor), -tensor)
 
 
-def test_what_a_worker_prints_appears_before_the_answer(driver, capsys):
+def test_the_output_of_a_call_appears_before_it_returns(driver, capsys):
     driver.on(1).run(print, "one\ntwo")
     driver.on(2).run(os.system, "echo three >&2")
     printed = capsys.readouterr()
@@ -113,7 +113,7 @@ def test_what_a_worker_prints_appears_before_the_answer(driver, capsys):
 # --- remote objects ------------------------------------------------------------------------
 
 
-def test_an_object_lives_in_its_worker(driver):
+def test_a_remote_object(driver):
     counter = driver.on(1).create(Counter, 10)
     assert repr(counter) == "<Counter on rank 1>"
     assert counter.add(5) == 15
@@ -126,7 +126,7 @@ def test_an_object_lives_in_its_worker(driver):
     assert driver.on(0).run(counters) == 0
 
 
-def test_a_remote_function_is_called_like_one(driver):
+def test_a_remote_module_can_be_called(driver):
     layer = driver.on(2).create(torch.nn.Linear, 3, 2)
     assert layer(torch.ones(4, 3)).shape == (4, 2)
     assert layer.get("weight").requires_grad
@@ -139,7 +139,7 @@ def test_a_reference_at_its_owner_is_the_object_itself(driver):
     )
 
 
-def test_a_worker_calls_another_ones_object_directly(driver):
+def test_a_worker_calls_the_object_of_another_worker_directly(driver):
     counter = driver.on(1).create(Counter)
     assert driver.on(0).run(lambda ref: (repr(ref), ref.add(7)), counter) == (
         "<Counter on rank 1>",
@@ -202,7 +202,7 @@ def test_a_reference_may_come_back_from_a_worker(driver):
     assert again.add(2) == 2
 
 
-def test_arguments_that_cannot_travel_leave_nothing_lent(driver):
+def test_references_are_dropped_if_another_argument_cannot_be_pickled(driver):
     counter = driver.on(0).create(Counter)
     with pytest.raises(UsageError, match="cannot be pickled"):
         driver.on(1).run(print, counter, threading.Lock())
@@ -213,7 +213,7 @@ def test_arguments_that_cannot_travel_leave_nothing_lent(driver):
 # --- failing -------------------------------------------------------------------------------
 
 
-def test_an_error_comes_back_with_its_traceback(driver):
+def test_an_error_is_raised_with_its_traceback(driver):
     counter = driver.on(1).create(Counter)
     line = Counter.fail.__code__.co_firstlineno + 1
     with pytest.raises(RankError) as caught:
@@ -227,7 +227,7 @@ def test_an_error_comes_back_with_its_traceback(driver):
     assert counter.add() == 1
 
 
-def test_an_error_whose_class_cannot_travel_comes_back_too(driver):
+def test_an_error_whose_class_cannot_be_pickled_is_reported(driver):
     def fail():
         class Odd(Exception):
             def __reduce__(self):
@@ -239,7 +239,7 @@ def test_an_error_whose_class_cannot_travel_comes_back_too(driver):
         driver.on(0).run(fail)
 
 
-def test_an_error_of_lockstep_stays_of_its_kind(driver):
+def test_an_error_of_lockstep_keeps_its_class(driver):
     def fail():
         raise LossError("step 3: the loss is nan")
 
@@ -247,7 +247,7 @@ def test_an_error_of_lockstep_stays_of_its_kind(driver):
         driver.on(2).run(fail)
 
 
-def test_an_exit_is_an_error_and_not_the_end(driver):
+def test_exit_in_a_call_is_an_error_and_does_not_end_the_worker(driver):
     with pytest.raises(RankError, match="rank 0 raised SystemExit: 3"):
         driver.on(0).run(exit, 3)
     assert driver.on(0).run(ls.rank) == 0
@@ -262,12 +262,12 @@ def test_the_rank_that_failed_first_is_named(driver):
         driver.run(fail)
 
 
-def test_a_value_that_cannot_travel_is_an_error_of_the_call(driver):
+def test_a_value_that_cannot_be_pickled_is_an_error_of_the_call(driver):
     with pytest.raises(RankError, match=r"rank 1 raised TypeError: cannot pickle '_thread.lock'"):
         driver.on(1).run(threading.Lock)
 
 
-def test_what_cannot_be_sent_is_named(driver):
+def test_an_argument_that_cannot_be_pickled_is_named(driver):
     class Guarded:
         def __init__(self):
             self.lock = threading.Lock()
@@ -280,7 +280,7 @@ def test_what_cannot_be_sent_is_named(driver):
 
 
 @pytest.mark.parametrize("rank", [-1, 3, "1"])
-def test_a_rank_that_is_not_there_is_said(driver, rank):
+def test_an_unknown_rank_is_an_error(driver, rank):
     with pytest.raises(UsageError, match=f"there is no rank {rank}: the driver has ranks 0 to 2"):
         driver.on(rank)
 
@@ -292,7 +292,7 @@ def interrupt_when_waiting(driver) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ctrl_c_ends_the_wait_and_not_the_call(driver, tmp_path):
+def test_ctrl_c_ends_the_wait_but_not_the_call(driver, tmp_path):
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     future = driver.on(1).start(gate.read_text)

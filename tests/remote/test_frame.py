@@ -83,7 +83,7 @@ def plain(frame: Frame) -> tuple[dict, list[bytes]]:
 FRAME = Frame({"kind": "a"}, [memoryview(b"piece")])
 
 
-def test_every_changed_bit_is_noticed():
+def test_every_changed_bit_is_detected():
     content = recorded(FRAME)
     for position in range(8 * len(content)):
         changed = bytearray(content)
@@ -92,12 +92,12 @@ def test_every_changed_bit_is_noticed():
 
 
 @pytest.mark.parametrize("pieces", [[], [memoryview(b"piece")]])
-def test_a_repeated_frame_is_noticed(pieces):
+def test_a_repeated_frame_is_detected(pieces):
     frame = Frame({"kind": "a"}, pieces)
     assert received(recorded(frame) * 2) == ([plain(frame)], ForgedFrame)
 
 
-def test_the_pieces_of_another_frame_are_noticed():
+def test_pieces_of_another_frame_are_detected():
     frames = [Frame({"kind": "a"}, [memoryview(content)]) for content in (b"one", b"two")]
     first, second = recorded(frames[0], 0), recorded(frames[1], 1)
     tail = len(b"one") + PROOF
@@ -106,13 +106,13 @@ def test_the_pieces_of_another_frame_are_noticed():
     assert received(first[:-tail] + second[-tail:]) == ([], ForgedFrame)
 
 
-def test_a_frame_that_was_left_out_is_noticed(sockets):
+def test_a_missing_frame_is_detected(sockets):
     sockets[0].end.sendall(recorded(FRAME, 1))
     with pytest.raises(ForgedFrame):
         sockets[1].receive()
 
 
-def test_a_frame_of_the_other_direction_is_noticed(sockets):
+def test_a_frame_of_the_other_direction_is_detected(sockets):
     sockets[0].send(FRAME)
     sockets[0].end.sendall(sockets[1].end.recv(1 << 16))
     reflected = FrameSocket(sockets[1].end, b"one", b"other")
@@ -120,7 +120,7 @@ def test_a_frame_of_the_other_direction_is_noticed(sockets):
         reflected.receive()
 
 
-def test_a_header_does_not_pass_for_a_piece_of_the_same_size():
+def test_a_header_is_not_accepted_as_a_piece_of_the_same_size():
     """A header and its proof, sent once more in place of a piece and its proof."""
     size = next(n for n in range(100) if len(json.dumps({"kind": "a", "sizes": [n]})) == n)
     content = recorded(Frame({"kind": "a"}, [memoryview(bytes(size))]))
@@ -133,13 +133,13 @@ def test_a_header_does_not_pass_for_a_piece_of_the_same_size():
         assert received(forged) == ([], ForgedFrame)
 
 
-def test_a_long_header_takes_no_memory(sockets):
+def test_no_memory_is_allocated_for_a_header_that_is_too_long(sockets):
     sockets[0].end.sendall(LENGTH.pack(MAX_HEADER + 1) + b"x" * 100)
     with pytest.raises(ForgedFrame, match="a length without its proof"):
         sockets[1].receive()
 
 
-def test_sizes_are_not_believed_without_their_proof(sockets):
+def test_sizes_without_a_proof_are_rejected(sockets):
     header = json.dumps({"kind": "a", "sizes": [1 << 40]}).encode()
     sockets[0].end.sendall(LENGTH.pack(len(header)) + b"?" * PROOF + header)
     with pytest.raises(ForgedFrame, match="without its proof"):
@@ -158,14 +158,14 @@ def test_no_memory_is_allocated_for_a_size_before_its_proof(sockets, monkeypatch
     assert sum(allocated) <= LENGTH.size + PROOF
 
 
-def test_an_end_within_a_frame_is_an_end(sockets):
+def test_a_connection_that_closes_within_a_frame_counts_as_closed(sockets):
     sockets[0].end.sendall(recorded(FRAME)[:-3])
     sockets[0].end.shutdown(socket.SHUT_WR)
     with pytest.raises(EOFError):
         sockets[1].receive()
 
 
-def test_an_end_that_sends_a_byte_now_and_then_is_too_slow(monkeypatch):
+def test_an_end_that_sends_single_bytes_times_out(monkeypatch):
     class Dripping:
         now = 0.0
 

@@ -64,7 +64,7 @@ def worker_to_worker():
     )
 
 
-def test_both_ends_agree_on_who_is_there_and_on_a_key_for_each_direction():
+def test_both_ends_agree_on_their_identities_and_on_a_key_for_each_direction():
     here, there, said = met(*worker_to_worker())
     assert (here.other, there.other) == (SECOND, FIRST)
     assert (here.sending, here.receiving) == (there.receiving, there.sending)
@@ -74,7 +74,7 @@ def test_both_ends_agree_on_who_is_there_and_on_a_key_for_each_direction():
     assert [len(message) for message in said] == [116, 33, 32, 33]
 
 
-def test_another_key_is_refused_and_said():
+def test_another_key_is_refused():
     caller = call(Credentials(OTHER_KEY, FIRST, SESSION), DRIVER)
     here, there, _ = met(caller, answer(Credentials(KEY, DRIVER, SESSION)))
     assert str(here) == str(there) == "it holds another key"
@@ -99,7 +99,7 @@ def test_every_changed_bit_is_refused():
 
 @settings(deadline=None, max_examples=300)
 @given(st.data())
-def test_recorded_messages_put_together_are_refused(data):
+def test_composed_recorded_messages_are_refused(data):
     """Any stretch of earlier handshakes, of both ends, in place of any stretch of this one."""
     recorded = [b"".join(met(*make())[2]) for make in (worker_to_driver, worker_to_worker)]
     victim = data.draw(st.integers(0, 3))
@@ -131,7 +131,7 @@ def test_a_repeated_caller_is_refused():
     assert str(listener.outcome) == "it repeated messages of another connection"
 
 
-def test_a_caller_that_hears_itself_is_refused():
+def test_reflected_messages_are_refused():
     said = []
 
     def reflect(number: int, message: bytes) -> bytes:
@@ -160,7 +160,7 @@ def test_only_the_process_that_was_called_answers(listener):
     assert str(there) == "it called another driver or worker"
 
 
-def test_only_a_host_may_be_new_to_the_session():
+def test_only_a_node_agent_may_not_know_the_session():
     driver = Credentials(KEY, DRIVER, SESSION)
     here, there, _ = met(call(Credentials(KEY, AGENT), DRIVER), answer(driver))
     assert (here.other, there.other) == (DRIVER, AGENT)
@@ -200,7 +200,7 @@ def test_garbage_after_a_greeting_is_refused(said):
 
 @settings(deadline=None)
 @given(st.binary(min_size=1, max_size=300))
-def test_a_listener_that_proves_nothing_is_refused(said):
+def test_a_listener_without_a_proof_is_refused(said):
     caller = End(call(Credentials(KEY, FIRST, SESSION), DRIVER))
     while caller.outcome is None:
         caller.take(said)
@@ -208,5 +208,5 @@ def test_a_listener_that_proves_nothing_is_refused(said):
     assert str(caller.outcome).isascii()
 
 
-def test_the_key_is_in_no_text_of_the_credentials():
+def test_the_repr_of_credentials_does_not_contain_the_key():
     assert "key" not in repr(Credentials(KEY, DRIVER, SESSION))

@@ -89,7 +89,7 @@ def test_local_and_remote_workers_are_one_world(connect, place, tmp_path, capsys
     assert not any(map(psutil.pid_exists, pids))
 
 
-def test_another_key_is_refused_and_said_on_both_sides(connect, place, capsys):
+def test_another_key_is_refused_and_reported_on_both_sides(connect, place, capsys):
     with ls.Driver(nprocs=1, listen=place, timeout=PATIENCE) as driver:
         worker = connect(env={**os.environ, KEY_VARIABLE: "ab" * 32})
         assert worker.wait(PATIENCE) == 2
@@ -98,7 +98,9 @@ def test_another_key_is_refused_and_said_on_both_sides(connect, place, capsys):
     assert "was refused: it holds another key" in capsys.readouterr().err
 
 
-def test_strangers_keep_no_worker_out_and_fill_no_terminal(connect, place, monkeypatch, capsys):
+def test_strangers_neither_keep_workers_out_nor_fill_the_terminal(
+    connect, place, monkeypatch, capsys
+):
     """Silent connections, replaced as soon as they are closed, and others that say something."""
     monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
     address, _, port = place.rpartition(":")
@@ -140,14 +142,14 @@ def test_strangers_keep_no_worker_out_and_fill_no_terminal(connect, place, monke
     assert "\x1b" not in said
 
 
-def test_workers_that_do_not_come_are_counted(place):
+def test_the_error_counts_workers_that_did_not_connect(place):
     with pytest.raises(
         RendezvousError, match="0 of 2 workers connected in time: .*--connect " + place
     ):
         ls.Driver(nprocs=0, remote=2, listen=place, timeout=0.2)
 
 
-def test_without_a_driver_or_a_key_it_says_so(connect, place):
+def test_without_a_driver_or_a_key(connect, place):
     environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
     keyless = connect(env=environment)
     alone = connect("--timeout", "0.5", env={**environment, KEY_VARIABLE: "ab" * 32})
@@ -161,7 +163,7 @@ def test_without_a_driver_or_a_key_it_says_so(connect, place):
     assert said.count("\n") == 1
 
 
-def test_a_lost_driver_ends_the_workers_it_had(connect, place):
+def test_workers_end_with_a_lost_driver(connect, place):
     script = f"""
 import os, lockstep as ls
 driver = ls.Driver(nprocs=0, remote=1, listen={place!r}, timeout=60)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lockstep.remote.objects import ObjectStore, TokenCounter
 
 
-def test_the_last_drop_frees():
+def test_the_last_drop_frees_the_object():
     objects = ObjectStore()
     number = objects.add("thing", 1, -1)
     objects.lend(number, 2, 0)
@@ -26,7 +26,7 @@ def test_a_drop_may_come_before_its_lend():
     assert objects.drop(number, 1) == "thing"
 
 
-def test_the_end_of_a_holder_frees_what_it_alone_held():
+def test_the_exit_of_a_holder_frees_its_objects():
     objects = ObjectStore()
     mine, shared = objects.add("mine", 1, 2), objects.add("shared", 3, 2)
     objects.lend(shared, 4, -1)
@@ -45,7 +45,7 @@ def test_tokens_of_different_processes_differ():
 
 @settings(deadline=None)
 @given(st.data())
-def test_it_lives_exactly_as_long_as_it_is_held(data):
+def test_an_object_exists_exactly_as_long_as_it_is_held(data):
     """Holders lend and drop at will; each one's news come in order, mixed with the others'."""
     objects = ObjectStore()
     number = objects.add("thing", 0, 0)

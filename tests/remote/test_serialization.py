@@ -39,7 +39,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_arrives_as_it_was(name):
+def test_a_tensor_arrives_unchanged(name):
     tensor = TENSORS[name]
     received = sent(tensor)
     assert (received.dtype, received.shape) == (tensor.dtype, tensor.shape)
@@ -50,7 +50,7 @@ def test_a_tensor_arrives_as_it_was(name):
         assert received.stride() == tensor.stride()
 
 
-def test_a_tensor_lies_beside_the_pickle_in_its_own_memory():
+def test_the_memory_of_a_tensor_is_not_in_the_pickle():
     tensor = torch.randn(1 << 16)
     text, memory = serialize({"weights": tensor}, lambda address: address)
     assert len(text) < 1000
@@ -58,13 +58,13 @@ def test_a_tensor_lies_beside_the_pickle_in_its_own_memory():
     assert numpy.frombuffer(memory, numpy.float32)[0] == 42.0
 
 
-def test_a_received_tensor_may_be_written():
+def test_a_received_tensor_is_writable():
     received = sent(torch.zeros(3))
     received += 1
     assert received.tolist() == [1.0] * 3
 
 
-def test_modules_keep_their_ties_and_flags():
+def test_modules_keep_tied_weights_and_requires_grad():
     first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     second.weight = first.weight
     second.bias.requires_grad_(False)
@@ -85,7 +85,7 @@ class NoCalls:
         self.dropped.append(address)
 
 
-def test_a_reference_is_lent_and_stands_for_what_it_means_there():
+def test_a_reference_is_lent_and_resolved_by_the_receiver():
     calls = NoCalls()
     remote = RemoteObject(ObjectAddress(1, 5, 7), calls)
     lent = []
@@ -101,7 +101,7 @@ def test_a_reference_is_lent_and_stands_for_what_it_means_there():
     assert calls.dropped == [ObjectAddress(1, 5, 7)]
 
 
-def test_a_reference_travels_in_no_other_way():
+def test_a_reference_cannot_be_pickled_otherwise():
     remote = RemoteObject(ObjectAddress(1, 5, 7, "Counter"), NoCalls())
     with pytest.raises(UsageError, match="a reference to Counter can only be sent as an argument"):
         pickle.dumps(remote)

@@ -14,7 +14,7 @@ def queue():
     return TaskQueue()
 
 
-def test_other_workers_come_before_the_driver(queue):
+def test_calls_of_other_workers_come_before_those_of_the_driver(queue):
     done = []
     for number in range(2):
         queue.put(lambda number=number: done.append(("driver", number)), from_driver=True)

@@ -80,11 +80,11 @@ def one_process() -> list[object]:
     return wanted
 
 
-def test_the_bits_are_those_of_one_process_without_a_driver(driver, one_process):
+def test_results_are_bit_identical_to_one_process_without_a_driver(driver, one_process):
     assert trained(trainer_of(driver)) == one_process
 
 
-def test_results_of_steps_and_epochs_are_told(driver, tmp_path):
+def test_results_of_steps_and_epochs(driver, tmp_path):
     trainer = trainer_of(driver)
     trainer.step(batches()[0])
     assert set(trainer.last.metrics) == {"accuracy"}
@@ -97,7 +97,7 @@ def test_results_of_steps_and_epochs_are_told(driver, tmp_path):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_two_stages_give_the_same_bits(driver, one_process, schedule, tmp_path):
+def test_two_stages_are_bit_identical(driver, one_process, schedule, tmp_path):
     trainer = trainer_of(
         driver, pipeline=ls.PipelineConfig(stages=2, schedule=schedule, balance=[2, 3])
     )
@@ -106,7 +106,7 @@ def test_two_stages_give_the_same_bits(driver, one_process, schedule, tmp_path):
     assert ls.digest(load_file(tmp_path / "weights.safetensors")) == trainer.digest()
 
 
-def test_stages_are_cut_by_measurement(driver, one_process, capsys):
+def test_the_partition_may_be_measured(driver, one_process, capsys):
     for options in ({}, {"activation_checkpointing": True}):
         assert (
             trained(trainer_of(driver, pipeline=ls.PipelineConfig(stages=2), **options))
@@ -114,7 +114,7 @@ def test_stages_are_cut_by_measurement(driver, one_process, capsys):
         )
 
 
-def test_a_loss_with_weights_of_its_own_through_stages(driver):
+def test_a_loss_with_class_weights_through_stages(driver):
     def digest(**layout) -> str:
         loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
         trainer = driver.trainer(BLOCKS, loss, SGD, seed=5, **layout)
@@ -134,7 +134,7 @@ def test_inputs_go_to_the_first_stage_and_targets_to_the_last(driver):
     assert [each.size for each in first] == [each.size for each in last] == [3] * 8
 
 
-def test_a_state_goes_on_elsewhere(driver):
+def test_training_continues_from_a_state(driver):
     first, second = trainer_of(driver), trainer_of(driver)
     first.step(batches()[0])
     second.load_state_dict(first.state_dict())
@@ -142,7 +142,7 @@ def test_a_state_goes_on_elsewhere(driver):
     assert first.digest() == second.digest()
 
 
-def test_epochs_go_on_where_they_ended(driver):
+def test_epochs_are_counted_across_calls_of_train(driver):
     once, twice = trainer_of(driver), trainer_of(driver)
     numbers = [result.epoch for result in once.train(samples, 24, 2)]
     numbers += [result.epoch for _ in range(2) for result in twice.train(samples, 24, 1)]
@@ -165,7 +165,7 @@ class Telling(nn.Linear):
         return super().forward(inputs)
 
 
-def test_blocks_come_to_life_on_the_workers_alone(driver, capsys):
+def test_blocks_are_materialized_on_the_workers_only(driver, capsys):
     trainer = driver.trainer([Telling], nn.CrossEntropyLoss(), SGD)
     trainer.step(batches()[0])
     pids = driver.run(os.getpid)
@@ -181,7 +181,7 @@ class Weighty(nn.Linear):
         print("block", number, "on", self.weight.device)
 
 
-def test_no_worker_gives_memory_to_another_stages_block(driver, capsys):
+def test_no_worker_allocates_memory_for_blocks_of_another_stage(driver, capsys):
     blocks = [partial(Weighty, 0, 12, 8), partial(Weighty, 1, 8, 6), partial(Weighty, 2, 6, 4)]
     options = {"ema_decay": 0.5, "seed": 5}
     trainer = driver.trainer(
@@ -208,7 +208,7 @@ def test_no_worker_gives_memory_to_another_stages_block(driver, capsys):
     assert trainer.optimizer_digest() == alone.optimizer_digest()
 
 
-def test_errors_of_a_trainer_come_back_as_they_are(driver):
+def test_errors_of_a_trainer_keep_their_class(driver):
     with pytest.raises(LayoutError, match="2 replicas share 1 micro-batches"):
         trainer_of(driver, microbatches=1)
     with pytest.raises(UsageError, match="pass the dataset as a callable"):
@@ -239,7 +239,7 @@ def test_a_run_is_recorded_by_rank_0(driver, tmp_path):
     assert '"kind":"end"' in lines[-1].replace(" ", "")
 
 
-def test_two_replicas_of_two_stages_give_the_same_bits(one_process):
+def test_two_replicas_of_two_stages_are_bit_identical(one_process):
     with ls.Driver(nprocs=4, timeout=60) as driver:
         assert (
             trained(trainer_of(driver, pipeline=ls.PipelineConfig(stages=2, balance=[1, 4])))

@@ -77,7 +77,7 @@ def held() -> int:
     return sum(type(thing).__name__ == "Held" for thing in gc.get_objects())
 
 
-def test_a_death_is_named_to_the_worker_that_waits_for_it_and_frees_what_the_dead_held():
+def test_a_death_is_reported_to_waiting_workers_and_frees_objects():
     with ls.Driver(nprocs=3, timeout=60) as driver:
         thing = driver.on(0).create(Held)
         shelf = driver.on(2).create(list)
@@ -90,7 +90,7 @@ def test_a_death_is_named_to_the_worker_that_waits_for_it_and_frees_what_the_dea
         assert driver.on(0).run(held) == 0
 
 
-def test_leaving_ends_a_busy_worker_and_its_call():
+def test_close_ends_busy_workers_and_their_calls():
     with ls.Driver(nprocs=2, timeout=60) as driver:
         pids = driver.run(os.getpid)
         future = driver.on(1).start(signal.pause)
@@ -106,7 +106,7 @@ def test_leaving_ends_a_busy_worker_and_its_call():
     driver.close()  # once more is harmless
 
 
-def test_a_forgotten_driver_takes_its_workers_along():
+def test_workers_end_with_a_driver_that_is_garbage_collected():
     driver = ls.Driver(nprocs=2, timeout=60)
     pids = driver.run(os.getpid)
     assert all(map(alive, pids))
@@ -127,7 +127,7 @@ while sys.argv[1] == "wait": time.sleep(0.1)  # not pause(): it misses a signal 
 """
 
 
-def test_the_end_of_the_driver_is_the_end_of_its_workers(tmp_path):
+def test_workers_end_with_the_drivers_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     drivers = {
@@ -167,7 +167,7 @@ def what_is_told(end: socket.socket) -> bytes:
         return b""
 
 
-def test_strangers_are_refused_and_the_driver_goes_on(capsys):
+def test_strangers_are_refused(capsys):
     with ls.Driver(nprocs=1, timeout=60) as driver:
         place = ("127.0.0.1", driver._pool.port)
         with socket.create_connection(place) as stranger:
@@ -183,7 +183,7 @@ def test_strangers_are_refused_and_the_driver_goes_on(capsys):
     assert "it holds another key" in said
 
 
-def test_a_second_worker_of_the_same_name_is_refused(capsys):
+def test_a_second_worker_with_the_same_identity_is_refused(capsys):
     with ls.Driver(nprocs=1, timeout=60) as driver:
         pool = driver._pool
         own = replace(pool._credentials, own=Identity(Role.WORKER, 0, 0))
@@ -223,7 +223,7 @@ def test_a_worker_does_not_answer_for_another_one():
         assert [shelf.get() for shelf in shelves] == [[], [5]]
 
 
-def test_it_listens_on_the_loopback_interface_alone():
+def test_driver_and_workers_listen_on_the_loopback_interface_only():
     with ls.Driver(nprocs=2, timeout=60) as driver:
         pids = [os.getpid(), *driver.run(os.getpid)]
         places = {
@@ -235,7 +235,7 @@ def test_it_listens_on_the_loopback_interface_alone():
         assert places == {"127.0.0.1"}
 
 
-def test_the_key_is_on_no_command_line_and_in_no_environment(tmp_path):
+def test_the_key_is_not_on_a_command_line_or_in_an_environment(tmp_path):
     path = tmp_path / "driver.key"
     with ls.Driver(nprocs=1, key_file=path, timeout=60) as driver:
         key = path.read_text().strip()
@@ -245,7 +245,7 @@ def test_the_key_is_on_no_command_line_and_in_no_environment(tmp_path):
             assert key not in text
 
 
-def test_a_port_that_is_taken_is_said():
+def test_a_port_in_use_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=f"a driver cannot listen at 127.0.0.1:{port} here"):
@@ -264,6 +264,6 @@ def test_a_port_that_is_taken_is_said():
         ({"backend": "pigeon"}, "torch has no backend 'pigeon'"),
     ],
 )
-def test_nonsense_gets_one_sentence(arguments, sentence):
+def test_invalid_arguments(arguments, sentence):
     with pytest.raises(ls.LockstepError, match=sentence):
         ls.Driver(**arguments)

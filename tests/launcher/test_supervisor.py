@@ -67,7 +67,7 @@ def waiting(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_everything_with_one_sentence(waiting, number):
+def test_a_signal_ends_all_ranks_with_one_message(waiting, number):
     launcher, below = waiting
     launcher.send_signal(number)
     assert launcher.wait(PATIENCE) == 128 + number
@@ -76,7 +76,7 @@ def test_a_signal_ends_everything_with_one_sentence(waiting, number):
     assert not any(map(alive, below))
 
 
-def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(tmp_path):
+def test_a_second_ctrl_c_skips_the_grace_period(tmp_path):
     (tmp_path / "deaf.py").write_text("import signal; signal.signal(15, signal.SIG_IGN)\n" + WAIT)
     with subprocess.Popen(
         [*CLI, "-n", "1", "deaf.py"], cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
@@ -92,14 +92,14 @@ def test_a_second_ctrl_c_does_not_wait_for_ranks_that_ignore_the_first(tmp_path)
     assert not any(alive(int(pid)) for pid in (tmp_path / "rank0").read_text().split())
 
 
-def test_a_killed_launcher_leaves_nobody(waiting):
+def test_ranks_end_with_a_killed_launcher(waiting):
     launcher, below = waiting
     launcher.kill()
     launcher.wait()
     until(lambda: not any(map(alive, below)), "ranks outlived their launcher")
 
 
-def test_another_child_of_a_killed_launcher_does_not_keep_its_ranks_alive():
+def test_ranks_end_with_a_killed_launcher_even_if_another_child_has_its_sockets():
     program = """
 import lockstep, os, signal, sys
 pids = lockstep.launch(signal.pause, nprocs=2, join=False).processes
@@ -120,7 +120,7 @@ signal.pause()
 
 
 @pytest.mark.parametrize("daemon", [True, False])
-def test_a_forked_child_of_a_launcher_that_exits_leaves_the_ranks_alone(daemon):
+def test_a_forked_child_that_exits_does_not_end_its_parents_ranks(daemon):
     program = f"""
 import lockstep, os, signal, sys
 launched = lockstep.launch(signal.pause, nprocs=1, join=False, daemon={daemon})
@@ -138,7 +138,7 @@ launched.terminate()
     assert (done.stdout, done.stderr) == ("0 [None] True\n", "")
 
 
-def test_ctrl_c_in_a_program_ends_the_ranks_of_its_launch():
+def test_ctrl_c_ends_the_ranks_of_a_launch_in_a_program():
     program = """
 import lockstep, os, signal
 def rank():
@@ -165,7 +165,7 @@ def test_the_ranks_of_a_killed_fork_server_are_ended(waiting):
     until(lambda: not any(map(alive, below)), "ranks outlived their fork server")
 
 
-def test_twenty_launches_at_the_same_moment_take_no_port_twice():
+def test_concurrent_launches_use_different_ports():
     def meet(launch: int) -> tuple[float, str]:
         ls.init(timeout=60)
         tensor = torch.tensor([float(launch)])
@@ -178,7 +178,7 @@ def test_twenty_launches_at_the_same_moment_take_no_port_twice():
     assert len({values[0][1] for values in results}) == 20
 
 
-def test_two_launchers_are_two_hosts(tmp_path):
+def test_two_launchers_form_one_world_of_two_hosts(tmp_path):
     (tmp_path / "train.py").write_text(
         "import torch, torch.distributed as dist, lockstep as ls\n"
         "world = ls.init(timeout=60); tensor = torch.ones(1); dist.all_reduce(tensor)\n"
@@ -202,7 +202,7 @@ def test_two_launchers_are_two_hosts(tmp_path):
     ]
 
 
-def test_exit_statuses_and_the_last_line(tmp_path):
+def test_exit_statuses_and_the_last_line_of_output(tmp_path):
     Path(tmp_path / "train.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
 
     def status(*arguments: str) -> tuple[int, str]:
@@ -221,7 +221,7 @@ def test_exit_statuses_and_the_last_line(tmp_path):
     )  # fmt: skip
 
 
-def test_a_handle_joins_later_tells_its_processes_and_terminates():
+def test_process_context():
     launched = ls.launch(signal.pause, nprocs=2, join=False)
     pids = launched.processes
     assert len(set(pids)) == 2
@@ -236,7 +236,7 @@ def test_a_handle_joins_later_tells_its_processes_and_terminates():
 
 
 @pytest.mark.parametrize(("daemon", "expected"), [(True, ""), (False, "done\n" * 2)])
-def test_at_exit_ranks_are_waited_for_and_daemons_ended(daemon, expected, tmp_path):
+def test_at_exit_ranks_are_joined_and_daemons_terminated(daemon, expected, tmp_path):
     program = f"""
 import lockstep, os, time
 def rank():
@@ -254,7 +254,7 @@ open("exiting", "w").close()
     assert (done.stdout, done.stderr, done.returncode) == (expected, "", 0)
 
 
-def test_a_world_is_left_at_exit_without_a_word():
+def test_the_world_is_left_at_exit_without_output():
     program = """
 import atexit, lockstep, torch.distributed as dist
 atexit.register(lambda: print(dist.is_initialized()))  # called after what is registered later
