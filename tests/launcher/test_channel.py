@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
+
+import pytest
 
 from lockstep.launcher.channel import open_pair, read_memfd, write_memfd
 
@@ -39,3 +42,25 @@ def test_each_receiver_reads_a_memfd_completely():
     descriptor = write_memfd(b"x" * 100_000)
     copy = os.dup(descriptor)
     assert read_memfd(descriptor) == read_memfd(copy) == b"x" * 100_000
+
+
+def test_an_interrupt_does_not_leave_a_part_of_a_message(monkeypatch):
+    class Interrupt(Exception):
+        """Stands for what a signal handler raises."""
+
+    def interrupt(*_) -> None:
+        raise Interrupt
+
+    left, right = open_pair()
+    monkeypatch.setattr(socket.socket, "sendall", interrupt)
+    left.send({"n": 1})  # in one system call, without sendall
+    assert right.receive() == ({"n": 1}, [])
+    send_fds = socket.send_fds
+    monkeypatch.setattr(
+        socket, "send_fds", lambda end, parts, fds: send_fds(end, [parts[0][:7]], fds)
+    )
+    with pytest.raises(Interrupt):
+        left.send({"n": 2})  # as if it were larger than the socket's buffer
+    assert right.receive() is None
+    for end in (left, right):
+        end.close()

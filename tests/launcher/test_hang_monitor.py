@@ -8,6 +8,7 @@ import pytest
 
 import lockstep as ls
 from lockstep.errors import RankError
+from lockstep.launcher import rendezvous_check
 from lockstep.launcher.hang_monitor import NOT_USER_CODE, describe_location, is_waiting
 
 DUMP = """\
@@ -22,6 +23,11 @@ Current thread 0x00007f (most recent call first):
 def test_the_location_is_the_call_and_the_line_of_user_code():
     assert describe_location(DUMP) == "in all_reduce, train.py:31"
     assert is_waiting(DUMP)
+
+
+def test_the_rendezvous_check_counts_as_waiting():
+    frames = f'  File "{rendezvous_check.__file__}", line 7 in check_ranks\n'
+    assert is_waiting(f"Current thread (most recent call first):\n{frames}")
 
 
 def test_the_last_dump_counts():

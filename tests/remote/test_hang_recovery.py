@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import lockstep as ls
 import processes
 from lockstep.errors import RankError
 from lockstep.remote.future import Future
-from lockstep.remote.hang_recovery import HangRecovery
+from lockstep.remote.hang_recovery import COMMUNICATION, HangRecovery
 
 LONG = 600.0  # seconds for a collective; a test that waits for it is ended before
 until = partial(processes.until, seconds=60.0)
@@ -98,3 +99,9 @@ def test_checks_are_taken_at_intervals_and_find_calls_that_have_not_returned():
     assert (recovery.failed(), recovery.busy()) == ([], [0, 1])
     assert [recovery.start_check(), recovery.start_check()] == [True, False]
     assert recovery.checks == 1
+
+
+def test_the_modules_that_communicate_exist():
+    installed = [Path(package.__file__).parents[1] for package in (ls, torch)]
+    for prefix in COMMUNICATION:
+        assert any(list(folder.glob(f"{prefix}*")) for folder in installed), prefix

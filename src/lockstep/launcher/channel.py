@@ -9,6 +9,7 @@ Both ends run the same build of Lockstep on one host, so the format has no versi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -42,8 +43,18 @@ class Channel:
             OSError: The other end is closed.
         """
         body = json.dumps(message).encode()
-        socket.send_fds(self._end, [LENGTH.pack(len(body))], list(descriptors))
-        self._end.sendall(body)
+        content = LENGTH.pack(len(body)) + body
+        # One system call, so that an exception raised by a signal handler (Ctrl-C) comes before
+        # the message or after it: a part of one would be read as the beginning of the next.
+        sent = socket.send_fds(self._end, [content], list(descriptors))
+        if sent == len(content):
+            return
+        try:
+            self._end.sendall(content[sent:])  # of a message that is larger than the buffer
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._end.shutdown(socket.SHUT_WR)  # so that nothing follows the part
+            raise
 
     def receive(self) -> tuple[Message, list[int]] | None:
         """Wait for one message and its descriptors; None if the other end is closed."""
