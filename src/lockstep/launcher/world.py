@@ -30,7 +30,6 @@ __all__ = [
     "cpu_backend",
     "init",
     "local_rank",
-    "local_world_size",
     "rank",
     "shutdown",
     "world",
@@ -170,11 +169,6 @@ def world_size() -> int:
 def local_rank() -> int:
     """Return this process's rank on its host; before `init`, as given by the environment."""
     return _ranks().local_rank
-
-
-def local_world_size() -> int:
-    """Return the number of ranks on this host; before `init`, as given by the environment."""
-    return _ranks().local_world_size
 
 
 def shutdown() -> None:
