@@ -1,6 +1,9 @@
-"""The layers: imports point one way, so that each can be read without the ones above."""
+"""The layers: imports point in one direction and form no cycle."""
 
 import ast
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,8 @@ LAYERS = [
     {"launcher"},
     {"data"},
     {"record"},
-    {"model", "data_parallel"},
+    {"model"},
+    {"data_parallel"},
     {"pipeline"},
     {"check"},
     {"training"},
@@ -30,32 +34,99 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 
-def package_of(path: Path) -> str:
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
-
-
-def imported(path: Path) -> set[str]:
-    """Return the packages of lockstep that a file imports, wherever in it."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names.add(node.module)
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    parts = [name.split(".") for name in names if name.startswith("lockstep.")]
-    return {part[1] for part in parts if part[1] in LEVEL}
-
-
 FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path != SOURCE / "__init__.py"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_point_one_way(path):
-    own = package_of(path)
+def name_of(path: Path) -> str:
+    """Return the name of the module in a file."""
+    parts = ("lockstep", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+def imported_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement or call imports; "*" stands for any name."""
+    if isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.Call) and node.args:
+        function = node.func.attr if isinstance(node.func, ast.Attribute) else node.func
+        name = function.id if isinstance(function, ast.Name) else function
+        if name in ("import_module", "__import__"):
+            argument = node.args[0]
+            parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
+            yield "".join(str(p.value) if isinstance(p, ast.Constant) else "*" for p in parts)
+
+
+def imported_modules(source: str, modules: set[str]) -> set[str]:
+    """Return the modules that a source imports, also inside functions and TYPE_CHECKING."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        for name in imported_names(node):
+            if "*" in name and name.startswith("lockstep."):
+                found |= {each for each in modules if fnmatchcase(each, name)}
+            elif name in modules:
+                found.add(name)
+    return found
+
+
+IMPORTS = {name: imported_modules(path.read_text(), {*MODULES}) for name, path in MODULES.items()}
+
+
+def package_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return a cycle of a graph; an empty list if it has none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module):
+    own = package_of(module)
     assert own in LEVEL, f"{own} has no place in the layers"
-    above = {name for name in imported(path) if LEVEL[name] > LEVEL[own]}
+    packages = {package_of(each) for each in IMPORTS[module]}
+    above = {name for name in packages if LEVEL[name] > LEVEL[own]}
     assert not above, f"{own} imports {above} from above"
+
+
+def test_modules_import_each_other_in_no_cycle():
+    # A module imports its own package's __init__ by being imported; those are empty.
+    assert not find_cycle({name: found - {name} for name, found in IMPORTS.items()})
+
+
+def test_packages_import_each_other_in_no_cycle():
+    graph: dict[str, set[str]] = {}
+    for module, found in IMPORTS.items():
+        own = package_of(module)
+        graph.setdefault(own, set()).update({package_of(each) for each in found} - {own})
+    assert not find_cycle(graph)
+
+
+def test_every_kind_of_import_is_found():
+    source = """
+from typing import TYPE_CHECKING
+import importlib
+if TYPE_CHECKING:
+    from lockstep.a import x
+def later(name):
+    import lockstep.b
+    importlib.import_module("lockstep.c")
+    importlib.import_module(f"lockstep.d.{name}")
+    from lockstep import e
+"""
+    modules = {f"lockstep.{name}" for name in ("a", "b", "c", "d.one", "d.two", "e", "f")}
+    assert imported_modules(source, modules) == modules - {"lockstep.f"}
+    assert find_cycle({"a": {"b"}, "b": {"a"}})
 
 
 def test_no_file_is_longer_than_600_lines():

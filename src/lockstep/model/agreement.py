@@ -19,8 +19,8 @@ from torch import nn
 
 from lockstep.comm.collectives import all_gather_bytes, broadcast_tensors, send_tensors
 from lockstep.errors import DisagreementError, UsageError
+from lockstep.model.deferred_init import materialize, named_tensors
 from lockstep.model.description import difference
-from lockstep.model.meta_device import materialize, tensors_of
 
 __all__ = ["give_weights", "require_same"]
 
@@ -71,12 +71,12 @@ def give_weights(
     """
     marks = [
         (WANTED if needed(name) else WITHOUT) if tensor.is_meta else HELD
-        for name, tensor in tensors_of(module).items()
+        for name, tensor in named_tensors(module).items()
     ]
     everyone = all_gather_bytes(bytes(marks), "giving weights to each other", group)
-    plan = _plan(list(tensors_of(module)), everyone)
+    plan = _plan(list(named_tensors(module)), everyone)
     materialize(module, device, needed)
-    tensors = list(tensors_of(module).values())
+    tensors = list(named_tensors(module).values())
     for (source, takers), numbers in plan.items():
         given = [tensors[number] for number in numbers]
         if len(takers) == len(everyone):

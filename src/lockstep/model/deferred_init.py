@@ -1,12 +1,17 @@
-"""Awakening: blocks that are given as factories, or on the meta device, come to life.
+"""Deferred initialization: models whose tensors get memory only on the ranks that need them.
 
-    factories    [make_0, make_1, ...]      called on the rank that needs the block
-    meta         modules without memory     get it, and reset their parameters
+    given as                        on a rank that needs the block    on other ranks
+    factories [make_0, make_1, ...] called                            called under
+                                                                      torch.device("meta")
+    modules on the meta device      get memory, reset_parameters()    stay as they are
+    modules with weights            moved to the rank's device        freed, once partitioned
 
-    elsewhere    a factory is called under torch.device("meta"): names and shapes, no memory
+A tensor on the meta device has a name, a shape, strides and a dtype, but no memory. The random
+numbers of block b are seeded with key(seed, b), so its initial weights depend neither on the
+rank that builds it nor on the other blocks that this rank builds.
 
-Block b draws from key(seed, b), so that its first weights depend neither on the rank
-where it is built nor on which other blocks are built there.
+A parameter stays the same object when it gets or loses its memory, so that optimizers, tied
+modules and recurrent layers, which hold weak references to their weights, still refer to it.
 """
 
 from __future__ import annotations
@@ -19,28 +24,42 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.model.meta_device import materialize, moved, release, tensors_of
 from lockstep.randomness import isolated, key, seed_all
 
-__all__ = ["BlockLike", "Blocks", "awaken", "build", "build_sequence"]
+__all__ = [
+    "BlockLike",
+    "Blocks",
+    "build",
+    "build_sequence",
+    "materialize",
+    "materialize_block",
+    "move_to_device",
+    "named_tensors",
+    "release",
+]
 
 BlockLike = nn.Module | Callable[[], nn.Module]
 Blocks = BlockLike | Sequence[BlockLike]
 
 
 def build(blocks: Blocks, seed: int = 0, device: str | torch.device = "cpu") -> nn.Module:
-    """Return the model that `blocks` make up, with the same first weights everywhere.
+    """Build a model with the same initial weights on every rank.
 
-    `blocks` is a list of modules or of callables that return one, which become an
-    `nn.Sequential`, or one of either, which becomes the model itself. What is on the
-    meta device gets memory and resets its parameters; what has weights keeps them.
+    Args:
+        blocks: A list of modules or of callables that return one, which become an
+            `nn.Sequential`; or one module or callable, which becomes the model itself. Modules
+            on the meta device get memory and reset their parameters; others keep their
+            weights.
+        seed: The seed of the initial weights.
+        device: The device of the model.
 
-    Raises UsageError for a factory that returns no module, and for a module on the meta
-    device with parameters that it cannot reset.
+    Raises:
+        UsageError: A callable does not return a module, or a module on the meta device has no
+            method to reset its parameters.
     """
     if isinstance(blocks, Sequence):
         return build_sequence(blocks, range(len(blocks)), seed, device)
-    return awaken(blocks, seed, 0, device)
+    return materialize_block(blocks, seed, 0, device)
 
 
 def build_sequence(
@@ -49,52 +68,58 @@ def build_sequence(
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> nn.Sequential:
-    """Return the sequence of `blocks`, of which those that are `held` come to life here.
+    """Build a sequence of blocks, of which this rank holds some.
 
-    The others are on the meta device, unless they were given with weights. Blocks on the
-    meta device that share tensors come to life together: the first one draws them.
+    Blocks on the meta device that share tensors are all built: the first one initializes them.
+
+    Args:
+        blocks: Modules or callables that return one.
+        held: The numbers of the blocks that this rank holds. The others stay on the meta
+            device, unless they were given with weights.
+        seed: The seed of the initial weights.
+        device: The device of the held blocks.
     """
-    here = range(len(blocks)) if _sharing(blocks) else held
-    alive = {number: awaken(blocks[number], seed, number, device) for number in here}
-    used = {id(tensor) for block in alive.values() for tensor in tensors_of(block).values()}
+    here = range(len(blocks)) if _has_shared_tensors(blocks) else held
+    built = {number: materialize_block(blocks[number], seed, number, device) for number in here}
+    used = {id(tensor) for block in built.values() for tensor in named_tensors(block).values()}
     return nn.Sequential(
         *(
-            alive[number] if number in alive else _asleep(block, seed, number, device, used)
+            built[number] if number in built else _build_on_meta(block, seed, number, device, used)
             for number, block in enumerate(blocks)
         )
     )
 
 
-def awaken(
+def materialize_block(
     block: BlockLike, seed: int, number: int, device: str | torch.device = "cpu"
 ) -> nn.Module:
-    """Return block `number`, in memory on `device`; the generators are left as they were."""
+    """Return block `number`, with memory on `device`; the generators are restored."""
     with isolated(everything=True), torch.device(device):
         seed_all(key(seed, number))
         made = _made(block, number)
-        if any(tensor.is_meta for tensor in tensors_of(made).values()):
+        if any(tensor.is_meta for tensor in named_tensors(made).values()):
             _reset(made, number, device)
     return made.to(device)
 
 
-def _asleep(
+def _build_on_meta(
     block: BlockLike, seed: int, number: int, device: str | torch.device, used: Collection[int]
 ) -> nn.Module:
-    """Return block `number` without memory but for the tensors, by id, that are `used` here.
+    """Return block `number` on the meta device, except the tensors whose id is in `used`.
 
-    A factory that cannot do without memory is given it, and the block is let go of at once.
+    A factory that cannot run on the meta device runs with memory, which is freed at once.
     """
     if isinstance(block, nn.Module):
-        return moved(block, device)
+        return move_to_device(block, device)
     try:
         with isolated(everything=True), warnings.catch_warnings(), torch.device("meta"):
-            seed_all(key(seed, number))  # for attributes that are drawn: they are compared
-            # A factory that loads weights hears of each one that a meta tensor takes none.
+            seed_all(key(seed, number))  # attributes may be random, and ranks compare them
+            # torch warns for each weight that a factory loads into a meta tensor.
             warnings.filterwarnings("ignore", ".*from a non-meta parameter", UserWarning)
             made = _made(block, number)
-    except Exception:  # whatever a factory cannot do on the meta device; its own fault comes again
-        made = awaken(block, seed, number, device)
-    kept = {name for name, tensor in tensors_of(made).items() if id(tensor) in used}
+    except Exception:  # not possible on the meta device; other errors are raised again below
+        made = materialize_block(block, seed, number, device)
+    kept = {name for name, tensor in named_tensors(made).items() if id(tensor) in used}
     release(made, kept.__contains__)
     return made
 
@@ -103,34 +128,90 @@ def _made(block: BlockLike, number: int) -> nn.Module:
     made = block if isinstance(block, nn.Module) else block()
     if not isinstance(made, nn.Module):
         raise UsageError(
-            f"block {number} is a {type(made).__name__}: give modules, or callables without "
+            f"block {number} is a {type(made).__name__}: pass modules, or callables without "
             "arguments that return one"
         )
     return made
 
 
-def _sharing(blocks: Sequence[BlockLike]) -> bool:
-    """Tell whether a tensor on the meta device is in several of the blocks."""
+def _has_shared_tensors(blocks: Sequence[BlockLike]) -> bool:
+    """Return whether several blocks contain the same tensor on the meta device."""
     given = [block for block in blocks if isinstance(block, nn.Module)]
-    tensors = [tensor for block in given for tensor in tensors_of(block).values()]
+    tensors = [tensor for block in given for tensor in named_tensors(block).values()]
     uses = Counter(id(tensor) for tensor in tensors if tensor.is_meta)
     return any(count > 1 for count in uses.values())
 
 
 def _reset(module: nn.Module, number: int, device: str | torch.device) -> None:
-    """Give memory to what is on the meta device, and let those parts draw their weights."""
-    lacking = [
+    """Give memory to tensors on the meta device, and reset the parameters of their modules."""
+    uninitialized = [
         (name, part)
         for name, part in module.named_modules()
         if any(each.is_meta for each in [*part.parameters(False), *part.buffers(False)])
     ]
     materialize(module, device)
-    for name, part in lacking:
+    for name, part in uninitialized:
         reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
         if reset is None:
             where = f"{name} of block {number}" if name else f"block {number}"
             raise UsageError(
-                f"{where}, a {type(part).__name__}, is on the meta device and has no method "
-                "reset_parameters() to give it weights: give a callable that builds the block"
+                f"{where}, a {type(part).__name__}, is on the meta device and has no "
+                "method reset_parameters(): pass a callable that builds the block instead"
             )
         reset()
+
+
+# --- memory on the device, or none on the meta device --------------------------------------------
+
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters, then the buffers, each once, by its first name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def move_to_device(module: nn.Module, device: str | torch.device) -> nn.Module:
+    """Move tensors with memory to `device`; tensors on the meta device stay there."""
+    if any(tensor.is_meta for tensor in named_tensors(module).values()):
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        return module
+    return module.to(device)
+
+
+def materialize(
+    module: nn.Module,
+    device: str | torch.device,
+    is_needed: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Give uninitialized memory to the tensors on the meta device for which `is_needed`."""
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta and is_needed(name):
+            _reallocate(parameter, device)
+    made = {
+        id(tensor): torch.empty_like(tensor, device=device)
+        for name, tensor in module.named_buffers()
+        if tensor.is_meta and is_needed(name)
+    }
+    for part in module.modules():
+        for entry, tensor in part._buffers.items():
+            part._buffers[entry] = made.get(id(tensor), tensor)
+
+
+def release(model: nn.Module, is_kept: Callable[[str], bool]) -> None:
+    """Move parameters and buffers to the meta device, except those whose first name `is_kept`."""
+    for name, parameter in list(model.named_parameters()):
+        if not is_kept(name) and not parameter.is_meta:
+            parameter.grad = None
+            _reallocate(parameter, "meta")
+    released = {id(tensor) for name, tensor in model.named_buffers() if not is_kept(name)}
+    for module in model.modules():
+        for entry, tensor in module._buffers.items():
+            if id(tensor) in released and tensor is not None:
+                module._buffers[entry] = torch.empty_like(tensor, device="meta")
+
+
+def _reallocate(parameter: nn.Parameter, device: str | torch.device) -> None:
+    """Replace the memory of a parameter by uninitialized memory on `device`."""
+    empty = torch.empty_like(parameter, device=device, requires_grad=False)
+    # Not torch.utils.swap_tensors, which raises an error if there are weak references.
+    other = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    torch._C._swap_tensor_impl(parameter, other)

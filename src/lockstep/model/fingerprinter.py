@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.checksum import checksum
 from lockstep.data.microbatch import Batch
+from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprint import Checksums, StepFingerprint, TrainerFingerprint
-from lockstep.model.meta_device import tensors_of
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.units import in_backward
 
@@ -142,7 +142,7 @@ class Fingerprinter:
         """Return the checksums of the parameters and buffers that are on this rank."""
         found = {
             _plain(name): checksum(tensor)
-            for name, tensor in tensors_of(self._model).items()
+            for name, tensor in named_tensors(self._model).items()
             if not tensor.is_meta
         }
         for root, module in self._buffers_of.items():

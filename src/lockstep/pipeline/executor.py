@@ -16,9 +16,9 @@ from torch import nn
 from lockstep.data.microbatch import Batch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.model.buffers import Buffers
+from lockstep.model.deferred_init import release
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
-from lockstep.model.meta_device import release
 from lockstep.model.side_effects import SideEffects
 from lockstep.model.step_context import StepContext
 from lockstep.pipeline.evaluator import PipelineEvaluator

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 from lockstep.data.microbatch import Batch, split_batch
 from lockstep.errors import UsageError
 from lockstep.launcher.world import rank, world
-from lockstep.model.deferred_init import Blocks, awaken
+from lockstep.model.deferred_init import Blocks, materialize_block
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.loss_weight import weight_of
 from lockstep.remote.objects import RemoteObject
@@ -222,7 +222,11 @@ class TrainerActor:
         callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
         self._epochs: list[EpochResult] = []
         # The trainer materializes a list, each block on the workers of its stage.
-        model = blocks if isinstance(blocks, Sequence) else awaken(blocks, seed, 0, world().device)
+        model = (
+            blocks
+            if isinstance(blocks, Sequence)
+            else materialize_block(blocks, seed, 0, world().device)
+        )
         self._trainer = Trainer(model, seed=seed, callbacks=[self, *callbacks], **arguments)
         self._dataset: Any = None
 

@@ -21,9 +21,8 @@ from lockstep.comm.collectives import all_gather_bytes
 from lockstep.errors import DisagreementError, LayoutError, UsageError
 from lockstep.model.agreement import give_weights
 from lockstep.model.compilation import check_static
-from lockstep.model.deferred_init import BlockLike, build, build_sequence
+from lockstep.model.deferred_init import BlockLike, build, build_sequence, move_to_device
 from lockstep.model.memory_overlap import overlaps_of_parameters
-from lockstep.model.meta_device import moved
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.partition import find_block_names
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
@@ -49,7 +48,7 @@ def build_model(
     if isinstance(model, nn.Module) or config.blocks is not None:
         whole = model if isinstance(model, nn.Module) else build(model, seed, parallel.device)
         check_static(whole)
-        whole = moved(whole, parallel.device)
+        whole = move_to_device(whole, parallel.device)
         # A compiled model is a wrapper, whose name is in front of every parameter's.
         names = [] if hasattr(whole, "_orig_mod") else find_block_names(whole, config.blocks)
         return whole, Partitioner.from_config(parallel, whole, names, config)
@@ -98,7 +97,7 @@ def give_weights_to_all(
     plan = partitioner.plan_without_data() if parallel.stages > 1 else None
     modules = parallel.modules_with(module)
     for name, each in modules.items():
-        moved(each, parallel.device)
+        move_to_device(each, parallel.device)
         if name or plan is None:
             give_weights(each, parallel.group, parallel.device)
         else:

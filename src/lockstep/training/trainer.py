@@ -36,7 +36,6 @@ from lockstep.model.forward import Metric
 from lockstep.model.loss_weight import WeightFunction
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.step_context import Attempt, StepContext
-from lockstep.model.wrappers import refuse_wrappers
 from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.recorder import Recorder
@@ -60,6 +59,7 @@ from lockstep.training.step import CommittedStep, OptimizerStep
 from lockstep.training.step_trace import StepTrace, timeline_rows
 from lockstep.training.weights_file import save_last_good, save_together
 from lockstep.training.whole_model import WholeModelExecutor
+from lockstep.training.wrapped_modules import reject_wrapped_modules
 
 __all__ = ["Trainer"]
 
@@ -159,7 +159,7 @@ class Trainer:
         }
         self.world = world()
         # First: wrappers keep their rank in an attribute, which the comparison would name.
-        refuse_wrappers(compared | {"model": model})
+        reject_wrapped_modules(compared | {"model": model})
         description = describe_environment()
         for name, value in compared.items():
             description |= describe(name, value)
@@ -183,7 +183,7 @@ class Trainer:
         self.model, partitioner = build_model(model, self.parallel, seed, stages)
         self.module: nn.Module = getattr(self.model, "_orig_mod", self.model)
         modules = {"model": self.module} | self.parallel.other_modules()
-        refuse_wrappers(modules)  # also those that callables made
+        reject_wrapped_modules(modules)  # also those that callables made
         description = {"torch.compile(model)": str(self.model is not self.module)}
         description |= describe_module("model", self.module)
         require_same(description, "build the same model on every rank")

@@ -54,7 +54,7 @@ def test_a_wrapper_is_refused_wherever_it_is(wrapper):
         with pytest.raises(UsageError) as raised:
             ls.Trainer(**arguments)
         assert str(raised.value).startswith(f"{path} is wrapped in {wrapper.__name__}, ")
-        assert str(raised.value).endswith(f"give the Trainer the model itself: {path}.module")
+        assert str(raised.value).endswith(f"pass {path}.module to the Trainer")
 
 
 @pytest.mark.usefixtures("alone")
