@@ -116,7 +116,7 @@ def test_a_stage_that_skips_a_batch_alone_is_named(ranks, bad):
 
     found = ranks(train, 2)
     assert len(found[bad]) == 4
-    assert "batch[1] holds 5" in found[bad][2]
+    assert "batch[1] has 5" in found[bad][2]
     assert found[1 - bad] == [*found[bad][:2], found[bad][3]]
     assert f"on rank {bad}, attempt 2, at step 2, raised DatasetError: batch[0]" in found[0][-1]
 

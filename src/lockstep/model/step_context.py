@@ -170,6 +170,8 @@ class StepContext:
         failure: What stops the step on every rank, as a sentence; "" for nothing.
         error: What a stage of this rank raised; the step ends on every rank.
         stopped: The same as a sentence with its place, or that of the stage that caused it.
+        is_agreed: Whether all ranks know the status of all, and the step is not committed yet:
+            what is raised now is raised on every rank.
     """
 
     attempt: Attempt
@@ -186,6 +188,7 @@ class StepContext:
     failure: str = ""
     error: Exception | None = None
     stopped: str = ""
+    is_agreed: bool = False
     begun: float = field(default_factory=time.perf_counter)
 
     @property

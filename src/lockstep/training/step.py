@@ -135,12 +135,13 @@ class OptimizerStep:
     max_grad_norm: float | None = None
     trace: StepTrace | None = None
 
-    def compute(self, step: StepContext, batch: Any) -> None:
-        """Do (1) with the trainer's own loss."""
+    def run(self, step: StepContext, batch: Any) -> CommittedStep:
+        """Do (1) with the trainer's own loss, and (2) to (7)."""
         batch = self.parallel.cut(batch)
         self.executor.prepare(batch)
         with self.computing(step):
             self.executor.compute(step, batch)
+        return self.finish(step)
 
     @contextmanager
     def computing(self, step: StepContext) -> Iterator[Any]:
@@ -186,6 +187,7 @@ class OptimizerStep:
         begun = time.perf_counter()
         statuses = exchange(status, step.label, self.parallel.group)
         exchanged = time.perf_counter()
+        step.is_agreed = True
         self._check(step, statuses)
         self._reduce(step, statuses)
         norm = self._clip(step)
@@ -195,6 +197,7 @@ class OptimizerStep:
             rate = self.optimization.rate
             self.optimization.step(step.label.about)
         updated = time.perf_counter()
+        step.is_agreed = False
         assert step.batch is not None
         result = StepResult(
             step=step.number,

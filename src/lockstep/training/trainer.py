@@ -299,8 +299,9 @@ class Trainer:
             DisagreementError: On every rank, where ranks take different steps.
         """
         with self._attempted() as step:
-            self._optimizer_step.compute(step, batch)
-            return self._finish_step(step)
+            committed = self._optimizer_step.run(step, batch)
+            self._commit(committed)
+        return committed.result.loss
 
     def manual_step(self) -> ManualStep:
         """Return the context of one step whose micro-batches your own loop computes.
@@ -461,11 +462,21 @@ class Trainer:
 
     @contextmanager
     def _attempted(self) -> Iterator[StepContext]:
-        """Begin an attempt at the next step; remember how it failed."""
+        """Begin an attempt at the next step; remember how it failed.
+
+        Where all ranks stop at a loss or a gradient that is not finite, they save the weights.
+        """
         attempt = self._attempt = self._attempt.following(self.steps)
         self._live_settings.begin()
+        step = StepContext(attempt, self.parallel, self._fingerprinter)
         try:
-            yield StepContext(attempt, self.parallel, self._fingerprinter)
+            yield step
+        except (LossError, GradientError) as error:
+            attempt.fail(error)
+            if error is step.error or not step.is_agreed:
+                raise  # on this rank alone: no other rank would take part in saving
+            saved = save_last_good(self._folder, self._state.model(), self.parallel.group)
+            raise type(error)(f"{error}; training stopped, {saved}") from None
         except BaseException as error:
             attempt.fail(error)
             raise
@@ -475,24 +486,12 @@ class Trainer:
         with self._attempted() as step:
             with self._optimizer_step.computing(step) as loop:
                 yield loop
-            self._finish_step(step)
+            self._commit(self._optimizer_step.finish(step))
 
-    def _finish_step(self, step: StepContext) -> float:
-        """Reduce and update on all ranks; report to the record and the callbacks."""
-        try:
-            committed = self._optimizer_step.finish(step)
-        except (LossError, GradientError) as error:
-            if error is step.error:  # of a stage on this rank alone: no other rank would save
-                raise
-            saved = save_last_good(self._folder, self._state.model(), self.parallel.group)
-            raise type(error)(f"{error}; training stopped, {saved}") from None
-        self.steps += 1
-        self._report(committed)
-        return committed.result.loss
-
-    def _report(self, committed: CommittedStep) -> None:
-        """Report a step to the record and the callbacks."""
+    def _commit(self, committed: CommittedStep) -> None:
+        """Count the step, and report it to the record and the callbacks."""
         result, statuses = committed.result, committed.statuses
+        self.steps += 1
         for rank, status in enumerate(statuses):
             for message in status.warnings:
                 self.history.warn(rank, message, show=rank == self.world.rank)
