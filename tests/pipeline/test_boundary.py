@@ -9,23 +9,25 @@ from hypothesis import strategies as st
 
 from lockstep.errors import LayoutError
 from lockstep.pipeline.boundary import (
-    assembled,
-    described,
-    flattened,
-    form_of,
-    landed,
-    octets,
-    read,
-    room,
+    allocate,
+    decode_metadata,
+    describe_tensor,
+    encode_metadata,
+    flatten,
+    unflatten,
+    view_bytes,
+    view_received,
 )
 
 
 def crossed(tensor):
-    """Send a tensor to oneself, its form as text."""
-    _, (form,) = read(json.loads(json.dumps(described((0,), [form_of(tensor)]))))
-    memory = room(form, tensor.device)
-    memory[form.lead :].copy_(octets(tensor, form))
-    return landed(memory, form.lead, form)
+    """Send a tensor to oneself, its meta as text."""
+    _, (meta,) = decode_metadata(
+        json.loads(json.dumps(encode_metadata((0,), [describe_tensor(tensor)])))
+    )
+    memory = allocate(meta, tensor.device)
+    memory[meta.padding :].copy_(view_bytes(tensor, meta))
+    return view_received(memory, meta.padding, meta)
 
 
 def lying(tensor):
@@ -70,7 +72,7 @@ def test_signs_of_zero_and_other_numbers_keep_their_bits():
 
 def test_a_dense_tensor_travels_without_a_copy():
     tensor = TENSORS["channels last"]
-    assert octets(tensor, form_of(tensor)).data_ptr() == tensor.data_ptr()
+    assert view_bytes(tensor, describe_tensor(tensor)).data_ptr() == tensor.data_ptr()
 
 
 plain = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)
@@ -87,11 +89,11 @@ values = st.recursive(
 
 @given(values)
 def test_a_nested_value_is_put_together_as_it_was(value):
-    pattern, tensors = flattened(value)
-    forms = [form_of(tensor) for tensor in tensors]
-    again, _ = read(json.loads(json.dumps(described(pattern, forms))))
-    assert again == pattern
-    assert _same(assembled(again, tensors), value)
+    structure, tensors = flatten(value)
+    metas = [describe_tensor(tensor) for tensor in tensors]
+    again, _ = decode_metadata(json.loads(json.dumps(encode_metadata(structure, metas))))
+    assert again == structure
+    assert _same(unflatten(again, tensors), value)
 
 
 def _same(left, right):
@@ -106,18 +108,18 @@ def _same(left, right):
 
 def test_a_tensor_that_is_named_twice_crosses_once():
     tensor = TENSORS["contiguous"]
-    pattern, tensors = flattened((tensor, {"again": [tensor]}))
+    structure, tensors = flatten((tensor, {"again": [tensor]}))
     assert len(tensors) == 1
-    first, second = assembled(pattern, ["arrived"])
+    first, second = unflatten(structure, ["arrived"])
     assert (first, second) == ("arrived", {"again": ["arrived"]})
 
 
 @pytest.mark.parametrize("value", [{1: torch.zeros(1)}, (object(),), [{"a": {2, 3}}]])
 def test_what_cannot_cross_is_named(value):
-    with pytest.raises(LayoutError, match=r"a block returned a \w+ at the end of a stage"):
-        flattened(value)
+    with pytest.raises(LayoutError, match=r"the last block of a stage returned a \w+"):
+        flatten(value)
 
 
 def test_a_sparse_tensor_cannot_cross():
     with pytest.raises(LayoutError, match="make it dense"):
-        form_of(torch.eye(3).to_sparse())
+        describe_tensor(torch.eye(3).to_sparse())

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.pipeline.python_state import python_states
+from lockstep.pipeline.python_state import find_python_states
 
 TABLE = {}
 LATEST = None
@@ -69,13 +69,13 @@ def one_module():
 
 
 def states_of(first, second, loss=None):
-    return python_states([{"0": first}, {"1": second}], loss)
+    return find_python_states([{"0": first}, {"1": second}], loss)
 
 
 def called(state, block, number):
-    before = state.contents()
+    before = state.snapshot()
     block(torch.full((2,), float(number)))
-    state.compare(before, "here")
+    state.record_changes(before, "here")
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_backward_finds_what_forward_assigned_and_leaves_what_it_assigns():
     kept = []
     for number in range(3):
         called(state, block, number)
-        kept.append(state.assigned())
-    with state.put_back(kept[0]):
+        kept.append(state.get_assigned())
+    with state.restore_assigned(kept[0]):
         assert block.held["x"].tolist() == [0.0, 0.0]
     assert block.held["x"].tolist() == [2.0, 2.0]
-    with state.put_back(kept[1]):
+    with state.restore_assigned(kept[1]):
         del block.held["x"]
     assert block.held == {}

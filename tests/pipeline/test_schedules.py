@@ -10,13 +10,13 @@ from lockstep.pipeline.schedules import (
     NAMES,
     Action,
     build_schedule,
+    count_stages,
+    get_dependencies,
+    get_product,
     gpipe,
-    in_order,
     interleaved,
-    made,
-    needed,
+    iterate_in_order,
     one_f_one_b,
-    stages_of,
     validate,
     zero_bubble,
 )
@@ -66,7 +66,7 @@ def test_interleaved_is_valid_for_any_chunks(
 ) -> None:
     made_so = interleaved(ranks, microbatches, stages_per_rank)
     validate(made_so)
-    assert stages_of(made_so) == ranks * stages_per_rank
+    assert count_stages(made_so) == ranks * stages_per_rank
 
 
 @given(RANKS, MICROBATCHES)
@@ -114,9 +114,9 @@ def test_backwards_come_in_the_order_of_the_microbatches(name: str, p: int, m: i
 def test_what_an_action_needs_was_made_before(name: str, p: int, m: int) -> None:
     actions = build_schedule(name, p, m)
     ready = set()
-    for _, action in in_order(actions):
-        assert ready.issuperset(needed(action, stages_of(actions)))
-        ready.add(made(action))
+    for _, action in iterate_in_order(actions):
+        assert ready.issuperset(get_dependencies(action, count_stages(actions)))
+        ready.add(get_product(action))
 
 
 def test_the_first_stage_splits_no_backward() -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.pipeline.graph_entry import Entry
-from lockstep.pipeline.split_backward import Split, splittable
+from lockstep.pipeline.graph_input import GraphInput
+from lockstep.pipeline.split_backward import SplitBackward, is_splittable
 
 
 class Residual(nn.Module):
@@ -84,20 +84,20 @@ def computed(model, inputs, split, precision):
     """Return the gradients of inputs and parameters, and how many came with the second part."""
     model = copy.deepcopy(model)
     torch.manual_seed(1)
-    entry = Entry([inputs.clone()], [True])
+    graph_input = GraphInput([inputs.clone()], [True])
     with torch.autocast("cpu", torch.bfloat16, enabled=precision, cache_enabled=False):
-        output = model(entry.tensors[0])
+        output = model(graph_input.tensors[0])
     gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
     gradient = gradient.to(output.dtype)
     waiting = 0
     if split:
-        halves = Split([output], entry.anchor)
-        halves.first([gradient])
+        halves = SplitBackward([output], graph_input.anchor)
+        halves.backward_inputs([gradient])
         waiting = sum(parameter.grad is None for parameter in model.parameters())
-        halves.second()
+        halves.backward_weights()
     else:
         torch.autograd.backward([output], [gradient])
-    return [*entry.gradients, *(parameter.grad for parameter in model.parameters())], waiting
+    return [*graph_input.gradients, *(parameter.grad for parameter in model.parameters())], waiting
 
 
 @pytest.mark.parametrize("precision", [False, True])
@@ -134,18 +134,20 @@ class Own(torch.autograd.Function):
     ],
 )
 def test_what_may_not_run_twice_is_not_split(compute, allowed):
-    entry = Entry([torch.randn(2, 8)], [True])
-    output = compute(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), entry.tensors[0])
-    assert splittable([output * 3]) is allowed
+    graph_input = GraphInput([torch.randn(2, 8)], [True])
+    output = compute(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), graph_input.tensors[0])
+    assert is_splittable([output * 3]) is allowed
 
 
 def test_an_entry_takes_an_in_place_operation_and_keeps_the_gradient_as_it_came():
-    entry = Entry([torch.randn(3, 4), torch.ones(2), torch.randn(3)], [True, False, True])
-    changed = entry.tensors[0].mul_(2).relu_()
+    graph_input = GraphInput(
+        [torch.randn(3, 4), torch.ones(2), torch.randn(3)], [True, False, True]
+    )
+    changed = graph_input.tensors[0].mul_(2).relu_()
     changed.sum().backward()
-    gradient, unused = entry.gradients
+    gradient, unused = graph_input.gradients
     assert gradient.shape == (3, 4)
     assert unused is None
-    summed = Entry([torch.randn(3, 4)], [True])
+    summed = GraphInput([torch.randn(3, 4)], [True])
     summed.tensors[0].sum().backward()
     assert summed.gradients[0].stride() == (0, 0)  # as autograd expands it: not laid out anew

@@ -1,12 +1,12 @@
-"""Aliasing: tensors that share memory in one process, and not behind a stage boundary.
+"""Aliasing: tensors that share memory in one process, but not across a stage boundary.
 
     one process    block A returns h and v = h.view(-1)      B writes into h, and v changes
-    two stages     A sends h and v                           B writes into its h, and v does not
+    two stages     A sends h and v                           B writes into its h, v does not change
 
-Views and detached tensors cross as tensors of their own, which makes no difference unless
-somebody writes into one of them. So the sender names the pairs of tensors that share
-memory, and the receiver looks at the version counters of those. Nor may a tensor change
-after it was sent: its bytes may still be on their way.
+Views and detached tensors are sent as separate tensors. The results differ only if a block
+writes into one of them, so the sender lists the pairs of tensors that share memory, and the
+receiver checks their version counters. A tensor must not change after it was sent either,
+because the transfer may not be complete.
 """
 
 from __future__ import annotations
@@ -17,39 +17,43 @@ import torch
 
 from lockstep.errors import UsageError
 from lockstep.model.memory_overlap import overlaps
-from lockstep.pipeline.boundary import Aliases, Pattern, aliases_of
+from lockstep.pipeline.boundary import Aliases, Structure, get_aliases
 
-__all__ = ["Arrival", "Departure", "touching"]
+__all__ = ["ReceivedTensors", "SentTensors", "find_overlapping"]
 
-STAYS = -1
-"""Stands in a pair for memory that stays with the sender: of a buffer, or of the targets."""
+LOCAL = -1
+"""Stands in a pair for memory that stays on the sender: of a buffer, or of the targets."""
 
 
-class Arrival:
-    """The tensors that a stage is given for one micro-batch.
+class ReceivedTensors:
+    """The input tensors of a stage for one micro-batch.
 
     Args:
         tensors: The tensors.
-        aliases: Pairs of them, by position, that share memory where they come from.
+        aliases: Pairs of them, by position, that share memory on the sender.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], aliases: Aliases) -> None:
         self._aliases = aliases
-        self._tensors = {n: tensors[n] for pair in aliases for n in pair if n != STAYS}
+        self._tensors = {n: tensors[n] for pair in aliases for n in pair if n != LOCAL}
         self._versions = {n: _version(tensor) for n, tensor in self._tensors.items()}
 
     @classmethod
-    def of(cls, pattern: Pattern, tensors: Sequence[torch.Tensor]) -> Arrival:
-        """Return the arrival of a value from the stage before."""
-        return cls(tensors, aliases_of(pattern))
+    def from_structure(
+        cls, structure: Structure, tensors: Sequence[torch.Tensor]
+    ) -> ReceivedTensors:
+        """Return the tensors of a value from the previous stage."""
+        return cls(tensors, get_aliases(structure))
 
     @classmethod
-    def of_batch(cls, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Arrival:
-        """Return the arrival of a micro-batch, of which the last stage has the targets."""
-        return cls(inputs, tuple((STAYS, n) for n in touching(inputs, targets)))
+    def from_batch(
+        cls, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> ReceivedTensors:
+        """Return the inputs of a micro-batch; its targets belong to the last stage."""
+        return cls(inputs, tuple((LOCAL, n) for n in find_overlapping(inputs, targets)))
 
     def check(self, place: str) -> None:
-        """Refuse what the stage wrote where other blocks would have seen it.
+        """Check that the stage wrote into no memory that other blocks share.
 
         Args:
             place: Where the step is, for messages.
@@ -60,7 +64,7 @@ class Arrival:
         written = {n for n, each in self._tensors.items() if _version(each) != self._versions[n]}
         for pair in self._aliases:
             if written.intersection(pair):
-                other = "a buffer, or the targets" if STAYS in pair else "another one"
+                other = "a buffer, or the targets" if LOCAL in pair else "another one"
                 raise UsageError(
                     f"{place}: a block writes in place into a tensor that it was given and that "
                     f"shares its memory with {other}; a stage has copies, of which only one "
@@ -68,32 +72,30 @@ class Arrival:
                     "place"
                 )
 
-    def aliases_among(
-        self, tensors: Sequence[torch.Tensor], staying: Iterable[int] = ()
-    ) -> Aliases:
-        """Return which pairs of the tensors that the stage sends on share memory.
+    def find_aliases(self, tensors: Sequence[torch.Tensor], local: Iterable[int] = ()) -> Aliases:
+        """Return the pairs of output tensors of the stage that share memory.
 
         Args:
-            tensors: What it sends.
-            staying: Positions of those that share memory with a buffer of the stage.
+            tensors: The output tensors.
+            local: Positions of the tensors that share memory with a buffer of the stage.
         """
-        found = {(STAYS, n) for n in staying}
+        found = {(LOCAL, n) for n in local}
         found |= {*overlaps(tensors)} if _share_storage(tensors) else set()
         for one, other in self._aliases:
-            ones = [STAYS] if one == STAYS else touching(tensors, [self._tensors[one]])
-            others = touching(tensors, [self._tensors[other]])
+            ones = [LOCAL] if one == LOCAL else find_overlapping(tensors, [self._tensors[one]])
+            others = find_overlapping(tensors, [self._tensors[other]])
             found |= {(min(a, b), max(a, b)) for a in ones for b in others if a != b}
         return tuple(sorted(found))
 
 
-class Departure:
+class SentTensors:
     """The tensors that a stage has sent of one micro-batch."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._sent = [(tensor, _version(tensor)) for tensor in tensors]
 
     def check(self, place: str) -> None:
-        """Refuse what changed since.
+        """Check that no tensor changed since it was sent.
 
         Args:
             place: Where the step is, for messages.
@@ -109,8 +111,8 @@ class Departure:
             )
 
 
-def touching(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[int]:
-    """Return the positions of the tensors that share memory with some of the others."""
+def find_overlapping(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[int]:
+    """Return the positions of the tensors that overlap any of the others in memory."""
     if not tensors or not others or not _share_storage([*tensors, *others]):
         return []
     count = len(tensors)
@@ -119,7 +121,7 @@ def touching(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) ->
 
 
 def _share_storage(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether some tensors have one storage, without which no memory is shared."""
+    """Return whether any two tensors have the same storage; otherwise no memory is shared."""
     if len(tensors) < 2:
         return False
     dense = [each for each in tensors if each.layout is torch.strided]

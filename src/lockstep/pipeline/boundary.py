@@ -1,16 +1,16 @@
-"""The boundary: what crosses from one stage to the next, and lies there as it lay before.
+"""The values that cross a stage boundary: nested containers of tensors, with their layout.
 
-    value       (h, {"mask": m}, None)           tuples, lists, dicts, numbers, texts, None
-    pattern     ("(", ((0,), ("{", ("mask",), ((1,),)), ("=", None)))     tensors by number,
-                with the pairs of them that share memory, if there are any
-    tensors     h, m                              each once, however often it is named
-    forms       dtype, shape, strides, place within 64 bytes, whether it needs a gradient,
-                whether its elements are to be conjugated or negated when they are read
+    value       (h, {"mask": m}, None)           tuples, lists, dicts, numbers, strings, None
+    structure   ("(", ((0,), ("{", ("mask",), ((1,),)), ("=", None)))     tensors by number,
+                with the pairs of tensors that share memory, if any
+    tensors     h, m                             each once, even if it occurs several times
+    metadata    dtype, shape, strides, offset from a multiple of 64 bytes, requires_grad,
+                lazy conjugation and negation
 
-A kernel may choose its path by strides and by alignment, so the receiver puts every
-tensor at the same strides and the same distance from a 64-byte boundary. A tensor
-that fills a block of memory travels as it lies, without a copy; one with gaps is
-packed, and laid out with its gaps again. Nothing here moves a byte.
+A kernel may choose its algorithm by strides and alignment, so the receiver restores the strides
+of every tensor and its offset from a 64-byte boundary. A tensor without gaps is sent from its
+own memory, without a copy. A tensor with gaps is packed before it is sent, and unpacked after.
+This module transfers nothing; see `lockstep.pipeline.p2p`.
 """
 
 from __future__ import annotations
@@ -27,48 +27,55 @@ from lockstep.errors import LayoutError
 
 __all__ = [
     "Aliases",
-    "Form",
-    "Pattern",
-    "aliases_of",
-    "assembled",
-    "described",
-    "flattened",
-    "form_of",
-    "landed",
-    "octets",
-    "read",
-    "room",
-    "with_aliases",
+    "Structure",
+    "TensorMeta",
+    "add_aliases",
+    "allocate",
+    "decode_metadata",
+    "describe_tensor",
+    "encode_metadata",
+    "flatten",
+    "get_aliases",
+    "unflatten",
+    "view_bytes",
+    "view_received",
 ]
 
 ALIGNMENT = 64
 
-Pattern = tuple[Any, ...]
-"""How a nested value is made of its tensors: plain nested tuples, comparable."""
+Structure = tuple[Any, ...]
+"""How a nested value is made up of its tensors: nested tuples, which can be compared."""
 
 Aliases = tuple[tuple[int, int], ...]
 """Pairs of tensors of a value, by number, that share memory."""
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a tensor lies: strides in elements, `offset` in bytes behind a multiple of 64.
+class TensorMeta:
+    """The dtype and memory layout of a tensor.
 
-    A `conjugated` or `negated` tensor is a lazy one (`torch.Tensor.is_conj`, `is_neg`): the
-    bytes that travel are those in its memory.
+    Attributes:
+        dtype: The dtype.
+        shape: The shape.
+        strides: The strides, in elements.
+        offset: The bytes from a multiple of 64 to the first element.
+        requires_grad: Whether the tensor requires a gradient.
+        conjugated: Whether it is a lazy conjugate (`torch.Tensor.is_conj`), whose memory holds
+            the elements that are not conjugated.
+        negated: The same for negation (`torch.Tensor.is_neg`).
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    differentiable: bool
+    requires_grad: bool
     conjugated: bool = False
     negated: bool = False
 
     @cached_property
-    def packed(self) -> tuple[int, ...]:
-        """The shape that travels: a dimension of stride 0 repeats one element."""
+    def packed_shape(self) -> tuple[int, ...]:
+        """The shape that is sent: of a dimension with stride 0, one element."""
         return tuple(
             1 if not stride and size else size
             for size, stride in zip(self.shape, self.strides, strict=True)
@@ -76,40 +83,41 @@ class Form:
 
     @cached_property
     def nbytes(self) -> int:
-        """How many bytes travel."""
-        return prod(self.packed) * self.dtype.itemsize
+        """The number of bytes that are sent."""
+        return prod(self.packed_shape) * self.dtype.itemsize
 
     @cached_property
-    def dense(self) -> bool:
-        """Whether the elements that travel fill a block of memory."""
+    def is_dense(self) -> bool:
+        """Whether the elements that are sent fill a block of memory without gaps."""
         expected = 1
-        for stride, size in sorted(zip(self.strides, self.packed, strict=True)):
+        for stride, size in sorted(zip(self.strides, self.packed_shape, strict=True)):
             if size > 1 and stride != expected:
                 return False
             expected *= size
         return True
 
     @cached_property
-    def lead(self) -> int:
-        """How many bytes behind a multiple of 64 the bytes that travel have to land."""
-        return self.offset if self.dense else 0
+    def padding(self) -> int:
+        """The bytes from a multiple of 64 to where the receiver stores the data."""
+        return self.offset if self.is_dense else 0
 
 
-form = lru_cache(maxsize=4096)(Form)  # the same few come again and again
+make_meta = lru_cache(maxsize=4096)(TensorMeta)  # a model sends few distinct layouts
 
 
-def flattened(value: Any) -> tuple[Pattern, list[torch.Tensor]]:
-    """Return a nested value's pattern and its tensors, each once.
+def flatten(value: Any) -> tuple[Structure, list[torch.Tensor]]:
+    """Return the structure of a nested value, and its tensors, each once.
 
-    Raises LayoutError for what cannot cross a boundary.
+    Raises:
+        LayoutError: The value contains objects that cannot be sent to another stage.
     """
-    if type(value) is torch.Tensor:  # nearly always
+    if type(value) is torch.Tensor:  # the most frequent case
         return (0,), [value]
     tensors: list[torch.Tensor] = []
-    return _pattern(value, tensors, {}), tensors
+    return _build_structure(value, tensors, {}), tensors
 
 
-def _pattern(value: Any, tensors: list[torch.Tensor], known: dict[int, int]) -> Pattern:
+def _build_structure(value: Any, tensors: list[torch.Tensor], known: dict[int, int]) -> Structure:
     if isinstance(value, torch.Tensor):
         if id(value) not in known:
             known[id(value)] = len(tensors)
@@ -118,54 +126,58 @@ def _pattern(value: Any, tensors: list[torch.Tensor], known: dict[int, int]) -> 
     if value is None or type(value) in (bool, int, float, str):
         return ("=", value, repr(value))  # 1, 1.0 and True are equal, and 0.0 is -0.0
     if type(value) in (tuple, list):
-        inner = tuple(_pattern(part, tensors, known) for part in value)
+        inner = tuple(_build_structure(part, tensors, known) for part in value)
         return ("(" if type(value) is tuple else "[", inner)
     if type(value) is dict and all(type(name) is str for name in value):
-        inner = tuple(_pattern(part, tensors, known) for part in value.values())
+        inner = tuple(_build_structure(part, tensors, known) for part in value.values())
         return ("{", tuple(value), inner)
     raise LayoutError(
-        f"a block returned a {type(value).__name__} at the end of a stage: what crosses to the "
-        "next stage are tensors, numbers, texts and None, in tuples, lists and dicts with texts "
-        "as keys"
+        f"the last block of a stage returned a {type(value).__name__}: only tensors, numbers, "
+        "strings and None, in tuples, lists and dicts with string keys, can be sent to the next "
+        "stage"
     )
 
 
-def assembled(pattern: Pattern, tensors: Sequence[Any]) -> Any:
-    """Return the value of this pattern with the given tensors (or what stands for them)."""
-    kind = pattern[0]
+def unflatten(structure: Structure, tensors: Sequence[Any]) -> Any:
+    """Return the value with this structure and the given tensors (or their replacements)."""
+    kind = structure[0]
     if kind == "=":
-        return pattern[1]
+        return structure[1]
     if kind == "&":
-        return assembled(pattern[2], tensors)
+        return unflatten(structure[2], tensors)
     if kind == "{":
         return {
-            name: assembled(part, tensors)
-            for name, part in zip(pattern[1], pattern[2], strict=True)
+            name: unflatten(part, tensors)
+            for name, part in zip(structure[1], structure[2], strict=True)
         }
     if kind in ("(", "["):
-        parts = [assembled(part, tensors) for part in pattern[1]]
+        parts = [unflatten(part, tensors) for part in structure[1]]
         return tuple(parts) if kind == "(" else parts
     return tensors[kind]
 
 
-def with_aliases(pattern: Pattern, aliases: Aliases) -> Pattern:
-    """Return a pattern that also says which of its tensors share memory."""
-    return ("&", aliases, pattern) if aliases else pattern
+def add_aliases(structure: Structure, aliases: Aliases) -> Structure:
+    """Return a structure that also lists the tensors that share memory."""
+    return ("&", aliases, structure) if aliases else structure
 
 
-def aliases_of(pattern: Pattern) -> Aliases:
-    """Return what a pattern says of tensors that share memory."""
-    aliases: Aliases = pattern[1] if pattern[0] == "&" else ()
+def get_aliases(structure: Structure) -> Aliases:
+    """Return the pairs of tensors in a structure that share memory."""
+    aliases: Aliases = structure[1] if structure[0] == "&" else ()
     return aliases
 
 
-def form_of(tensor: torch.Tensor) -> Form:
-    """Return how a tensor lies; LayoutError where it does not lie in memory at all."""
+def describe_tensor(tensor: torch.Tensor) -> TensorMeta:
+    """Return the layout of a tensor.
+
+    Raises:
+        LayoutError: The tensor is not a dense one, such as a sparse tensor.
+    """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise LayoutError(
-            f"a {tensor.layout} tensor cannot cross from one stage to the next: make it dense"
+            f"a {tensor.layout} tensor cannot be sent to another stage: make it dense"
         )
-    return form(
+    return make_meta(
         tensor.dtype,
         tensor.shape,
         tensor.stride(),
@@ -176,56 +188,62 @@ def form_of(tensor: torch.Tensor) -> Form:
     )
 
 
-def octets(tensor: torch.Tensor, form: Form) -> torch.Tensor:
-    """Return the bytes that travel, as a vector: a view where the tensor fills its memory."""
-    tensor = _read_as(tensor.detach(), conjugated=False, negated=False)
-    if 0 in form.strides:
-        tensor = tensor.as_strided(form.packed, form.strides)
-    if form.dense:
-        tensor = tensor.as_strided((form.nbytes // form.dtype.itemsize,), (1,))
+def view_bytes(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """Return the bytes to send, as a vector: a view if the tensor has no gaps, or a copy."""
+    tensor = _mark_lazy(tensor.detach(), conjugated=False, negated=False)
+    if 0 in meta.strides:
+        tensor = tensor.as_strided(meta.packed_shape, meta.strides)
+    if meta.is_dense:
+        tensor = tensor.as_strided((meta.nbytes // meta.dtype.itemsize,), (1,))
     else:
         tensor = tensor.contiguous().view(-1)
     return tensor.view(torch.uint8)
 
 
-def room(form: Form, device: torch.device) -> torch.Tensor:
-    """Return new memory for the bytes that travel; they have to land behind its lead."""
-    return torch.empty(form.lead + form.nbytes, dtype=torch.uint8, device=device)
+def allocate(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    """Return new memory for the bytes of a tensor, after its padding."""
+    return torch.empty(meta.padding + meta.nbytes, dtype=torch.uint8, device=device)
 
 
-def landed(memory: torch.Tensor, begin: int, form: Form) -> torch.Tensor:
-    """Return the tensor whose bytes landed at `begin` of `memory`; one of its own, no view.
+def view_received(memory: torch.Tensor, begin: int, meta: TensorMeta) -> torch.Tensor:
+    """Return the tensor whose bytes were received into memory.
 
-    So an in-place operation may follow, as after the operation that made it. `memory`
-    are bytes that begin at a multiple of 64.
+    To autograd it is not a view, so in-place operations may follow, as on the sender.
+
+    Args:
+        memory: Bytes, aligned to 64.
+        begin: Where the bytes of the tensor begin.
+        meta: The layout of the tensor.
     """
-    tensor = _lying_as(memory, begin, form)
-    return _read_as(tensor, form.conjugated, form.negated)
+    tensor = _restore_layout(memory, begin, meta)
+    return _mark_lazy(tensor, meta.conjugated, meta.negated)
 
 
-def _lying_as(memory: torch.Tensor, begin: int, form: Form) -> torch.Tensor:
-    if form.dense:
-        return _lying(memory, begin, form, form.shape)
-    received = memory[begin : begin + form.nbytes].view(form.dtype).view(form.packed)
+def _restore_layout(memory: torch.Tensor, begin: int, meta: TensorMeta) -> torch.Tensor:
+    if meta.is_dense:
+        return _make_strided(memory, begin, meta, meta.shape)
+    received = memory[begin : begin + meta.nbytes].view(meta.dtype).view(meta.packed_shape)
     span = 1 + sum(
-        (size - 1) * stride for size, stride in zip(form.shape, form.strides, strict=True)
+        (size - 1) * stride for size, stride in zip(meta.shape, meta.strides, strict=True)
     )
     spread = torch.empty(
-        form.offset + span * form.dtype.itemsize, dtype=torch.uint8, device=memory.device
+        meta.offset + span * meta.dtype.itemsize, dtype=torch.uint8, device=memory.device
     )
-    _lying(spread, form.offset, form, form.packed).copy_(received)
-    return _lying(spread, form.offset, form, form.shape)
+    _make_strided(spread, meta.offset, meta, meta.packed_shape).copy_(received)
+    return _make_strided(spread, meta.offset, meta, meta.shape)
 
 
-def _lying(memory: torch.Tensor, begin: int, form: Form, shape: tuple[int, ...]) -> torch.Tensor:
-    tensor = torch.empty(0, dtype=form.dtype, device=memory.device)
+def _make_strided(
+    memory: torch.Tensor, begin: int, meta: TensorMeta, shape: tuple[int, ...]
+) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=meta.dtype, device=memory.device)
     storage = memory.untyped_storage()
     with torch.no_grad():
-        return tensor.set_(storage, begin // form.dtype.itemsize, shape, form.strides)
+        return tensor.set_(storage, begin // meta.dtype.itemsize, shape, meta.strides)
 
 
-def _read_as(tensor: torch.Tensor, conjugated: bool, negated: bool) -> torch.Tensor:
-    """Mark a tensor, in place, as one whose elements are conjugated or negated when read."""
+def _mark_lazy(tensor: torch.Tensor, conjugated: bool, negated: bool) -> torch.Tensor:
+    """Set the flags of a tensor that conjugate or negate its elements lazily, in place."""
     if tensor.is_conj() != conjugated:
         torch._C._set_conj(tensor, conjugated)
     if tensor.is_neg() != negated:
@@ -233,33 +251,33 @@ def _read_as(tensor: torch.Tensor, conjugated: bool, negated: bool) -> torch.Ten
     return tensor
 
 
-def described(pattern: Any, forms: Sequence[Form]) -> list[Any]:
-    """Return pattern and forms as JSON values; `read` is the way back."""
+def encode_metadata(structure: Any, metas: Sequence[TensorMeta]) -> list[Any]:
+    """Return the structure and layouts as JSON values; `decode_metadata` is the inverse."""
     return [
-        pattern,
+        structure,
         [
             [
                 str(f.dtype).removeprefix("torch."),
                 f.shape,
                 f.strides,
                 f.offset,
-                f.differentiable,
+                f.requires_grad,
                 f.conjugated,
                 f.negated,
             ]
-            for f in forms
+            for f in metas
         ],
     ]
 
 
-def read(description: Sequence[Any]) -> tuple[Pattern, list[Form]]:
-    """Return the pattern and forms of what `described` returned, after JSON."""
-    pattern, forms = description
-    return _tupled(pattern), [
-        form(getattr(torch, dtype), tuple(shape), tuple(strides), *rest)
-        for dtype, shape, strides, *rest in forms
+def decode_metadata(description: Sequence[Any]) -> tuple[Structure, list[TensorMeta]]:
+    """Return the structure and layouts from the output of `encode_metadata`, after JSON."""
+    structure, metas = description
+    return _make_tuples(structure), [
+        make_meta(getattr(torch, dtype), tuple(shape), tuple(strides), *rest)
+        for dtype, shape, strides, *rest in metas
     ]
 
 
-def _tupled(value: Any) -> Any:
-    return tuple(_tupled(part) for part in value) if isinstance(value, list) else value
+def _make_tuples(value: Any) -> Any:
+    return tuple(_make_tuples(part) for part in value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Streaming: an evaluation through stages, forward only.
+"""Evaluation through pipeline stages: forward only.
 
 rank 0   stage 0   F0 F1 F2 F3 | F0 F1 ...      the next batch follows at once
 rank 1   stage 1      F0 F1 F2 F3 | F0 ...      losses and metrics of every micro-batch
@@ -18,22 +18,22 @@ from lockstep.errors import LostError, StoppedError
 from lockstep.model.buffers import Buffers
 from lockstep.model.evaluation import Evaluation, Row, combined, evaluating, row
 from lockstep.model.forward import Metric, measured, own_loss, parts
-from lockstep.pipeline.aliasing import Arrival, Departure
-from lockstep.pipeline.boundary import assembled
-from lockstep.pipeline.draws import Draws
+from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
+from lockstep.pipeline.boundary import unflatten
+from lockstep.pipeline.p2p import RngState
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.placement import Placement
-from lockstep.pipeline.stage import StageInput, first_input
+from lockstep.pipeline.stage import StageInput, make_first_input
 from lockstep.randomness import isolated
 
 __all__ = ["PipelineEvaluator"]
 
 EVALUATION = 1 << 62
-"""What the pages of an evaluation's batches are numbered from; no attempt gets so far."""
+"""Added to the number of a batch in the messages, so that no training attempt has it."""
 
 
 class PipelineEvaluator:
-    """One evaluation of `model` (the trained one, or a copy of it) through the stages here."""
+    """One evaluation of the trained model, or of a copy of it, through the local stages."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class PipelineEvaluator:
         self._parallel = pipeline.parallel
         self._blocks = {s: placement.select_blocks(model, s) for s in pipeline.stages}
         self._units = {s: placement.make_units(model, s, seed) for s in pipeline.stages}
-        self._buffers = {s: Buffers(self._modules(s)) for s in pipeline.stages}
+        self._buffers = {s: Buffers(self._get_modules(s)) for s in pipeline.stages}
         self._rows: list[Row] = []
-        self._sent: list[tuple[str, Departure]] = []
+        self._sent: list[tuple[str, SentTensors]] = []
         self._place = f"rank {self._parallel.rank}, an evaluation"
 
     def run(self, batches: Iterable[Batch]) -> Evaluation:
-        """Go through all batches, and combine what all ranks found."""
+        """Compute all batches, and combine the results of all ranks."""
         failed: Exception | None = None
         failure = ""
         try:
@@ -62,8 +62,8 @@ class PipelineEvaluator:
             raise
         except Exception as error:
             failed = error
-            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            failure = str(error) if isinstance(error, StoppedError) else f"{self._place}: {said}"
+            message = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            failure = str(error) if isinstance(error, StoppedError) else f"{self._place}: {message}"
             with suppress(RuntimeError):
                 self._pipeline.fail(failure, EVALUATION)
         try:
@@ -74,7 +74,7 @@ class PipelineEvaluator:
                 raise failed from None
             raise
 
-    def _modules(self, stage: int) -> dict[str, nn.Module]:
+    def _get_modules(self, stage: int) -> dict[str, nn.Module]:
         last = stage == self._pipeline.last
         return self._blocks[stage] | (self._parallel.loss_module() if last else {})
 
@@ -85,9 +85,9 @@ class PipelineEvaluator:
             for units in self._units.values():
                 stack.enter_context(units.hooked())
             for number, batch in enumerate(batches):
-                self._batch(number, batch)
+                self._run_batch(number, batch)
 
-    def _batch(self, number: int, batch: Batch) -> None:
+    def _run_batch(self, number: int, batch: Batch) -> None:
         for stage in sorted(self._pipeline.stages):
             for position, microbatch in enumerate(batch.microbatches):
                 more = position + 1 < len(batch.microbatches)
@@ -95,42 +95,46 @@ class PipelineEvaluator:
             while self._sent:
                 place, sent = self._sent.pop()
                 sent.check(place)
-            outputs = self._pipeline.ends[stage].outputs
+            outputs = self._pipeline.links[stage].outputs
             if outputs is not None:
-                outputs.drain(left=len(batch.microbatches))  # never far ahead of the next stage
+                outputs.drain(
+                    left=len(batch.microbatches)
+                )  # limits how far this stage is ahead of the next one
 
     def _forward(self, stage: int, number: int, microbatch: Microbatch, more: bool) -> None:
-        parallel, ends, leaf = self._parallel, self._pipeline.ends[stage], microbatch.index
+        parallel, links, leaf = self._parallel, self._pipeline.links[stage], microbatch.index
         rank = parallel.rank
         place = f"rank {rank}, stage {stage}, evaluation batch {number}, micro-batch {leaf}"
         self._place = place
-        if ends.inputs is None:
-            given = first_input(microbatch, parallel, place)
+        if links.inputs is None:
+            given = make_first_input(microbatch, parallel, place)
         else:
-            pattern, tensors = ends.inputs.receive(EVALUATION + number, leaf, more)
-            arrival = Arrival.of(pattern, tensors)
-            given = StageInput(assembled(pattern, tensors), arrival, ends.inputs.draws)
-        units, inspection = self._units[stage], self._pipeline.stages[stage].inspection
-        units.begin(-1 - number, leaf, given.draws.call)
+            structure, tensors = links.inputs.receive(EVALUATION + number, leaf, more)
+            received = ReceivedTensors.from_structure(structure, tensors)
+            given = StageInput(unflatten(structure, tensors), received, links.inputs.rng_state)
+        units, inspector = self._units[stage], self._pipeline.stages[stage].inspector
+        units.begin(-1 - number, leaf, given.rng_state.last_call)
         with self._buffers[stage].untouched(), parallel.autocast():
             blocks = list(self._blocks[stage].values())
-            value, others = inspection.composed(blocks, given.data, place, given.draws.others)
-            draws = Draws(units.last_call, others)
-            if ends.outputs is None:
+            value, others = inspector.call_blocks(
+                blocks, given.data, place, given.rng_state.has_drawn_outside_torch
+            )
+            rng_state = RngState(units.last_call, others)
+            if links.outputs is None:
                 units.end()
-                measured = partial(self._measured, microbatch=microbatch, place=place)
-                loss, metrics = inspection.loss(measured, value, place, others)
-                given.arrival.check(place)
+                measured = partial(self._compute_loss, microbatch=microbatch, place=place)
+                loss, metrics = inspector.compute_loss(measured, value, place, others)
+                given.received.check(place)
             else:
-                pattern, tensors = inspection.handed_on(value, blocks, given.arrival, place)
+                structure, tensors = inspector.flatten_output(value, blocks, given.received, place)
         units.pause()
-        if ends.outputs is None:
+        if links.outputs is None:
             self._rows.append(row(parallel, microbatch, loss, metrics, place))
         else:
-            ends.outputs.send(pattern, tensors, EVALUATION + number, leaf, draws)
-            self._sent.append((place, Departure(tensors)))
+            links.outputs.send(structure, tensors, EVALUATION + number, leaf, rng_state)
+            self._sent.append((place, SentTensors(tensors)))
 
-    def _measured(
+    def _compute_loss(
         self, outputs: Any, microbatch: Microbatch, place: str
     ) -> tuple[Any, dict[str, Any]]:
         if self._parallel.loss is None:

@@ -91,7 +91,7 @@ class PipelineExecutor:
     def open(self, step: StepContext) -> Iterator[ScheduleExecutor]:
         """Seed the generators of every stage while the body computes a step."""
         self._running = ScheduleExecutor(step, self._linked(), self._metrics)
-        with self._running.opened():
+        with self._running.activate():
             yield self._running
 
     def compute(self, step: StepContext, batch: Any) -> None:

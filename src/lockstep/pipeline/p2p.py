@@ -1,17 +1,16 @@
-"""The link: one direction of one boundary, from the rank of a stage to that of its neighbour.
+"""Point-to-point transfer of values between neighboring stages, in one direction per link.
 
-    page      | length of description | state | bytes inside | micro-batch | attempt | draws |
-              | description (JSON), where it changed | small tensors, as they lay in 64 bytes |
-    beyond    a description or tensors that find no room in the page: a message each
+    page      | length of metadata | state | begin of tensors | micro-batch | attempt | RNG state |
+              | metadata (JSON), if it changed | small tensors, with their alignment to 64 bytes |
+    beyond    metadata or tensors that do not fit into the page: one message each
 
-Both ends know the order of the messages from the schedule, and the page says which
-micro-batch it is of. What the tensors look like is said when it changes, so nearly
-every page holds 32 bytes and the numbers themselves, which stay where they came to, or is
-followed by tensors that travel from where they lie to where they shall lie, without
-a copy between.
+The schedule determines the order of the messages, and each page names its micro-batch. The
+metadata of the tensors is sent only when it changes, so most pages hold a header of 32 bytes
+and small tensors, which stay in the received memory. Larger tensors follow, from the memory of
+the sender to that of the receiver, without a copy in between.
 
-A send never waits: what is not done yet is kept until it is. A stage that failed says
-so on all its links, in place of what the others wait for.
+A send never blocks: its buffers are kept until it is complete. A stage that failed sends its
+failure on all its links, in place of the messages that others wait for.
 """
 
 from __future__ import annotations
@@ -26,92 +25,132 @@ from typing import Any
 import torch
 
 from lockstep.errors import LostError, StoppedError, WorkError
-from lockstep.pipeline.boundary import Form, Pattern, described, form_of, landed, octets, read, room
-from lockstep.pipeline.draws import NO_DRAWS, Draws
+from lockstep.pipeline.boundary import (
+    Structure,
+    TensorMeta,
+    allocate,
+    decode_metadata,
+    describe_tensor,
+    encode_metadata,
+    view_bytes,
+    view_received,
+)
 
-__all__ = ["Receiver", "Sender"]
+__all__ = ["INITIAL_RNG_STATE", "Receiver", "RngState", "Sender"]
 
 PAGE = 1024
 HEADER = struct.Struct("<IIIIQII")
-FINE, FAILED = 0, 1
+OK, FAILED = 0, 1
 OTHERS, STATE = 1, 2
-"""Flags of draws: from Python's or numpy's generators; the state of torch's is the last tensor."""
+"""Flags: drew from Python or numpy generators; the last tensor is the state of torch's."""
 
 
-def _rounded(size: int) -> int:
+@dataclass(frozen=True)
+class RngState:
+    """The random numbers drawn for a micro-batch so far; every message carries it.
+
+    In forward each block has its own seed. In the backward of one process, hooks and autograd
+    functions draw from torch's generators, which continue from their state after the loss,
+    through the blocks from the last to the first. So each stage sends the state on with the
+    gradients, unless it is still the one that was seeded for the loss.
+
+    Attributes:
+        last_call: The number of the last call of the model's first unit, part of the loss's seed.
+        has_drawn_outside_torch: Whether blocks have drawn from Python's or numpy's generators.
+        torch_state: The state of torch's generators, in backward; None if nothing has been
+            drawn since they were seeded for the loss.
+    """
+
+    last_call: int = 0
+    has_drawn_outside_torch: bool = False
+    torch_state: bytes | None = None
+
+
+INITIAL_RNG_STATE = RngState()
+
+
+def _round_up(size: int) -> int:
     return -(-size // 64) * 64
 
 
-BARE = _rounded(HEADER.size)  # where tensors begin in a page without a description
+BARE = _round_up(HEADER.size)  # where tensors begin in a page without metadata
 
 
-def _inside(forms: Sequence[Form], begin: int) -> list[int] | None:
-    """Return where in the page each tensor's bytes lie, or None where they find no room."""
+def _find_places(metas: Sequence[TensorMeta], begin: int) -> list[int] | None:
+    """Return the position of each tensor in the page, or None if they do not fit."""
     places = []
-    for form in forms:
-        places.append(begin + form.lead)
-        begin += _rounded(form.lead + form.nbytes)
+    for meta in metas:
+        places.append(begin + meta.padding)
+        begin += _round_up(meta.padding + meta.nbytes)
         if begin > PAGE:
             return None
     return places
 
 
 @dataclass
-class Known:
-    """What both ends know of the last value: pages that say nothing new repeat it.
+class Metadata:
+    """The metadata of the last value, which both ends reuse for pages without metadata.
 
-    `places` is where its tensors lie in a page without a description.
+    Attributes:
+        structure: The structure of the value.
+        metas: The layouts of its tensors.
+        places: The positions of the tensors in a page without metadata.
     """
 
-    pattern: Pattern
-    forms: list[Form]
+    structure: Structure
+    metas: list[TensorMeta]
 
     def __post_init__(self) -> None:
-        """Place the tensors."""
-        self.places = _inside(self.forms, BARE)
+        """Compute the positions."""
+        self.places = _find_places(self.metas, BARE)
 
 
 @dataclass
 class Sender:
-    """The sending end, towards rank `peer` of `group`."""
+    """The sending end of a link to rank `peer` of `group`."""
 
     group: Any
     peer: int
     tag: int
-    known: Known | None = None
+    known: Metadata | None = None
     waiting: deque[tuple[list[Any], list[torch.Tensor]]] = field(default_factory=deque)
 
     def send(
         self,
-        pattern: Pattern,
+        structure: Structure,
         tensors: Sequence[torch.Tensor],
         attempt: int,
         leaf: int,
-        draws: Draws = NO_DRAWS,
+        rng_state: RngState = INITIAL_RNG_STATE,
     ) -> None:
-        """Start sending a value that was flattened; what it needs is kept until it is sent."""
+        """Start sending a flattened value; its memory is kept until the transfer is complete."""
         self.reap()
-        flags = OTHERS * draws.others
-        if draws.state is not None:
+        flags = OTHERS * rng_state.has_drawn_outside_torch
+        if rng_state.torch_state is not None:
             flags |= STATE
-            tensors = [*tensors, torch.frombuffer(bytearray(draws.state), dtype=torch.uint8)]
-        forms = [form_of(tensor) for tensor in tensors]
+            tensors = [
+                *tensors,
+                torch.frombuffer(bytearray(rng_state.torch_state), dtype=torch.uint8),
+            ]
+        metas = [describe_tensor(tensor) for tensor in tensors]
         text = b""
-        if self.known is None or self.known.forms != forms or self.known.pattern != pattern:
-            self.known = Known(pattern, forms)
-            text = json.dumps(described(pattern, forms)).encode()
+        if self.known is None or self.known.metas != metas or self.known.structure != structure:
+            self.known = Metadata(structure, metas)
+            text = json.dumps(encode_metadata(structure, metas)).encode()
         fits = HEADER.size + len(text) <= PAGE
         begin, places = BARE, self.known.places
         if text:
-            begin = _rounded(HEADER.size + len(text))
-            places = _inside(forms, begin) if fits else None
+            begin = _round_up(HEADER.size + len(text))
+            places = _find_places(metas, begin) if fits else None
         page = torch.empty(PAGE, dtype=torch.uint8)
         written = memoryview(page.numpy())  # type: ignore[arg-type]
         begin = begin if places else 0
-        HEADER.pack_into(written, 0, len(text), FINE, begin, leaf, attempt, draws.call, flags)
+        HEADER.pack_into(
+            written, 0, len(text), OK, begin, leaf, attempt, rng_state.last_call, flags
+        )
         if text and fits:
             written[HEADER.size : HEADER.size + len(text)] = text
-        vectors = [octets(*pair) for pair in zip(tensors, forms, strict=True)]
+        vectors = [view_bytes(*pair) for pair in zip(tensors, metas, strict=True)]
         messages = [page]
         if not fits:
             messages.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
@@ -123,9 +162,9 @@ class Sender:
         works = [self.group.send([message], self.peer, self.tag) for message in messages]
         self.waiting.append((works, [*messages, *tensors]))
 
-    def fail(self, sentence: str, attempt: int) -> None:
-        """Tell the other end that nothing more comes, and why."""
-        text = sentence.encode()[: PAGE - HEADER.size]
+    def fail(self, reason: str, attempt: int) -> None:
+        """Send the reason why no further values will be sent in this attempt."""
+        text = reason.encode()[: PAGE - HEADER.size]
         page = bytearray(PAGE)
         HEADER.pack_into(page, 0, len(text), FAILED, 0, 0, attempt, 0, 0)
         page[HEADER.size : HEADER.size + len(text)] = text
@@ -133,12 +172,12 @@ class Sender:
         self.waiting.append(([self.group.send([cover], self.peer, self.tag)], [cover]))
 
     def reap(self) -> None:
-        """Let go of what has been sent."""
+        """Release the memory of completed transfers."""
         while self.waiting and all(work.is_completed() for work in self.waiting[0][0]):
             self.waiting.popleft()
 
     def drain(self, left: int = 0) -> None:
-        """Wait until at most `left` values are on their way."""
+        """Wait until at most `left` values are in transit."""
         while len(self.waiting) > left:
             works, _ = self.waiting.popleft()
             for work in works:
@@ -147,37 +186,43 @@ class Sender:
 
 @dataclass
 class Receiver:
-    """The receiving end, from rank `peer` of `group`; tensors are put on `device`."""
+    """The receiving end of a link from rank `peer` of `group`; tensors are stored on `device`."""
 
     group: Any
     peer: int
     tag: int
     device: torch.device
-    known: Known | None = None
-    received: int = 0
-    draws: Draws = NO_DRAWS
-    """What came with the value that came last."""
+    known: Metadata | None = None
+    received_bytes: int = 0
+    rng_state: RngState = INITIAL_RNG_STATE
+    """The state that came with the last value."""
     _posted: tuple[Any, torch.Tensor] | None = None
 
     def post(self) -> None:
-        """Ask for the next page, so that it can come while something else is computed."""
+        """Post the receive of the next page, so that the transfer overlaps with computation."""
         if self._posted is None:
             page = torch.empty(PAGE, dtype=torch.uint8)
             self._posted = self.group.recv([page], self.peer, self.tag), page
 
     @property
-    def forms(self) -> list[Form]:
-        """How the tensors that came last lay where they came from."""
+    def metas(self) -> list[TensorMeta]:
+        """The layouts of the last received tensors on the sender."""
         assert self.known is not None
-        return self.known.forms
+        return self.known.metas
 
     def receive(
         self, attempt: int, leaf: int, more: bool = False
-    ) -> tuple[Pattern, list[torch.Tensor]]:
-        """Wait for the value of a micro-batch; return its pattern and tensors.
+    ) -> tuple[Structure, list[torch.Tensor]]:
+        """Wait for the value of a micro-batch; return its structure and tensors.
 
-        `more` says that another value will come after this one. `received` counts
-        bytes. Raises StoppedError where the other rank failed.
+        Args:
+            attempt: The number of the attempt.
+            leaf: The number of the micro-batch.
+            more: Whether another value follows.
+
+        Raises:
+            StoppedError: The other rank failed.
+            LostError: The connection to the other rank is lost.
         """
         self.post()
         assert self._posted is not None
@@ -195,51 +240,54 @@ class Receiver:
                 "same calls of the trainer"
             )
         if length:
-            self.known = Known(*read(json.loads(self._text(page, length))))
+            self.known = Metadata(*decode_metadata(json.loads(self._receive_text(page, length))))
         assert self.known is not None
-        self.received += PAGE
+        self.received_bytes += PAGE
         if begin:
-            tensors = self._inside(cover, self.known, begin)
+            tensors = self._view_inside(cover, self.known, begin)
         else:
-            tensors = self._behind(self.known.forms)
+            tensors = self._receive_tensors(self.known.metas)
         if more:
             self.post()
         generators = tensors.pop().cpu().numpy().tobytes() if flags & STATE else None
-        self.draws = Draws(call, bool(flags & OTHERS), generators)
-        return self.known.pattern, tensors
+        self.rng_state = RngState(call, bool(flags & OTHERS), generators)
+        return self.known.structure, tensors
 
     def _wait(self, work: Any) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            said = (str(error).splitlines() or [""])[0]
-            raise LostError(f"waited for rank {self.peer}: {said}") from error
+            message = (str(error).splitlines() or [""])[0]
+            raise LostError(f"waited for rank {self.peer}: {message}") from error
 
-    def _text(self, page: memoryview, length: int) -> bytes:
+    def _receive_text(self, page: memoryview, length: int) -> bytes:
         if HEADER.size + length <= PAGE:
             return bytes(page[HEADER.size : HEADER.size + length])
         text = torch.empty(length, dtype=torch.uint8)
         self._wait(self.group.recv([text], self.peer, self.tag))
-        self.received += length
+        self.received_bytes += length
         return text.numpy().tobytes()
 
-    def _inside(self, cover: torch.Tensor, known: Known, begin: int) -> list[torch.Tensor]:
-        """Return the tensors that came in the page; it is their memory from now on."""
+    def _view_inside(self, cover: torch.Tensor, known: Metadata, begin: int) -> list[torch.Tensor]:
+        """Return the tensors in the page, which use its memory."""
         first = begin == BARE
-        places = known.places if first else _inside(known.forms, begin)
+        places = known.places if first else _find_places(known.metas, begin)
         assert places is not None
         if self.device.type != "cpu":
             cover = cover.to(self.device)
-        return [landed(cover, *pair) for pair in zip(places, known.forms, strict=True)]
+        return [view_received(cover, *pair) for pair in zip(places, known.metas, strict=True)]
 
-    def _behind(self, forms: Sequence[Form]) -> list[torch.Tensor]:
-        """Return the tensors that come behind the page, each in memory of its own."""
-        rooms = [room(form, self.device) for form in forms]
+    def _receive_tensors(self, metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
+        """Receive the tensors that follow the page, each into its own memory."""
+        rooms = [allocate(meta, self.device) for meta in metas]
         wanted = [
-            space[form.lead :] for space, form in zip(rooms, forms, strict=True) if form.nbytes
+            space[meta.padding :] for space, meta in zip(rooms, metas, strict=True) if meta.nbytes
         ]
         works = [self.group.recv([space], self.peer, self.tag) for space in wanted]
         for work in works:
             self._wait(work)
-        self.received += sum(map(len, wanted))
-        return [landed(space, form.lead, form) for space, form in zip(rooms, forms, strict=True)]
+        self.received_bytes += sum(map(len, wanted))
+        return [
+            view_received(space, meta.padding, meta)
+            for space, meta in zip(rooms, metas, strict=True)
+        ]

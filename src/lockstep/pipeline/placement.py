@@ -12,9 +12,9 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.units import Units, units_of
 from lockstep.pipeline.partition import Partition
 from lockstep.pipeline.pipeline import Pipeline
-from lockstep.pipeline.python_state import python_states
+from lockstep.pipeline.python_state import find_python_states
 from lockstep.pipeline.stage import Stage
-from lockstep.pipeline.tied_weights import ties_of
+from lockstep.pipeline.tied_weights import find_tied_parameters
 
 __all__ = ["Placement"]
 
@@ -71,7 +71,7 @@ class Placement:
         """Build this rank's stages, and connect them to their neighbors."""
         parameters = dict(model.named_parameters())
         blocks = [self.select_blocks(model, number) for number in range(len(self.partition.ranges))]
-        states = python_states(blocks, self.parallel.loss)
+        states = find_python_states(blocks, self.parallel.loss)
         stages = [
             Stage(
                 number,
@@ -88,7 +88,11 @@ class Placement:
             for number in self.stages
         ]
         return Pipeline(
-            self.parallel, stages, schedule, stages_per_rank, ties_of(parameters, self.holders)
+            self.parallel,
+            stages,
+            schedule,
+            stages_per_rank,
+            find_tied_parameters(parameters, self.holders),
         )
 
     def select_blocks(self, model: nn.Module, stage: int) -> dict[str, nn.Module]:

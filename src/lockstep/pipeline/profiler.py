@@ -26,10 +26,10 @@ from lockstep.model.buffers import Buffers
 from lockstep.model.forward import called
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects
-from lockstep.pipeline.boundary import assembled, flattened
-from lockstep.pipeline.graph_entry import Entry
+from lockstep.pipeline.boundary import flatten, unflatten
+from lockstep.pipeline.graph_input import GraphInput
 from lockstep.pipeline.simulation import Costs
-from lockstep.pipeline.split_backward import Split, splittable
+from lockstep.pipeline.split_backward import SplitBackward, is_splittable
 from lockstep.randomness import isolated
 
 __all__ = ["BYTES_PER_SECOND", "check_composition", "profile_blocks"]
@@ -106,8 +106,8 @@ def _measure_block(
     name: str, block: nn.Module, data: Any, parallel: ParallelContext, is_first: bool
 ) -> tuple[Any, list[float]]:
     """Return a block's output, detached, with its times and the bytes of the output."""
-    entry = None if is_first else _make_input(data)
-    arguments = data if entry is None else (assembled(flattened(data)[0], entry.tensors),)
+    graph_input = None if is_first else _make_input(data)
+    arguments = data if graph_input is None else (unflatten(flatten(data)[0], graph_input.tensors),)
     begun = time.perf_counter()
     try:
         with parallel.autocast():
@@ -119,28 +119,30 @@ def _measure_block(
             "the model's forward must be equivalent to calling the blocks one after another"
         ) from error
     forward = time.perf_counter() - begun
-    pattern, outputs = flattened(value)
+    structure, outputs = flatten(value)
     roots = [tensor for tensor in outputs if tensor.requires_grad]
     ones = [torch.ones_like(tensor) for tensor in roots]
     whole = inputs = weights = 0.0
-    anchor = None if entry is None or not roots or not splittable(roots) else entry.anchor
+    anchor = (
+        None if graph_input is None or not roots or not is_splittable(roots) else graph_input.anchor
+    )
     if roots:
         retain = anchor is not None
         whole = _measure_seconds(partial(torch.autograd.backward, roots, ones, retain_graph=retain))
         inputs = whole
     if anchor is not None:
-        split = Split(roots, anchor)
-        inputs = _measure_seconds(partial(split.first, ones))
-        weights = _measure_seconds(split.second)
+        split = SplitBackward(roots, anchor)
+        inputs = _measure_seconds(partial(split.backward_inputs, ones))
+        weights = _measure_seconds(split.backward_weights)
     size = float(sum(tensor.nbytes for tensor in outputs))
-    detached = assembled(pattern, [tensor.detach() for tensor in outputs])
+    detached = unflatten(structure, [tensor.detach() for tensor in outputs])
     return detached, [forward, whole, inputs, weights, size]
 
 
-def _make_input(data: Any) -> Entry:
+def _make_input(data: Any) -> GraphInput:
     """Return copies of a block's inputs in a graph: the block may write into them in place."""
-    copies = [each.clone(memory_format=torch.preserve_format) for each in flattened(data)[1]]
-    return Entry(copies, [each.is_floating_point() for each in copies])
+    copies = [each.clone(memory_format=torch.preserve_format) for each in flatten(data)[1]]
+    return GraphInput(copies, [each.is_floating_point() for each in copies])
 
 
 def _measure_seconds(work: Callable[[], Any]) -> float:
@@ -171,7 +173,7 @@ def check_composition(
     model.eval()
     try:
         with same_generators(), Buffers(dict(blocks)).untouched(), torch.no_grad():
-            expected = flattened(called(model, _copy_data(data), place))[1]
+            expected = flatten(called(model, _copy_data(data), place))[1]
         effects.finish()
         if effects.failure:
             raise StateError(f"rank {parallel.rank}, {place}: {effects.failure}")
@@ -182,7 +184,7 @@ def check_composition(
     finally:
         for module, mode in modes.items():
             module.training = mode
-    given = flattened(value)[1]
+    given = flatten(value)[1]
     if len(given) != len(expected) or not all(
         torch.equal(*pair) for pair in zip(given, expected, strict=True)
     ):

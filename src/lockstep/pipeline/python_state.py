@@ -1,16 +1,16 @@
-"""Python state: what blocks keep in attributes and other objects, beside what they return.
+"""Python state: values that blocks keep in attributes and other objects besides their outputs.
 
-    one process     block 0 writes box.mask, block 2 reads it: of the same micro-batch
+    one process     block 0 writes box.mask, block 2 reads that of the same micro-batch
     stages          block 2 has another box on its rank, or (interleaved) block 0 has
-                    computed another micro-batch meanwhile
+                    computed another micro-batch in the meantime
 
 An object that blocks of several stages, or the loss, refer to must therefore not change from
-forward to forward: that is refused by name. What changes once, such as a table that the
-first call fills, may stay.
+forward to forward; otherwise an error names it. A single change is allowed, such as a table
+that the first call fills.
 
-What a stage keeps for itself it may read again in backward, in a hook or an autograd
-function. By then the forward of another micro-batch may have replaced it, so a stage puts
-back what it was: attributes and entries of dictionaries that forward assigns anew.
+A stage may read its own state again in backward, in a hook or an autograd function. By then
+the forward of another micro-batch may have replaced it. So a stage restores the attributes and
+dictionary entries that forward assigns.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from torch import nn
 from lockstep.errors import UsageError
 from lockstep.model.side_effects import MACHINERY
 
-__all__ = ["Assigned", "PythonState", "python_states"]
+__all__ = ["Assigned", "PythonState", "find_python_states"]
 
 LARGEST, MOST = 1000, 20_000
-"""Entries of a container, and objects of a block, beyond which nothing is looked at."""
+"""The most entries of a container, and objects of a block, that are inspected."""
 
 HIDDEN = MACHINERY | {"forward"}
-"""Attributes that torch, or recomputation, keeps in every module."""
+"""Attributes that torch, or activation checkpointing, keeps in every module."""
 
 ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 MISSING = object()
 
 Key = int | tuple[int, str]
-"""An object's id; for a global name the id of the globals, and the name."""
+"""The id of an object; of a global name, the id of the globals and the name."""
 
 Assigned = tuple[dict[Any, Any], Any, Any]
 """A dictionary, a key in it, and a value."""
@@ -52,7 +52,7 @@ Assigned = tuple[dict[Any, Any], Any, Any]
 
 @dataclass(frozen=True)
 class GlobalName:
-    """A name that functions refer to in their module."""
+    """A global name that a function refers to."""
 
     scope: dict[str, Any]
     name: str
@@ -60,7 +60,7 @@ class GlobalName:
 
 @dataclass(frozen=True)
 class Holder:
-    """An object with content of its own, and how a message calls it."""
+    """An object with mutable content, and its name in messages."""
 
     value: Any
     path: str
@@ -71,8 +71,8 @@ class PythonState:
 
     Args:
         holders: All objects that its blocks refer to.
-        users: Of those that other stages refer to as well: the block here that does, and one
-            of another stage, in words.
+        users: For each object that other stages refer to as well, a description of the block
+            of this stage that does, and of one of another stage.
     """
 
     def __init__(self, holders: Mapping[Key, Holder], users: Mapping[Key, tuple[str, str]]) -> None:
@@ -80,67 +80,69 @@ class PythonState:
         self._changes: Counter[Key] = Counter()
         self._assigned: dict[tuple[int, Any], tuple[dict[Any, Any], Any]] = {}
 
-    def contents(self) -> dict[Key, dict[Any, Any]]:
-        """Return what the objects hold now."""
-        return {key: _content(holder.value) for key, holder in self._holders.items()}
+    def snapshot(self) -> dict[Key, dict[Any, Any]]:
+        """Return the current content of the objects."""
+        return {key: _get_content(holder.value) for key, holder in self._holders.items()}
 
-    def compare(self, before: Mapping[Key, Mapping[Any, Any]], place: str) -> None:
-        """Take note of what a forward changed.
+    def record_changes(self, before: Mapping[Key, Mapping[Any, Any]], place: str) -> None:
+        """Record what a forward changed.
 
         Args:
-            before: The contents before the forward.
-            place: Where the step is, for messages.
+            before: The snapshot before the forward.
+            place: Rank, stage, step and micro-batch, for messages.
 
         Raises:
-            UsageError: It changed an object that other stages refer to, not for the first time.
+            UsageError: The forward changed an object that other stages refer to, for the second
+                time.
         """
-        for key, after in self.contents().items():
-            changed = _changed(before[key], after)
+        for key, after in self.snapshot().items():
+            changed = _find_changes(before[key], after)
             if not changed:
                 continue
             holder = self._holders[key]
             self._changes[key] += 1
             if key in self._users and self._changes[key] > 1:
                 here, elsewhere = self._users[key]
+                changed_entry = _describe_entry(holder, changed[0])
                 raise UsageError(
-                    f"{place}: {here} changes {_named(holder, changed[0])}, which {elsewhere} in "
-                    "another stage refers to as well; stages lie on other ranks, or compute other "
-                    "micro-batches meanwhile, so let blocks return what later ones need, in a "
-                    "tuple with the rest"
+                    f"{place}: {here} changes {changed_entry}, which {elsewhere} in "
+                    "another stage refers to as well; stages are on other ranks, or compute other "
+                    "micro-batches in the meantime: return what later blocks need as part of the "
+                    "block's output, in a tuple"
                 )
-            if key not in self._users and (scope := _scope(holder.value)) is not None:
+            if key not in self._users and (scope := _get_scope(holder.value)) is not None:
                 self._assigned |= {(id(scope), name): (scope, name) for name in changed}
 
-    def blame(self, error: AttributeError, place: str) -> UsageError | None:
-        """Return the error to raise where a block misses what another stage may have written."""
+    def explain_missing(self, error: AttributeError, place: str) -> UsageError | None:
+        """Return the error for an attribute that a block lacks and another stage may have set."""
         users = self._users.get(id(error.obj))
         if users is None:
             return None
         here, elsewhere = users
-        missed = f"{self._holders[id(error.obj)].path}.{error.name}"
+        missing = f"{self._holders[id(error.obj)].path}.{error.name}"
         return UsageError(
-            f"{place}: {here} misses {missed}, of an object that {elsewhere} in another stage "
-            "refers to as well; stages do not see each other's objects, so let blocks return "
-            "what later ones need, in a tuple with the rest"
+            f"{place}: {here} lacks {missing}, of an object that {elsewhere} in another stage "
+            "refers to as well; stages do not share objects: return what later blocks need as "
+            "part of the block's output, in a tuple"
         )
 
-    def assigned(self) -> list[Assigned]:
-        """Return what is kept now where forward assigns anew."""
+    def get_assigned(self) -> list[Assigned]:
+        """Return the current values of the names that forward assigns."""
         return [(scope, name, scope.get(name, MISSING)) for scope, name in self._assigned.values()]
 
     @contextmanager
-    def put_back(self, entries: Sequence[Assigned]) -> Iterator[None]:
-        """Let the body find what `assigned` returned; what it assigns itself stays."""
+    def restore_assigned(self, entries: Sequence[Assigned]) -> Iterator[None]:
+        """Restore the values from `get_assigned` in the body; assignments of the body are kept."""
         current = [(scope, name, scope.get(name, MISSING)) for scope, name, _ in entries]
-        _put(entries)
+        _assign(entries)
         try:
             yield
         finally:
             kept = zip(entries, current, strict=True)
-            _put(now for (scope, name, then), now in kept if scope.get(name, MISSING) is then)
+            _assign(now for (scope, name, then), now in kept if scope.get(name, MISSING) is then)
 
 
-def python_states(
+def find_python_states(
     stages: Sequence[Mapping[str, nn.Module]], loss: Callable[..., Any] | None
 ) -> list[PythonState]:
     """Return the Python state of every stage.
@@ -156,10 +158,10 @@ def python_states(
             f"block {name} ({type(block).__name__})": (name, block)
             for name, block in blocks.items()
         }
-        found = {user: _reachable(block, name) for user, (name, block) in roots.items()}
+        found = {user: _find_reachable(block, name) for user, (name, block) in roots.items()}
         if len(holders) == len(stages) - 1 and loss is not None:
-            found["the loss"] = _reachable(loss, "loss")
-        backwards = list(reversed(found.items()))  # of several users the first one counts
+            found["the loss"] = _find_reachable(loss, "loss")
+        backwards = list(reversed(found.items()))  # the first of several users counts
         holders.append({key: each for _, part in backwards for key, each in part.items()})
         users.append({key: user for user, part in backwards for key in part})
     shared = Counter(key for each in holders for key in each)
@@ -167,7 +169,7 @@ def python_states(
         PythonState(
             holders[number],
             {
-                key: (users[number][key], _other(users, number, key))
+                key: (users[number][key], _find_other_user(users, number, key))
                 for key in holders[number]
                 if shared[key] > 1
             },
@@ -176,18 +178,18 @@ def python_states(
     ]
 
 
-def _other(users: Sequence[Mapping[Key, str]], number: int, key: Key) -> str:
+def _find_other_user(users: Sequence[Mapping[Key, str]], number: int, key: Key) -> str:
     return next(each[key] for n, each in enumerate(users) if n != number and key in each)
 
 
 # --- what an object refers to ----------------------------------------------------------------
 
 
-def _reachable(root: Any, path: str) -> dict[Key, Holder]:
-    """Return the objects with content of their own that `root` refers to, and itself."""
+def _find_reachable(root: Any, path: str) -> dict[Key, Holder]:
+    """Return the objects with mutable content that `root` refers to, including itself."""
     found: dict[Key, Holder] = {}
     seen: set[Key] = set()
-    kept: list[Any] = []  # an id is another object's once its own is gone
+    kept: list[Any] = []  # keeps the objects alive, so that no id is reused
     pending = deque([(root, path)])
     while pending and len(seen) < MOST:
         value, path = pending.popleft()
@@ -196,83 +198,85 @@ def _reachable(root: Any, path: str) -> dict[Key, Holder]:
             continue
         seen.add(key)
         kept.append(value)
-        if _holds(value):
+        if _has_content(value):
             found[key] = Holder(value, path)
-        pending.extend(_references(value, path))
+        pending.extend(_iterate_references(value, path))
     return found
 
 
-def _references(value: Any, path: str) -> Iterator[tuple[Any, str]]:
-    """Return what a value refers to directly, with how a message calls it."""
+def _iterate_references(value: Any, path: str) -> Iterator[tuple[Any, str]]:
+    """Return the objects that a value refers to directly, with their names in messages."""
     if isinstance(value, FunctionType):
-        yield from _names_of(value)
+        yield from _iterate_names(value)
     elif isinstance(value, MethodType):
         yield from ((value.__self__, path), (value.__func__, path))
     elif isinstance(value, partial):
         yield from ((each, path) for each in (value.func, *value.args, *value.keywords.values()))
-    elif isinstance(value, type) and _is_users(value):
+    elif isinstance(value, type) and _is_user_defined(value):
         yield from ((each, value.__name__) for each in vars(value).values() if callable(each))
         yield from ((each, each.__name__) for each in value.__bases__)
     elif isinstance(value, nn.Module):
         hooks = (*value._forward_hooks.values(), *value._forward_pre_hooks.values())
         yield from ((each, path) for each in hooks)
         yield from ((each, f"{path}.{name}") for name, each in value._modules.items())
-    if _holds(value):
-        content = _content(value)
+    if _has_content(value):
+        content = _get_content(value)
         for name, each in content.items() if len(content) <= LARGEST else ():
-            yield each, _named(Holder(value, path), name)
-        if not isinstance(value, (type, GlobalName)) and _is_users(type(value)):
+            yield each, _describe_entry(Holder(value, path), name)
+        if not isinstance(value, (type, GlobalName)) and _is_user_defined(type(value)):
             yield type(value), type(value).__name__
 
 
-def _names_of(function: FunctionType) -> Iterator[tuple[Any, str]]:
-    """Return what a user's function refers to in closures and in its module."""
-    if not _is_users(function):
+def _iterate_names(function: FunctionType) -> Iterator[tuple[Any, str]]:
+    """Return the objects that a user's function refers to in closures and globals."""
+    if not _is_user_defined(function):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield cell.cell_contents, name
         except ValueError:  # it is assigned later
             continue
-    names = dict.fromkeys(_names_in(function.__code__))
+    names = dict.fromkeys(_iterate_code_names(function.__code__))
     scope = function.__globals__
     for name in names:
         if name in scope and not isinstance(scope[name], ModuleType):
             yield GlobalName(scope, name), name
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def _iterate_code_names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, CodeType):
-            yield from _names_in(each)
+            yield from _iterate_code_names(each)
 
 
-def _is_users(definition: Any) -> bool:
-    """Return whether a class or function is the user's, and no library's."""
+def _is_user_defined(definition: Any) -> bool:
+    """Return whether a class or function is defined by the user and not by a library."""
     package = (getattr(definition, "__module__", None) or "").partition(".")[0]
     return package not in sys.stdlib_module_names and package not in ("torch", "numpy", "lockstep")
 
 
-# --- what an object holds ---------------------------------------------------------------------
+# --- the content of an object -----------------------------------------------------------------
 
 
-def _holds(value: Any) -> bool:
-    """Return whether an object has content that may change."""
+def _has_content(value: Any) -> bool:
+    """Return whether an object has mutable content."""
     if isinstance(value, nn.Parameter):
         return False
     if isinstance(value, type):
-        return _is_users(value)
+        return _is_user_defined(value)
     known = (
         nn.Module, GlobalName, dict, list, tuple, set, deque, torch.Tensor, torch.Generator,
         numpy.ndarray, SimpleNamespace,
     )  # fmt: skip
-    return isinstance(value, known) or (hasattr(value, "__dict__") and _is_users(type(value)))
+    return isinstance(value, known) or (
+        hasattr(value, "__dict__") and _is_user_defined(type(value))
+    )
 
 
-def _content(value: Any) -> dict[Any, Any]:
-    """Return what an object holds, by name or position."""
-    if (scope := _scope(value)) is not None:
+def _get_content(value: Any) -> dict[Any, Any]:
+    """Return the content of an object, by name or position."""
+    if (scope := _get_scope(value)) is not None:
         hidden = HIDDEN if isinstance(value, nn.Module) else ()
         return {name: each for name, each in scope.items() if name not in hidden}
     if isinstance(value, GlobalName):
@@ -289,8 +293,8 @@ def _content(value: Any) -> dict[Any, Any]:
     return dict(enumerate(value)) if len(value) <= LARGEST else {"": len(value)}
 
 
-def _scope(value: Any) -> dict[Any, Any] | None:
-    """Return the dictionary that holds an object's attributes or entries."""
+def _get_scope(value: Any) -> dict[Any, Any] | None:
+    """Return the dictionary of an object's attributes or entries."""
     if isinstance(value, dict):
         return value if len(value) <= LARGEST else None
     if isinstance(value, (type, GlobalName, torch.Tensor, torch.Generator, numpy.ndarray)):
@@ -301,8 +305,8 @@ def _scope(value: Any) -> dict[Any, Any] | None:
     return attributes
 
 
-def _changed(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[Any]:
-    """Return the names under which something else is held than before."""
+def _find_changes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[Any]:
+    """Return the names whose values differ."""
     names = dict.fromkeys((*before, *after))
     return [n for n in names if not _is_same(before.get(n, MISSING), after.get(n, MISSING))]
 
@@ -320,8 +324,8 @@ def _is_same(one: Any, other: Any) -> bool:
     return isinstance(one, ATOMS) and bool(one == other)
 
 
-def _named(holder: Holder, name: Any) -> str:
-    """Return how a message calls what an object holds under a name."""
+def _describe_entry(holder: Holder, name: Any) -> str:
+    """Return the name of an entry of an object, for messages."""
     value, path = holder.value, holder.path
     if isinstance(value, GlobalName) or name == "":
         return path
@@ -331,7 +335,7 @@ def _named(holder: Holder, name: Any) -> str:
     return f"{path}.{name}" if attribute else f"{path}[{name!r}]"
 
 
-def _put(entries: Iterable[Assigned]) -> None:
+def _assign(entries: Iterable[Assigned]) -> None:
     for scope, name, value in entries:
         if value is MISSING:
             scope.pop(name, None)

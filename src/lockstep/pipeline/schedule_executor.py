@@ -1,8 +1,8 @@
 """The schedule executor: one step through the pipeline stages of this rank.
 
-The schedule says which action comes when, and several micro-batches are in flight. What a
-stage raises stops the step on every rank: the neighbours are told at once, and the status of
-the rank tells everyone.
+The schedule determines the order of actions; several micro-batches are in flight. An exception
+in a stage stops the step on every rank: the neighbors receive it at once, and the other ranks
+with the status of this rank.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from lockstep.errors import LostError, StoppedError
 from lockstep.model.buffers import Buffers
 from lockstep.model.forward import Metric, measured, own_loss, parts
 from lockstep.model.step_context import ComputedMicrobatch, Span, StepContext
-from lockstep.pipeline.aliasing import Arrival
-from lockstep.pipeline.boundary import assembled, flattened
-from lockstep.pipeline.draws import Draws
-from lockstep.pipeline.graph_entry import Entry
-from lockstep.pipeline.p2p import Receiver
+from lockstep.pipeline.aliasing import ReceivedTensors
+from lockstep.pipeline.boundary import flatten, unflatten
+from lockstep.pipeline.graph_input import GraphInput
+from lockstep.pipeline.p2p import Receiver, RngState
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.schedules import Action
-from lockstep.pipeline.stage import Stage, StageInput, first_input
-from lockstep.pipeline.tied_weights import without_hooks
+from lockstep.pipeline.stage import Stage, StageInput, make_first_input
+from lockstep.pipeline.tied_weights import disable_hooks
 from lockstep.randomness import isolated
 
 __all__ = ["ScheduleExecutor"]
@@ -43,16 +42,16 @@ class ScheduleExecutor:
         self._parallel, self._metrics = step.parallel, metrics
         self._microbatches_here: list[Microbatch] = []
         self._missing: dict[int, list[int]] = {}
-        self._doing: tuple[Stage, int] | None = None
+        self._current: tuple[Stage, int] | None = None
         self._waited, self._source, self._bytes = 0.0, -1, 0
 
     @contextmanager
-    def opened(self) -> Iterator[ScheduleExecutor]:
-        """Let the body compute the step: buffers, seeds and recomputation of every stage."""
+    def activate(self) -> Iterator[ScheduleExecutor]:
+        """Set up buffers, seeds and activation checkpointing of every stage for the body."""
         stages = list(self.pipeline.stages.values())
         with ExitStack() as stack:
             for stage in stages:
-                stage.begin(Buffers(self._modules(stage)))
+                stage.begin(Buffers(self._get_modules(stage)))
                 stack.enter_context(stage.units.hooked())
                 stack.enter_context(stage.recomputation.active(stage.buffers))
             stack.enter_context(isolated(self._parallel.device, everything=True))
@@ -63,14 +62,14 @@ class ScheduleExecutor:
                     stage.end()
 
     def run(self, batch: Any) -> None:
-        """Take every micro-batch of this replica forward and backward through the stages here.
+        """Run every micro-batch of this replica forward and backward through the local stages.
 
-        What a stage raises is kept in the step, which then ends on every rank.
+        An exception in a stage is kept in the step, which then ends on every rank.
         """
         self._prepare(batch)
         try:
-            for action in self.pipeline.actions(len(self._microbatches_here)):
-                self._do(action)
+            for action in self.pipeline.get_actions(len(self._microbatches_here)):
+                self._execute(action)
             for stage in self.pipeline.stages.values():
                 self._skip_absent(stage)
         except LostError:
@@ -80,21 +79,21 @@ class ScheduleExecutor:
 
     def position(self) -> tuple[int, int] | None:
         """Return the micro-batch and the stage of the current action."""
-        return (self._doing[1], self._doing[0].number) if self._doing else None
+        return (self._current[1], self._current[0].number) if self._current else None
 
     @property
     def place(self) -> str:
         """Rank, stage, step and micro-batch, for messages."""
-        if self._doing is None:
+        if self._current is None:
             return f"rank {self._parallel.rank}, step {self.step.number}"
-        stage, leaf = self._doing
+        stage, leaf = self._current
         where = f"rank {self._parallel.rank}, stage {stage.number}"
         return f"{where}, step {self.step.number}, micro-batch {leaf}"
 
     # --- before the first action and after the last -------------------------------------------
 
-    def _modules(self, stage: Stage) -> dict[str, Any]:
-        found = dict(stage.named)
+    def _get_modules(self, stage: Stage) -> dict[str, Any]:
+        found = dict(stage.blocks)
         if stage.number == self.pipeline.last:
             found |= self._parallel.loss_module()
         return found
@@ -108,22 +107,22 @@ class ScheduleExecutor:
             each for each in batch.microbatches if each.index in self.step.shares
         ]
         if self._microbatches_here:
-            for ends in self.pipeline.ends.values():
-                if ends.inputs is not None:
-                    ends.inputs.post()
+            for links in self.pipeline.links.values():
+                if links.inputs is not None:
+                    links.inputs.post()
 
     def _skip_absent(self, stage: Stage, before: int | None = None) -> None:
-        """Skip the micro-batches that are left out, up to leaf `before`."""
+        """Skip the micro-batches without weight, up to leaf `before`."""
         missing = self._missing[stage.number]
         while missing and missing[0] != before:
             stage.gradients.skip(missing.pop(0))
 
     # --- one action ---------------------------------------------------------------------------
 
-    def _do(self, action: Action) -> None:
+    def _execute(self, action: Action) -> None:
         stage = self.pipeline.stages[action.stage]
         microbatch = self._microbatches_here[action.microbatch]
-        self._doing = stage, microbatch.index
+        self._current = stage, microbatch.index
         self._waited, self._source, self._bytes = 0.0, -1, 0
         begun = time.perf_counter()
         if action.kind == "forward":
@@ -141,29 +140,34 @@ class ScheduleExecutor:
                     self._waited, self._source, self._bytes,
                 )
             )  # fmt: skip
-        self._doing = None
+        self._current = None
 
     def _forward(self, stage: Stage, microbatch: Microbatch, position: int) -> None:
-        leaf, ends = microbatch.index, self.pipeline.ends[stage.number]
+        leaf, links = microbatch.index, self.pipeline.links[stage.number]
         place = self.place
-        if ends.inputs is None:
-            given = first_input(microbatch, self._parallel, place)
+        if links.inputs is None:
+            given = make_first_input(microbatch, self._parallel, place)
         else:
             more = position + 1 < len(self._microbatches_here)
-            pattern, tensors = self._received(ends.inputs, leaf, more)
-            entry = Entry(tensors, [form.differentiable for form in ends.inputs.forms])
-            arrival = Arrival.of(pattern, entry.tensors)
-            given = StageInput(assembled(pattern, entry.tensors), arrival, ends.inputs.draws, entry)
-        loss = self._loss(microbatch, place) if ends.outputs is None else None
+            structure, tensors = self._receive(links.inputs, leaf, more)
+            graph_input = GraphInput(tensors, [meta.requires_grad for meta in links.inputs.metas])
+            received = ReceivedTensors.from_structure(structure, graph_input.tensors)
+            given = StageInput(
+                unflatten(structure, graph_input.tensors),
+                received,
+                links.inputs.rng_state,
+                graph_input,
+            )
+        loss = self._make_loss(microbatch, place) if links.outputs is None else None
         with self._parallel.autocast():
             made = stage.forward(self.step.number, leaf, given, place, loss)
-        if ends.outputs is not None:
-            ends.outputs.send(
-                made.pattern, made.tensors, self.step.attempt.number, leaf, made.draws
+        if links.outputs is not None:
+            links.outputs.send(
+                made.structure, made.tensors, self.step.attempt.number, leaf, made.rng_state
             )
 
-    def _loss(self, microbatch: Microbatch, place: str) -> Callable[[Any], torch.Tensor]:
-        """Return what makes the scaled loss of the model's outputs, and notes it."""
+    def _make_loss(self, microbatch: Microbatch, place: str) -> Callable[[Any], torch.Tensor]:
+        """Return the function that computes and records the scaled loss of the model's outputs."""
 
         def scaled(outputs: Any) -> torch.Tensor:
             metrics: dict[str, Any] = {}
@@ -189,35 +193,41 @@ class ScheduleExecutor:
         if kind == "weight":
             stage.backward_weights(leaf, place)
             return
-        ends = self.pipeline.ends[stage.number]
+        links = self.pipeline.links[stage.number]
         gradients: Sequence[torch.Tensor | None] | None = None
-        draws: Draws | None = None
-        if ends.gradients is not None:
+        rng_state: RngState | None = None
+        if links.gradients is not None:
             gradients = ()
-            if stage.outputs(leaf):
-                gradients = assembled(*self._received(ends.gradients, leaf))
-                draws = ends.gradients.draws
-        tied = self.pipeline.ties_down(stage.number)
-        also = [pair for tie in tied for pair in tie.taken(self.step.attempt.number, leaf)]
-        ties_up = self.pipeline.ties_up(stage.number)
-        with without_hooks([parameter for tie in ties_up for parameter in tie.parameters]):
+            if stage.count_outputs(leaf):
+                gradients = unflatten(*self._receive(links.gradients, leaf))
+                rng_state = links.gradients.rng_state
+        tied = self.pipeline.find_ties_to_later(stage.number)
+        tied_roots = [
+            pair for tie in tied for pair in tie.receive_gradients(self.step.attempt.number, leaf)
+        ]
+        ties_to_earlier = self.pipeline.find_ties_to_earlier(stage.number)
+        with disable_hooks([parameter for tie in ties_to_earlier for parameter in tie.parameters]):
             if kind == "input":
-                whole = self.pipeline.tied_parameters(stage.number)
-                made, draws = stage.backward_inputs(leaf, gradients, whole, also, draws, place)
+                unsplit = self.pipeline.find_tied_parameters(stage.number)
+                made, rng_state = stage.backward_inputs(
+                    leaf, gradients, unsplit, tied_roots, rng_state, place
+                )
             else:
-                made, draws = stage.backward(leaf, gradients, also, draws, place)
-        if ends.to_inputs is not None and made:
-            ends.to_inputs.send(*flattened(tuple(made)), self.step.attempt.number, leaf, draws)
-        for tie in ties_up:
-            tie.hand_on(stage.taken(leaf, tie.parameters), self.step.attempt.number, leaf)
+                made, rng_state = stage.backward(leaf, gradients, tied_roots, rng_state, place)
+        if links.to_inputs is not None and made:
+            links.to_inputs.send(*flatten(tuple(made)), self.step.attempt.number, leaf, rng_state)
+        for tie in ties_to_earlier:
+            tie.send_gradients(
+                stage.take_gradients(leaf, tie.parameters), self.step.attempt.number, leaf
+            )
 
     def _finish_leaf(self, stage: Stage, microbatch: Microbatch) -> None:
         self._skip_absent(stage, microbatch.index)
         self._missing[stage.number].pop(0)
         stage.finish(microbatch.index, microbatch.size / self.step.samples)
 
-    def _received(self, receiver: Receiver, leaf: int, more: bool = False) -> Any:
-        begun, before = time.perf_counter(), receiver.received
+    def _receive(self, receiver: Receiver, leaf: int, more: bool = False) -> Any:
+        begun, before = time.perf_counter(), receiver.received_bytes
         try:
             return receiver.receive(self.step.attempt.number, leaf, more)
         finally:
@@ -225,18 +235,18 @@ class ScheduleExecutor:
             self._waited += waited
             self.step.idle += waited
             self._source = receiver.peer
-            self._bytes += receiver.received - before
+            self._bytes += receiver.received_bytes - before
 
     def _fail(self, error: Exception) -> None:
-        """Tell the neighbours; the status of this rank tells everyone."""
+        """Notify the neighbors; the status of this rank notifies all other ranks."""
         self.step.error = error
         if isinstance(error, StoppedError):
             self.step.stopped = str(error)
         else:
             first = (str(error).splitlines() or [""])[0]
             has_place = first.startswith(self.place)
-            sentence = first if has_place else f"{self.place}: {type(error).__name__}: {first}"
-            self.step.stopped = sentence
+            message = first if has_place else f"{self.place}: {type(error).__name__}: {first}"
+            self.step.stopped = message
             error.add_note(f"in {self.place}")
         with suppress(RuntimeError):
             self.pipeline.fail(self.step.stopped, self.step.attempt.number)

@@ -31,13 +31,13 @@ __all__ = [
     "Product",
     "Schedule",
     "build_schedule",
+    "count_stages",
+    "get_dependencies",
+    "get_product",
     "gpipe",
-    "in_order",
     "interleaved",
-    "made",
-    "needed",
+    "iterate_in_order",
     "one_f_one_b",
-    "stages_of",
     "validate",
     "zero_bubble",
 ]
@@ -189,7 +189,7 @@ def _alternating(
     return (*result, *backwards[len(forwards) - ahead :])
 
 
-def made(action: Action) -> Product | None:
+def get_product(action: Action) -> Product | None:
     """Return what others may wait for; the gradient of weights stays where it is."""
     if action.kind == "weight":
         return None
@@ -197,7 +197,7 @@ def made(action: Action) -> Product | None:
     return (what, action.stage, action.microbatch)
 
 
-def needed(action: Action, stages: int) -> list[Product]:
+def get_dependencies(action: Action, stages: int) -> list[Product]:
     """Return what must have been made before `action` in a model of `stages` stages."""
     s, j = action.stage, action.microbatch
     if action.kind == "forward":
@@ -208,25 +208,27 @@ def needed(action: Action, stages: int) -> list[Product]:
     return [own, ("gradient", s + 1, j)] if s < stages - 1 else [own]
 
 
-def stages_of(schedule: Schedule) -> int:
+def count_stages(schedule: Schedule) -> int:
     """Return the number of stages that a schedule cuts the model into."""
     return 1 + max((action.stage for actions in schedule for action in actions), default=-1)
 
 
-def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+def iterate_in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """Yield (rank, action) in an order in which everything needed was made before.
 
     Raises LayoutError where the ranks wait for each other for ever.
     """
-    stages = stages_of(schedule)
+    stages = count_stages(schedule)
     ready: set[Product | None] = set()
     at = [0] * len(schedule)
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(schedule):
-            while at[rank] < len(actions) and ready.issuperset(needed(actions[at[rank]], stages)):
-                ready.add(made(actions[at[rank]]))
+            while at[rank] < len(actions) and ready.issuperset(
+                get_dependencies(actions[at[rank]], stages)
+            ):
+                ready.add(get_product(actions[at[rank]]))
                 yield rank, actions[at[rank]]
                 at[rank] += 1
                 moved = True
@@ -247,7 +249,7 @@ def validate(schedule: Schedule) -> None:
     come in the order of the micro-batches; no rank waits for ever. Raises
     LayoutError with what is wrong.
     """
-    ranks, stages = len(schedule), stages_of(schedule)
+    ranks, stages = len(schedule), count_stages(schedule)
     if stages == 0:
         raise LayoutError("the schedule has no actions")
     if stages % ranks:
@@ -261,7 +263,7 @@ def validate(schedule: Schedule) -> None:
     _check_counts(schedule, stages)
     for rank, actions in enumerate(schedule):
         _check_order(rank, actions)
-    for _ in in_order(schedule):
+    for _ in iterate_in_order(schedule):
         pass
 
 

@@ -33,10 +33,10 @@ from lockstep.pipeline.schedules import (
     Kind,
     Product,
     Schedule,
-    in_order,
-    made,
-    needed,
-    stages_of,
+    count_stages,
+    get_dependencies,
+    get_product,
+    iterate_in_order,
 )
 from lockstep.record import timeline
 from lockstep.record.timeline import Timeline
@@ -181,20 +181,20 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     Raises:
         LayoutError: The costs have another number of stages, or the schedule deadlocks.
     """
-    ranks, stages = len(schedule), stages_of(schedule)
+    ranks, stages = len(schedule), count_stages(schedule)
     costs = Costs.unit(ranks, stages // ranks) if costs is None else costs
     if len(costs.forward) != stages:
         raise LayoutError(f"costs of {len(costs.forward)} stages for a schedule of {stages}")
     ends: dict[Product | None, float] = {}
     free = [0.0] * ranks
     spans: list[SimulatedAction] = []
-    for rank, action in in_order(schedule):
+    for rank, action in iterate_in_order(schedule):
         arrivals = [
             ends[product] + _get_transfer(costs, product, action.stage, ranks)
-            for product in needed(action, stages)
+            for product in get_dependencies(action, stages)
         ]
         begin = max(free[rank], *arrivals) if arrivals else free[rank]
-        free[rank] = ends[made(action)] = begin + costs.get_duration(action)
+        free[rank] = ends[get_product(action)] = begin + costs.get_duration(action)
         spans.append(SimulatedAction(rank, action, begin, free[rank]))
     makespan = max(free)
     busy = math.fsum(span.end - span.begin for span in spans)

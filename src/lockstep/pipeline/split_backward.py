@@ -1,29 +1,28 @@
-"""Splitting: a stage's backward in two parts, the same bits as in one.
+"""Split backward: the backward of a stage in two parts, with the bits of a whole one.
 
-The gradient of the inputs is wanted at once, by the rank before; those of the weights
-can wait. Some nodes of autograd's graph lead to the inputs, the others only to weights:
+The previous rank waits for the gradients of the inputs; the gradients of the weights can be
+computed later. Some nodes of the autograd graph lead to the inputs, the others only to weights:
 
     root ──> Conv ──> ReLU ──> Linear ──> entry         lead to the inputs: the first part
                │                 │
                ╰─> w, b          ╰──> t() ──> w, b      side branches: the second part
 
-(1) the first part runs the nodes that lead to the inputs, and nothing else. At each
-    junction, where a side branch leaves, the incoming gradient is kept
-(2) the second part runs each junction once more with that gradient, into its side
-    branch only. A convolution then computes the gradients of its weights, which it
-    left out before; what a node computes does not depend on what else it computes
+(1) The first part runs only the nodes that lead to the inputs. At each junction, where a side
+    branch leaves, it keeps the incoming gradient.
+(2) The second part runs each junction again with that gradient, into its side branch only. A
+    convolution then computes the gradients of its weights, which it skipped before. The result
+    of a node does not depend on which other gradients it computes.
 
-Worth it where a node computes the gradients of its weights apart from that of its
-input, as convolutions and matrix products do. Others, a batch norm or an LSTM, would
-do everything twice: their side branches belong to the first part. So do those of a
-weight that is used at several junctions, the sum of what they give in the order in
-which autograd reaches them.
+This is worthwhile only for nodes that compute the gradients of weights and inputs separately,
+such as convolutions and matrix products. A batch norm or an LSTM would compute everything
+twice, so its side branches belong to the first part. The same holds for a weight that is used
+at several junctions, because its gradients are summed in the order in which autograd visits
+the junctions.
 
-A graph that computes something again in backward (activation checkpointing), or that
-holds somebody's own autograd functions, is not split: a junction runs twice, and may
-do there what it should do once. Hooks of a weight are called where they would be: its
-branch belongs to the first part. Hooks of a tensor at a junction cannot be seen; they are
-called twice, and what they return the second time is dropped.
+A graph with recomputation (activation checkpointing) or with custom autograd functions is not
+split: a junction runs twice, and would repeat their side effects. A weight with hooks belongs
+to the first part, so that its hooks are called in the order of a whole backward. Hooks of a
+tensor at a junction cannot be detected: they are called twice, and the second result is dropped.
 """
 
 from __future__ import annotations
@@ -37,43 +36,46 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from lockstep.pipeline.graph_entry import Enter
+from lockstep.pipeline.graph_input import GraphInputFunction
 
-__all__ = ["Branch", "Split", "splittable"]
+__all__ = ["SideBranch", "SplitBackward", "is_splittable"]
 
 SEPARATE = ("Addmm", "Baddbmm", "Bmm", "Convolution", "Linear", "MkldnnLinear", "Mm")
-"""Autograd's names of what computes the gradients of weights by themselves."""
+"""The autograd nodes that compute the gradients of weights separately."""
 
 
 @dataclass
-class Branch:
-    """A side branch: the junctions it leaves from, and the leaves it ends in."""
+class SideBranch:
+    """A side branch: the junctions where it leaves, and the leaves where it ends."""
 
     junctions: list[Node] = field(default_factory=list)
     leaves: list[torch.Tensor] = field(default_factory=list)
 
 
-class Split:
-    """The two parts of one backward, from `roots` to the inputs behind `anchor` and the weights.
+class SplitBackward:
+    """The two parts of one backward.
 
-    `whole` are weights whose gradients belong to the first part whatever their place.
+    Args:
+        roots: The tensors at which backward starts.
+        anchor: The anchor of the `GraphInput` to which the first part leads.
+        unsplit: Weights whose gradients always belong to the first part.
     """
 
     def __init__(
         self,
         roots: Sequence[torch.Tensor],
         anchor: torch.Tensor,
-        whole: Sequence[torch.Tensor] = (),
+        unsplit: Sequence[torch.Tensor] = (),
     ) -> None:
-        early = {id(each) for each in whole}
+        early = {id(each) for each in unsplit}
         self._roots, self._anchor = list(roots), anchor
         self._kept: dict[Node, tuple[torch.Tensor | None, ...]] = {}
-        self._late: list[Branch] = []
+        self._late: list[SideBranch] = []
         self._early: list[torch.Tensor] = []
-        for branch in _branches([_node(root) for root in roots], _node(anchor)):
+        for branch in _find_branches([_get_node(root) for root in roots], _get_node(anchor)):
             if (
                 len(branch.junctions) == 1
-                and _separate(branch.junctions[0])
+                and _is_separate(branch.junctions[0])
                 and early.isdisjoint(map(id, branch.leaves))
                 and not any(map(_has_hooks, branch.leaves))
             ):
@@ -81,10 +83,10 @@ class Split:
             else:
                 self._early += branch.leaves
 
-    def first(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Do (1), with the gradients of the roots."""
+    def backward_inputs(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Run the first part, with the gradients of the roots."""
         handles = [
-            branch.junctions[0].register_prehook(self._keeper(branch.junctions[0]))
+            branch.junctions[0].register_prehook(self._make_keeper(branch.junctions[0]))
             for branch in self._late
         ]
         try:
@@ -95,8 +97,8 @@ class Split:
                 handle.remove()
         self._roots = []
 
-    def second(self) -> None:
-        """Do (2), and let go of the graph."""
+    def backward_weights(self) -> None:
+        """Run the second part, and free the graph."""
         while self._late:
             branch = self._late.pop()
             (junction,) = branch.junctions
@@ -107,8 +109,8 @@ class Split:
                 if gradient is not None
             ]
             if edges and branch.leaves:
-                # Hooks of the junction's output have been called with these: not once more.
-                handle = junction.register_prehook(partial(_replaced, gradients))
+                # Hooks of the junction's output ran in the first part: drop their second result.
+                handle = junction.register_prehook(partial(_replace, gradients))
                 try:
                     torch.autograd.backward(
                         [edge for edge, _ in edges],
@@ -118,37 +120,39 @@ class Split:
                 finally:
                     handle.remove()
 
-    def _keeper(self, node: Node) -> Any:
+    def _make_keeper(self, node: Node) -> Any:
         def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
             self._kept[node] = gradients
 
         return keep
 
 
-def _replaced(gradients: Any, incoming: Any) -> Any:
+def _replace(gradients: Any, incoming: Any) -> Any:
     return gradients
 
 
 def _has_hooks(leaf: torch.Tensor) -> bool:
-    """Tell whether backward calls somebody's function when a gradient arrives at a leaf."""
+    """Return whether a leaf has hooks."""
     after = leaf._post_accumulate_grad_hooks
     return bool(leaf._backward_hooks) or bool(after)
 
 
-def splittable(roots: Sequence[torch.Tensor]) -> bool:
-    """Tell whether a junction of the graph below `roots` may be run twice."""
+def is_splittable(roots: Sequence[torch.Tensor]) -> bool:
+    """Return whether the junctions of the graph below `roots` may run twice."""
     seen: set[Node] = set()
-    pending = [_node(root) for root in roots]
+    pending = [_get_node(root) for root in roots]
     while pending:
         node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
         if issubclass(type(node), BackwardCFunction):
-            if getattr(node, "_forward_cls", None) is Enter:
+            if getattr(node, "_forward_cls", None) is GraphInputFunction:
                 continue
             return False
-        if any(_hooked(getattr(node, name)) for name in _saved_names(type(node), node)):
+        if any(
+            _has_unpack_hook(getattr(node, name)) for name in _get_saved_names(type(node), node)
+        ):
             return False
         pending += [below for below, _ in node.next_functions if below is not None]
     return True
@@ -157,54 +161,54 @@ def splittable(roots: Sequence[torch.Tensor]) -> bool:
 _saved: dict[type, list[str]] = {}
 
 
-def _saved_names(kind: type, node: Node) -> list[str]:
-    """Return the attributes of a kind of node that hold what it saved."""
+def _get_saved_names(kind: type, node: Node) -> list[str]:
+    """Return the attributes in which a type of node keeps its saved tensors."""
     if kind not in _saved:
         _saved[kind] = [name for name in dir(node) if name.startswith("_raw_saved_")]
     return _saved[kind]
 
 
-def _hooked(saved: Any) -> bool:
-    """Tell whether a saved tensor comes back by somebody's function, or that cannot be known."""
+def _has_unpack_hook(saved: Any) -> bool:
+    """Return whether a saved tensor has an unpack hook, or this cannot be determined."""
     if isinstance(saved, (tuple, list)):
-        return any(map(_hooked, saved))
-    return getattr(saved, "unpack_hook", _hooked) is not None
+        return any(map(_has_unpack_hook, saved))
+    return getattr(saved, "unpack_hook", _has_unpack_hook) is not None
 
 
-def _separate(junction: Node) -> bool:
-    """Tell whether a node makes the gradients of its weights apart from that of its input."""
+def _is_separate(junction: Node) -> bool:
+    """Return whether a node computes the gradients of its weights separately."""
     return junction.name().rstrip("0123456789").removesuffix("Backward") in SEPARATE
 
 
-def _node(tensor: torch.Tensor) -> Node:
+def _get_node(tensor: torch.Tensor) -> Node:
     return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
-def _branches(roots: Sequence[Node], entry: Node) -> list[Branch]:
-    """Return the side branches of the graph below `roots`; those that touch are one."""
-    leading = _leading_to(entry, roots)
-    group: dict[Node, Branch] = {}
-    found: list[Branch] = []
+def _find_branches(roots: Sequence[Node], entry: Node) -> list[SideBranch]:
+    """Return the side branches of the graph below `roots`; connected branches are merged."""
+    leading = _find_leading_nodes(entry, roots)
+    group: dict[Node, SideBranch] = {}
+    found: list[SideBranch] = []
     for junction in leading:
-        branch: Branch | None = None
+        branch: SideBranch | None = None
         for node, _ in junction.next_functions:
             if node is not None and node not in leading:
-                branch = _explored(node, branch, group, found)
+                branch = _explore(node, branch, group, found)
         if branch is not None and junction not in branch.junctions:
             branch.junctions.append(junction)
     for root in roots:
-        if root not in leading:  # it depends on weights alone: a junction that nobody runs
-            branch = _explored(root, None, group, found)
+        if root not in leading:  # it depends on weights alone: no junction leads to the inputs
+            branch = _explore(root, None, group, found)
             branch.junctions += [root, root]
     return found
 
 
-def _explored(
-    start: Node, branch: Branch | None, group: dict[Node, Branch], found: list[Branch]
-) -> Branch:
-    """Put `start` and what lies below it into `branch`, joined with the branches it meets."""
+def _explore(
+    start: Node, branch: SideBranch | None, group: dict[Node, SideBranch], found: list[SideBranch]
+) -> SideBranch:
+    """Add `start` and the nodes below it to `branch`, merged with the branches they touch."""
     if branch is None:
-        branch = Branch()
+        branch = SideBranch()
         found.append(branch)
     pending = [start]
     while pending:
@@ -228,7 +232,7 @@ def _explored(
     return branch
 
 
-def _leading_to(entry: Node, roots: Sequence[Node]) -> dict[Node, None]:
+def _find_leading_nodes(entry: Node, roots: Sequence[Node]) -> dict[Node, None]:
     """Return the nodes below `roots` from which `entry` is reached, `entry` included."""
     above: dict[Node, list[Node]] = {}
     pending = list(dict.fromkeys(roots))

@@ -1,13 +1,13 @@
-"""The stage: a contiguous piece of the model on one rank, forward and backward.
+"""A stage: contiguous blocks of the model on one rank, forward and backward.
 
-    forward of m    fresh buffers, generators keyed by (seed, step, m), the blocks in turn;
-                    what the micro-batch needs until its backward is put into its flight
-    backward of m   its buffers and its keys again (a recomputation writes and draws too),
+    forward of m    fresh buffers, generators seeded with (seed, step, m), the blocks in turn;
+                    the state for the backward is kept in an `InFlightMicrobatch`
+    backward of m   the buffers and seeds of m again (a recomputation writes and draws too),
                     torch's generators as the backward of the later stages left them,
-                    the gradients of the outputs in, those of the inputs out
-    after it        gradients become leaf m of the tree, buffers are kept aside
+                    gradients of the outputs in, gradients of the inputs out
+    after it        gradients become leaf m of the tree, buffers are set aside
 
-Several micro-batches may be in flight. The backward is whole, or in its two parts
+Several micro-batches may be in flight. The backward runs as a whole, or split in two parts
 (`lockstep.pipeline.split_backward`).
 """
 
@@ -29,49 +29,49 @@ from lockstep.model.buffers import Buffers, Paused
 from lockstep.model.forward import parts
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.units import Calls, Units
-from lockstep.pipeline.aliasing import Arrival, Departure
-from lockstep.pipeline.boundary import Pattern
-from lockstep.pipeline.draws import NO_DRAWS, Draws
-from lockstep.pipeline.graph_entry import Entry
-from lockstep.pipeline.inspection import Inspection
+from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
+from lockstep.pipeline.boundary import Structure
+from lockstep.pipeline.graph_input import GraphInput
+from lockstep.pipeline.inspection import BlockInspector
+from lockstep.pipeline.p2p import INITIAL_RNG_STATE, RngState
 from lockstep.pipeline.python_state import Assigned, PythonState
-from lockstep.pipeline.split_backward import Split, splittable
+from lockstep.pipeline.split_backward import SplitBackward, is_splittable
 from lockstep.randomness import set_state_of_torch, state_of_torch
 
-__all__ = ["Stage", "StageInput", "StageOutput", "first_input"]
+__all__ = ["Stage", "StageInput", "StageOutput", "make_first_input"]
 
 Loss = Callable[[Any], torch.Tensor]
-"""Gives the scaled loss of the micro-batch from the model's outputs."""
+"""Computes the scaled loss of the micro-batch from the model's outputs."""
 
-Roots = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors that backward begins from besides the outputs, with their gradients."""
+TiedRoots = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors at which backward starts besides the outputs, with their gradients."""
 
 
 @dataclass
 class StageInput:
-    """What a stage is given of one micro-batch.
+    """The input of a stage for one micro-batch.
 
     Attributes:
-        data: What the first block is given: of the first stage as `called` takes it, of the
-            others one value.
-        arrival: The tensors in it.
-        draws: Of the stages before.
-        entry: Where the graph begins; None in the first stage, and in an evaluation.
+        data: The arguments of the first block: of the first stage as `called` accepts them, of
+            later stages one value.
+        received: The tensors in the data.
+        rng_state: The random numbers drawn in earlier stages.
+        graph_input: The input of the autograd graph; None in the first stage and in evaluation.
     """
 
     data: Any
-    arrival: Arrival
-    draws: Draws = NO_DRAWS
-    entry: Entry | None = None
+    received: ReceivedTensors
+    rng_state: RngState = INITIAL_RNG_STATE
+    graph_input: GraphInput | None = None
 
 
-def first_input(microbatch: Microbatch, parallel: ParallelContext, place: str) -> StageInput:
-    """Return what the first stage is given: a micro-batch without its targets."""
+def make_first_input(microbatch: Microbatch, parallel: ParallelContext, place: str) -> StageInput:
+    """Return the input of the first stage: a micro-batch without its targets."""
     data = parallel.moved(microbatch.data)
     if parallel.loss is None:
-        return StageInput(data, Arrival((), ()))
+        return StageInput(data, ReceivedTensors((), ()))
     inputs, targets = parts(data, place)
-    return StageInput(inputs, Arrival.of_batch(_tensors_in(inputs), _tensors_in(targets)))
+    return StageInput(inputs, ReceivedTensors.from_batch(_tensors_in(inputs), _tensors_in(targets)))
 
 
 def _tensors_in(data: Any) -> list[torch.Tensor]:
@@ -82,45 +82,45 @@ def _tensors_in(data: Any) -> list[torch.Tensor]:
 
 @dataclass
 class StageOutput:
-    """What a stage hands on of one micro-batch: a flattened value, and the draws so far."""
+    """The output of a stage for one micro-batch: a flattened value, and the random state."""
 
-    pattern: Pattern
+    structure: Structure
     tensors: list[torch.Tensor]
-    draws: Draws
+    rng_state: RngState
 
 
 @dataclass
-class Flight:
-    """What a micro-batch keeps between its forward and its backward on one stage."""
+class InFlightMicrobatch:
+    """The state of a micro-batch between its forward and its backward on one stage."""
 
-    entry: Entry | None
+    graph_input: GraphInput | None
     outputs: list[torch.Tensor]
-    sent: Departure
+    sent: SentTensors
     buffers: Paused
     calls: Calls | None
-    draws: Draws
+    rng_state: RngState
     assigned: list[Assigned]
-    split: Split | None = None
+    split: SplitBackward | None = None
     early: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
 
 
 class Stage:
     """Stage `number` of the model, on this rank.
 
-    Parameters:
-        number: in model order; the last of all has the loss.
-        named: the modules whose composition it is, in order, by their names in the model.
-        units: the keys of their random numbers.
-        gradients: the tree of the parameters whose gradients are added here.
-        recomputation: of its blocks, in backward.
-        device: where it computes.
-        state: what its blocks keep in Python.
+    Args:
+        number: The number of the stage, in model order; the last stage computes the loss.
+        blocks: The blocks, in order, by their names in the model.
+        units: Seeds their random numbers.
+        gradients: Reduces the gradients of the parameters that this stage owns.
+        recomputation: The activation checkpointing of its blocks.
+        device: The device.
+        state: The Python state of its blocks.
     """
 
     def __init__(
         self,
         number: int,
-        named: Mapping[str, nn.Module],
+        blocks: Mapping[str, nn.Module],
         units: Units,
         gradients: GradientReducer,
         recomputation: Recomputation,
@@ -128,31 +128,31 @@ class Stage:
         state: PythonState,
     ) -> None:
         self.number = number
-        self.named = dict(named)
+        self.blocks = dict(blocks)
         self.units = units
         self.gradients = gradients
         self.recomputation = recomputation
-        self.inspection = Inspection(number == 0, state)
+        self.inspector = BlockInspector(number == 0, state)
         self._device = device
         self.parameters = list(
-            dict.fromkeys(each for block in named.values() for each in block.parameters())
+            dict.fromkeys(each for block in blocks.values() for each in block.parameters())
         )
-        self._flights: dict[int, Flight] = {}
+        self._in_flight: dict[int, InFlightMicrobatch] = {}
 
     def begin(self, buffers: Buffers) -> None:
-        """Begin a step. No gradient is left: also not of a parameter that another stage owns."""
+        """Begin a step without gradients, not even of parameters that another stage owns."""
         self.buffers = buffers
         self.end()
 
     def end(self) -> None:
-        """Let go of what is under way, after a failure."""
-        self._flights = {}
+        """End a step; after a failure, discard the micro-batches in flight."""
+        self._in_flight = {}
         for parameter in self.parameters:
             parameter.grad = None
 
-    def outputs(self, leaf: int) -> int:
-        """Return how many outputs of a micro-batch have a gradient."""
-        return len(self._flights[leaf].outputs)
+    def count_outputs(self, leaf: int) -> int:
+        """Return the number of outputs of a micro-batch that require a gradient."""
+        return len(self._in_flight[leaf].outputs)
 
     def forward(
         self, step: int, leaf: int, given: StageInput, place: str, loss: Loss | None
@@ -160,161 +160,184 @@ class Stage:
         """Compute a micro-batch.
 
         Args:
-            step: Its step.
-            leaf: Its number.
-            given: What the stage before sent, or the data of the micro-batch.
-            place: Where the step is, for messages.
-            loss: Of the last stage.
+            step: The number of the step.
+            leaf: The number of the micro-batch.
+            given: The output of the previous stage, or the data of the micro-batch.
+            place: Rank, stage, step and micro-batch, for messages.
+            loss: Computes the loss, in the last stage; otherwise None.
 
         Returns:
-            What the next stage is given; a loss is kept for the backward.
+            The input of the next stage; a loss is kept for the backward.
         """
         self.buffers.enter()
-        self.units.begin(step, leaf, given.draws.call)
-        blocks = list(self.named.values())
-        value, others = self.inspection.composed(blocks, given.data, place, given.draws.others)
-        draws = Draws(self.units.last_call, others)
+        self.units.begin(step, leaf, given.rng_state.last_call)
+        blocks = list(self.blocks.values())
+        value, others = self.inspector.call_blocks(
+            blocks, given.data, place, given.rng_state.has_drawn_outside_torch
+        )
+        rng_state = RngState(self.units.last_call, others)
         if loss is not None:
             self.units.end()
             before = state_of_torch(self._device)
-            value = self.inspection.loss(loss, value, place, others)
-            draws = self._drawn_since(before, draws)
-        pattern, tensors = self.inspection.handed_on(value, blocks, given.arrival, place)
+            value = self.inspector.compute_loss(loss, value, place, others)
+            rng_state = self._update_rng_state(before, rng_state)
+        structure, tensors = self.inspector.flatten_output(value, blocks, given.received, place)
         outputs = [tensor for tensor in tensors if tensor.requires_grad]
         held = self.buffers.pause(), self.units.pause()
-        sent, assigned = Departure(tensors), self.inspection.state.assigned()
-        self._flights[leaf] = Flight(given.entry, outputs, sent, *held, draws, assigned)
-        if given.entry is not None:
-            given.entry.leave()
-        return StageOutput(pattern, tensors, draws)
+        sent, assigned = SentTensors(tensors), self.inspector.state.get_assigned()
+        self._in_flight[leaf] = InFlightMicrobatch(
+            given.graph_input, outputs, sent, *held, rng_state, assigned
+        )
+        if given.graph_input is not None:
+            given.graph_input.free()
+        return StageOutput(structure, tensors, rng_state)
 
     def backward(
         self,
         leaf: int,
         gradients: Sequence[torch.Tensor | None] | None,
-        also: Roots,
-        draws: Draws | None,
+        tied_roots: TiedRoots,
+        rng_state: RngState | None,
         place: str,
-    ) -> tuple[list[torch.Tensor | None], Draws]:
+    ) -> tuple[list[torch.Tensor | None], RngState]:
         """Run the whole backward of a micro-batch.
 
         Args:
-            leaf: Its number.
-            gradients: Those of the outputs that require one; None after a loss.
-            also: Gradients of parameters that later stages share.
-            draws: Of the later stages' backward; None after a loss, or where no gradient came.
-            place: Where the step is, for messages.
+            leaf: The number of the micro-batch.
+            gradients: The gradients of the outputs that require one; None after a loss.
+            tied_roots: Tied parameters, with the sums of later stages.
+            rng_state: The random state after the backward of later stages; None after a loss,
+                or if no gradients were received.
+            place: Rank, stage, step and micro-batch, for messages.
 
         Returns:
-            The gradients of the inputs that have one, and the draws so far.
+            The gradients of the inputs that require one, and the random state.
         """
-        flight = self._resumed(leaf, draws)
-        flight.sent.check(place)
-        roots, given = _roots(flight, gradients, also)
+        in_flight = self._resume(leaf, rng_state)
+        in_flight.sent.check(place)
+        roots, given = _find_roots(in_flight, gradients, tied_roots)
         if roots:
-            with self._drawing(flight, place):
+            with self._restore_rng_state(in_flight, place):
                 torch.autograd.backward(roots, given)
-        self._done(leaf)
-        return [] if flight.entry is None else flight.entry.gradients, flight.draws
+        self._finish_backward(leaf)
+        return (
+            [] if in_flight.graph_input is None else in_flight.graph_input.gradients,
+            in_flight.rng_state,
+        )
 
     def backward_inputs(
         self,
         leaf: int,
         gradients: Sequence[torch.Tensor | None] | None,
-        whole: Sequence[torch.Tensor],
-        also: Roots,
-        draws: Draws | None,
+        unsplit: Sequence[torch.Tensor],
+        tied_roots: TiedRoots,
+        rng_state: RngState | None,
         place: str,
-    ) -> tuple[list[torch.Tensor | None], Draws]:
-        """Run the first part of the backward, as `backward`; `whole` as `Split` takes it."""
-        flight = self._resumed(leaf, draws)
-        flight.sent.check(place)
-        roots, given = _roots(flight, gradients, also)
-        entry = flight.entry
-        with self._drawing(flight, place):
-            if entry is not None and entry.anchor is not None and roots and splittable(roots):
-                flight.split = Split(roots, entry.anchor, whole)
-                flight.split.first(given)
+    ) -> tuple[list[torch.Tensor | None], RngState]:
+        """Run the first part of the backward, with arguments like `backward`.
+
+        `unsplit` are the weights whose gradients belong to this part; see `SplitBackward`.
+        """
+        in_flight = self._resume(leaf, rng_state)
+        in_flight.sent.check(place)
+        roots, given = _find_roots(in_flight, gradients, tied_roots)
+        graph_input = in_flight.graph_input
+        with self._restore_rng_state(in_flight, place):
+            if (
+                graph_input is not None
+                and graph_input.anchor is not None
+                and roots
+                and is_splittable(roots)
+            ):
+                in_flight.split = SplitBackward(roots, graph_input.anchor, unsplit)
+                in_flight.split.backward_inputs(given)
             elif roots:
                 torch.autograd.backward(roots, given)
-        # The next micro-batch's first part comes before this one's second.
+        # The first part of the next micro-batch runs before the second part of this one.
         for parameter in self.parameters:
             if parameter.grad is not None:
-                flight.early[parameter] = parameter.grad
+                in_flight.early[parameter] = parameter.grad
                 parameter.grad = None
-        flight.buffers, flight.calls = self.buffers.pause(), self.units.pause()
-        flight.outputs = []
-        return [] if entry is None else entry.gradients, flight.draws
+        in_flight.buffers, in_flight.calls = self.buffers.pause(), self.units.pause()
+        in_flight.outputs = []
+        return [] if graph_input is None else graph_input.gradients, in_flight.rng_state
 
     def backward_weights(self, leaf: int, place: str) -> None:
         """Run the second part of the backward."""
-        flight = self._resumed(leaf)
-        if flight.split is not None:
+        in_flight = self._resume(leaf)
+        if in_flight.split is not None:
             before = state_of_torch(self._device)
-            with self.inspection.state.put_back(flight.assigned):
-                flight.split.second()
+            with self.inspector.state.restore_assigned(in_flight.assigned):
+                in_flight.split.backward_weights()
             if state_of_torch(self._device) != before:
                 raise UsageError(
-                    f"{place}: a hook of a tensor in the blocks {', '.join(self.named)} draws "
+                    f"{place}: a hook of a tensor in the blocks {', '.join(self.blocks)} draws "
                     'random numbers in backward, and schedule="zero-bubble" may call it twice: '
-                    "draw them in a hook of a parameter or in an autograd function, or take "
+                    "draw them in a hook of a parameter or in an autograd function, or choose "
                     "another schedule"
                 )
-        for parameter, gradient in flight.early.items():
+        for parameter, gradient in in_flight.early.items():
             parameter.grad = gradient
-        self._done(leaf)
+        self._finish_backward(leaf)
 
-    def taken(self, leaf: int, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
-        """Take out the gradients of parameters that an earlier stage owns."""
-        flight = self._flights.get(leaf)
-        if flight is not None:
-            return [flight.early.pop(parameter, None) for parameter in parameters]
+    def take_gradients(
+        self, leaf: int, parameters: Sequence[nn.Parameter]
+    ) -> list[torch.Tensor | None]:
+        """Return and clear the gradients of parameters that an earlier stage owns."""
+        in_flight = self._in_flight.get(leaf)
+        if in_flight is not None:
+            return [in_flight.early.pop(parameter, None) for parameter in parameters]
         found = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         return found
 
     def finish(self, leaf: int, share: float) -> None:
-        """Take the gradients of a micro-batch, and its buffers; `share` is its part of them."""
+        """Add the gradients and buffers of a micro-batch; `share` is its weight in the mean."""
         self.buffers.leave(leaf, share)
         self.gradients.accumulate(leaf)
 
     @contextmanager
-    def _drawing(self, flight: Flight, place: str) -> Iterator[None]:
-        """Let the body run a backward that draws as it would in one process."""
-        if flight.draws.state is None:
-            self.units.end(flight.draws.call)
+    def _restore_rng_state(self, in_flight: InFlightMicrobatch, place: str) -> Iterator[None]:
+        """Set the generators for a backward in the body to their state in one process."""
+        if in_flight.rng_state.torch_state is None:
+            self.units.end(in_flight.rng_state.last_call)
         else:
-            set_state_of_torch(flight.draws.state, self._device)
+            set_state_of_torch(in_flight.rng_state.torch_state, self._device)
         before = state_of_torch(self._device)
-        with self.inspection.backward(place), self.inspection.state.put_back(flight.assigned):
+        with (
+            self.inspector.check_backward(place),
+            self.inspector.state.restore_assigned(in_flight.assigned),
+        ):
             yield
-        flight.draws = self._drawn_since(before, flight.draws)
+        in_flight.rng_state = self._update_rng_state(before, in_flight.rng_state)
 
-    def _drawn_since(self, before: bytes, draws: Draws) -> Draws:
-        """Return `draws` with what has been drawn from torch's generators since a state."""
+    def _update_rng_state(self, before: bytes, rng_state: RngState) -> RngState:
+        """Return the random state, updated if torch's generators have changed since `before`."""
         state = state_of_torch(self._device)
-        return draws if state == before else replace(draws, state=state)
+        return rng_state if state == before else replace(rng_state, torch_state=state)
 
-    def _done(self, leaf: int) -> None:
-        del self._flights[leaf]
+    def _finish_backward(self, leaf: int) -> None:
+        del self._in_flight[leaf]
         self.units.pause()
 
-    def _resumed(self, leaf: int, draws: Draws | None = None) -> Flight:
-        flight = self._flights[leaf]
-        flight.draws = draws or flight.draws
-        self.buffers.resume(flight.buffers)
-        self.units.resume(flight.calls)
-        return flight
+    def _resume(self, leaf: int, rng_state: RngState | None = None) -> InFlightMicrobatch:
+        in_flight = self._in_flight[leaf]
+        in_flight.rng_state = rng_state or in_flight.rng_state
+        self.buffers.resume(in_flight.buffers)
+        self.units.resume(in_flight.calls)
+        return in_flight
 
 
-def _roots(
-    flight: Flight, gradients: Sequence[torch.Tensor | None] | None, also: Roots
+def _find_roots(
+    in_flight: InFlightMicrobatch,
+    gradients: Sequence[torch.Tensor | None] | None,
+    tied_roots: TiedRoots,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """Return what backward begins from, and its gradients."""
-    roots: list[torch.Tensor] = [tensor for tensor, _ in also]
-    given: list[torch.Tensor | None] = [gradient for _, gradient in also]
-    for number, output in enumerate(flight.outputs):
+    """Return the tensors at which backward starts, and their gradients."""
+    roots: list[torch.Tensor] = [tensor for tensor, _ in tied_roots]
+    given: list[torch.Tensor | None] = [gradient for _, gradient in tied_roots]
+    for number, output in enumerate(in_flight.outputs):
         gradient = None if gradients is None else gradients[number]
         if gradients is None or gradient is not None:
             roots.append(output)

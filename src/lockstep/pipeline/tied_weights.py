@@ -1,14 +1,14 @@
-"""Tying: a parameter that several stages share, its gradient added as in one process.
+"""Tied parameters: the gradient of a parameter in several stages is summed as in one process.
 
     holders of w        stage 0 (owner)      stage 2         stage 3
     of micro-batch m    (g3 + g2') + g0' <── g3 + g2'  <──   g3            '  one use after another
-    then                leaf m of the tree, sum over the replicas
-    after the sum       .grad            ──> .grad      ──>  .grad
+    then                leaf m of the tree, reduction over the replicas
+    after it            .grad            ──> .grad      ──>  .grad
 
-In one process autograd reaches the uses of w from the last to the first, and adds each
-to the sum so far. So a stage does not add what comes from later stages afterwards: it
-is a root of its backward, the first thing that arrives at w. The hooks of w are called
-with the whole sum, so by its owner alone.
+In one process autograd visits the uses of w from the last to the first, and adds each gradient
+to the sum so far. Hence a stage does not add the sum of the later stages afterwards: that sum
+is a root of its backward, the first gradient that is accumulated into w. The hooks of w must
+see the whole sum, so only its owner calls them.
 """
 
 from __future__ import annotations
@@ -22,66 +22,75 @@ import torch
 from torch import nn
 
 from lockstep.comm.reproducible_all_reduce import in_format_of
-from lockstep.pipeline.boundary import assembled, flattened
+from lockstep.pipeline.boundary import flatten, unflatten
 from lockstep.pipeline.p2p import Receiver, Sender
 
-__all__ = ["Tie", "ties_of", "without_hooks"]
+__all__ = ["TiedParameters", "disable_hooks", "find_tied_parameters"]
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
-class Tie:
-    """The parameters that stage `later` hands on to stage `earlier`, and the links between.
+class TiedParameters:
+    """Parameters that two stages hold, with the links between these stages.
 
-    The links are None where both stages are on one rank: then `held` keeps what is
-    handed on, by micro-batch.
+    Attributes:
+        later: The number of the later stage.
+        earlier: The number of the earlier stage, to which the later one sends its sums.
+        parameters: The parameters.
+        gradient_sender: Sends the sums of the later stage; None if both stages are on one rank.
+        gradient_receiver: Receives them on the rank of the earlier stage.
+        reduced_sender: Sends the reduced gradients of the earlier stage.
+        reduced_receiver: Receives them on the rank of the later stage.
+        local_gradients: The sums by micro-batch, if both stages are on one rank.
     """
 
     later: int
     earlier: int
     parameters: list[nn.Parameter]
-    up: Sender | None = None
-    down: Receiver | None = None
-    down_sender: Sender | None = None
-    up_receiver: Receiver | None = None
-    held: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
+    gradient_sender: Sender | None = None
+    gradient_receiver: Receiver | None = None
+    reduced_sender: Sender | None = None
+    reduced_receiver: Receiver | None = None
+    local_gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
 
-    def hand_on(self, gradients: Sequence[torch.Tensor | None], attempt: int, leaf: int) -> None:
-        """Give the later stage's sums of a micro-batch to the earlier one."""
-        if self.up is None:
-            self.held[leaf] = list(gradients)
+    def send_gradients(
+        self, gradients: Sequence[torch.Tensor | None], attempt: int, leaf: int
+    ) -> None:
+        """Send the sums of the later stage for a micro-batch to the earlier stage."""
+        if self.gradient_sender is None:
+            self.local_gradients[leaf] = list(gradients)
         else:
-            self.up.send(*flattened(tuple(gradients)), attempt, leaf)
+            self.gradient_sender.send(*flatten(tuple(gradients)), attempt, leaf)
 
-    def taken(self, attempt: int, leaf: int) -> Pairs:
-        """Return what the later stages made of a micro-batch, with the parameters it is of."""
-        if self.down is None:
-            gradients = self.held.pop(leaf)
+    def receive_gradients(self, attempt: int, leaf: int) -> Pairs:
+        """Return the sums of the later stages for a micro-batch, with their parameters."""
+        if self.gradient_receiver is None:
+            gradients = self.local_gradients.pop(leaf)
         else:
-            pattern, tensors = self.down.receive(attempt, leaf)
-            gradients = assembled(pattern, tensors)
+            structure, tensors = self.gradient_receiver.receive(attempt, leaf)
+            gradients = unflatten(structure, tensors)
         pairs = zip(self.parameters, gradients, strict=True)
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
 
-    def tell(self, attempt: int) -> None:
-        """Send the earlier stage's sums over the batch to the later one."""
-        if self.down_sender is not None:
+    def send_reduced(self, attempt: int) -> None:
+        """Send the reduced gradients of the batch to the later stage."""
+        if self.reduced_sender is not None:
             gradients = tuple(parameter.grad for parameter in self.parameters)
-            self.down_sender.send(*flattened(gradients), attempt, 0)
+            self.reduced_sender.send(*flatten(gradients), attempt, 0)
 
-    def hear(self, attempt: int) -> None:
-        """Take the sums over the batch from the earlier stage."""
-        if self.up_receiver is None:
+    def receive_reduced(self, attempt: int) -> None:
+        """Receive the reduced gradients of the batch from the earlier stage."""
+        if self.reduced_receiver is None:
             return
-        pattern, tensors = self.up_receiver.receive(attempt, 0)
-        for parameter, gradient in zip(self.parameters, assembled(pattern, tensors), strict=True):
+        structure, tensors = self.reduced_receiver.receive(attempt, 0)
+        for parameter, gradient in zip(self.parameters, unflatten(structure, tensors), strict=True):
             parameter.grad = None if gradient is None else in_format_of(gradient, parameter)
 
 
 @contextmanager
-def without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let no hook of the parameters be called by what the body runs backward."""
+def disable_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Disable the hooks of parameters during a backward in the body."""
     hidden = [
         (hooks, dict(hooks))
         for parameter in parameters
@@ -96,18 +105,18 @@ def without_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     try:
         yield
     finally:
-        for hooks, called in hidden:
-            hooks.update(called)
+        for hooks, entries in hidden:
+            hooks.update(entries)
 
 
-def ties_of(
+def find_tied_parameters(
     parameters: Mapping[str, nn.Parameter], holders: Mapping[str, Sequence[int]]
-) -> list[Tie]:
-    """Return the ties of a cut, the latest stages first: each sum is whole when it goes on."""
-    found: dict[tuple[int, int], Tie] = {}
+) -> list[TiedParameters]:
+    """Return the tied parameters, latest stages first, so that each sum is complete when sent."""
+    found: dict[tuple[int, int], TiedParameters] = {}
     for name, parameter in parameters.items():
         stages = holders[name]
         for earlier, later in pairwise(stages):
-            tie = found.setdefault((later, earlier), Tie(later, earlier, []))
+            tie = found.setdefault((later, earlier), TiedParameters(later, earlier, []))
             tie.parameters.append(parameter)
     return [found[pair] for pair in sorted(found, reverse=True)]
