@@ -1,4 +1,4 @@
-"""Image folders with one folder per class:
+"""Image folders: one folder per class, as torchvision reads them.
 
     images/cat/1.jpg              images/train/cat/1.jpg
     images/cat/2.jpg       or     images/val/cat/2.jpg
