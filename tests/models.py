@@ -1,4 +1,4 @@
-"""Small models and batches that between them meet every rule of the promise."""
+"""Small models and batches that between them meet every rule of the guarantee."""
 
 import torch
 from torch import nn

@@ -41,7 +41,7 @@ class Training(Protocol):
         """Train on one global batch; return its loss, on a rank that has it."""
 
     def digest(self) -> str:
-        """Return the digest of the weights; nothing where nobody promises one."""
+        """Return the digest of the weights; nothing where there is no guarantee."""
 
 
 class Whole:
@@ -63,7 +63,7 @@ class Whole:
         return math.fsum(losses)
 
     def digest(self) -> str:
-        """Promise none."""
+        """Return nothing."""
         return ""
 
 
@@ -82,7 +82,7 @@ class Remote:
         return self._master.step(*batch, self._splits) if self._master else None
 
     def digest(self) -> str:
-        """Promise none."""
+        """Return nothing."""
         return ""
 
 
@@ -117,7 +117,7 @@ class Stock:
         return sum(loss.item() for loss in losses) / len(losses) if losses else None
 
     def digest(self) -> str:
-        """Promise none."""
+        """Return nothing."""
         return ""
 
 

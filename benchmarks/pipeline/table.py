@@ -48,7 +48,7 @@ def row(outcome: Outcome, single: float | None) -> str:
 
 
 def answers(outcome: Outcome) -> str:
-    """Say whether its answers were right; show a digest where one is promised."""
+    """Say whether its answers were right; show a digest where one is guaranteed."""
     if outcome.wrong:
         return "WRONG"
     return outcome.digest[:8] if outcome.digest else ("-" if outcome.name == ALONE else "right")

@@ -222,18 +222,18 @@ def exactness(
 def same_digests(
     cases: list[Case], names: list[str], widths: list[int], flags: dict[str, Any], say: Progress
 ) -> list[Digests]:
-    """Compare and print the digests of the contenders that promise them."""
+    """Compare and print the digests of the contenders that guarantee them."""
     from benchmarks.step import table
-    from benchmarks.step import widths as promise
+    from benchmarks.step import widths as guarantee
     from benchmarks.step.contenders import CONTENDERS
 
-    if not any(CONTENDERS[name].promised for name in names):
+    if not any(CONTENDERS[name].guaranteed for name in names):
         return []
     say.subject = ""
     say(f"digests on {','.join(map(str, widths))} ranks")
-    found = promise.digests(cases, names, widths, flags["timeout"])
+    found = guarantee.digests(cases, names, widths, flags["timeout"])
     status("")
-    title = f"{promise.SAMPLES} samples in {promise.MICROBATCHES} micro-batches"
+    title = f"{guarantee.SAMPLES} samples in {guarantee.MICROBATCHES} micro-batches"
     click.echo("\n".join([f"\n# digests, {title}", *table.widths_lines(found)]))
     return found
 

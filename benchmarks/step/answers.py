@@ -1,7 +1,7 @@
 """The right answers: the parameters of one process that trained on the same global batches.
 
 Plain PyTorch: a backward for every micro-batch of every rank, the gradients added
-along the tree of DESIGN section 1. What promises bits must hit them to the last
+along the tree of DESIGN section 1. What guarantees bits must hit them to the last
 one; who adds in another order may differ by rounding.
 """
 

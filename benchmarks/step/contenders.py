@@ -192,7 +192,7 @@ class Contender:
     """A contender: its backend ("" for that of `lockstep.init`), and what makes its training.
 
     `average` is whether its parameters are those of one training on the global
-    batch, `promised` whether they are so to the last bit; `stock` is a process
+    batch, `guaranteed` whether they are so to the last bit; `stock` is a process
     in which nothing of Lockstep has set anything. `memory` is about how many
     times the parameters it holds on a rank, without the optimizer's state.
     """
@@ -203,7 +203,7 @@ class Contender:
     make: Callable[[Case], Training]
     memory: float = 2.5
     average: bool = True
-    promised: bool = False
+    guaranteed: bool = False
     stock: bool = False
 
 
@@ -223,11 +223,11 @@ _ALL = (
     Contender("fsdp-gloo", "FSDP2 (fully_shard) on gloo", "gloo", Sharded, 2.5),
     Contender("fsdp-lockstep", "FSDP2 (fully_shard) on lockstep", "lockstep", Sharded, 2.5),
     Contender("data-parallel", "lockstep.DistributedDataParallel", "", averaged, 4.0),
-    Contender("trainer", "lockstep.Trainer", "", Trained, 4.0, promised=True),
+    Contender("trainer", "lockstep.Trainer", "", Trained, 4.0, guaranteed=True),
     Contender(
         "shared", 'lockstep.Trainer(storage="shared")', "lockstep",
         partial(Trained, storage="shared"),
-        3.0, promised=True,
+        3.0, guaranteed=True,
     ),
     Contender(
         "stock-copies", "copies as torch leaves a process", "gloo", copies,

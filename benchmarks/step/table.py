@@ -154,7 +154,9 @@ def wrong(outcomes: Iterable[Outcome], found: Iterable[Digests]) -> list[str]:
         f"{each.name} ({each.case.network}, {each.case.optimizer})"
         for each in outcomes
         if each.answer
-        and (each.answer.error > LIMIT or (CONTENDERS[each.name].promised and not each.answer.same))
+        and (
+            each.answer.error > LIMIT or (CONTENDERS[each.name].guaranteed and not each.answer.same)
+        )
     ]
     return names + [
         f"{each.contender} on {', '.join(map(str, each.by_ranks))} ranks "

@@ -1,4 +1,4 @@
-"""The promise: what `lockstep.Trainer` makes of one global batch on any number of ranks.
+"""The guarantee: what `lockstep.Trainer` makes of one global batch on any number of ranks.
 
 27 samples in 8 micro-batches, whoever computes them      two steps
 1 rank   [0 1 2 3 4 5 6 7]
@@ -39,15 +39,15 @@ def digests(
 ) -> list[Digests]:
     """Train every case with every bit-identical contender, on each number of ranks."""
     fixed = [Fixed(case.network, case.optimizer, SAMPLES, MICROBATCHES) for case in cases]
-    promised = [name for name in contenders if CONTENDERS[name].promised]
+    guaranteed = [name for name in contenders if CONTENDERS[name].guaranteed]
     plain = lockstep.launch(plain_digest, (fixed,), timeout=timeout)[0]
     found = [
         Digests(case, name, digest)
         for case, digest in zip(fixed, plain, strict=True)
-        for name in promised
+        for name in guaranteed
     ]
     for ranks in widths:
-        told = lockstep.launch(train, (fixed, promised), ranks, timeout=timeout)[0]
+        told = lockstep.launch(train, (fixed, guaranteed), ranks, timeout=timeout)[0]
         for each, digest in zip(found, told, strict=True):
             each.by_ranks[ranks] = digest
     return found

@@ -31,7 +31,7 @@ from contract import (
     rounding,
 )
 from contract.check import Ledger
-from contract.limits import LIMITS, PROMISE_TREE, SMALL_PIECES, THRESHOLDS
+from contract.limits import LIMITS, GUARANTEE_TREE, SMALL_PIECES, THRESHOLDS
 from lockstep.errors import LockstepError
 
 WIDTHS = (1, 2, 3, 4)
@@ -100,7 +100,7 @@ def run_all(variant: str, folder: str) -> dict[str, Any]:
     ledger = Ledger(backend, LIMITS[backend], note, small=bool(route))
     for name, group in GROUPS.items():
         ledger.prefix = name
-        more = {"promises_tree": backend in PROMISE_TREE} if name == "rounding" else {}
+        more = {"guarantees_tree": backend in GUARANTEE_TREE} if name == "rounding" else {}
         group(ledger, sizes(variant), **more)
     digest = rounding.digest()
     dist.barrier()
@@ -155,7 +155,7 @@ def test_limits_are_true(backend: str) -> None:
         ), f"{backend} can do {limit.cases!r} now"
 
 
-@pytest.fixture(params=PROMISE_TREE)
+@pytest.fixture(params=GUARANTEE_TREE)
 def exact_backend(request: pytest.FixtureRequest) -> str:
     """Name a backend whose sums are the same bits everywhere."""
     if request.param not in backends():

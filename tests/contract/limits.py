@@ -59,4 +59,4 @@ SMALL_PIECES = {
 }
 
 # Backends whose sums are those of the design's tree, on every rank and in every run.
-PROMISE_TREE = ("lockstep",)
+GUARANTEE_TREE = ("lockstep",)

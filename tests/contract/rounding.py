@@ -1,6 +1,6 @@
 """Sums that round: near the true sum, the same bits on every rank and from run to run.
 
-A backend that promises the tree adds rank r as leaf r of the design's tree;
+A backend that guarantees the tree adds rank r as leaf r of the design's tree;
 16-bit floats are added in float32 and rounded once, at the end.
 """
 
@@ -20,15 +20,15 @@ from contract.plain import FLOATS, name
 from lockstep.comm.tree import total  # isort: skip
 
 
-def rounding(run: Ledger, sizes: Sequence[int], promises_tree: bool) -> None:
+def rounding(run: Ledger, sizes: Sequence[int], guarantees_tree: bool) -> None:
     for dtype in FLOATS:
         for size in (17, *sizes):
             case = f"{name(dtype)} {size}"
             run(f"near {case}", partial(near, dtype, size))
-            if promises_tree:
+            if guarantees_tree:
                 run(f"tree {case}", partial(along_the_tree, dtype, size))
     for size in sizes[-2:]:
-        if promises_tree:
+        if guarantees_tree:
             run(f"tree reduce_scatter {size}", partial(scattered_along_the_tree, size))
 
 

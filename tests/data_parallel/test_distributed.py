@@ -1,4 +1,4 @@
-"""DistributedDataParallel in ordinary loops, against the arithmetic that it promises."""
+"""DistributedDataParallel in ordinary loops, against the arithmetic that it guarantees."""
 
 import gc
 import weakref

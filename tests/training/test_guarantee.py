@@ -1,4 +1,4 @@
-"""The promise: the digests of every layout are those of the plain reference.
+"""The guarantee: the digests of every layout are those of the plain reference.
 
 `tests/reference.py` has no line of Lockstep. The models and batches meet every
 rule: sizes that M does not divide, a batch of fewer samples than ranks, dropout,
@@ -138,7 +138,7 @@ def test_the_cases_meet_what_they_claim(plain):
     assert len(set(digests)) == len(TRAININGS)
 
 
-def test_threads_are_part_of_the_promise_and_set_by_init(ranks):
+def test_threads_are_part_of_the_guarantee_and_set_by_init(ranks):
     def threads():
         before = torch.get_num_threads()
         model = nn.Linear(4, 1)
