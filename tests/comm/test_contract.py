@@ -31,7 +31,7 @@ from contract import (
     rounding,
 )
 from contract.check import Ledger
-from contract.limits import LIMITS, GUARANTEE_TREE, SMALL_PIECES, THRESHOLDS
+from contract.limits import GUARANTEE_TREE, LIMITS, SMALL_PIECES, THRESHOLDS
 from lockstep.errors import LockstepError
 
 WIDTHS = (1, 2, 3, 4)
