@@ -24,7 +24,7 @@ from lockstep.model.step_context import Span
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
 from lockstep.training.rank_status import RankStatus
-from lockstep.training.step_trace import StepTrace, span_row, timeline_rows
+from lockstep.training.step_trace import StepTrace, make_span_row, make_timeline_rows
 
 STEP = 0.005
 TURNS = 12
@@ -104,10 +104,10 @@ def timeline_turn(recorder, sees):
         spans, watched = [], sees and trace.covers(step)
         for _ in range(ACTIONS):
             action(watched, spans)
-        status = RankStatus(spans=[span_row(span, 0.0) for span in spans])
+        status = RankStatus(spans=[make_span_row(span, 0.0) for span in spans])
         message = json.dumps(asdict(status))  # what a rank sends
         statuses = [RankStatus(**json.loads(message))] * 2  # what it reads: of two ranks, as one
-        if ranks := timeline_rows(statuses, (1.0, 2.0, 3.0)):
+        if ranks := make_timeline_rows(statuses, (1.0, 2.0, 3.0)):
             recorder.write("timeline", step=step, ranks=ranks)
         taken += time.thread_time() - began
     return taken / 1000

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lockstep.model.evaluation import Evaluation
-from lockstep.training.history import History, StepResult, rank_times
+from lockstep.training.history import History, StepResult, compute_rank_times
 from lockstep.training.rank_status import RankStatus
 
 
@@ -30,7 +30,7 @@ def test_an_epoch_is_the_mean_over_its_samples():
     history.step(result(0, loss=1.0, samples=3, hit=1.0), [10, 20])
     history.step(result(1, loss=5.0, samples=1, hit=0.0, rare=2.0), [11, 21])
     epoch = history.end_epoch(4)
-    history.tell(epoch)
+    history.notify(epoch)
     assert (epoch.epoch, epoch.loss, epoch.samples, epoch.seconds) == (4, 2.0, 4, 1.0)
     assert epoch.metrics == {"hit": 0.75, "rare": 2.0}
     assert [each.step for each in steps] == [0, 1]
@@ -45,9 +45,9 @@ def test_the_line_of_an_epoch_waits_for_its_evaluation():
         history.step(result(epoch), [5])
         history.end_epoch(epoch)
         if epoch == 1:
-            history.evaluated(Evaluation(0.5, {"hit": 1.0}, 9))
-    history.evaluated(Evaluation(0.25, {}, 9))
-    history.evaluated(Evaluation(0.125, {}, 9))  # belongs to no epoch
+            history.add_evaluation(Evaluation(0.5, {"hit": 1.0}, 9))
+    history.add_evaluation(Evaluation(0.25, {}, 9))
+    history.add_evaluation(Evaluation(0.125, {}, 9))  # belongs to no epoch
     history.close(state="done", message=None)
     kinds = [kind for kind, _ in writer.lines]
     assert kinds == ["step", "epoch", "step", "epoch", "step", "epoch", "end"]
@@ -62,12 +62,12 @@ def test_the_line_of_an_epoch_waits_for_its_evaluation():
 
 def test_times_split_a_step_by_rank():
     pages = [RankStatus(compute=2.0, data=1.0), RankStatus(compute=5.0, data=0.0)]
-    slow_first = rank_times(pages, exchanged=2.5, reduced=1.0, updated=0.5)
+    slow_first = compute_rank_times(pages, exchanged=2.5, reduced=1.0, updated=0.5)
     assert slow_first == [
         pytest.approx([2.5, 1.5, 2.0, 1.0]),
         pytest.approx([5.5, 3.5, 0.0, 0.0]),
     ]
-    assert rank_times(pages[:1], 0.1, 0.1, 0.5) == [pytest.approx([2.5, 0.0, 0.0, 1.0])]
+    assert compute_rank_times(pages[:1], 0.1, 0.1, 0.5) == [pytest.approx([2.5, 0.0, 0.0, 1.0])]
 
 
 def test_an_open_epoch_goes_on_where_it_was_saved():

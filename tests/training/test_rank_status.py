@@ -8,10 +8,10 @@ import torch.distributed as dist
 from lockstep.model.step_context import MicrobatchResult, StepLabel
 from lockstep.training.rank_status import (
     RankStatus,
-    exchange,
+    average_metrics,
+    exchange_statuses,
     find_non_finite,
-    mean_metrics,
-    total_loss,
+    sum_losses,
 )
 
 
@@ -27,7 +27,7 @@ def test_statuses_arrive_with_every_bit(ranks):
             leaf=rank, size=3, share=0.1, loss=values[rank], metrics={"é": 1e300 / 7}
         )
         entries = [] if rank == 2 else [entry] * 40  # longer than the first message, and empty
-        return exchange(
+        return exchange_statuses(
             status(*entries, buffers=["differ"] * rank), StepLabel(1, "in step 1", "", "")
         )
 
@@ -47,11 +47,11 @@ def test_the_loss_is_added_along_the_tree():
     entries = [MicrobatchResult(leaf, 1, 1.0, loss) for leaf, loss in enumerate(terms)]
     expected = ((1e16 + 1.0) + (1.0 + 1.0)) - 1e16
     assert expected != sum(terms)
-    assert total_loss([status(*entries[3:]), status(*entries[:3])], 5) == expected
+    assert sum_losses([status(*entries[3:]), status(*entries[:3])], 5) == expected
 
 
 def test_micro_batches_that_were_left_out_add_nothing():
-    assert total_loss([status(MicrobatchResult(1, 4, 0.5, 3.0))], 3) == 1.5
+    assert sum_losses([status(MicrobatchResult(1, 4, 0.5, 3.0))], 3) == 1.5
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -67,5 +67,5 @@ def test_metrics_are_means_over_the_samples():
         status(MicrobatchResult(0, 3, 0.0, 0.0, {"hit": 1.0})),
         status(MicrobatchResult(1, 1, 0.0, 0.0, {"hit": 0.0, "rare": 5.0})),
     ]
-    assert mean_metrics(statuses) == {"hit": 0.75, "rare": 5.0}
-    assert mean_metrics([status()]) == {}
+    assert average_metrics(statuses) == {"hit": 0.75, "rare": 5.0}
+    assert average_metrics([status()]) == {}

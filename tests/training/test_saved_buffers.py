@@ -78,7 +78,7 @@ def test_buffers_of_model_average_and_loss_go_on_in_every_layout(ranks, tmp_path
     ((whole, buffers),) = ranks(trained, 1, {}, path, 0, 6)
     assert {name: list(group) for name, group in buffers.items()} == {
         "model": ["1.mean"],
-        "ema_decay": ["1.mean"],
+        "average": ["1.mean"],
         "loss": ["centre", "steps"],
     }
     for number, layout in LAYOUTS:

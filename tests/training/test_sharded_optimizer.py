@@ -367,7 +367,7 @@ def second_step_ended_at(point, how, folder):
         words, value = stored[-1]
         return all(atomic_load(words, each) == value for each in range(3))
 
-    def reached(name):
+    def pass_point(name):
         passed.append(name)
         here = f"{name} {passed.count(name) - 1}" if name == "piece" else name
         if rank == 1 and here == point:
@@ -376,7 +376,7 @@ def second_step_ended_at(point, how, folder):
                 assert time.monotonic() < deadline, "the others did not prepare"
             how()
 
-    versioned_parameters.reached = sharded.reached = reached
+    versioned_parameters.pass_point = sharded.pass_point = pass_point
     versioned_parameters.atomic_store = noted
     told = ""
     try:

@@ -15,7 +15,7 @@ from lockstep.record.reader import read_run
 from lockstep.record.timeline import read_timelines
 from lockstep.report.trace import find_transfers
 from lockstep.training.rank_status import RankStatus
-from lockstep.training.step_trace import StepTrace, span_row, timeline_rows
+from lockstep.training.step_trace import StepTrace, make_span_row, make_timeline_rows
 
 
 def test_the_first_ten_steps_and_every_hundredth_are_traced():
@@ -25,8 +25,8 @@ def test_the_first_ten_steps_and_every_hundredth_are_traced():
 def test_a_span_begins_when_its_waiting_is_over():
     waiting = Span("forward", 1, 5, 50.25, 51.0, 0.5, 3, 1024)
     alone = Span("backward", 1, 5, 51.0, 52.0, 0.0, -1, 0)
-    assert span_row(waiting, 50.0) == ["forward", 1, 5, 0.75, 1.0, 0.5, 3, 1024]
-    assert span_row(alone, 50.0) == ["backward", 1, 5, 1.0, 2.0, 0.0, None, 0]
+    assert make_span_row(waiting, 50.0) == ["forward", 1, 5, 0.75, 1.0, 0.5, 3, 1024]
+    assert make_span_row(alone, 50.0) == ["backward", 1, 5, 1.0, 2.0, 0.0, None, 0]
 
 
 def test_times_are_by_the_clock_of_rank_0():
@@ -34,9 +34,9 @@ def test_times_are_by_the_clock_of_rank_0():
 
 
 def test_the_update_ends_together_on_all_ranks():
-    row = span_row(Span("forward", 0, 0, 7, 8, 0, -1, 0), 6.0)
+    row = make_span_row(Span("forward", 0, 0, 7, 8, 0, -1, 0), 6.0)
     statuses = [RankStatus(spans=[row], begun=begun) for begun in (6.0, 6.5)]
-    first, second = timeline_rows(statuses, (9.0, 10.0, 11.0))
+    first, second = make_timeline_rows(statuses, (9.0, 10.0, 11.0))
     assert [work[:5] for work in first["works"][1:]] == [
         ["reduce", None, None, 3, 4],
         ["update", None, None, 4, 5],
@@ -45,7 +45,7 @@ def test_the_update_ends_together_on_all_ranks():
 
 
 def test_a_step_that_is_not_traced_has_no_line():
-    assert timeline_rows([RankStatus(), RankStatus()], (0.0, 0.0, 0.0)) == []
+    assert make_timeline_rows([RankStatus(), RankStatus()], (0.0, 0.0, 0.0)) == []
 
 
 def recorded(folder):

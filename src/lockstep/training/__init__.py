@@ -1,1 +1,1 @@
-"""Training: micro-batches in, the same bits out, whatever the layout."""
+"""Training: micro-batches in, the same bits out, in every layout."""

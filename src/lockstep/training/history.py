@@ -1,4 +1,4 @@
-"""The history: what a training has done, told to callbacks and written to the record."""
+"""The history of a training, reported to callbacks and loggers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = [
     "OnEpoch",
     "OnStep",
     "StepResult",
+    "compute_rank_times",
     "describe_run",
     "find_folder",
     "open_loggers",
-    "rank_times",
 ]
 
 NUMBERS = ("step", "epoch", "timeline")  # lines that hold nothing but numbers
@@ -39,7 +39,7 @@ NUMBERS = ("step", "epoch", "timeline")  # lines that hold nothing but numbers
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step. Times in seconds; `ranks` as `rank_times` gives them.
+    """One optimizer step. Times in seconds; `ranks` as `compute_rank_times` gives them.
 
     `loss` is the batch's loss before the step, `metrics` means over its samples,
     `norm` the whole gradient's 2-norm before clipping.
@@ -68,7 +68,7 @@ class EpochResult:
     evaluation: Evaluation | None = None
 
 
-def rank_times(
+def compute_rank_times(
     statuses: Sequence[RankStatus], exchanged: float, reduced: float, updated: float
 ) -> list[list[float]]:
     """Return [compute, communication, waiting, data] of a step for every rank.
@@ -149,7 +149,7 @@ class History:
         self._open = _Sums()
 
     def end_epoch(self, epoch: int) -> EpochResult | None:
-        """Close the epoch; None if it had no step. Callbacks are told by `tell`."""
+        """Close the epoch; None if it had no step. Callbacks are told by `notify`."""
         steps, self._open = self._open, _Sums()
         if not steps.samples:
             return None
@@ -164,7 +164,7 @@ class History:
         )
         return self._pending
 
-    def tell(self, result: EpochResult) -> None:
+    def notify(self, result: EpochResult) -> None:
         """Call the callbacks of an epoch."""
         for callback in self._on_epoch:
             callback(result)
@@ -175,9 +175,9 @@ class History:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the epoch that `state_dict` returned."""
-        self._open = _Sums.loaded(state)
+        self._open = _Sums.from_state(state)
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def add_evaluation(self, evaluation: Evaluation) -> None:
         """Add an evaluation to the epoch that was just closed."""
         if self._pending is not None:
             self._pending = replace(self._pending, evaluation=evaluation)
@@ -272,7 +272,7 @@ class _Sums:
         }
 
     @classmethod
-    def loaded(cls, state: Mapping[str, Any]) -> _Sums:
+    def from_state(cls, state: Mapping[str, Any]) -> _Sums:
         metrics = {name: (Fraction(value), n) for name, (value, n) in state["metrics"].items()}
         return cls(Fraction(state["loss"]), metrics, state["samples"], state["seconds"])
 

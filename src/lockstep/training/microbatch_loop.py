@@ -114,7 +114,7 @@ class MicrobatchLoop:
         self._current.metrics.update(metrics or {})
         with torch.autocast(self.step.parallel.device.type, enabled=False):
             scaled = loss * self._current.share
-            watched = self._watched(scaled) if final else nullcontext()
+            watched = self._watch_backward(scaled) if final else nullcontext()
             with watched, self._recomputation.told():
                 scaled.backward(retain_graph=retain_graph)
 
@@ -126,7 +126,7 @@ class MicrobatchLoop:
             error.add_note(f"in {self.place}")
         self.step.failure = self.gradients.failure
 
-    def _watched(self, loss: torch.Tensor) -> AbstractContextManager[None]:
+    def _watch_backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
         """Return a context that launches buckets early, in this rank's last micro-batch."""
         assert self.step.batch is not None
         assert self._current is not None

@@ -28,7 +28,7 @@ from lockstep.pipeline.partition import find_block_names
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.pipeline.placement import Placement
 
-__all__ = ["build_model", "give_weights_to_all"]
+__all__ = ["build_model", "distribute_weights"]
 
 
 def build_model(
@@ -54,10 +54,10 @@ def build_model(
         return whole, Partitioner.from_config(parallel, whole, names, config)
     numbers = [str(number) for number in range(len(model))]
     partitioner = Partitioner.from_config(parallel, nn.Sequential(), numbers, config)
-    return _built(model, seed, partitioner), partitioner
+    return _build_blocks(model, seed, partitioner), partitioner
 
 
-def _built(blocks: Sequence[BlockLike], seed: int, partitioner: Partitioner) -> nn.Module:
+def _build_blocks(blocks: Sequence[BlockLike], seed: int, partitioner: Partitioner) -> nn.Module:
     """Build this rank's blocks; where that fails on one rank, no other waits for it."""
     failure: Exception | None = None
     said = ""
@@ -79,7 +79,7 @@ def _built(blocks: Sequence[BlockLike], seed: int, partitioner: Partitioner) -> 
     return model
 
 
-def give_weights_to_all(
+def distribute_weights(
     module: nn.Module, parallel: ParallelContext, partitioner: Partitioner, shared: bool = False
 ) -> None:
     """Give this rank what it needs of the model, and of what else a step calls.

@@ -103,7 +103,7 @@ class Optimization:
         return found | describe_object("scheduler", self.scheduler)
 
     @property
-    def keeper(self) -> Optimizer | ShardedOptimizer:
+    def stateful(self) -> Optimizer | ShardedOptimizer:
         """What has the optimizer's state dict: the optimizer, or what holds its pieces together."""
         return self.sharded or self.optimizer
 
@@ -161,7 +161,7 @@ class Optimization:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all three."""
         return {
-            "optimizer": self.keeper.state_dict(),
+            "optimizer": self.stateful.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "average": self.average.state_dict() if self.average else None,
         }
@@ -170,11 +170,11 @@ class Optimization:
         """Return the context in which what all ranks share may be written."""
         if self.sharded is None:
             return nullcontext()
-        return self.sharded.versions.alone("loading a state")
+        return self.sharded.versions.exclusive("loading a state")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; what either side lacks is left as it is."""
-        self.keeper.load_state_dict(state["optimizer"])
+        self.stateful.load_state_dict(state["optimizer"])
         if self.sharded is None:
             _restore_scalars(self.optimizer, state["optimizer"])
         if self.scheduler and state["scheduler"]:

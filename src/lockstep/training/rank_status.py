@@ -25,11 +25,11 @@ from lockstep.model.step_context import MicrobatchResult, StepLabel
 
 __all__ = [
     "RankStatus",
-    "exchange",
+    "average_metrics",
+    "exchange_statuses",
     "find_non_finite",
-    "mean_metrics",
-    "peak_memory",
-    "total_loss",
+    "read_peak_memory",
+    "sum_losses",
 ]
 
 
@@ -75,7 +75,7 @@ class RankStatus:
     batch: str = ""
 
 
-def exchange(
+def exchange_statuses(
     status: RankStatus, label: StepLabel, group: dist.ProcessGroup | None = None
 ) -> list[RankStatus]:
     """Return the status of every rank, in rank order.
@@ -88,7 +88,7 @@ def exchange(
     return [_read(message) for message in messages]
 
 
-def peak_memory() -> int:
+def read_peak_memory() -> int:
     """Return the peak resident memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
@@ -116,7 +116,7 @@ def find_non_finite(statuses: Sequence[RankStatus]) -> tuple[int, MicrobatchResu
     return min(found)[1:] if found else None
 
 
-def total_loss(statuses: Iterable[RankStatus], leaves: int) -> float:
+def sum_losses(statuses: Iterable[RankStatus], leaves: int) -> float:
     """Return the batch's loss: each micro-batch's by its share, added in float64 along the tree."""
     terms = dict.fromkeys(((leaf, leaf + 1) for leaf in range(leaves)), 0.0)
     for each in _microbatches(statuses):
@@ -124,7 +124,7 @@ def total_loss(statuses: Iterable[RankStatus], leaves: int) -> float:
     return total(terms, leaves, add)
 
 
-def mean_metrics(statuses: Iterable[RankStatus]) -> dict[str, float]:
+def average_metrics(statuses: Iterable[RankStatus]) -> dict[str, float]:
     """Return each metric's mean over the samples of the micro-batches that reported it."""
     results = _microbatches(statuses)
     names = dict.fromkeys(name for each in results for name in each.metrics)

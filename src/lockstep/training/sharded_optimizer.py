@@ -1,16 +1,16 @@
-"""The sharded optimizer: one that steps this rank's pieces of parameters that all ranks share.
+"""The sharded optimizer: steps this rank's pieces of parameters that all ranks share.
 
     the user's optimizer     params = [w, b]            as the factory made it: its groups,
                              params = [w[0:131072], ...]   options and schedule stay
     a step, piece by piece   next version <- this version    in the cache,
-                             .grad = my slice of the sum     one piece after another
+                             .grad = this rank's slice       one piece after another
                              optimizer.step()
-    its state                once a host, in shared memory: every rank sees all of it
+    its state                once per host, in shared memory, visible to every rank
 
-Optimizers that treat each element by itself give the same bits as on the whole
-tensors: torch's by a list, others where the user declares them so. Since the state
-lies in shared memory, state dicts are whole without an exchange, in the format of
-the optimizer itself, portable to replicas and to any number of ranks.
+An optimizer that treats each element by itself computes the same bits on pieces as on whole
+tensors: torch's by a list, others by the class attribute `lockstep_elementwise`. Since the
+state is in shared memory, state dicts are whole without an exchange, in the optimizer's own
+format, and can be loaded with any storage and number of ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES, GradientReduce
 from lockstep.data_parallel.shards import PIECE, Piece, Shards
 from lockstep.errors import LayoutError, UsageError
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.training.versioned_parameters import Versions, allocate, reached
+from lockstep.training.versioned_parameters import VersionedParameters, allocate, pass_point
 
 __all__ = ["ELEMENTWISE", "ShardedOptimizer", "require_elementwise", "share_parameters"]
 
@@ -40,7 +40,7 @@ ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD,
     optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
 )  # fmt: skip
-"""torch's optimizers whose new element depends on nothing but that element's own past."""
+"""torch's optimizers whose new element depends only on the past of that element."""
 
 NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
@@ -87,27 +87,27 @@ class ShardedOptimizer:
         self._groups = [[number[each] for each in g["params"]] for g in optimizer.param_groups]
         self._group_of = {n: g for g, numbers in enumerate(self._groups) for n in numbers}
         made = {number[each]: dict(state) for each, state in optimizer.state.items()}
-        self._entries = [self._probed(g, made) for g in range(len(self._groups))]
+        self._entries = [self._probe_state(g, made) for g in range(len(self._groups))]
         optimizer.state.clear()
         for each in optimizer.param_groups:
             each["params"] = []
-        self.versions = Versions(self._parameters, shards.covered, group)
+        self.versions = VersionedParameters(self._parameters, shards.covered, group)
         self._homes: dict[tuple[int, str], torch.Tensor] = {}  # of a parameter's state
         self._places: dict[Piece, dict[str, torch.Tensor]] = {}  # of a piece's, views of homes
         self._pieces: dict[Piece, nn.Parameter] = {}  # this rank's
         self._in_group: list[list[nn.Parameter]] = [[] for _ in self._groups]
-        self._stages_per_rank: list[tuple[int, list[Piece]]] = []
+        self._chunks: list[tuple[int, list[Piece]]] = []
         self._known = 0  # of all ranks' pieces, those that have a place
         self._kept: dict[int, dict[str, Any]] = {}  # of parameters without pieces
         self.stepped: set[int] = set()  # those that the optimizer keeps something for
         self._extend()
-        self._fill(made)
+        self._write_state(made)
 
     # --- a step --------------------------------------------------------------------------------
 
-    def own(self) -> list[torch.Tensor]:
+    def local_gradients(self) -> list[torch.Tensor]:
         """Return this rank's parts of the gradients, whole blocks each but the last of a tensor."""
-        reached("summed")
+        pass_point("summed")
         sums = self._gradients.sums
         return [
             sums[piece.index][piece.start : piece.stop]
@@ -120,20 +120,22 @@ class ShardedOptimizer:
 
         A collective call. Raises what the optimizer raised, on every rank.
         """
-        reached("clipped")
+        pass_point("clipped")
         if self._known < len(self._shards.pieces):
             covered = {piece.index for piece in self._places}
-            self.versions.cover([n for n in self._shards.covered if n not in covered])
+            self.versions.add_second([n for n in self._shards.covered if n not in covered])
             self._extend()
-            self._fill({n: self._kept.pop(n) for n in [*self._kept] if n in self._shards.covered})
+            self._write_state(
+                {n: self._kept.pop(n) for n in [*self._kept] if n in self._shards.covered}
+            )
         sums = self._gradients.sums
-        self.versions.write(lambda: self._write(sums), about)
+        self.versions.write_next(lambda: self._write(sums), about)
         self.stepped |= {*sums}
 
     def _write(self, sums: Mapping[int, torch.Tensor]) -> None:
         groups = self._optimizer.param_groups
         try:
-            for group, pieces in self._stages_per_rank or [(0, [])]:
+            for group, pieces in self._chunks or [(0, [])]:
                 self._optimizer.param_groups = groups[group : group + 1]
                 self._write_chunk(groups[group], pieces, sums)
         finally:
@@ -149,7 +151,7 @@ class ShardedOptimizer:
         for piece in pieces:
             span = slice(piece.start, piece.stop)
             new = self.versions.next(piece.index)[span]
-            new.copy_(self.versions.now(piece.index)[span])
+            new.copy_(self.versions.current(piece.index)[span])
             if piece.index in sums:
                 parameter = self._pieces[piece]
                 parameter.data, parameter.grad = new, sums[piece.index][span]
@@ -159,8 +161,8 @@ class ShardedOptimizer:
         for piece in pieces:
             if piece.index in sums:
                 self._pieces[piece].grad = None
-                self._keep(piece)
-                reached("piece")
+                self._store_state(piece)
+                pass_point("piece")
 
     def _restore(self) -> None:
         """Give every group its pieces again: what a schedule or a state dict looks at."""
@@ -169,7 +171,7 @@ class ShardedOptimizer:
 
     # --- where things are ------------------------------------------------------------------------
 
-    def _probed(
+    def _probe_state(
         self, group: int, made: Mapping[int, dict[str, Any]]
     ) -> dict[torch.dtype, dict[str, _Entry]]:
         """Return what the optimizer will keep for parameters of a group, by their dtype."""
@@ -190,11 +192,12 @@ class ShardedOptimizer:
             twin.param_groups = [{**self._optimizer.param_groups[group], "params": [probe]}]
             type(twin).step(twin)
             found[parameter.dtype] = {
-                key: self._entry(key, value, probe) for key, value in twin.state[probe].items()
+                key: self._describe_entry(key, value, probe)
+                for key, value in twin.state[probe].items()
             }
         return found
 
-    def _entry(self, key: str, value: Any, probe: torch.Tensor) -> _Entry:
+    def _describe_entry(self, key: str, value: Any, probe: torch.Tensor) -> _Entry:
         if isinstance(value, torch.Tensor) and value.shape == probe.shape:
             return _Entry("elements", value.dtype)
         if isinstance(value, torch.Tensor) and value.dim() == 0:
@@ -217,7 +220,7 @@ class ShardedOptimizer:
         wanted = [
             (index, key, entry, len(pieces))
             for index, pieces in of_parameter.items()
-            for key, entry in self._entries_of(index).items()
+            for key, entry in self._get_entries(index).items()
         ]
         sizes = [
             (self._parameters[index].numel() if entry.kind == "elements" else count, entry.dtype)
@@ -226,7 +229,7 @@ class ShardedOptimizer:
         for (index, key, _, _), home in zip(wanted, allocate(sizes, self._group), strict=True):
             self._homes[index, key] = home
         for index, pieces in of_parameter.items():
-            entries = self._entries_of(index)
+            entries = self._get_entries(index)
             for number, piece in enumerate(pieces):
                 self._places[piece] = {
                     key: self._homes[index, key][piece.start : piece.stop]
@@ -236,28 +239,28 @@ class ShardedOptimizer:
                 }
         for piece in new:
             if piece.rank == self._rank and piece.index in self._group_of:
-                self._adopt(piece)
+                self._add_piece(piece)
         self._restore()
 
-    def _entries_of(self, index: int) -> dict[str, _Entry]:
+    def _get_entries(self, index: int) -> dict[str, _Entry]:
         if index not in self._group_of:  # the user's optimizer leaves it alone
             return {}
         return self._entries[self._group_of[index]][self._parameters[index].dtype]
 
-    def _adopt(self, piece: Piece) -> None:
+    def _add_piece(self, piece: Piece) -> None:
         """Make one of this rank's pieces a parameter of the optimizer, in a chunk of its size."""
-        now = self.versions.now(piece.index)[piece.start : piece.stop]
+        now = self.versions.current(piece.index)[piece.start : piece.stop]
         group = self._group_of[piece.index]
         self._pieces[piece] = nn.Parameter(now)
         self._in_group[group].append(self._pieces[piece])
-        last = self._stages_per_rank[-1] if self._stages_per_rank else (-1, [])
+        last = self._chunks[-1] if self._chunks else (-1, [])
         held = sum(each.stop - each.start for each in last[1])
         if last[0] == group and held + piece.stop - piece.start <= PIECE:
             last[1].append(piece)
         else:
-            self._stages_per_rank.append((group, [piece]))
+            self._chunks.append((group, [piece]))
 
-    def _keep(self, piece: Piece) -> None:
+    def _store_state(self, piece: Piece) -> None:
         """Bring what the optimizer keeps for a piece to its place, unless it is there."""
         state, places = self._optimizer.state[self._pieces[piece]], self._places[piece]
         for key, value in state.items():
@@ -277,10 +280,10 @@ class ShardedOptimizer:
 
     # --- the whole state -------------------------------------------------------------------------
 
-    def _whole(self, index: int) -> dict[str, Any]:
+    def _read_state(self, index: int) -> dict[str, Any]:
         """Return what is kept for a parameter, as the optimizer would keep it for all of it."""
         found: dict[str, Any] = dict(self._kept.get(index, {}))
-        for key, entry in self._entries_of(index).items() if not found else ():
+        for key, entry in self._get_entries(index).items() if not found else ():
             home = self._homes[index, key]
             if entry.kind == "elements":
                 found[key] = in_layout_of(home, self._parameters[index])
@@ -293,7 +296,7 @@ class ShardedOptimizer:
         return {
             f"{names[self._parameters[index]]}/{key}": value
             for index in self.stepped
-            for key, value in self._whole(index).items()
+            for key, value in self._read_state(index).items()
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -307,7 +310,7 @@ class ShardedOptimizer:
         ]
         stepped = [index for index in order if index in self.stepped]
         return {
-            "state": {identity[index]: self._whole(index) for index in stepped},
+            "state": {identity[index]: self._read_state(index) for index in stepped},
             "param_groups": packed,
         }
 
@@ -335,10 +338,10 @@ class ShardedOptimizer:
         self._optimizer.state.clear()
         self._in_group = [group["params"] for group in self._optimizer.param_groups]
         self.stepped, self._kept = set(), {}
-        self._fill(whole)
+        self._write_state(whole)
 
     @torch.no_grad()
-    def _fill(self, whole: Mapping[int, Mapping[str, Any]]) -> None:
+    def _write_state(self, whole: Mapping[int, Mapping[str, Any]]) -> None:
         """Write the whole state of some parameters to its places, each rank its own pieces."""
         self.stepped |= {*whole}
         covered = {*self._shards.covered}
@@ -346,7 +349,7 @@ class ShardedOptimizer:
         for piece, parameter in self._pieces.items():
             model = self._parameters[piece.index]
             for key, value in whole.get(piece.index, {}).items():
-                place, entry = self._places[piece][key], self._entries_of(piece.index)[key]
+                place, entry = self._places[piece][key], self._get_entries(piece.index)[key]
                 if entry.kind == "elements":
                     vector = in_memory_order(in_format_of(value, model))
                     place.copy_(vector[piece.start : piece.stop])

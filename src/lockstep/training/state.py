@@ -1,4 +1,4 @@
-"""The state: what training goes on from, whole on every rank whatever the layout."""
+"""The state that training continues from, whole on every rank in every layout."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class TrainingState:
         """Which stages have which tensors; None while this rank has all of them."""
         return self._executor.placement
 
-    def model(self, *, ema: bool = False) -> dict[str, Any]:
+    def model_state(self, *, ema: bool = False) -> dict[str, Any]:
         """Return the state dict of the model, or of the averaged weights."""
-        module = self.averaged(ema)
+        module = self.select_module(ema)
         state: dict[str, Any] = module.state_dict()
         if self.placement is None:
             return state
         return gather_model_state(state, self._source, self._device)
 
-    def averaged(self, ema: bool = True) -> nn.Module:
+    def select_module(self, ema: bool = True) -> nn.Module:
         """Return the model, or the one with averaged weights; UsageError where there is none."""
         if not ema:
             return self._module
@@ -66,23 +66,23 @@ class TrainingState:
             )
         return self._optimization.average.module
 
-    def optimizer(self) -> dict[str, Any]:
+    def optimizer_state(self) -> dict[str, Any]:
         """Return the state dict of the optimizer."""
         optimizer = self._optimization.optimizer
         if self.placement is None:
-            return self._optimization.keeper.state_dict()
+            return self._optimization.stateful.state_dict()
         return gather_optimizer_state(optimizer, self._names, self._source, self._device)
 
-    def average(self) -> dict[str, Any] | None:
+    def ema_state(self) -> dict[str, Any] | None:
         """Return the state dict of the average, with how often it was updated; or None."""
         average = self._optimization.average
         if average is None:
             return None
         return {"n_averaged": average.n_averaged} | {
-            AVERAGED + name: value for name, value in self.model(ema=True).items()
+            AVERAGED + name: value for name, value in self.model_state(ema=True).items()
         }
 
-    def buffers(self) -> dict[str, dict[str, torch.Tensor]]:
+    def buffer_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the buffers that a step may write and that no state dict of a module holds.
 
         Returns:
@@ -104,7 +104,7 @@ class TrainingState:
 
     def digest(self) -> str:
         """Return the SHA-256 over parameters and buffers."""
-        return digest(self.model())
+        return digest(self.model_state())
 
     def optimizer_digest(self) -> str:
         """Return the SHA-256 over the optimizer's state."""
@@ -115,18 +115,18 @@ class TrainingState:
         return digest(
             {
                 f"{order[index]}/{entry}": value
-                for index, state in self.optimizer()["state"].items()
+                for index, state in self.optimizer_state()["state"].items()
                 for entry, value in state.items()
             }
         )
 
-    def optimization(self) -> dict[str, Any]:
+    def optimization_state(self) -> dict[str, Any]:
         """Return the states of the optimizer, the schedule and the average."""
         scheduler = self._optimization.scheduler
         return {
-            "optimizer": self.optimizer(),
+            "optimizer": self.optimizer_state(),
             "scheduler": scheduler.state_dict() if scheduler else None,
-            "average": self.average(),
+            "average": self.ema_state(),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:

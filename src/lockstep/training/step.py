@@ -38,18 +38,18 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects, require_same_weights
 from lockstep.model.step_context import StepContext
 from lockstep.pipeline.placement import Placement
-from lockstep.training.history import StepResult, rank_times
+from lockstep.training.history import StepResult, compute_rank_times
 from lockstep.training.live_settings import LiveSettings
 from lockstep.training.optimization import Optimization
 from lockstep.training.rank_status import (
     RankStatus,
-    exchange,
+    average_metrics,
+    exchange_statuses,
     find_non_finite,
-    mean_metrics,
-    peak_memory,
-    total_loss,
+    read_peak_memory,
+    sum_losses,
 )
-from lockstep.training.step_trace import StepTrace, span_row
+from lockstep.training.step_trace import StepTrace, make_span_row
 
 __all__ = ["CommittedStep", "Executor", "OptimizerStep"]
 
@@ -185,7 +185,7 @@ class OptimizerStep:
     def _finish(self, step: StepContext) -> CommittedStep:
         status = self._status(step)
         begun = time.perf_counter()
-        statuses = exchange(status, step.label, self.parallel.group)
+        statuses = exchange_statuses(status, step.label, self.parallel.group)
         exchanged = time.perf_counter()
         step.is_agreed = True
         self._check(step, statuses)
@@ -202,12 +202,14 @@ class OptimizerStep:
         result = StepResult(
             step=step.number,
             epoch=step.batch.epoch,
-            loss=total_loss(statuses, step.batch.leaves),
+            loss=sum_losses(statuses, step.batch.leaves),
             samples=step.batch.size,
-            metrics=mean_metrics(statuses),
+            metrics=average_metrics(statuses),
             lr=rate,
             seconds=status.data + status.compute + status.idle + updated - begun,
-            ranks=rank_times(statuses, exchanged - begun, reduced - exchanged, updated - reduced),
+            ranks=compute_rank_times(
+                statuses, exchanged - begun, reduced - exchanged, updated - reduced
+            ),
             norm=norm,
         )
         return CommittedStep(result, statuses, (exchanged, reduced, updated))
@@ -238,7 +240,7 @@ class OptimizerStep:
             buffers=[buffers.findings(is_alone) for _, buffers in self.executor.parts()],
             compute=compute,
             data=step.batch.seconds,
-            memory=peak_memory(),
+            memory=read_peak_memory(),
             gradients=[gradients.used_parameter_mask() for gradients, _ in self.executor.parts()],
             warnings=[*step.warnings, *(f"{place}: {each}" for each in effects.warnings)],
             failure=step.failure,
@@ -247,7 +249,7 @@ class OptimizerStep:
             settings=settings,
             idle=step.idle,
             batch=step.label.batch,
-            spans=[span_row(span, step.begun) for span in step.spans],
+            spans=[make_span_row(span, step.begun) for span in step.spans],
             begun=self.trace.rank0_time(step.begun) if self.trace and step.is_traced else 0.0,
         )
 
@@ -292,7 +294,7 @@ class OptimizerStep:
         """Scale the gradients down to the limit, and return their norm before."""
         sharded = self.optimization.sharded
         if sharded is not None:
-            present = sharded.own()
+            present = sharded.local_gradients()
             squares = gradient_norm.compute_squares(present)
         else:
             present = [each.grad for each in self.executor.parameters if each.grad is not None]

@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.model.step_context import Span
 from lockstep.training.rank_status import RankStatus
 
-__all__ = ["StepTrace", "span_row", "timeline_rows"]
+__all__ = ["StepTrace", "make_span_row", "make_timeline_rows"]
 
 FIRST, EVERY = 10, 100
 DIGITS = 6  # of a second
@@ -37,7 +37,7 @@ class StepTrace:
         return round(begun + self.offset, DIGITS)
 
 
-def span_row(span: Span, begun: float) -> list[Any]:
+def make_span_row(span: Span, begun: float) -> list[Any]:
     """Return a span as the record has it: it begins when the waiting is over."""
     begin = span.begin + span.waited - begun
     rounded = [round(each, DIGITS) for each in (begin, span.end - begun, span.waited)]
@@ -45,7 +45,7 @@ def span_row(span: Span, begun: float) -> list[Any]:
     return [span.kind, span.stage, span.microbatch, *rounded, source, span.received]
 
 
-def timeline_rows(
+def make_timeline_rows(
     statuses: Sequence[RankStatus], times: tuple[float, float, float]
 ) -> list[dict[str, Any]]:
     """Return the ranks of a line "timeline"; none where the step was not traced.

@@ -51,13 +51,13 @@ from lockstep.training.history import (
 )
 from lockstep.training.live_settings import LiveSettings
 from lockstep.training.microbatch_loop import ManualStep, MicrobatchLoop
-from lockstep.training.model_setup import build_model, give_weights_to_all
+from lockstep.training.model_setup import build_model, distribute_weights
 from lockstep.training.optimization import Optimization, OptimizerConfig, OptimizerFactory
 from lockstep.training.sharded_optimizer import share_parameters
 from lockstep.training.state import TrainingState
 from lockstep.training.step import CommittedStep, OptimizerStep
-from lockstep.training.step_trace import StepTrace, timeline_rows
-from lockstep.training.weights_file import save_last_good, save_together
+from lockstep.training.step_trace import StepTrace, make_timeline_rows
+from lockstep.training.weights_file import save_from_rank0, save_last_good
 from lockstep.training.whole_model import WholeModelExecutor
 from lockstep.training.wrapped_modules import reject_wrapped_modules
 
@@ -190,7 +190,7 @@ class Trainer:
         self.metrics = dict(metrics or {})
         self.seed = seed
         self.steps, self.epoch = 0, 0
-        give_weights_to_all(self.module, self.parallel, partitioner, storage == "shared")
+        distribute_weights(self.module, self.parallel, partitioner, storage == "shared")
         self._optimization = Optimization(self.module, optimizer, ema_decay)
         names: dict[torch.Tensor, str] = {
             each: name for name, each in self.module.named_parameters()
@@ -222,12 +222,12 @@ class Trainer:
                 seed,
             )
         self._state = TrainingState(self.module, self._optimization, self.parallel, self._executor)
-        self._attempt = Attempt(_next_number(self.parallel.group), step=0, number=-1)
+        self._attempt = Attempt(_agree_on_number(self.parallel.group), step=0, number=-1)
         self._sampler_states = SamplerStates()
         self._began = time.perf_counter()
         loggers = open_loggers(loggers) if self.world.rank == 0 else []
         self._folder = find_folder(loggers)
-        self.history = History(loggers, *_listeners(callbacks))
+        self.history = History(loggers, *_split_callbacks(callbacks))
         self._recorded = bool(loggers)
         if stages.stages > 1:  # digests are made by all ranks together
             here = b"1" if loggers else b""
@@ -280,7 +280,7 @@ class Trainer:
             **self.parallel.share(),
             seed=self.seed if seed is None else seed,
             epoch=epoch,
-            agree=self._agreeing(f"epoch {epoch}"),
+            agree=self._make_agree(f"epoch {epoch}"),
             sampler_states=self._sampler_states,
             **options,
         )
@@ -330,17 +330,17 @@ class Trainer:
 
         With `ema`, of the averaged weights. Options as for `batches`.
         """
-        copy = self._state.averaged() if ema else None
+        copy = self._state.select_module() if ema else None
         batches = Batches(
             dataset,
             batch_size,
             **self.parallel.share(),
             **{"shuffle": False, "seed": self.seed, **options},
-            agree=self._agreeing("an evaluation"),
+            agree=self._make_agree("an evaluation"),
         )
         with self._live_settings.evaluation():
             evaluation = self._executor.evaluate(copy, batches)
-        self.history.evaluated(evaluation)
+        self.history.add_evaluation(evaluation)
         return evaluation
 
     def finish(self, state: str = "done", message: str | None = None) -> None:
@@ -403,9 +403,9 @@ class Trainer:
         position within an epoch is the batches' own: `batches.state_dict()`.
         """
         return {
-            "model": self._state.model(),
-            "buffers": self._state.buffers(),
-            **self._state.optimization(),
+            "model": self._state.model_state(),
+            "buffers": self._state.buffer_state(),
+            **self._state.optimization_state(),
             "open_epoch": self.history.state_dict(),
             "samplers": self._sampler_states.state_dict(),
             "steps": self.steps,
@@ -440,7 +440,7 @@ class Trainer:
         """
         if check.current_session() is not None:
             return
-        save_together(Path(path), self._state.model(ema=ema), self.parallel.group)
+        save_from_rank0(Path(path), self._state.model_state(ema=ema), self.parallel.group)
 
     def __enter__(self) -> Trainer:
         """Return itself."""
@@ -475,7 +475,7 @@ class Trainer:
             attempt.fail(error)
             if error is step.error or not step.is_agreed:
                 raise  # on this rank alone: no other rank would take part in saving
-            saved = save_last_good(self._folder, self._state.model(), self.parallel.group)
+            saved = save_last_good(self._folder, self._state.model_state(), self.parallel.group)
             raise type(error)(f"{error}; training stopped, {saved}") from None
         except BaseException as error:
             attempt.fail(error)
@@ -496,14 +496,14 @@ class Trainer:
             for message in status.warnings:
                 self.history.warn(rank, message, show=rank == self.world.rank)
         self.history.step(result, [status.memory for status in statuses])
-        if self.world.rank == 0 and (rows := timeline_rows(statuses, committed.times)):
+        if self.world.rank == 0 and (rows := make_timeline_rows(statuses, committed.times)):
             self.history.write("timeline", step=result.step, ranks=rows)
         if self._fingerprinter is not None and (session := check.current_session()) is not None:
             session.commit(
                 self._fingerprinter, result.loss, self.digest(), self._optimization.local_state()
             )
 
-    def _agreeing(self, what: str) -> Agree:
+    def _make_agree(self, what: str) -> Agree:
         def agree(message: bytes, doing: str) -> list[bytes]:
             return all_gather_bytes(message, f"{doing} {what}", self.parallel.group)
 
@@ -513,7 +513,7 @@ class Trainer:
         result = self.history.end_epoch(epoch)
         if result is not None:
             self._optimization.end_epoch(result.loss)  # first: a callback may save the state
-            self.history.tell(result)
+            self.history.notify(result)
 
 
 class _Epoch(Batches):
@@ -540,7 +540,7 @@ class _Epoch(Batches):
 _trainers = 0  # that this process has made, or that other ranks of its worlds have
 
 
-def _next_number(group: dist.ProcessGroup | None) -> int:
+def _agree_on_number(group: dist.ProcessGroup | None) -> int:
     """Return the number of the trainer that all ranks are making, the same on every rank."""
     global _trainers
     said = all_gather_bytes(str(_trainers).encode(), "making a trainer", group)
@@ -549,7 +549,7 @@ def _next_number(group: dist.ProcessGroup | None) -> int:
     return number
 
 
-def _listeners(callbacks: Callback | Sequence[Callback]) -> tuple[list[Any], list[Any]]:
+def _split_callbacks(callbacks: Callback | Sequence[Callback]) -> tuple[list[Any], list[Any]]:
     """Return what is called after every step, and after every epoch."""
     given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
     on_step, on_epoch = [], []

@@ -1,4 +1,4 @@
-"""Versions: the parameters of all ranks of a host, once, and never half of a step.
+"""Versioned parameters: one copy per host for all ranks, never in the middle of a step.
 
     memory that all ranks share      version 0 | w | b | ...      version 1 | w | b | ...
     step t begins with version 0     everybody computes with it, nobody writes it
@@ -38,10 +38,10 @@ from lockstep.comm.shared_memory import (
 )
 from lockstep.errors import WorkError
 
-__all__ = ["Versions", "allocate", "reached"]
+__all__ = ["VersionedParameters", "allocate", "pass_point"]
 
 
-def reached(point: str) -> None:
+def pass_point(point: str) -> None:
     """Do nothing; tests replace it to end a rank at a point of the protocol."""
 
 
@@ -60,7 +60,7 @@ def allocate(
     return found
 
 
-class Versions:
+class VersionedParameters:
     """Two versions of `parameters`, which become views of the first one.
 
     A collective call; the parameters must be equal on all ranks. Those in `stepped`
@@ -89,21 +89,21 @@ class Versions:
             parameter.data = in_layout_of(vector, parameter)
         self._now: list[torch.Tensor] = first
         self._next: dict[int, torch.Tensor] = {}
-        self.cover(stepped)
+        self.add_second(stepped)
 
-    def cover(self, numbers: Sequence[int]) -> None:
+    def add_second(self, numbers: Sequence[int]) -> None:
         """Give the parameters of these numbers a second version; a collective call."""
         kinds = [(self._now[number].numel(), self._now[number].dtype) for number in numbers]
         self._next |= dict(zip(numbers, allocate(kinds, self._group), strict=True))
 
     @contextmanager
-    def alone(self, about: str) -> Iterator[None]:
+    def exclusive(self, about: str) -> Iterator[None]:
         """Wait until nobody uses the parameters, and after the body until all have written."""
         all_gather_bytes(b"", f"about to begin {about}", self._group)
         yield
         all_gather_bytes(b"", f"done with {about}", self._group)
 
-    def now(self, index: int) -> torch.Tensor:
+    def current(self, index: int) -> torch.Tensor:
         """Return a parameter's elements as they are, in memory order."""
         return self._now[index]
 
@@ -111,7 +111,7 @@ class Versions:
         """Return where its elements after this step are written."""
         return self._next[index]
 
-    def write(self, body: Callable[[], None], about: str) -> None:
+    def write_next(self, body: Callable[[], None], about: str) -> None:
         """Let `body` write this rank's pieces of the next version, then commit on all ranks.
 
         Raises what `body` raised, WorkError on the other ranks, or what the exchange
@@ -121,24 +121,24 @@ class Versions:
         error: Exception | None = None
         try:
             body()
-            reached("written")
+            pass_point("written")
             atomic_store(self._words, self._rank, self._transaction)
-            reached("prepared")
+            pass_point("prepared")
         except Exception as failure:
             error = failure
         try:
             told = f"{type(error).__name__}: {error}" if error else ""
             failures = all_gather_bytes(told.encode(), about, self._group)
-            reached("agreed")
+            pass_point("agreed")
         finally:
-            self._settle()
+            self._decide()
         if error is not None:
             raise error
         for rank, each in enumerate(failures):
             if each:
                 raise WorkError(f"rank {rank}: {each.decode()}; the parameters are as before")
 
-    def _settle(self) -> None:
+    def _decide(self) -> None:
         """Do (4) and (5): decide, or learn what was decided, and follow it."""
         ranks = range(self._ranks)
         everybody = all(atomic_load(self._words, rank) == self._transaction for rank in ranks)
@@ -148,13 +148,13 @@ class Versions:
             wanted = committed if everybody else aborted
             found = atomic_compare_exchange(self._words, self._ranks, before, wanted)
             before = wanted if found == before else found
-        reached("decided")
+        pass_point("decided")
         self.committed = before == committed
         if self.committed:
-            self._flip()
-        reached("settled")
+            self._switch()
+        pass_point("settled")
 
-    def _flip(self) -> None:
+    def _switch(self) -> None:
         for index, vector in self._next.items():
             parameter = self._parameters[index]
             self._next[index], self._now[index] = self._now[index], vector

@@ -15,7 +15,7 @@ from lockstep.errors import FileError
 from lockstep.files import make_folder, replace_file
 from lockstep.record.recorder import create_run_folder
 
-__all__ = ["save_last_good", "save_together", "save_weights"]
+__all__ = ["save_from_rank0", "save_last_good", "save_weights"]
 
 LAST_GOOD = "last-good.safetensors"
 
@@ -43,7 +43,7 @@ def save_weights(path: Path, state: Mapping[str, Any]) -> None:
         ) from error
 
 
-def save_together(path: Path, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
+def save_from_rank0(path: Path, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     """Let rank 0 write the file; return on all ranks when it is there, or raise on all."""
     failure = b""
     if dist.get_rank(group) == 0:
