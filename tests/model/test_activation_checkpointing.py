@@ -1,4 +1,4 @@
-"""Recomputation: the second forward of a block repeats the first, and leaves no trace."""
+"""Activation checkpointing: the second forward repeats the first without side effects."""
 
 import gc
 import random
@@ -13,9 +13,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import lockstep as ls
 from lockstep.errors import LayoutError, UsageError
-from lockstep.model.activation_checkpointing import Recomputation
+from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.buffers import Buffers
-from lockstep.model.units import in_backward
+from lockstep.model.units import is_in_backward
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -29,7 +29,7 @@ class Counted(nn.Module):
         self.inner, self.calls = inner, [0, 0]
 
     def forward(self, *args, **kwargs):
-        self.calls[in_backward()] += 1
+        self.calls[is_in_backward()] += 1
         return self.inner(*args, **kwargs)
 
 
@@ -37,8 +37,8 @@ def counted(*layers):
     return nn.Sequential(*map(Counted, layers))
 
 
-def recomputation(model):
-    return Recomputation(dict(model.named_children()), CPU)
+def make_checkpointing(model):
+    return ActivationCheckpointing(dict(model.named_children()), CPU)
 
 
 def gradients(model, inputs, again, passes):
@@ -48,8 +48,8 @@ def gradients(model, inputs, again, passes):
     numpy.random.seed(3)
     buffers = Buffers({"": model})
     leaf = inputs.clone().requires_grad_()
-    with again.active(buffers), again.told():
-        buffers.enter()
+    with again.enable(buffers), again.explain_errors():
+        buffers.install_copies()
         loss = model(leaf * 1.0).square().sum()
         for _ in range(passes):
             loss.backward(retain_graph=passes > 1)
@@ -63,8 +63,8 @@ def gradients(model, inputs, again, passes):
 def assert_repeated(model, passes=1):
     """Compare the bits with and without; return each block's calls in a second micro-batch."""
     inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(2))
-    expected = gradients(model, inputs, Recomputation({}, CPU), passes)
-    again = recomputation(model)
+    expected = gradients(model, inputs, ActivationCheckpointing({}, CPU), passes)
+    again = make_checkpointing(model)
     for _ in range(2):  # the first call of a block shows what it writes into
         for block in model:
             block.calls = [0, 0]
@@ -98,8 +98,8 @@ class Hidden(nn.Module):
 def test_activations_inside_a_block_are_let_go_of(recompute):
     model = nn.Sequential(Hidden(), Hidden())
     buffers = Buffers({"": model})
-    again = Recomputation(dict(model.named_children()) if recompute else {}, CPU)
-    with again.active(buffers):
+    again = ActivationCheckpointing(dict(model.named_children()) if recompute else {}, CPU)
+    with again.enable(buffers):
         loss = model(torch.randn(4, 6)).sum()
         alive = [block.given[0]() is not None for block in model]
         assert alive == [not recompute] * 2
@@ -219,8 +219,8 @@ def test_several_backward_passes_repeat_it_each_time():
 
 def test_a_step_that_is_broken_off_leaves_no_tensor_alive():
     model = nn.Sequential(Parting(), Overwriting())
-    again = recomputation(model)
-    with again.active(Buffers({"": model})):
+    again = make_checkpointing(model)
+    with again.enable(Buffers({"": model})):
         for _ in range(2):  # copies of all inputs, then of those that are known
             outputs, rest = model(torch.randn(3, 6, requires_grad=True) * 1.0)
             seen = weakref.ref(rest["h"])  # written in place: the block's input and its output
@@ -231,8 +231,8 @@ def test_a_step_that_is_broken_off_leaves_no_tensor_alive():
 
 def test_without_gradients_nothing_is_computed_twice():
     model = counted(nn.Linear(6, 6))
-    again = recomputation(model)
-    with again.active(Buffers({"": model})), torch.inference_mode():
+    again = make_checkpointing(model)
+    with again.enable(Buffers({"": model})), torch.inference_mode():
         model(torch.ones(2, 6))
     assert model[0].calls == [1, 0]
 
@@ -244,8 +244,8 @@ def test_no_module_keeps_another_forward():
 
     model = nn.Sequential(nn.Linear(6, 6), Fails())
     own = model[0].forward = partial(nn.Linear.forward, model[0])
-    again = recomputation(model)
-    with pytest.raises(ValueError, match="boom"), again.active(Buffers({"": model})):
+    again = make_checkpointing(model)
+    with pytest.raises(ValueError, match="boom"), again.enable(Buffers({"": model})):
         model(torch.ones(2, 6))
     assert vars(model[0])["forward"] is own
     assert "forward" not in vars(model[1])
@@ -313,10 +313,10 @@ class Spoiling(nn.Module):
 def test_what_cannot_be_repeated_is_refused(layers, passing, sentence):
     model = nn.Sequential(*layers)
     inputs = torch.randn(4, 6)
-    again = recomputation(model)
+    again = make_checkpointing(model)
 
     def train():
-        with again.active(Buffers({"": model})), again.told():
+        with again.enable(Buffers({"": model})), again.explain_errors():
             model(inputs.clone().requires_grad_() * 1.0).sum().backward()
 
     for _ in range(passing):
@@ -326,9 +326,9 @@ def test_what_cannot_be_repeated_is_refused(layers, passing, sentence):
 
 
 def test_errors_of_others_are_left_as_they_are():
-    plain, again = Recomputation({}, CPU), Recomputation({"0": nn.ReLU()}, CPU)
-    for recomputation, said in [(plain, "modified by an inplace operation"), (again, "boom")]:
-        with pytest.raises(RuntimeError, match=said) as caught, recomputation.told():
+    plain, again = ActivationCheckpointing({}, CPU), ActivationCheckpointing({"0": nn.ReLU()}, CPU)
+    for checkpointing, said in [(plain, "modified by an inplace operation"), (again, "boom")]:
+        with pytest.raises(RuntimeError, match=said) as caught, checkpointing.explain_errors():
             raise RuntimeError(said)
         assert type(caught.value) is RuntimeError
 

@@ -28,11 +28,11 @@ def run(write, leaves=3, ranks=1, rank=0, gathered=None):
     owned = split_evenly(leaves, ranks)
     buffers = Buffers({"": model})
     for leaf in owned[rank]:
-        buffers.enter()
+        buffers.install_copies()
         write(model, leaf)
-        buffers.leave(leaf, share=(leaf + 1) / 6)
+        buffers.collect(leaf, share=(leaf + 1) / 6)
     buffers.restore()
-    findings = buffers.findings()
+    findings = buffers.hash_results()
     everyone = [findings] if gathered is None else gathered(findings)
     buffers.merge(everyone, [nodes_of(each, leaves) for each in owned], leaves, None)
     return model
@@ -78,13 +78,13 @@ def test_a_buffer_keeps_its_identity_and_its_other_name():
     model = Holder()
     kept = model.mean
     buffers = Buffers({"": model})
-    buffers.enter()
+    buffers.install_copies()
     assert model.again.same is model.mean
     assert model.mean is not kept
     model.mean.add_(1)
-    buffers.leave(0, 1.0)
+    buffers.collect(0, 1.0)
     buffers.restore()
-    buffers.merge([buffers.findings()], [[(0, 1)]], 1, None)
+    buffers.merge([buffers.hash_results()], [[(0, 1)]], 1, None)
     assert model.mean is kept
     assert model.again.same is kept
     assert kept.tolist() == [1.0, 1.0]
@@ -95,7 +95,7 @@ def test_integers_that_differ_are_an_error_that_names_the_buffer():
         model.count += leaf
 
     with pytest.raises(
-        BufferMismatchError, match=r"buffer count .* only floating numbers have a mean"
+        BufferMismatchError, match=r"buffer count .* only floating-point buffers are averaged"
     ):
         run(write)
 

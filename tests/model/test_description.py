@@ -21,8 +21,8 @@ from lockstep.model.description import (
     describe_module,
     describe_optimizer,
     describe_tensors,
-    difference,
-    text,
+    describe_value,
+    find_difference,
 )
 
 SCALE = 2.0
@@ -33,7 +33,7 @@ class Colour(enum.Enum):
 
 
 def clause(*descriptions):
-    found = difference(descriptions)
+    found = find_difference(descriptions)
     return None if found is None else found.clause
 
 
@@ -74,24 +74,28 @@ def clause(*descriptions):
     ],
 )  # fmt: skip
 def test_the_text_of_a_value(value, expected):
-    assert text(value) == expected
+    assert describe_value(value) == expected
 
 
 def test_numbers_of_numpy_are_numbers():
     numpy = pytest.importorskip("numpy")
-    assert text(numpy.float64(0.1)) == text(0.1)
-    assert text(numpy.int32(3)) == "3"
-    assert text(numpy.arange(3)) == text(numpy.arange(3)) != text(numpy.arange(1, 4))
+    assert describe_value(numpy.float64(0.1)) == describe_value(0.1)
+    assert describe_value(numpy.int32(3)) == "3"
+    assert (
+        describe_value(numpy.arange(3))
+        == describe_value(numpy.arange(3))
+        != describe_value(numpy.arange(1, 4))
+    )
 
 
 def test_a_tensor_is_told_by_its_content():
-    assert text(torch.arange(4.0)) == text(torch.arange(4.0))
-    assert text(torch.arange(4.0)) != text(torch.arange(1.0, 5.0))
-    assert "torch.float32 of shape (4,)" in text(torch.arange(4.0))
+    assert describe_value(torch.arange(4.0)) == describe_value(torch.arange(4.0))
+    assert describe_value(torch.arange(4.0)) != describe_value(torch.arange(1.0, 5.0))
+    assert "torch.float32 of shape (4,)" in describe_value(torch.arange(4.0))
 
 
 def test_a_long_value_is_cut_and_told_by_its_hash():
-    first, second = text(list(range(500))), text([*range(499), 0])
+    first, second = describe_value(list(range(500))), describe_value([*range(499), 0])
     assert len(first) < 220
     assert first.startswith("[0, 1, 2, ")
     assert first != second
@@ -100,7 +104,7 @@ def test_a_long_value_is_cut_and_told_by_its_hash():
 def test_a_container_that_contains_itself_has_a_text():
     loop = []
     loop.append(loop)
-    assert text(loop).count("[") > 3
+    assert describe_value(loop).count("[") > 3
 
 
 scalars = st.sampled_from([None, True, False, 0, 1, 0.0, 1.0, -0.0, "", "1", "a, b", "'"])
@@ -119,7 +123,7 @@ def structure(value):
 
 @given(plain, plain)
 def test_texts_are_equal_exactly_for_equal_values(left, right):
-    assert (text(left) == text(right)) == (structure(left) == structure(right))
+    assert (describe_value(left) == describe_value(right)) == (structure(left) == structure(right))
 
 
 def test_texts_are_the_same_in_another_process(tmp_path):
@@ -456,7 +460,7 @@ def test_the_rank_that_differs_from_most_is_named(ranks, data):
 
 
 def test_the_hint_about_exemptions_is_for_attributes():
-    attribute = difference([{"model.1 (Dropout).p": "1"}, {"model.1 (Dropout).p": "2"}])
-    other = difference([{"loss (variable a)": "1"}, {"loss (variable a)": "2"}])
-    assert "lockstep_ignore" in attribute.sentence("do")
-    assert other.sentence("do") == ("rank 1: loss (variable a) is 2, on rank 0 it is 1; do")
+    attribute = find_difference([{"model.1 (Dropout).p": "1"}, {"model.1 (Dropout).p": "2"}])
+    other = find_difference([{"loss (variable a)": "1"}, {"loss (variable a)": "2"}])
+    assert "lockstep_ignore" in attribute.format_message("do")
+    assert other.format_message("do") == ("rank 1: loss (variable a) is 2, on rank 0 it is 1; do")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lockstep as ls
-from lockstep.model.digest import optimizer_tensors
+from lockstep.model.digest import name_optimizer_tensors
 
 STATE = {"b": torch.arange(6.0).view(2, 3), "a": torch.tensor(True), "c": torch.empty(0)}
 
@@ -56,7 +56,7 @@ def test_optimizer_state_is_named_after_the_parameters():
     optimizer = torch.optim.Adam([weight])
     weight.sum().backward()
     optimizer.step()
-    assert set(optimizer_tensors(optimizer, {weight: "layer.weight"})) == {
+    assert set(name_optimizer_tensors(optimizer, {weight: "layer.weight"})) == {
         "layer.weight/step",
         "layer.weight/exp_avg",
         "layer.weight/exp_avg_sq",

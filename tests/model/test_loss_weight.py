@@ -8,22 +8,27 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.model.loss_weight import ignored_targets, is_sum, shares, weight_of
+from lockstep.model.loss_weight import (
+    compute_shares,
+    count_ignored_targets,
+    infer_weight_function,
+    is_sum,
+)
 
 CLASS_WEIGHTS = torch.tensor([0.1, 5.0, 1.0, 0.5])
 
 
 def test_shares_are_parts_of_the_whole_and_leave_out_what_weighs_nothing():
-    assert shares({0: 1.0, 1: 0.0, 2: 3.0}) == {0: 0.25, 2: 0.75}
+    assert compute_shares({0: 1.0, 1: 0.0, 2: 3.0}) == {0: 0.25, 2: 0.75}
 
 
 def test_only_losses_that_say_so_get_a_weight_by_themselves():
-    assert weight_of(nn.CrossEntropyLoss()) is None
-    assert weight_of(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, reduction="sum")) is None
-    assert weight_of(nn.MSELoss()) is None
-    assert weight_of(None) is None
-    assert weight_of(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)) is not None
-    assert weight_of(nn.NLLLoss(ignore_index=0)) is not None
+    assert infer_weight_function(nn.CrossEntropyLoss()) is None
+    assert infer_weight_function(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, reduction="sum")) is None
+    assert infer_weight_function(nn.MSELoss()) is None
+    assert infer_weight_function(None) is None
+    assert infer_weight_function(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)) is not None
+    assert infer_weight_function(nn.NLLLoss(ignore_index=0)) is not None
 
 
 def test_target_weight_counts_what_the_mean_divides_by():
@@ -35,9 +40,9 @@ def test_target_weight_counts_what_the_mean_divides_by():
 
 def test_ignored_targets_are_counted_where_nothing_says_so():
     data = (None, torch.tensor([1, -100, -100]))
-    assert ignored_targets(nn.CrossEntropyLoss(), data) == 2
-    assert ignored_targets(nn.MSELoss(), data) == 0
-    assert ignored_targets(nn.CrossEntropyLoss(), (None, torch.rand(3, 2))) == 0
+    assert count_ignored_targets(nn.CrossEntropyLoss(), data) == 2
+    assert count_ignored_targets(nn.MSELoss(), data) == 0
+    assert count_ignored_targets(nn.CrossEntropyLoss(), (None, torch.rand(3, 2))) == 0
 
 
 def test_losses_that_add_are_not_scaled():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lockstep.model.memory_overlap import overlaps, overlaps_of_parameters
+from lockstep.model.memory_overlap import find_overlaps, find_parameter_overlaps
 
 BASE = torch.zeros(240)
 
@@ -29,7 +29,7 @@ BASE = torch.zeros(240)
     ],
 )
 def test_pairs_with_memory_in_common(tensors, expected):
-    assert overlaps(tensors) == expected
+    assert find_overlaps(tensors) == expected
 
 
 views = st.builds(
@@ -49,7 +49,7 @@ def test_two_views_overlap_where_an_element_belongs_to_both(tensors):
         for t in tensors
     ]
     expected = [(a, b) for a, b in combinations(range(len(tensors)), 2) if places[a] & places[b]]
-    assert overlaps(tensors) == expected
+    assert find_overlaps(tensors) == expected
 
 
 def test_parameters_are_named_and_a_tied_one_is_one():
@@ -59,14 +59,14 @@ def test_parameters_are_named_and_a_tied_one_is_one():
     c.register_buffer("copy", b.bias.data)
     c.register_buffer("again", c.copy.view(3, 1))  # two buffers
     model = nn.Sequential(a, b, c)
-    assert overlaps_of_parameters({"": model}) == [
+    assert find_parameter_overlaps({"": model}) == [
         ("0.weight", "2.weight"),
         ("1.bias", "2.copy"),
         ("1.bias", "2.again"),
     ]
     c.seen = c.bias.data
-    assert ("2.bias", "2.seen") not in overlaps_of_parameters({"": model})
-    assert ("2.bias", "2.seen") in overlaps_of_parameters({"": model}, attributes=True)
-    assert overlaps_of_parameters({"": a, "Other": c}) == [
+    assert ("2.bias", "2.seen") not in find_parameter_overlaps({"": model})
+    assert ("2.bias", "2.seen") in find_parameter_overlaps({"": model}, attributes=True)
+    assert find_parameter_overlaps({"": a, "Other": c}) == [
         ("weight", "Other.weight"),
     ]

@@ -120,7 +120,7 @@ def refusals(over):
 def test_parameters_that_forward_writes_and_generators_it_draws_from_are_named(ranks, n, over):
     found = ranks(refusals, n, over)
     assert all(each == found[0] for each in found)
-    rank = n - 1 if "stages" in over else 0
+    rank = n - 1 if "pipeline" in over else 0
     written = ["parameter 1.teacher.weight", "parameter 1.codes", "parameter 1.embedding.weight"]
     for said, subject in zip(found[0], written + ["the generator 1.generator"] * 4, strict=True):
         assert said.startswith(f"rank {rank}, step 0: {subject} was "), said

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.model.units import Units, units_of
+from lockstep.model.units import Units, find_units
 from lockstep.pipeline.partition import find_block_names
 from lockstep.randomness import key
 
@@ -29,24 +29,24 @@ def drawn_with(*parts):
 
 
 def units_in(model):
-    return Units(units_of(model, find_block_names(model, None)), model, seed=0, device=CPU)
+    return Units(find_units(model, find_block_names(model, None)), model, seed=0, device=CPU)
 
 
 def test_units_are_the_blocks_each_once_and_else_the_model():
     layers = [nn.Linear(1, 1), nn.ReLU()]
     shared = nn.Sequential(layers[0], layers[1], layers[0])
-    assert units_of(shared, ["0", "1", "2"]) == layers
+    assert find_units(shared, ["0", "1", "2"]) == layers
     alone = nn.Linear(1, 1)
-    assert units_of(alone) == [alone]
+    assert find_units(alone) == [alone]
 
 
 def test_every_unit_draws_from_its_own_key():
     first, second = Draws(), Draws()
     model = nn.Sequential(first, second)
     units = Units([first, second], model, seed=3, device=CPU)
-    with units.seeded():
+    with units.seed_calls():
         for step, m in [(0, 0), (0, 1), (7, 2)]:
-            units.begin(step, m)
+            units.begin_microbatch(step, m)
             before = torch.rand(()).item()
             model(torch.zeros(2))
             after = torch.rand(()).item()
@@ -60,8 +60,8 @@ def test_every_unit_draws_from_its_own_key():
 def test_a_unit_called_twice_draws_other_numbers():
     model = Draws()
     units = units_in(model)
-    with units.seeded():
-        units.begin(4, 5)
+    with units.seed_calls():
+        units.begin_microbatch(4, 5)
         model(torch.zeros(1))
         model(torch.zeros(1))
     assert model.drawn == [drawn_with(0, 4, 5, 0), drawn_with(0, 4, 5, 0, 1)]
@@ -71,8 +71,8 @@ def test_recomputation_repeats_the_numbers_of_its_own_call():
     model = Draws()
     units = units_in(model)
     weight = torch.ones(1, requires_grad=True)
-    with units.seeded():
-        units.begin(0, 0)
+    with units.seed_calls():
+        units.begin_microbatch(0, 0)
         # Three calls, each recomputed in backward, in whatever order autograd takes.
         outputs = [checkpoint(model, weight * (i + 1), use_reentrant=False) for i in range(3)]
         torch.stack(outputs).prod().backward()
@@ -87,8 +87,8 @@ def test_nothing_is_left_of_the_seeding():
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    with units.seeded():
-        units.begin(0, 0)
+    with units.seed_calls():
+        units.begin_microbatch(0, 0)
         model(torch.zeros(1))
     assert torch.equal(torch.rand(3), expected)
     assert not model._forward_hooks

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.errors import LossError, RankError
-from lockstep.model.units import in_backward
+from lockstep.model.units import is_in_backward
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = partial(torch.optim.AdamW, lr=0.01)
@@ -315,9 +315,9 @@ class Hidden(nn.Module):
         self.calls, self.given, self.alive = [0, 0], [], []
 
     def forward(self, x):
-        self.calls[in_backward()] += 1
+        self.calls[is_in_backward()] += 1
         hidden = torch.tanh(self.norm(self.first(x)))
-        if self.training and not in_backward():
+        if self.training and not is_in_backward():
             self.given.append(weakref.ref(hidden))
             hidden.register_hook(lambda _: self.alive.append(self.living()))
         return self.second(hidden)

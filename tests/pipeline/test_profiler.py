@@ -40,7 +40,7 @@ def clock(monkeypatch):
 
 def profile(blocks, recompute=False):
     alone = World(0, 1, 0, 1, 0, torch.device("cpu"), "gloo")
-    parallel = ParallelContext.of(
+    parallel = ParallelContext.from_world(
         alone, 1, lambda *_: None, None, None, (), activation_checkpointing=recompute
     )
     named = {str(number): block for number, block in enumerate(blocks)}

@@ -215,7 +215,7 @@ def test_a_buffer_that_comes_into_being_in_a_step_is_named(ranks):
                 self.scale = inputs.detach().std()
             return super().forward(inputs) / self.scale
 
-    with pytest.raises(RankError, match="buffer scale came into being in a training step"):
+    with pytest.raises(RankError, match="buffer scale was registered in a training step"):
         ranks(lambda: ls.Trainer(Lazy(), nn.CrossEntropyLoss(), SGD).step(rows()), 2)
 
 
@@ -478,11 +478,11 @@ def test_class_weights_with_soft_targets_and_with_a_label_out_of_range(ranks):
 
 
 def test_a_loss_made_by_partial_is_understood():
-    from lockstep.model.loss_weight import is_sum, weight_of
+    from lockstep.model.loss_weight import infer_weight_function, is_sum
 
     assert is_sum(partial(F.cross_entropy, reduction="sum"))
-    assert weight_of(partial(F.cross_entropy, ignore_index=0)) is not None
-    assert weight_of(partial(F.cross_entropy)) is None
+    assert infer_weight_function(partial(F.cross_entropy, ignore_index=0)) is not None
+    assert infer_weight_function(partial(F.cross_entropy)) is None
 
 
 def test_warnings_of_every_rank_reach_the_record(ranks, tmp_path):

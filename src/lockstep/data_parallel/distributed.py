@@ -25,9 +25,9 @@ from lockstep.data_parallel.join import DDPJoinHook, exchange_iteration, find_la
 from lockstep.data_parallel.mean_reducer import MeanReducer
 from lockstep.errors import UsageError
 from lockstep.launcher.world import world
-from lockstep.model.agreement import give_weights, require_same
+from lockstep.model.agreement import broadcast_weights, require_same_settings
 from lockstep.model.description import describe_tensors
-from lockstep.model.units import in_backward
+from lockstep.model.units import is_in_backward
 
 __all__ = ["DistributedDataParallel"]
 
@@ -77,10 +77,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._prefix = "module." if origin is module else "module._orig_mod."
         self._broadcast_buffers = broadcast_buffers
         self._group = process_group
-        require_same(
+        require_same_settings(
             describe_tensors("model", origin), "build the same model on every rank", process_group
         )
-        give_weights(origin, process_group, device)
+        broadcast_weights(origin, process_group, device)
         named = list(origin.named_parameters())
         self._frozen = [(name, each) for name, each in named if not each.requires_grad]
         self._reducer = MeanReducer(
@@ -104,7 +104,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                     "DistributedDataParallel, and is not now; its gradient would not be averaged: "
                     "wrap the model after unfreezing"
                 )
-        begins_pass = torch.is_grad_enabled() and not in_backward()
+        begins_pass = torch.is_grad_enabled() and not is_in_backward()
         if begins_pass:
             self._prepare_pass()
         outputs = self.module(*args, **kwargs)
@@ -159,7 +159,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "this DistributedDataParallel has a communication hook already; register only one"
             )
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        require_same(
+        require_same_settings(
             {"the communication hook": name}, "register the same hook on every rank", self._group
         )
         self._comm_hook = hook

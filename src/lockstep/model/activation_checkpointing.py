@@ -1,19 +1,18 @@
-"""Recomputation: a block's activations are computed again in backward, not kept until then.
+"""Activation checkpointing: the activations of a block are recomputed in backward.
 
     forward     x ──> block 0 ──x1──> block 1 ──x2──> block 2 ──> loss      kept: x, x1, x2
     backward    block 2 again from x2, its backward; block 1 again from x1, ...
 
-Also called activation checkpointing (Chen et al., 2016). A block costs a second forward
-and holds its activations for its own backward only. Its second forward repeats the first
-to the bit, and nobody sees that it took place:
+See Chen et al., 2016. A block costs a second forward and holds its activations during its own
+backward only. The second forward is bit-identical to the first and has no side effects:
 
-    inputs        are kept; of one that the block writes into, a copy that lies as it lay
-    generators    torch's, Python's and numpy's: as the block found them; then given back
-    buffers       as the block found them, in copies: batch norm counts a micro-batch once
-    autocast      as it was
+    inputs        are kept; an input that the block writes into is copied, with its alignment
+    generators    of torch, Python and numpy: their state at the first call, then restored
+    buffers       copies of those at the first call: batch norm counts a micro-batch once
+    autocast      as in the first call
 
-torch's own `checkpoint` does the work, without reentrance: autograd's graph, and so the
-order of its sums, is the one without recomputation.
+`torch.utils.checkpoint.checkpoint(use_reentrant=False)` does the work. It leaves the autograd
+graph, and so the order of its sums, as it is without checkpointing.
 """
 
 from __future__ import annotations
@@ -32,43 +31,43 @@ from lockstep.errors import LayoutError, UsageError
 from lockstep.model.buffers import Buffers
 from lockstep.randomness import isolated, remembered
 
-__all__ = ["Recomputation", "check_blocks"]
+__all__ = ["ActivationCheckpointing", "check_blocks"]
 
 ALIGNMENT = 64
 
 Forward = Callable[..., Any]
 
 
-class Recomputation:
-    """The blocks that are recomputed, by name; none where nobody asked for it."""
+class ActivationCheckpointing:
+    """Recomputes blocks in backward; does nothing without blocks."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
         self._names = {block: name for name, block in reversed(list(blocks.items()))}
         self._device = device
         self._written: dict[nn.Module, frozenset[int]] = {}
-        """Which of its inputs a block writes into, as its first call showed."""
+        """The inputs that each block writes into, as found in its first call."""
         self._repeated: nn.Module | None = None
 
     @contextmanager
-    def active(self, buffers: Buffers) -> Iterator[None]:
-        """Recompute every block in backward while the body runs; `buffers` are the step's."""
+    def enable(self, buffers: Buffers) -> Iterator[None]:
+        """Enable checkpointing of every block in the body; `buffers` are those of the step."""
         with ExitStack() as stack:
             for block in self._names:
-                forward = partial(self._called, block, block.forward, buffers)
-                stack.enter_context(_replaced(block, forward))
+                forward = partial(self._run, block, block.forward, buffers)
+                stack.enter_context(_replace_forward(block, forward))
             yield
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Raise UsageError by the block's name where a backward finds that one does not repeat."""
+    def explain_errors(self) -> Iterator[None]:
+        """Convert errors of a backward in the body into a UsageError that names the block."""
         try:
             yield
         except RuntimeError as error:
             if self._names and isinstance(error, CheckpointError):
                 raise UsageError(
-                    f"{self._block(self._repeated)} computed something else when it was "
-                    "recomputed: its forward may depend on its inputs, parameters, buffers and "
-                    "random numbers, not on what it counts itself; change that, or train without "
+                    f"{self._describe_block(self._repeated)} computed something else when it was "
+                    "recomputed: its forward must depend only on its inputs, parameters, buffers "
+                    "and random numbers, not on counters of its own; change that, or train without "
                     "activation_checkpointing=True"
                 ) from error
             if self._names and "modified by an inplace operation" in str(error):
@@ -79,65 +78,66 @@ class Recomputation:
                 ) from error
             raise
 
-    def _called(
+    def _run(
         self, block: nn.Module, forward: Forward, buffers: Buffers, *args: Any, **kwargs: Any
     ) -> Any:
-        """Do the block's forward, so that backward repeats it."""
-        if not torch.is_grad_enabled() or self._keeps_less(block):
+        """Run the forward of a block so that backward can repeat it."""
+        if not torch.is_grad_enabled() or self._is_not_worthwhile(block):
             return forward(*args, **kwargs)
         found, structure = tree_flatten((args, kwargs))
         numbers = {key: number for number, key in enumerate(dict.fromkeys(map(id, found)))}
         order = [numbers[id(each)] for each in found]
         given = list({id(each): each for each in found}.values())
         versions = [_version(each) for each in given]
-        first = [(args, kwargs)]  # the first call takes it: nothing may hold what it writes into
-        restore, seen = remembered(self._device, everything=True), buffers.seen_by(block)
+        first = [(args, kwargs)]  # popped by the first call: no reference to the inputs may remain
+        restore, seen = remembered(self._device, everything=True), buffers.take_snapshot(block)
 
         def run(*kept: Any) -> Any:
             if first:
                 args, kwargs = first.pop()
                 return forward(*args, **kwargs)
             self._repeated = block
-            copies = self._copied(block, kept)
+            copies = self._copy_inputs(block, kept)
             again = tree_unflatten([copies[number] for number in order], structure)
-            with isolated(self._device, everything=True), buffers.again(seen):
+            with isolated(self._device, everything=True), buffers.restore_snapshot(seen):
                 restore()
                 return forward(*again[0], **again[1])
 
-        kept = self._copied(block, given)
+        kept = self._copy_inputs(block, given)
         result = checkpoint(run, *kept, use_reentrant=False, preserve_rng_state=False)
-        self._note(block, given, versions)
+        self._record_writes(block, given, versions)
         return result
 
-    def _keeps_less(self, block: nn.Module) -> bool:
-        """Tell whether a block, such as a ReLU in place, keeps its result where its input was.
+    def _is_not_worthwhile(self, block: nn.Module) -> bool:
+        """Return whether a block writes its result into its input, as an in-place ReLU does.
 
-        The next block keeps that anyway, and a copy of the input would come on top.
+        The next block keeps the result anyway, and a copy of the input would need more memory.
         """
         return bool(self._written.get(block)) and next(block.parameters(), None) is None
 
-    def _copied(self, block: nn.Module, given: Sequence[Any]) -> list[Any]:
-        """Return what a block is given, with copies of what it may write into."""
+    def _copy_inputs(self, block: nn.Module, given: Sequence[Any]) -> list[Any]:
+        """Return the inputs of a block, with copies of those that it may write into."""
         written = self._written.get(block, range(len(given)))
         return [_copy(each) if number in written else each for number, each in enumerate(given)]
 
-    def _note(self, block: nn.Module, given: Sequence[Any], before: Sequence[int]) -> None:
-        """Note which inputs a block wrote into; UsageError where its copies do not help."""
+    def _record_writes(self, block: nn.Module, given: Sequence[Any], before: Sequence[int]) -> None:
+        """Record the inputs that a block wrote into; UsageError if copies do not help."""
         changed = [n for n, each in enumerate(given) if _version(each) != before[n]]
         known = self._written.setdefault(block, frozenset(changed))
         memory = {given[number].untyped_storage().data_ptr() for number in changed}
         if not known.issuperset(changed):
             raise UsageError(
-                f"{self._block(block)} writes into an input that its first call did not write "
-                "into: with activation_checkpointing=True it must do so in every call, or in none"
+                f"{self._describe_block(block)} writes into an input that its first call did not "
+                "write into: with activation_checkpointing=True it must write into the same "
+                "inputs in every call"
             )
         if len(memory) < len(changed):
             raise UsageError(
-                f"{self._block(block)} writes into an input that shares its memory with another "
-                "one: with activation_checkpointing=True give it a copy (.clone()) of one of them"
+                f"{self._describe_block(block)} writes into an input that shares its memory with "
+                "another one: with activation_checkpointing=True pass a copy (.clone()) of one"
             )
 
-    def _block(self, block: nn.Module | None) -> str:
+    def _describe_block(self, block: nn.Module | None) -> str:
         return "a block" if block is None else f"block {self._names[block]}"
 
 
@@ -151,14 +151,14 @@ def check_blocks(model: nn.Module, names: Sequence[str]) -> None:
     if not names:
         raise LayoutError(
             f"activation_checkpointing=True recomputes block by block, and {type(model).__name__} "
-            "names no blocks: give a torch.nn.Sequential, a method blocks(), or "
+            "names no blocks: pass a torch.nn.Sequential, define a method blocks(), or pass "
             "PipelineConfig(blocks=[...]) with the modules that its forward calls"
         )
 
 
 @contextmanager
-def _replaced(block: nn.Module, forward: Forward) -> Iterator[None]:
-    """Let a module have another forward, in the place of the class's or of one of its own."""
+def _replace_forward(block: nn.Module, forward: Forward) -> Iterator[None]:
+    """Replace the forward of a module in the body."""
     own = vars(block).get("forward")
     vars(block)["forward"] = forward
     try:
@@ -176,9 +176,9 @@ def _version(value: Any) -> int:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a tensor, with its history, strides and distance from a 64-byte boundary.
+    """Return a copy of a tensor with its grad_fn, strides and alignment to 64 bytes.
 
-    What no operation can write into, such as an expanded tensor, is returned itself.
+    A tensor that no operation can write into, such as an expanded one, is returned as is.
     """
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return value

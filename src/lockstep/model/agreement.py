@@ -1,9 +1,9 @@
-"""Agreement: all ranks begin with the same settings and weights, or say where theirs differ.
+"""Agreement: all ranks start with the same settings and weights; differences raise an error.
 
 rank           0      1      2      3          2 replicas of 2 stages
-block 0      alive    -    alive    -          rank 0 gives it to rank 2
-block 1        -    alive    -    alive        rank 1 gives it to rank 3
-                     (-: on the meta device, known by names and shapes only)
+block 0      memory   -    memory   -          rank 0 sends it to rank 2
+block 1        -    memory   -    memory       rank 1 sends it to rank 3
+                     (-: on the meta device, with names and shapes only)
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch import nn
 from lockstep.comm.collectives import all_gather_bytes, broadcast_tensors, send_tensors
 from lockstep.errors import DisagreementError, UsageError
 from lockstep.model.deferred_init import materialize, named_tensors
-from lockstep.model.description import difference
+from lockstep.model.description import find_difference
 
-__all__ = ["give_weights", "require_same"]
+__all__ = ["broadcast_weights", "require_same_settings"]
 
 WITHOUT, WANTED, HELD = 0, 1, 2
-"""What a rank says of a tensor: it needs none, it needs it and lacks it, it has it."""
+"""The state of a tensor on a rank: not needed, needed but without memory, with memory."""
 
 TOPIC = "comparing settings"
 
 
-def require_same(
+def require_same_settings(
     description: Mapping[str, str], advice: str, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Compare what decides the bits; the ranks exchange 16 bytes where it is the same.
+    """Compare the settings that determine results. Equal settings need only a hash of 16 bytes.
 
     Args:
-        description: Values by entry, of this rank.
-        advice: How to make them the same, the end of the message.
+        description: The settings of this rank: values by entry.
+        advice: How to make them the same; the end of the message.
         group: The ranks to compare.
 
     Raises:
@@ -50,30 +50,35 @@ def require_same(
         return
     message = zlib.compress(json.dumps(description).encode())
     everyone = all_gather_bytes(message, f"{TOPIC}, which differ", group)
-    found = difference([json.loads(zlib.decompress(each)) for each in everyone])
+    found = find_difference([json.loads(zlib.decompress(each)) for each in everyone])
     if found is not None:
-        raise DisagreementError(found.sentence(advice))
+        raise DisagreementError(found.format_message(advice))
 
 
-def give_weights(
+def broadcast_weights(
     module: nn.Module,
     group: dist.ProcessGroup | None = None,
     device: str | torch.device = "cpu",
     needed: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Give every rank the parameters and buffers of the first rank that has them.
+    """Send parameters and buffers to every rank, from the first rank that has them.
 
-    Names, shapes, strides and dtypes are the same on all ranks. What is on the meta device
-    here gets memory on `device` where it is `needed`.
+    Names, shapes, strides and dtypes must be the same on all ranks.
+
+    Args:
+        module: The module.
+        group: The ranks.
+        device: The device for tensors that are on the meta device here.
+        needed: Returns whether this rank needs a tensor, by name.
 
     Raises:
-        UsageError: No rank has what some rank needs.
+        UsageError: No rank has a tensor that some rank needs.
     """
     marks = [
         (WANTED if needed(name) else WITHOUT) if tensor.is_meta else HELD
         for name, tensor in named_tensors(module).items()
     ]
-    everyone = all_gather_bytes(bytes(marks), "giving weights to each other", group)
+    everyone = all_gather_bytes(bytes(marks), "broadcasting weights", group)
     plan = _plan(list(named_tensors(module)), everyone)
     materialize(module, device, needed)
     tensors = list(named_tensors(module).values())
@@ -88,17 +93,17 @@ def give_weights(
 def _plan(
     names: Sequence[str], everyone: Sequence[bytes]
 ) -> dict[tuple[int, tuple[int, ...]], list[int]]:
-    """Return the numbers of the tensors by the rank that gives them and those that have them."""
+    """Return the numbers of the tensors by their source rank and the ranks that need them."""
     plan: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     for number, name in enumerate(names):
-        said = [marks[number] for marks in everyone]
-        takers = tuple(rank for rank, mark in enumerate(said) if mark != WITHOUT)
-        if takers and HELD not in said:
+        states = [marks[number] for marks in everyone]
+        takers = tuple(rank for rank, mark in enumerate(states) if mark != WITHOUT)
+        if takers and HELD not in states:
             raise UsageError(
-                f"{name} is on the meta device on every rank, so that nobody has its weights: load "
-                "them on one rank, or give the model's blocks as a list of callables, which come "
-                "to life where they are needed"
+                f"{name} is on the meta device on every rank, so no rank has its weights: load "
+                "them on one rank, or pass the model's blocks as a list of callables, which build "
+                "them on the ranks that need them"
             )
         if takers:
-            plan.setdefault((said.index(HELD), takers), []).append(number)
+            plan.setdefault((states.index(HELD), takers), []).append(number)
     return plan

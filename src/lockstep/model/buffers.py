@@ -1,17 +1,17 @@
-"""Buffers: what micro-batches write besides gradients (batch-norm statistics).
+"""Buffers: state that micro-batches write besides gradients, such as batch-norm statistics.
 
-    step's buffers ──copy──> micro-batch 0 ──> result 0 ┐ all the same bits: adopted
-                   ──copy──> micro-batch 1 ──> result 1 ┤ floating, different: tree mean,
-                   ──copy──> micro-batch 2 ──> result 2 ┘   weighted by samples
-                                                          other, different: an error
+    buffers of the step ──copy──> micro-batch 0 ──> result 0 ┐ same bits: that result
+                        ──copy──> micro-batch 1 ──> result 1 ┤ different floats: mean along the
+                        ──copy──> micro-batch 2 ──> result 2 ┘   tree, weighted by samples
+                                                               other differences: an error
 
-Every micro-batch starts from the step's buffers, so that what it computes does
-not depend on who computed the one before. This differs on purpose from
-DistributedDataParallel, which gives everybody the buffers of rank 0. The mean
-is added in float32 (float64 stays float64) and rounded once.
+Every micro-batch starts from the buffers of the step, so its results do not depend on the
+rank that computed the previous one. This differs on purpose from DistributedDataParallel,
+which broadcasts the buffers of rank 0. The mean is computed in float32 (float64 for float64)
+and rounded once.
 
-What counts is bits, not writes: batch norm writes its statistics without
-telling autograd's version counter.
+Changes are detected by bits and not by version counters: batch norm writes its statistics
+without incrementing them.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from lockstep.comm.reproducible_all_reduce import (
 from lockstep.comm.tree import Fold, Node
 from lockstep.errors import BufferMismatchError
 
-__all__ = ["Buffers", "Finding", "Paused", "Seen"]
+__all__ = ["BufferHash", "BufferSnapshot", "Buffers", "PausedBuffers"]
 
-Finding = str
-"""What one rank reports of one buffer: the hash of its results, `START` or `DIFFER`."""
+BufferHash = str
+"""The hash of one rank's results for one buffer, or `UNCHANGED`, or `DIVERGED`."""
 
-Paused = list[tuple[torch.Tensor | None, torch.Tensor | None]]
-"""Of each buffer what a micro-batch made of it so far, and the copy that it was given."""
+PausedBuffers = list[tuple[torch.Tensor | None, torch.Tensor | None]]
+"""For each buffer, its value in a paused micro-batch, and the copy that was installed."""
 
-Seen = list[tuple["_Slot", torch.Tensor | None]]
-"""What a call of a module found in its buffers."""
+BufferSnapshot = list[tuple["_Slot", torch.Tensor | None]]
+"""The values of a module's buffers at the start of a call."""
 
-START = ""  # they are what the step began with
-DIFFER = "differ"
+UNCHANGED = ""  # the results equal the buffer at the start of the step
+DIVERGED = "differ"  # micro-batches of the same rank have different results
 
 BUCKET_BYTES = 4 << 20
 
 
 @dataclass
 class _Slot:
-    """One buffer: its tensor, the places where it is registered, a copy that can be used again."""
+    """One buffer: its tensor, the modules that register it, and a reusable copy."""
 
     name: str
     tensor: torch.Tensor
@@ -64,7 +64,7 @@ class _Slot:
     overlaps: bool = False
 
 
-def _slots(modules: Mapping[str, nn.Module]) -> list[_Slot]:
+def _find_slots(modules: Mapping[str, nn.Module]) -> list[_Slot]:
     found: dict[int, _Slot] = {}
     for root, model in modules.items():
         for prefix, module in model.named_modules():
@@ -80,7 +80,7 @@ def _slots(modules: Mapping[str, nn.Module]) -> list[_Slot]:
     return list(found.values())
 
 
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+def _has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left is right:
         return True
     if left.dtype != right.dtype or left.shape != right.shape:
@@ -93,7 +93,7 @@ class Buffers:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
-        self._slots = _slots(modules)
+        self._slots = _find_slots(modules)
         self._results: dict[int, list[torch.Tensor]] = {}
         self._shares: dict[int, float] = {}
 
@@ -101,35 +101,37 @@ class Buffers:
         """Return the step's buffers."""
         return [slot.tensor for slot in self._slots]
 
-    def enter(self) -> None:
-        """Put a copy of the step's buffers into the model."""
+    def install_copies(self) -> None:
+        """Install copies of the step's buffers in the model."""
         for slot in self._slots:
             if slot.copy is None:
                 slot.copy = slot.tensor.detach().clone()
             for module, name in slot.places:
                 module._buffers[name] = slot.copy
 
-    def leave(self, microbatch: int, share: float) -> None:
-        """Take the buffers as `microbatch` left them; `share` is its part of the samples."""
-        self._results[microbatch] = [self._left(slot) for slot in self._slots]
+    def collect(self, microbatch: int, share: float) -> None:
+        """Collect the buffers after a micro-batch; `share` is its share of the samples."""
+        self._results[microbatch] = [self._read_result(slot) for slot in self._slots]
         self._shares[microbatch] = share
 
-    def pause(self) -> Paused:
-        """Take out what the micro-batch in the model made so far; another one may enter."""
-        held = [(module._buffers[name], slot.copy) for slot, (module, name) in self._first()]
+    def pause(self) -> PausedBuffers:
+        """Remove and return the buffers of the current micro-batch; another one may start."""
+        held = [
+            (module._buffers[name], slot.copy) for slot, (module, name) in self._iterate_places()
+        ]
         for slot in self._slots:
             slot.copy = None
         self.restore()
         return held
 
-    def resume(self, held: Paused) -> None:
+    def resume(self, held: PausedBuffers) -> None:
         """Put back what `pause` returned."""
         for slot, (tensor, copy) in zip(self._slots, held, strict=True):
             slot.copy = copy
             for module, name in slot.places:
                 module._buffers[name] = tensor
 
-    def _first(self) -> Iterator[tuple[_Slot, tuple[nn.Module, str]]]:
+    def _iterate_places(self) -> Iterator[tuple[_Slot, tuple[nn.Module, str]]]:
         for slot in self._slots:
             yield slot, slot.places[0]
 
@@ -140,28 +142,28 @@ class Buffers:
                 module._buffers[name] = slot.tensor
 
     @contextmanager
-    def untouched(self) -> Iterator[None]:
-        """Let the body write into a copy of the buffers that nobody keeps."""
+    def preserve(self) -> Iterator[None]:
+        """Run the body on copies of the buffers, which are discarded."""
         for slot in self._slots:
             slot.copy = None
-        self.enter()
+        self.install_copies()
         try:
             yield
         finally:
             self.restore()
 
-    def seen_by(self, module: nn.Module) -> Seen:
-        """Return what a call of `module` that begins now finds in its buffers."""
+    def take_snapshot(self, module: nn.Module) -> BufferSnapshot:
+        """Return the current values of a module's buffers."""
         inside = set(module.modules())
         return [
-            (slot, self._found(slot))
+            (slot, self._read_current(slot))
             for slot in self._slots
             if any(holder in inside for holder, _ in slot.places)
         ]
 
     @contextmanager
-    def again(self, seen: Seen) -> Iterator[None]:
-        """Let the body repeat a call, on copies of the buffers that it saw; nobody keeps them."""
+    def restore_snapshot(self, seen: BufferSnapshot) -> Iterator[None]:
+        """Install copies of a snapshot in the body, which repeats a call; they are discarded."""
         held = [
             (module, name, module._buffers[name])
             for slot, _ in seen
@@ -177,31 +179,37 @@ class Buffers:
             for module, name, tensor in held:
                 module._buffers[name] = tensor
 
-    def _found(self, slot: _Slot) -> torch.Tensor | None:
-        """Return what is in the model of a buffer: the step's own tensor where it is the same."""
+    def _read_current(self, slot: _Slot) -> torch.Tensor | None:
+        """Return the current value of a buffer: the step's own tensor if it has the same bits."""
         module, name = slot.places[0]
         tensor = module._buffers[name]
-        if tensor is None or _same_bits(tensor, slot.tensor):
+        if tensor is None or _has_same_bits(tensor, slot.tensor):
             return slot.tensor if tensor is not None else None
         return tensor.detach().clone()
 
-    def findings(self, alone: bool = False) -> list[Finding]:
-        """Return for every buffer the hash of this rank's results; nothing if it has none.
+    def hash_results(self, is_alone: bool = False) -> list[BufferHash]:
+        """Return the hash of this rank's results for every buffer.
 
-        `alone` there is nobody to compare with, and no hash is computed. Raises
-        BufferMismatchError for a buffer that was not there when the step began.
+        Args:
+            is_alone: Whether there is no other rank to compare with; then no hash is computed.
+
+        Returns:
+            The hashes; an empty list if this rank computed no micro-batches.
+
+        Raises:
+            BufferMismatchError: A buffer was registered or removed during the step.
         """
-        if len(now := _slots(self._modules)) != len(self._slots):
+        if len(now := _find_slots(self._modules)) != len(self._slots):
             known = {slot.name for slot in self._slots}
             (new, *_) = [slot.name for slot in now if slot.name not in known] or ["(one is gone)"]
             raise BufferMismatchError(
-                f"buffer {new} came into being in a training step, so that each rank would have "
-                "another one: give it a value before training"
+                f"buffer {new} was registered in a training step, so each rank would have a "
+                "different one: register it before training"
             )
         if not self._results:
             return []
         return [
-            self._finding(slot, column, alone)
+            self._hash_result(slot, column, is_alone)
             for slot, column in zip(
                 self._slots, zip(*self._results.values(), strict=True), strict=True
             )
@@ -210,37 +218,45 @@ class Buffers:
     @torch.no_grad()
     def merge(
         self,
-        findings: Sequence[Sequence[Finding]],
+        hashes: Sequence[Sequence[BufferHash]],
         holders: Sequence[Sequence[Node]],
         leaves: int,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Write the step's outcome into the restored buffers, given what every rank found.
+        """Write the merged results of the step into the restored buffers.
 
-        `holders` are the nodes of each rank, as for the gradients. Raises
-        `BufferMismatchError` for a buffer whose results differ and have no mean.
+        Args:
+            hashes: The hashes of every rank.
+            holders: The nodes of the tree that each rank holds, as for the gradients.
+            leaves: The number of micro-batches.
+            group: The ranks that hold these buffers.
+
+        Raises:
+            BufferMismatchError: The results of an integer buffer differ.
         """
-        reports = [report for report in findings if report]
+        reports = [report for report in hashes if report]
         columns = [set(column) for column in zip(*reports, strict=True)]
-        differing = [n for n, seen in enumerate(columns) if DIFFER in seen or len(seen) > 1]
-        changed = [n for n, seen in enumerate(columns) if seen != {START} and n not in differing]
+        differing = [n for n, seen in enumerate(columns) if DIVERGED in seen or len(seen) > 1]
+        changed = [
+            n for n, seen in enumerate(columns) if seen != {UNCHANGED} and n not in differing
+        ]
         for number in differing:
             self._require_mean(self._slots[number])
         if self._results:
             first = next(iter(self._results.values()))
             for number in changed:
                 self._slots[number].tensor.copy_(first[number])
-        if len(reports) < len(findings) and changed:
-            # Some rank computed nothing of this batch: it gets them from one that did.
-            source = next(rank for rank, report in enumerate(findings) if report)
+        if len(reports) < len(hashes) and changed:
+            # A rank without micro-batches receives the results from one that has some.
+            source = next(rank for rank, report in enumerate(hashes) if report)
             broadcast_tensors([self._slots[number].tensor for number in changed], group, source)
-        for number, mean in self._means(differing, holders, leaves, group):
+        for number, mean in self._compute_means(differing, holders, leaves, group):
             self._slots[number].tensor.copy_(mean)
 
-    def _left(self, slot: _Slot) -> torch.Tensor:
-        """Return what a micro-batch left of a buffer: the slot's own tensor where it wrote nothing.
+    def _read_result(self, slot: _Slot) -> torch.Tensor:
+        """Return a buffer after a micro-batch: the slot's own tensor if nothing was written.
 
-        The copy then serves the next micro-batch too.
+        The copy is then reused for the next micro-batch.
         """
         module, name = slot.places[0]
         result = module._buffers[name]
@@ -249,7 +265,7 @@ class Buffers:
                 f"buffer {slot.name} changed its shape in a training step: buffers must keep "
                 f"their shape {tuple(slot.tensor.shape)}"
             )
-        if _same_bits(result, slot.tensor):
+        if _has_same_bits(result, slot.tensor):
             if result is not slot.copy:
                 slot.copy = None
             return slot.tensor
@@ -261,31 +277,33 @@ class Buffers:
         slot.copy = None
         return result.detach()
 
-    def _finding(self, slot: _Slot, results: Sequence[torch.Tensor], alone: bool) -> Finding:
+    def _hash_result(
+        self, slot: _Slot, results: Sequence[torch.Tensor], is_alone: bool
+    ) -> BufferHash:
         first, *others = results
-        if not all(_same_bits(first, other) for other in others):
-            return DIFFER
+        if not all(_has_same_bits(first, other) for other in others):
+            return DIVERGED
         if first is slot.tensor:
-            return START
-        return "same" if alone else _hash(first)
+            return UNCHANGED
+        return "same" if is_alone else _hash(first)
 
-    def _means(
+    def _compute_means(
         self,
         differing: Sequence[int],
         holders: Sequence[Sequence[Node]],
         leaves: int,
         group: dist.ProcessGroup | None,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Add the weighted results of the buffers in `differing` along the tree."""
+        """Sum the weighted results of the buffers in `differing` along the tree."""
         if not differing:
             return
         slots = [self._slots[number].tensor for number in differing]
-        dtypes = [_accumulator(tensor.dtype) for tensor in slots]
+        dtypes = [_get_accumulation_dtype(tensor.dtype) for tensor in slots]
         fold: Fold[list[torch.Tensor | None]] = Fold(leaves, add_lists)
         rank = dist.get_rank(group) if len(holders) > 1 else 0
         for lo, hi in holders[rank]:
             for leaf in range(lo, hi):
-                fold.put((leaf, leaf + 1), self._terms(leaf, differing, dtypes))
+                fold.put((leaf, leaf + 1), self._get_terms(leaf, differing, dtypes))
         if len(holders) == 1:
             (sums,) = fold.nodes.values()
             pairs = list(enumerate(sums))
@@ -303,10 +321,10 @@ class Buffers:
             assert mean is not None
             yield differing[index], mean.view(slots[index].shape)
 
-    def _terms(
+    def _get_terms(
         self, leaf: int, differing: Sequence[int], dtypes: Sequence[torch.dtype]
     ) -> list[torch.Tensor | None]:
-        """Return the weighted results of one micro-batch; nothing where it was left out."""
+        """Return the weighted results of one micro-batch; None if it was skipped."""
         if leaf not in self._results:
             return [None] * len(differing)
         return [
@@ -318,12 +336,12 @@ class Buffers:
         if not slot.tensor.is_floating_point():
             raise BufferMismatchError(
                 f"buffer {slot.name} ({slot.tensor.dtype}) got different values in different "
-                "micro-batches, and only floating numbers have a mean here: let it be floating, "
-                "or write it outside of the training step"
+                "micro-batches, and only floating-point buffers are averaged: use a floating-point "
+                "dtype, or write it outside of the training step"
             )
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
+def _get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

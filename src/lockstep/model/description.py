@@ -1,4 +1,4 @@
-"""Descriptions: what decides the bits of a training, as flat tables that ranks can compare.
+"""Descriptions: the settings that determine results, as flat tables that ranks can compare.
 
     entry                                       value
     model.1                                     torch.nn.modules.dropout.Dropout
@@ -8,10 +8,10 @@
     optimizer.param_groups[0].betas             (0.9, 0.999)
     scheduler.gamma                             0.9
 
-Values are texts without memory addresses, device indices or file paths, so ranks that train
-alike have equal tables. Of an object without a canonical text only the type is described.
-Attributes that may differ between ranks are exempt if their object names them in an attribute
-`lockstep_ignore`, its own or its class's.
+Values are strings without memory addresses, device indices or file paths, so ranks with the same
+settings have equal tables. Objects without a canonical string are described by their type.
+Attributes that may differ between ranks are excluded if the object or its class lists them in
+an attribute `lockstep_ignore`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ __all__ = [
     "PLAIN",
     "Description",
     "Difference",
-    "attributes",
     "describe",
     "describe_environment",
     "describe_module",
@@ -57,24 +56,25 @@ __all__ = [
     "describe_optimizer",
     "describe_options",
     "describe_tensors",
-    "difference",
-    "text",
+    "describe_value",
+    "find_difference",
+    "iterate_attributes",
 ]
 
 Description = dict[str, str]
-"""Values by entry, in the order in which a program would set them."""
+"""Values by entry, in the order in which a program sets them."""
 
 PLAIN = frozenset({bool, int, float, complex, NoneType})
 """Types whose `repr` is the same in every process; strings may name a device."""
 
 UNKNOWN = "unknown"
-"""The content of a tensor that is on the meta device here: compared with nothing."""
+"""The content of a tensor on the meta device: it is not compared."""
 
-LONGEST = 160  # characters of a value; of a longer one the hash is compared
-DEEPEST = 8  # containers within containers
+LONGEST = 160  # characters of a value; longer values are compared by hash
+DEEPEST = 8  # nested containers
 
 NAMED = (type, BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType)
-"""What has a name that all processes know it by."""
+"""Types whose objects have a name that is the same in all processes."""
 
 INDEXED_DEVICE = re.compile(r"(cuda|xpu|hpu|mps|npu|xla|privateuseone):\d+")
 
@@ -82,24 +82,23 @@ HIDDEN_OF_MODULES = MACHINERY - {"training"}
 HIDDEN_OF_OPTIMIZERS = frozenset({"state", "param_groups", "defaults"})
 
 
-# --- what is described ------------------------------------------------------------------------
+# --- objects and their entries ----------------------------------------------------------------
 
 
 def describe(path: str, value: Any, within: Collection[int] = ()) -> Description:
     """Describe one argument of a training.
 
     Args:
-        path: What its entries begin with.
+        path: The prefix of its entries.
         value: A module, a function, a mapping or sequence of them, or a plain value.
-        within: What is being described already, by id.
+        within: The ids of the enclosing objects.
 
     Returns:
-        Of a module its tree; of a function its name, bound arguments, code, closure and the
-        numbers among its globals; of another object that can be called its type and its
-        attributes; of anything else one entry.
+        For a module, its tree; for a function, its name, bound arguments, code, closure and
+        numeric globals; for another callable, its type and attributes; otherwise one entry.
     """
     if id(value) in within or not _has_parts(value):
-        return {path: text(value)}
+        return {path: describe_value(value)}
     inner = [*within, id(value)]
     if isinstance(value, nn.Module):
         return describe_module(path, value)
@@ -115,10 +114,10 @@ def describe(path: str, value: Any, within: Collection[int] = ()) -> Description
         found = describe(path, value.func, inner)
     elif isinstance(value, MethodType):
         members = [(".__self__", value.__self__)]
-        found = {path: text(value)}
+        found = {path: describe_value(value)}
     elif isinstance(value, FunctionType):
         members = list(_variables(value))
-        found = {path: text(value)}
+        found = {path: describe_value(value)}
     else:
         return describe_object(path, value, within)
     for name, each in members:
@@ -128,7 +127,7 @@ def describe(path: str, value: Any, within: Collection[int] = ()) -> Description
 
 def describe_object(path: str, value: Any, within: Collection[int] = ()) -> Description:
     """Describe the type of an object, such as a scheduler, and its attributes."""
-    found = {path: text(type(value))}
+    found = {path: describe_value(type(value))}
     hidden = HIDDEN_OF_OPTIMIZERS if isinstance(value, Optimizer) else frozenset()
     for name, each in _compared(value):
         # Hooks have numbers that count all hooks of the process.
@@ -145,9 +144,9 @@ def describe_module(path: str, module: nn.Module) -> Description:
         if first != place:
             found[place] = f"the same module as {first}"
             continue
-        found[place] = text(type(part))
-        for name, value in attributes(part):
-            found[f"{place} ({type(part).__name__}).{name}"] = text(value)
+        found[place] = describe_value(type(part))
+        for name, value in iterate_attributes(part):
+            found[f"{place} ({type(part).__name__}).{name}"] = describe_value(value)
         found |= {f"{place}.{name}": "None" for name, each in part._modules.items() if each is None}
         found |= _describe_tensors(place, part, tensors)
     return found
@@ -169,8 +168,8 @@ def describe_optimizer(
     """Describe an optimizer: its type, its attributes, and each parameter group.
 
     Args:
-        path: What the entries begin with.
-        optimizer: As the factory made it, before its first step.
+        path: The prefix of the entries.
+        optimizer: The optimizer, before its first step.
         names: The names of the model's parameters.
     """
     found = describe_object(path, optimizer) | describe_options(path, optimizer)
@@ -184,7 +183,7 @@ def describe_optimizer(
 def describe_options(path: str, optimizer: Optimizer) -> Description:
     """Describe the options of each parameter group: learning rate, betas and so on."""
     return {
-        f"{path}.param_groups[{number}].{name}": text(value)
+        f"{path}.param_groups[{number}].{name}": describe_value(value)
         for number, group in enumerate(optimizer.param_groups)
         for name, value in group.items()
         if name != "params"
@@ -192,7 +191,7 @@ def describe_options(path: str, optimizer: Optimizer) -> Description:
 
 
 def describe_environment() -> Description:
-    """Describe the settings of torch that decide bits."""
+    """Describe the settings of torch that determine results."""
     return {
         "torch.__version__": torch.__version__,
         "torch.get_num_threads()": str(torch.get_num_threads()),
@@ -205,11 +204,11 @@ def describe_environment() -> Description:
     }
 
 
-def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def iterate_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Return the attributes of one module that ranks must share.
 
-    Not those that torch keeps for itself, and no tensors that require a gradient: parameters,
-    which are described as such, and activations that the module has kept.
+    Excluded are torch's own attributes and tensors that require a gradient: parameters are
+    described as such, and other such tensors are activations.
     """
     if type(module).__module__.startswith("torch._"):  # a compiler's wrapper: it keeps addresses
         return
@@ -220,7 +219,7 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _compared(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return the attributes of an object but those that it asks to ignore."""
+    """Return the attributes of an object, except those in `lockstep_ignore`."""
     ignored = _ignored(value)
     for name, each in getattr(value, "__dict__", {}).items():
         if name not in ignored:
@@ -235,7 +234,7 @@ def _ignored(value: Any) -> set[str]:
 
 
 def _has_parts(value: Any) -> bool:
-    """Tell whether a value has parts that are described one by one."""
+    """Return whether the parts of a value are described one by one."""
     if isinstance(value, Mapping):
         return any(_has_parts(each) for each in value.values())
     if isinstance(value, (list, tuple)):
@@ -248,7 +247,7 @@ def _has_parts(value: Any) -> bool:
 def _tree(
     path: str, module: nn.Module, seen: dict[int, str]
 ) -> Iterator[tuple[str, nn.Module, str]]:
-    """Return the modules of a tree with their paths, and the path where each came first."""
+    """Return the modules of a tree with their paths, and the first path of each module."""
     first = seen.setdefault(id(module), path)
     yield path, module, first
     if first == path:
@@ -283,7 +282,7 @@ def _describe_tensors(path: str, module: nn.Module, seen: dict[int, str]) -> Des
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Return what a function computes with, by a suffix that names it."""
+    """Return the values that a function uses, by a suffix that names them."""
     if _is_torchs(function):  # the same on all ranks, as torch's version is
         return
     codes = list(_codes(function.__code__))
@@ -319,16 +318,16 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _code_text(code: CodeType) -> str:
-    """Return what makes up code, without where it was written."""
-    constants = [text(each) for each in code.co_consts if not isinstance(each, CodeType)]
+    """Return the content of code without its location."""
+    constants = [describe_value(each) for each in code.co_consts if not isinstance(each, CodeType)]
     return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
 
 
-# --- values as texts --------------------------------------------------------------------------
+# --- values as strings ------------------------------------------------------------------------
 
 
-def text(value: Any, depth: int = 0) -> str:
-    """Return a text that is equal for equal values in every process, in one short line."""
+def describe_value(value: Any, depth: int = 0) -> str:
+    """Return a short string that is the same for equal values in every process."""
     kind = type(value)
     if kind in PLAIN:
         return repr(value)
@@ -346,7 +345,7 @@ def _text(value: Any, depth: int) -> str:
     if isinstance(value, str):
         return repr(value.partition(":")[0] if INDEXED_DEVICE.fullmatch(value) else str(value))
     if isinstance(value, numpy.generic):
-        return text(value.item(), depth + 1)
+        return describe_value(value.item(), depth + 1)
     for base in (int, float, complex):
         if isinstance(value, base):
             return base.__repr__(value)
@@ -360,19 +359,24 @@ def _text(value: Any, depth: int) -> str:
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format, range, bytes, slice)):
         return repr(value)
     if isinstance(value, Mapping):
-        pairs = sorted(f"{text(k, depth + 1)}: {text(v, depth + 1)}" for k, v in value.items())
+        pairs = sorted(
+            f"{describe_value(k, depth + 1)}: {describe_value(v, depth + 1)}"
+            for k, v in value.items()
+        )
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(text(each, depth + 1) for each in value)) + "}"
+        return "{" + ", ".join(sorted(describe_value(each, depth + 1) for each in value)) + "}"
     if isinstance(value, (list, tuple)):
-        members = ", ".join(text(each, depth + 1) for each in value)
+        members = ", ".join(describe_value(each, depth + 1) for each in value)
         if isinstance(value, list):
             return f"[{members}]"
         return f"({members},)" if len(value) == 1 else f"({members})"
     if isinstance(value, partial):
-        bound = [text(each, depth + 1) for each in value.args]
-        bound += [f"{name}={text(each, depth + 1)}" for name, each in value.keywords.items()]
-        return f"{text(value.func, depth + 1)}({', '.join(bound)})"
+        bound = [describe_value(each, depth + 1) for each in value.args]
+        bound += [
+            f"{name}={describe_value(each, depth + 1)}" for name, each in value.keywords.items()
+        ]
+        return f"{describe_value(value.func, depth + 1)}({', '.join(bound)})"
     if isinstance(value, NAMED):
         return _qualified_name(value)
     return f"an instance of {_qualified_name(type(value))}"
@@ -410,27 +414,27 @@ def _hash(found: str) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first entry in which ranks differ, and what is to be said of it."""
+    """The first entry in which ranks differ, and the clause that describes it."""
 
     entry: str
     clause: str
 
-    def sentence(self, advice: str, when: str = "") -> str:
+    def format_message(self, advice: str, when: str = "") -> str:
         """Return the message; `advice` says how to make the entry the same on all ranks."""
         is_attribute = re.search(r"\)\.\w+$", self.entry)
         hint = ", or name it in the module's lockstep_ignore if it may differ"
         return f"{self.clause}{when}; {advice}{hint if is_attribute else ''}"
 
 
-def difference(descriptions: Sequence[Mapping[str, str]]) -> Difference | None:
+def find_difference(descriptions: Sequence[Mapping[str, str]]) -> Difference | None:
     """Find the first entry in which ranks differ.
 
     Args:
-        descriptions: One of each rank, in rank order.
+        descriptions: The descriptions of all ranks, in rank order.
 
     Returns:
-        The entry with its values on the rank that differs from most (from the lowest rank
-        where there is no majority) and on one of the others; None where all ranks agree.
+        The entry with its values on the first rank that differs from the majority (or from the
+        lowest rank, if there is none) and on one of the others; None if all ranks agree.
     """
     for entry in dict.fromkeys(entry for each in descriptions for entry in each):
         values = [each.get(entry) for each in descriptions]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["digest", "optimizer_tensors"]
+__all__ = ["digest", "name_optimizer_tensors"]
 
 
 def digest(state: Mapping[str, Any]) -> str:
@@ -30,7 +30,7 @@ def digest(state: Mapping[str, Any]) -> str:
     return sha.hexdigest()
 
 
-def optimizer_tensors(
+def name_optimizer_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> dict[str, Any]:
     """Name the optimizer's state after its parameters: "conv.weight/exp_avg" and so on."""

@@ -1,4 +1,4 @@
-"""Evaluation: every sample counted once, the same numbers on every rank."""
+"""Evaluation: every sample counts once, and every rank returns the same numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,14 +20,21 @@ from lockstep.model.compilation import static_shapes
 from lockstep.model.forward import Metric, check_scalar, forward
 from lockstep.model.loss_weight import is_sum
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.units import Units, units_of
+from lockstep.model.units import Units, find_units
 
-__all__ = ["Evaluation", "Row", "combined", "evaluate", "evaluating", "row"]
+__all__ = [
+    "Evaluation",
+    "MicrobatchScores",
+    "combine_scores",
+    "evaluate",
+    "evaluation_mode",
+    "score_microbatch",
+]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The outcome: mean loss and mean metrics over `samples` samples."""
+    """The result: mean loss and mean metrics over `samples` samples."""
 
     loss: float
     metrics: dict[str, float]
@@ -35,8 +42,8 @@ class Evaluation:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and each back into the mode it had."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put every module into evaluation mode in the body, without gradients."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -47,8 +54,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-Row = tuple[int, float, float, dict[str, float]]
-"""Of a micro-batch: its samples, its weight, its loss, its metrics."""
+class MicrobatchScores(NamedTuple):
+    """What one micro-batch contributes to an evaluation."""
+
+    samples: int
+    weight: float
+    loss: float
+    metrics: dict[str, float]
 
 
 def evaluate(
@@ -59,47 +71,63 @@ def evaluate(
     seed: int,
     names: Sequence[str] = (),
 ) -> Evaluation:
-    """Compute this rank's micro-batches and combine those of all ranks.
+    """Evaluate this rank's micro-batches, and combine the results of all ranks.
 
-    `names` are those of the model's blocks. The loss is the mean over all samples
-    (their sum for a loss that adds; the weighted mean where there is a weight
-    function). Each micro-batch counts with its own numbers and the sums are exact, so
-    the layout changes no bit.
+    The loss is the mean over all samples: weighted if there is a weight function, and the sum
+    for a loss with `reduction="sum"`. Sums are exact, so the layout changes no bit.
+
+    Args:
+        model: The model.
+        batches: This rank's part of each batch.
+        parallel: The layout and the loss.
+        metrics: Functions of (outputs, targets) by name.
+        seed: The seed of all random numbers.
+        names: The names of the model's blocks.
     """
-    rows: list[Row] = []
-    units = Units(units_of(model, names), model, seed, parallel.device)
+    rows: list[MicrobatchScores] = []
+    units = Units(find_units(model, names), model, seed, parallel.device)
     buffers = Buffers(parallel.modules_with(model))
-    with evaluating(model), units.seeded():
+    with evaluation_mode(model), units.seed_calls():
         for number, batch in enumerate(batches):
             for microbatch in batch.microbatches:
-                units.begin(-1 - number, microbatch.index)  # keys that no training step has
-                data = parallel.moved(microbatch.data)
+                # Negative steps, so that no training step has the same seeds.
+                units.begin_microbatch(-1 - number, microbatch.index)
+                data = parallel.move_to_device(microbatch.data)
                 place = f"rank {parallel.rank}, evaluation batch {number}, {microbatch.index}"
-                # Even in evaluation a module may count or collect: on a copy.
-                with buffers.untouched(), parallel.autocast():
+                # A module may write buffers even in evaluation: it gets copies.
+                with buffers.preserve(), parallel.autocast():
                     loss, values = forward(model, parallel.loss, metrics, data, place)
-                rows.append(row(parallel, microbatch, loss, values, place))
-    return combined(rows, parallel)
+                rows.append(score_microbatch(parallel, microbatch, loss, values, place))
+    return combine_scores(rows, parallel)
 
 
-def row(
+def score_microbatch(
     parallel: ParallelContext,
     microbatch: Microbatch,
     loss: Any,
     metrics: Mapping[str, Any],
     place: str,
-) -> Row:
-    """Return what one micro-batch contributes."""
+) -> MicrobatchScores:
+    """Return the contribution of one micro-batch."""
     check_scalar(loss, place)
     weight = _weight(parallel, microbatch.size, microbatch.data)
     numbers = {name: float(value) for name, value in metrics.items()}
-    return microbatch.size, weight, float(loss) if weight else 0.0, numbers
+    return MicrobatchScores(microbatch.size, weight, float(loss) if weight else 0.0, numbers)
 
 
-def combined(rows: Sequence[Row], parallel: ParallelContext, failure: str = "") -> Evaluation:
-    """Return the evaluation that all ranks' rows make, on every rank.
+def combine_scores(
+    rows: Sequence[MicrobatchScores], parallel: ParallelContext, failure: str = ""
+) -> Evaluation:
+    """Combine the scores of all ranks. A collective call.
 
-    With a `failure` on some rank, StoppedError on every one.
+    Args:
+        rows: The scores of this rank's micro-batches.
+        parallel: The layout and the loss.
+        failure: Why the evaluation failed on this rank; "" if it did not.
+
+    Raises:
+        StoppedError: On every rank, if the evaluation failed on some rank.
+        LossError: The weights of all samples sum to 0.
     """
     message = json.dumps([failure, rows]).encode()
     everyone = [
@@ -114,8 +142,8 @@ def combined(rows: Sequence[Row], parallel: ParallelContext, failure: str = "") 
     whole = math.fsum(each[1] for each in gathered)
     if whole == 0:
         raise LossError(
-            f"the weights of the {samples} samples add up to 0, so their loss has no mean; does "
-            "every one have its target ignored?"
+            f"the weights of the {samples} samples add up to 0, so their loss has no mean; are "
+            "all targets ignored?"
         )
     return Evaluation(
         loss=loss if is_sum(parallel.loss) else loss / whole,

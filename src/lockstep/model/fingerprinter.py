@@ -27,7 +27,7 @@ from lockstep.data.microbatch import Batch
 from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprint import Checksums, StepFingerprint, TrainerFingerprint
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.units import in_backward
+from lockstep.model.units import is_in_backward
 
 __all__ = ["Fingerprinter", "checksums", "hookable_modules"]
 
@@ -162,7 +162,7 @@ class Fingerprinter:
         ]
 
     def _record(self, kind: str, name: str, value: Any) -> None:
-        if torch.compiler.is_compiling() or in_backward() or self._position is None:
+        if torch.compiler.is_compiling() or is_in_backward() or self._position is None:
             return
         position = self._position()
         if position is not None:

@@ -14,20 +14,20 @@ from lockstep.model.compilation import is_limit_error
 __all__ = [
     "Metric",
     "accuracy",
-    "called",
+    "call_model",
     "check_scalar",
+    "compute_loss",
+    "extract_loss",
     "forward",
-    "measured",
-    "own_loss",
-    "parts",
+    "split_targets",
 ]
 
 Metric = Callable[[Any, Any], Any]
-"""Gives a mean over a micro-batch's samples from (outputs, targets)."""
+"""Computes a mean over the samples of a micro-batch from (outputs, targets)."""
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the part of the samples whose largest output is at the target's class."""
+    """Return the share of samples whose largest output is that of the target class."""
     return (outputs.argmax(dim=1) == targets).to(torch.float64).mean()
 
 
@@ -40,38 +40,44 @@ def forward(
 ) -> tuple[Any, dict[str, Any]]:
     """Return the loss of one micro-batch and its metrics.
 
-    With a loss function, `data` is a tuple or list (inputs, ..., targets). Without
-    one the model returns its loss, by itself, under "loss" or as `.loss`; then
-    `data` may also be a mapping of keyword arguments, or one input.
+    Args:
+        model: The model.
+        loss: The loss function; None if the model returns its loss, as a tensor, under the
+            key "loss", or as the attribute `.loss`.
+        metrics: Functions of (outputs, targets) by name.
+        data: With a loss function, a tuple or list (inputs, ..., targets). Without one, a
+            sequence of arguments, a mapping of keyword arguments, or one input.
+        place: Rank, step and micro-batch, for messages.
 
-    Raises LossError where the loss function raises, with what it was given.
+    Raises:
+        LossError: The loss function raises an exception, or the model returns no loss.
     """
     if loss is None:
-        return own_loss(called(model, data, place), place), {}
-    inputs, targets = parts(data, place)
-    return measured(loss, metrics, called(model, inputs, place), targets, place)
+        return extract_loss(call_model(model, data, place), place), {}
+    inputs, targets = split_targets(data, place)
+    return compute_loss(loss, metrics, call_model(model, inputs, place), targets, place)
 
 
-def parts(data: Any, place: str) -> tuple[list[Any], Any]:
-    """Return the model's inputs and the targets; UsageError where a batch is no such pair."""
+def split_targets(data: Any, place: str) -> tuple[list[Any], Any]:
+    """Return the inputs and the targets; UsageError if a batch is not such a pair."""
     if not isinstance(data, (tuple, list)) or len(data) < 2:
         raise UsageError(
             f"{place}: a batch for a loss function is a pair (inputs, targets), not a "
-            f"{type(data).__name__}; for anything else use a loop of your own: "
+            f"{type(data).__name__}; for anything else write your own loop: "
             "with trainer.manual_step() as step"
         )
     *inputs, targets = data
     return inputs, targets
 
 
-def measured(
+def compute_loss(
     loss: Callable[..., Any],
     metrics: Mapping[str, Metric],
     outputs: Any,
     targets: Any,
     place: str,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the loss and the metrics of a micro-batch whose outputs are there."""
+    """Return the loss and the metrics from the outputs of a micro-batch."""
     try:
         value = loss(outputs, targets)
     except Exception as error:
@@ -80,14 +86,14 @@ def measured(
             f"{_describe(targets)}: {type(error).__name__}: {_first_line(error)}"
         ) from error
     with torch.no_grad():
-        measured = {name: metric(outputs, targets) for name, metric in metrics.items()}
-    for name, number in measured.items():
+        values = {name: metric(outputs, targets) for name, metric in metrics.items()}
+    for name, number in values.items():
         if isinstance(number, torch.Tensor) and number.numel() != 1:
             raise UsageError(
                 f"{place}: the metric {name} has shape {tuple(number.shape)}; it must be one "
                 "number, a mean over the samples"
             )
-    return value, measured
+    return value, values
 
 
 def check_scalar(loss: object, place: str) -> None:
@@ -101,8 +107,8 @@ def check_scalar(loss: object, place: str) -> None:
         )
 
 
-def called(model: nn.Module, data: Any, place: str) -> Any:
-    """Return what a module makes of a mapping of arguments, a sequence of them, or one."""
+def call_model(model: nn.Module, data: Any, place: str) -> Any:
+    """Call a module with a mapping of arguments, a sequence of arguments, or one argument."""
     try:
         if isinstance(data, Mapping):
             return model(**data)
@@ -123,8 +129,8 @@ def called(model: nn.Module, data: Any, place: str) -> Any:
         ) from error
 
 
-def own_loss(output: Any, place: str) -> Any:
-    """Return the loss that a model returned; LossError where it returned none."""
+def extract_loss(output: Any, place: str) -> Any:
+    """Return the loss from the output of a model; LossError if there is none."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping) and "loss" in output:
@@ -146,7 +152,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _describe(value: Any) -> str:
-    """Describe a tensor by shape, dtype and, for whole numbers, range."""
+    """Describe a tensor by its shape, its dtype and, for integers, its range."""
     if not isinstance(value, torch.Tensor):
         return f"of type {type(value).__name__}"
     text = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"

@@ -1,10 +1,10 @@
-"""Weights: what part of a batch's loss each micro-batch has.
+"""Loss weights: the share of each micro-batch in the loss of a batch.
 
 The loss of a micro-batch is a mean over its n_m samples. Scaled by n_m / B, the
 micro-batches add up to the mean over the batch, whether or not M divides B.
-Some losses are means over something else: class weights, targets that are
-ignored. There the share is w_m / (w_0 + w_1 + ...), with w_m given by a weight
-function of the micro-batch, and a micro-batch of weight 0 is left out.
+Some losses are means over something else, because of class weights or ignored targets. Their
+share is w_m / (w_0 + w_1 + ...), where a weight function computes w_m from the micro-batch. A
+micro-batch of weight 0 is skipped.
 """
 
 from __future__ import annotations
@@ -16,19 +16,25 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ignored_targets", "is_sum", "shares", "target_weight", "weight_of"]
+__all__ = [
+    "compute_shares",
+    "count_ignored_targets",
+    "infer_weight_function",
+    "is_sum",
+    "target_weight",
+]
 
 WeightFunction = Callable[[Any], float]
-"""Gives the weight of a micro-batch from its data, as the loader or the cut made it."""
+"""Computes the weight of a micro-batch from its data."""
 
 IGNORED_BY_DEFAULT = -100
-"""The `ignore_index` that torch's losses have unless told otherwise."""
+"""The default `ignore_index` of torch's losses."""
 
 
 def is_sum(loss: object) -> bool:
-    """Tell whether a loss adds its samples instead of averaging them, so that nothing is scaled.
+    """Return whether a loss sums its samples instead of averaging them; it is not scaled then.
 
-    Sees the `reduction` of a loss module, and the one bound by `functools.partial`.
+    Considers the `reduction` of a loss module, or the one bound by `functools.partial`.
     """
     return bool(_option(loss, "reduction", "mean") == "sum")
 
@@ -68,11 +74,10 @@ def target_weight(loss: Callable[..., Any]) -> WeightFunction:
     return weight
 
 
-def weight_of(loss: object) -> WeightFunction | None:
-    """Return the weight function that a loss needs by the way it was made, or None.
+def infer_weight_function(loss: object) -> WeightFunction | None:
+    """Return the weight function that the options of a loss require, or None.
 
-    Class weights, or an `ignore_index` of the user's own, say that the mean is
-    not one over samples.
+    With class weights or a custom `ignore_index` the loss is not a mean over samples.
     """
     if not callable(loss) or not _is_classification(loss):
         return None
@@ -82,8 +87,8 @@ def weight_of(loss: object) -> WeightFunction | None:
     return target_weight(loss)
 
 
-def ignored_targets(loss: object, data: Any) -> int:
-    """Count the targets that a loss leaves out of its mean although no weight says so."""
+def count_ignored_targets(loss: object, data: Any) -> int:
+    """Count the targets that a loss ignores although no weight function accounts for it."""
     if not _is_classification(loss):
         return 0
     targets = data[-1] if isinstance(data, (tuple, list)) and data else None
@@ -92,7 +97,7 @@ def ignored_targets(loss: object, data: Any) -> int:
     return int((targets == _option(loss, "ignore_index", IGNORED_BY_DEFAULT)).sum())
 
 
-def shares(weights: Mapping[int, float]) -> dict[int, float]:
-    """Return each micro-batch's part of the whole; the weights are added in leaf order."""
+def compute_shares(weights: Mapping[int, float]) -> dict[int, float]:
+    """Return the share of each micro-batch; the weights are added in leaf order."""
     whole = sum(weights[leaf] for leaf in sorted(weights))
     return {leaf: weight / whole for leaf, weight in weights.items() if weight != 0}

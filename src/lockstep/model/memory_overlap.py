@@ -1,11 +1,11 @@
-"""Overlap: which tensors have memory in common.
+"""Memory overlap: which tensors have memory in common.
 
     a   |--------|                 a and b overlap, and so do b and c
-    b         |-----|-----|        views of one storage that lie beside each other, or
-    c                  |-----|     interleaved, do not
+    b         |-----|-----|        adjacent or interleaved views of one storage
+    c                  |-----|     do not overlap
 
-Two parameters over one memory (`b.weight.data = a.weight.data`) are tied as long as both
-stay where they are.
+Two parameters with the same memory (`b.weight.data = a.weight.data`) are tied until one of them
+is moved.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-__all__ = ["overlaps", "overlaps_of_parameters"]
+__all__ = ["find_overlaps", "find_parameter_overlaps"]
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides in elements, bytes per element."""
 
 
-def overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+def find_overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Return the pairs of tensors, by position, that have memory in common.
 
     Tensors without elements or without memory of their own (meta, sparse) overlap none.
@@ -46,7 +46,7 @@ def overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def overlaps_of_parameters(
+def find_parameter_overlaps(
     modules: Mapping[str, nn.Module], *, attributes: bool = False
 ) -> list[tuple[str, str]]:
     """Return the pairs of different tensors that have memory in common, by name.
@@ -65,7 +65,7 @@ def overlaps_of_parameters(
     names, tensors = zip(*named.values(), strict=True) if named else ((), ())
     return [
         (names[one], names[other])
-        for one, other in overlaps(tensors)
+        for one, other in find_overlaps(tensors)
         if isinstance(tensors[one], nn.Parameter) or isinstance(tensors[other], nn.Parameter)
     ]
 

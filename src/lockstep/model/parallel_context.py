@@ -1,4 +1,4 @@
-"""The parallel: what stays the same from step to step, on this rank."""
+"""The parallel context: layout, loss and arithmetic, which are the same in every step."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lockstep.data.content_hash import hash_content
 from lockstep.data.microbatch import Batch, map_tensors, split_batch
 from lockstep.errors import LayoutError, UsageError
 from lockstep.launcher.world import World
-from lockstep.model.activation_checkpointing import Recomputation
-from lockstep.model.loss_weight import WeightFunction, weight_of
+from lockstep.model.activation_checkpointing import ActivationCheckpointing
+from lockstep.model.loss_weight import WeightFunction, infer_weight_function
 
 __all__ = ["ParallelContext"]
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The layout, the loss and the arithmetic, with this rank's place in them."""
+    """The layout, the loss and the arithmetic of a trainer, as seen by this rank."""
 
     microbatches: int
     rank: int
@@ -43,7 +43,7 @@ class ParallelContext:
     activation_checkpointing: bool = False
 
     @classmethod
-    def of(
+    def from_world(
         cls,
         world: World,
         microbatches: int,
@@ -56,9 +56,11 @@ class ParallelContext:
     ) -> ParallelContext:
         """Return the context of a trainer on this rank.
 
-        A replica is `stages` neighbouring ranks, each with its part of the model.
+        A replica is `stages` consecutive ranks, each with its part of the model.
 
-        Raises LayoutError or UsageError for what cannot work.
+        Raises:
+            LayoutError: The layout is impossible.
+            UsageError: The loss has parameters, or the dtype is not supported.
         """
         _check_stages(world.world_size, stages, extra_modules)
         _check(world.world_size // stages, microbatches, autocast_dtype)
@@ -77,7 +79,7 @@ class ParallelContext:
             device=world.device,
             threads=torch.get_num_threads(),
             loss=loss,
-            loss_weight=loss_weight or weight_of(loss),
+            loss_weight=loss_weight or infer_weight_function(loss),
             autocast_dtype=None if autocast_dtype == torch.float32 else autocast_dtype,
             group=None,
             peers=_peers(world, stages),
@@ -85,12 +87,12 @@ class ParallelContext:
             activation_checkpointing=activation_checkpointing,
         )
 
-    def recomputation(self, blocks: Mapping[str, nn.Module]) -> Recomputation:
-        """Return the recomputation of some blocks: of none of them where it was not asked for."""
-        return Recomputation(blocks if self.activation_checkpointing else {}, self.device)
+    def make_checkpointing(self, blocks: Mapping[str, nn.Module]) -> ActivationCheckpointing:
+        """Return the activation checkpointing of some blocks; of none if it is disabled."""
+        return ActivationCheckpointing(blocks if self.activation_checkpointing else {}, self.device)
 
     def share(self) -> dict[str, Any]:
-        """Return this rank's part of every batch, as the loader takes it."""
+        """Return the arguments that determine this rank's part of a batch in the loader."""
         return {
             "microbatches": self.microbatches,
             "replicas": self.replicas,
@@ -98,8 +100,8 @@ class ParallelContext:
             "rank": self.rank,
         }
 
-    def cut(self, batch: Any) -> Batch:
-        """Return this rank's part of a batch that comes from a loader, or is a whole one."""
+    def split(self, batch: Any) -> Batch:
+        """Return this rank's part of a batch from a loader, or of a whole batch."""
         if isinstance(batch, Batch):
             return batch
         part = split_batch(batch, self.microbatches, self.replicas, self.replica)
@@ -108,36 +110,36 @@ class ParallelContext:
         return replace(part, identity=BatchIdentity(checksum=hash_content(batch)))
 
     def other_modules(self) -> dict[str, nn.Module]:
-        """Return the modules besides the model that a step calls, by the Trainer's arguments."""
+        """Return the other modules that a step calls, by the names of the Trainer's arguments."""
         found = {
             f"extra_modules[{number}]": module for number, module in enumerate(self.extra_modules)
         }
         return found | ({"loss": self.loss} if isinstance(self.loss, nn.Module) else {})
 
     def modules_with(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return `model` and what else a step calls, by the names that messages use."""
+        """Return the model and all other modules that a step calls, by their names in messages."""
         others = {type(each).__name__: each for each in self.extra_modules}
         return {"": model} | others | self.loss_module()
 
     def loss_module(self) -> dict[str, nn.Module]:
-        """Return the loss by its name, if it is a module."""
+        """Return the loss by its class name, if it is a module."""
         return {type(self.loss).__name__: self.loss} if isinstance(self.loss, nn.Module) else {}
 
     def place(self, step: int, microbatch: int) -> str:
-        """Say where something happened."""
+        """Return rank, step and micro-batch, for messages."""
         return f"rank {self.rank}, step {step}, micro-batch {microbatch}"
 
     def autocast(self) -> Any:
-        """Return the context of mixed autocast_dtype.
+        """Return the autocast context for `autocast_dtype`.
 
-        Without its cache: a cast weight that one micro-batch left there would tie
-        the next one's gradient to the first one's graph.
+        Without its cache: a cached weight of one micro-batch would connect the next one to the
+        first one's graph.
         """
         if self.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast_dtype, cache_enabled=False)
 
-    def moved(self, data: Any) -> Any:
+    def move_to_device(self, data: Any) -> Any:
         """Return nested data with its tensors on this rank's device."""
         if self.device.type == "cpu":
             return data
@@ -173,7 +175,7 @@ def _check_stages(ranks: int, stages: int, extra_modules: Sequence[nn.Module]) -
 
 
 def _peers(world: World, stages: int) -> dist.ProcessGroup | None:
-    """Return the group of the ranks that hold the same stages; None for all ranks."""
+    """Return the group of the ranks with the same stages; None for all ranks."""
     if stages == 1:
         return None
     groups: list[dist.ProcessGroup] = [

@@ -1,21 +1,20 @@
-"""Side effects: what a step writes besides gradients and buffers, so that layouts would differ.
+"""Side effects: state that a step writes besides gradients and buffers, which breaks determinism.
 
-A rank computes some of a batch's micro-batches. What one of them leaves behind for
-the next depends on which rank computed it, unless the trainer merges it, as it does
-gradients and buffers. So in some steps, the first three and then every hundredth,
-the state around the step is compared:
+Each rank computes some of the micro-batches of a batch. State that passes from one micro-batch
+to the next depends on the number of ranks, unless the trainer merges it, as it does with
+gradients and buffers. So in the first three steps, and then in every hundredth, the state
+before and after the micro-batches is compared:
 
-    begin of a step                                end of its micro-batches
+    start of a step                                end of its micro-batches
     checksums of parameters ──────── same? ──────> a parameter written in forward: StateError
     states of private generators ─── same? ──────> a generator drawn from:         StateError
     numbers in attributes ────────── same? ──────> a counter, say:                 a warning
 
-The checksums also go to the other ranks, to see that all train the same weights.
+The ranks also compare the checksums, to verify that all of them train the same weights.
 
-A number that changes in one step alone may be a cache, such as the length of the
-longest sequence so far; it is named when it changes in a second one. What forward
-keeps elsewhere (globals, closures, objects) is not seen here: `lockstep check`
-compares whole runs.
+A number that changes in only one step may be a cache, such as the length of the longest
+sequence so far; a warning names it when it changes a second time. State in globals, closures
+and other objects is not detected here: `lockstep check` compares whole runs.
 """
 
 from __future__ import annotations
@@ -43,22 +42,22 @@ FIRST, EVERY = 3, 100
 """The steps that are checked: the first ones, and every so many."""
 
 LARGEST = 1000
-"""Entries of a container up to which its numbers are compared."""
+"""The most entries of a container whose numbers are compared."""
 
 MACHINERY = frozenset(vars(nn.Module()))
-"""Attributes that torch itself keeps in every module."""
+"""Attributes that torch keeps in every module."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State at one moment, by name."""
+    """The state at one moment, by name."""
 
     parameters: dict[str, int]
     """Their checksums."""
     generators: dict[str, Any]
     """Their states."""
     numbers: dict[str, str]
-    """Numbers, texts, and containers of them, as `repr` writes them."""
+    """The `repr` of numbers, strings, and containers of them."""
     arrays: dict[str, tuple[object, int]]
     """Tensors and arrays in plain attributes, with their checksums."""
 
@@ -70,8 +69,8 @@ class SideEffects:
     hold what the last one found.
 
     Args:
-        modules: The model, or its blocks that are on this rank, and what else a step calls,
-            by the names that messages use.
+        modules: The model, or its blocks on this rank, and the other modules that a step
+            calls, by their names in messages.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -80,14 +79,14 @@ class SideEffects:
         self._changes: Counter[str] = Counter()
         self._checksums: dict[str, int] = {}
         self.failure = ""
-        """Why the step cannot have the same bits in every layout, as a sentence."""
+        """Why the results depend on the layout; "" if they do not."""
         self.warnings: list[str] = []
-        """Why it may not have, as sentences."""
+        """Why the results may depend on the layout."""
         self.summary = ""
-        """A hash of all parameters and buffers before the step; "" where it is not checked."""
+        """A hash of all parameters and buffers before the step; "" if the step is not checked."""
 
     def begin(self, step: int) -> None:
-        """Take note of the state before the first micro-batch of a step that is checked."""
+        """Record the state before the first micro-batch, if the step is checked."""
         self._before, self.failure, self.warnings, self.summary = None, "", [], ""
         if step >= FIRST and step % EVERY:
             return
@@ -96,7 +95,7 @@ class SideEffects:
         self.summary = xxhash.xxh3_64_hexdigest(repr(self._checksums).encode())
 
     def finish(self) -> None:
-        """Compare with the state after the last micro-batch."""
+        """Compare the state after the last micro-batch with the recorded one."""
         if self._before is None:
             return
         before, after = self._before, self._snapshot()
@@ -106,14 +105,14 @@ class SideEffects:
         changed += [
             name
             for name, (array, content) in after.arrays.items()
-            # Another array in every step holds activations.
+            # An array that is replaced in every step holds activations.
             if (old := before.arrays.get(name)) and old[0] is array and old[1] != content
         ]
         self._changes.update(changed)
         self.warnings = [_warning(name) for name in changed if self._changes[name] == 2]
 
     def checksums(self) -> dict[str, int]:
-        """Return what `summary` is the hash of: checksums of parameters and buffers by name."""
+        """Return the checksums by name, of which `summary` is the hash."""
         return self._checksums
 
     def _snapshot(self) -> Snapshot:
@@ -155,9 +154,9 @@ class SideEffects:
 def require_same_weights(
     mine: Mapping[str, int], about: str, group: dist.ProcessGroup | None
 ) -> None:
-    """Raise the DisagreementError that names the first tensor in which ranks differ.
+    """Find and report the first tensor in which ranks differ.
 
-    Called on every rank where `SideEffects.summary` differed between some.
+    A collective call, for steps in which `SideEffects.summary` differs between ranks.
 
     Args:
         mine: Checksums of this rank's tensors by name.
@@ -216,7 +215,7 @@ def _is_numeric_array(value: Any) -> bool:
 
 
 def _numbers(value: Any) -> str | None:
-    """Describe a number or text, or a container of nothing else; None for anything else."""
+    """Return the `repr` of a number, a string, or a container of these; otherwise None."""
     waiting: list[Any] = [value]
     for _ in range(LARGEST):
         if not waiting:

@@ -32,7 +32,7 @@ from lockstep.data.microbatch import Batch, Microbatch, split_evenly
 from lockstep.errors import LossError
 from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.model.forward import check_scalar
-from lockstep.model.loss_weight import ignored_targets, is_sum, shares
+from lockstep.model.loss_weight import compute_shares, count_ignored_targets, is_sum
 from lockstep.model.parallel_context import ParallelContext
 
 __all__ = ["Attempt", "ComputedMicrobatch", "MicrobatchResult", "Span", "StepContext", "StepLabel"]
@@ -218,7 +218,7 @@ class StepContext:
         Raises:
             LossError: The weights of the micro-batches cannot be computed, or sum to 0.
         """
-        self.batch = self.parallel.cut(batch)
+        self.batch = self.parallel.split(batch)
         if self.fingerprinter is not None:
             self.fingerprinter.record_data(self.batch)
         self.shares, self.samples = self._shares(self.batch)
@@ -259,7 +259,7 @@ class StepContext:
                 f"{batch.leaves} micro-batches sum to {sum(weights.values())}; does every sample "
                 "of the batch have its target ignored?"
             )
-        found = shares(weights)
+        found = compute_shares(weights)
         return found, sum(sizes[leaf] for leaf in found)
 
     def _gather_weights(self, mine: Mapping[int, float]) -> dict[int, float]:
@@ -286,7 +286,7 @@ class StepContext:
 
     def _warn_of_ignored_targets(self, batch: Batch) -> None:
         for each in batch.microbatches:
-            if ignored_targets(self.parallel.loss, each.data):
+            if count_ignored_targets(self.parallel.loss, each.data):
                 self.warnings.append(
                     f"{self.place(each.index)}: the loss ignores some targets, so its mean is not "
                     "a mean over samples, and the gradient is not that of the whole batch; pass "

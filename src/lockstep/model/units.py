@@ -1,22 +1,19 @@
-"""Units: the pieces of a model whose random numbers are keyed one by one.
+"""Units: the parts of a model whose random numbers are seeded separately.
 
-    what draws                  generator state before it
+    what draws                  seed of the generators before it
     before the model            key(seed, step, m, -1)
     unit u of the model         key(seed, step, m, u)         u = 0 ... U - 1
     the loss and what follows   key(seed, step, m, U)
-    either one, call c > 0      key(seed, step, m, ..., c)      a model called several times
+    either one, call c > 0      key(seed, step, m, ..., c)      a unit called several times
 
-torch's generators are seeded before each unit, Python's and numpy's once a
-micro-batch.
+torch's generators are seeded before each unit, Python's and numpy's once per micro-batch.
 
-The units are fixed by the model, so that a cut into stages changes no bit: its
-blocks (`lockstep.pipeline.partition`), and otherwise the model as a whole. The
-generators are seeded by hooks that exist only while a step is computed; a
-compiled model is seeded outside its graph.
+The units depend only on the model, so that a partition into stages changes no bit. They are its
+blocks (`lockstep.pipeline.partition`), or the whole model if it has none. Hooks, which exist
+only during a step, seed the generators; a compiled model is seeded outside its graph.
 
-Activation checkpointing calls a unit again during backward, after it has put
-the generator back to where it stood. Such a call is the repetition of one of
-the calls before and is given that call's number, not a new one.
+Activation checkpointing calls a unit again during backward, after it has restored the state of
+the generators. Such a call repeats an earlier call, and gets the number of that call.
 """
 
 from __future__ import annotations
@@ -31,20 +28,20 @@ from torch import nn
 
 from lockstep.randomness import isolated, key, seed_all, seed_torch
 
-__all__ = ["BEFORE", "Calls", "Units", "in_backward", "units_of"]
+__all__ = ["BEFORE", "UnitCalls", "Units", "find_units", "is_in_backward"]
 
 BEFORE = -1
-"""The unit number of what a loop of one's own draws before it calls the model."""
+"""The unit number of the random numbers that a manual step draws before the model."""
 
 
-def units_of(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
-    """Return the model's units in order, each module once: its blocks of these names."""
+def find_units(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
+    """Return the units of a model in order, each module once: the blocks with these names."""
     return list(dict.fromkeys(model.get_submodule(name) for name in names)) or [model]
 
 
 @dataclass
-class Calls:
-    """A micro-batch's calls of the units so far, where the next ones are numbered from."""
+class UnitCalls:
+    """The calls of the units in a micro-batch so far."""
 
     place: tuple[int, int]  # step, micro-batch
     states: list[list[bytes]]  # of each unit, the generator's state at each call
@@ -52,12 +49,14 @@ class Calls:
 
 
 class Units:
-    """The units of one model, seeded for the micro-batch that is being computed.
+    """The units of one model, which are seeded for the current micro-batch.
 
-    Parameters:
-        modules: all units of the model, in order; None for one that is not here.
-        model: what is called last before the loss; None where only a stage is here.
-        before: how often each unit was called in the stages before this one.
+    Args:
+        modules: All units of the model, in order; None for a unit on another rank.
+        model: The module that is called last before the loss; None for a pipeline stage.
+        seed: The seed of all random numbers.
+        device: The device whose generators are seeded.
+        before: The number of calls of each unit in earlier stages.
     """
 
     def __init__(
@@ -71,23 +70,23 @@ class Units:
         self.modules = list(modules)
         self._model, self._seed, self._device = model, seed, device
         self._before_here = list(before or [0] * len(self.modules))
-        self._now: Calls | None = None
+        self._now: UnitCalls | None = None
 
     @contextmanager
-    def seeded(self) -> Iterator[None]:
-        """Seed every unit while the body runs; give the generators back afterwards."""
-        with self.hooked(), isolated(self._device, everything=True):
+    def seed_calls(self) -> Iterator[None]:
+        """Seed every unit in the body; restore the generators afterwards."""
+        with self.install_hooks(), isolated(self._device, everything=True):
             yield
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Seed every unit while the body runs."""
+    def install_hooks(self) -> Iterator[None]:
+        """Seed every unit in the body."""
         with ExitStack() as stack:
             for number, unit in enumerate(self.modules):
                 if unit is not None:
-                    stack.enter_context(_surrounded(unit, before=self._before(number)))
+                    stack.enter_context(_call_around(unit, before=self._make_seed_hook(number)))
             if self._model is not None:
-                stack.enter_context(_surrounded(self._model, after=self.end))
+                stack.enter_context(_call_around(self._model, after=self.begin_loss))
             try:
                 yield
             finally:
@@ -95,33 +94,33 @@ class Units:
 
     @property
     def last_call(self) -> int:
-        """Number of the last call of the first unit in the micro-batch that is computed."""
+        """The number of the last call of the first unit in the current micro-batch."""
         return 0 if self._now is None else self._now.last
 
-    def begin(self, step: int, microbatch: int, last_call: int = 0) -> None:
-        """Say which micro-batch is computed from now on.
+    def begin_microbatch(self, step: int, microbatch: int, last_call: int = 0) -> None:
+        """Start a micro-batch: seed all generators.
 
         Args:
-            step: Its step.
-            microbatch: Its number.
-            last_call: Number of the last call of the first unit in the stages before.
+            step: The number of the step.
+            microbatch: The number of the micro-batch.
+            last_call: The number of the last call of the first unit in earlier stages.
         """
-        self._now = Calls((step, microbatch), [[] for _ in self.modules], last_call)
+        self._now = UnitCalls((step, microbatch), [[] for _ in self.modules], last_call)
         seed_all(key(self._seed, step, microbatch, BEFORE))
         self._seed_unit(BEFORE)
 
-    def end(self, last_call: int | None = None) -> None:
-        """Say that the loss comes now, after that call of the first unit."""
+    def begin_loss(self, last_call: int | None = None) -> None:
+        """Seed the generators for the loss, after the given call of the first unit."""
         if self._now is not None:
             self._seed_unit(len(self.modules), self._now.last if last_call is None else last_call)
 
-    def pause(self) -> Calls | None:
-        """Return what the micro-batch has called so far; another one may begin."""
+    def pause(self) -> UnitCalls | None:
+        """Return the calls of the current micro-batch so far; another one may start."""
         calls, self._now = self._now, None
         return calls
 
-    def resume(self, calls: Calls | None) -> None:
-        """Go on with a micro-batch that was paused."""
+    def resume(self, calls: UnitCalls | None) -> None:
+        """Continue a micro-batch that was paused."""
         self._now = calls
 
     def _seed_unit(self, unit: int, call: int = 0) -> None:
@@ -129,7 +128,7 @@ class Units:
         parts = (self._seed, *self._now.place, unit, call)
         seed_torch(key(*(parts if call else parts[:-1])), self._device)
 
-    def _before(self, unit: int) -> Callable[[], None]:
+    def _make_seed_hook(self, unit: int) -> Callable[[], None]:
         def seed() -> None:
             if self._now is not None:
                 call = self._call_number(self._now.states[unit]) + self._before_here[unit]
@@ -140,9 +139,9 @@ class Units:
         return seed
 
     def _call_number(self, calls: list[bytes]) -> int:
-        """Count the calls of a unit, and recognise the repetition of one by its entry state."""
-        if not in_backward():
-            # The first call needs no state: it is what a repetition is when nothing else fits.
+        """Return the number of this call; a repeated call is recognized by its generator state."""
+        if not is_in_backward():
+            # The first call needs no state: a repetition without a match repeats the first call.
             calls.append(torch.default_generator.get_state().numpy().tobytes() if calls else b"")
             return len(calls) - 1
         if len(calls) < 2:
@@ -152,7 +151,7 @@ class Units:
 
 
 @contextmanager
-def _surrounded(
+def _call_around(
     module: nn.Module,
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
@@ -180,8 +179,8 @@ def _surrounded(
             after()
         return output
 
-    # Compiled in place, by module.compile(): hooks would become a part of its graph, which
-    # would be compiled again for every seed.
+    # Compiled in place, by module.compile(): hooks would become part of its graph, which would
+    # be compiled again for every seed.
     slot._compiled_call_impl = call
     try:
         yield
@@ -189,6 +188,6 @@ def _surrounded(
         slot._compiled_call_impl = compiled
 
 
-def in_backward() -> bool:
-    """Tell whether autograd is running: what is called then is a recomputation."""
+def is_in_backward() -> bool:
+    """Return whether autograd is running: a forward is then a recomputation."""
     return torch._C._current_graph_task_id() != -1

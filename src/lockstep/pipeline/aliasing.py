@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.model.memory_overlap import overlaps
+from lockstep.model.memory_overlap import find_overlaps
 from lockstep.pipeline.boundary import Aliases, Structure, get_aliases
 
 __all__ = ["ReceivedTensors", "SentTensors", "find_overlapping"]
@@ -80,7 +80,7 @@ class ReceivedTensors:
             local: Positions of the tensors that share memory with a buffer of the stage.
         """
         found = {(LOCAL, n) for n in local}
-        found |= {*overlaps(tensors)} if _share_storage(tensors) else set()
+        found |= {*find_overlaps(tensors)} if _share_storage(tensors) else set()
         for one, other in self._aliases:
             ones = [LOCAL] if one == LOCAL else find_overlapping(tensors, [self._tensors[one]])
             others = find_overlapping(tensors, [self._tensors[other]])
@@ -116,7 +116,7 @@ def find_overlapping(tensors: Sequence[torch.Tensor], others: Sequence[torch.Ten
     if not tensors or not others or not _share_storage([*tensors, *others]):
         return []
     count = len(tensors)
-    pairs = overlaps([*tensors, *others])
+    pairs = find_overlaps([*tensors, *others])
     return sorted({one for one, other in pairs if one < count <= other})
 
 

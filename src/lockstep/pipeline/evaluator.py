@@ -16,8 +16,14 @@ from torch import nn
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.errors import LostError, StoppedError
 from lockstep.model.buffers import Buffers
-from lockstep.model.evaluation import Evaluation, Row, combined, evaluating, row
-from lockstep.model.forward import Metric, measured, own_loss, parts
+from lockstep.model.evaluation import (
+    Evaluation,
+    MicrobatchScores,
+    combine_scores,
+    evaluation_mode,
+    score_microbatch,
+)
+from lockstep.model.forward import Metric, compute_loss, extract_loss, split_targets
 from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
 from lockstep.pipeline.boundary import unflatten
 from lockstep.pipeline.p2p import RngState
@@ -48,7 +54,7 @@ class PipelineEvaluator:
         self._blocks = {s: placement.select_blocks(model, s) for s in pipeline.stages}
         self._units = {s: placement.make_units(model, s, seed) for s in pipeline.stages}
         self._buffers = {s: Buffers(self._get_modules(s)) for s in pipeline.stages}
-        self._rows: list[Row] = []
+        self._rows: list[MicrobatchScores] = []
         self._sent: list[tuple[str, SentTensors]] = []
         self._place = f"rank {self._parallel.rank}, an evaluation"
 
@@ -67,7 +73,7 @@ class PipelineEvaluator:
             with suppress(RuntimeError):
                 self._pipeline.fail(failure, EVALUATION)
         try:
-            return combined(self._rows, self._parallel, failure)
+            return combine_scores(self._rows, self._parallel, failure)
         except StoppedError:
             self._pipeline.connect()
             if failed is not None and not isinstance(failed, StoppedError):
@@ -80,10 +86,10 @@ class PipelineEvaluator:
 
     def _run(self, batches: Iterable[Batch]) -> None:
         with ExitStack() as stack:
-            stack.enter_context(evaluating(self._model))
+            stack.enter_context(evaluation_mode(self._model))
             stack.enter_context(isolated(self._parallel.device, everything=True))
             for units in self._units.values():
-                stack.enter_context(units.hooked())
+                stack.enter_context(units.install_hooks())
             for number, batch in enumerate(batches):
                 self._run_batch(number, batch)
 
@@ -113,23 +119,23 @@ class PipelineEvaluator:
             received = ReceivedTensors.from_structure(structure, tensors)
             given = StageInput(unflatten(structure, tensors), received, links.inputs.rng_state)
         units, inspector = self._units[stage], self._pipeline.stages[stage].inspector
-        units.begin(-1 - number, leaf, given.rng_state.last_call)
-        with self._buffers[stage].untouched(), parallel.autocast():
+        units.begin_microbatch(-1 - number, leaf, given.rng_state.last_call)
+        with self._buffers[stage].preserve(), parallel.autocast():
             blocks = list(self._blocks[stage].values())
             value, others = inspector.call_blocks(
                 blocks, given.data, place, given.rng_state.has_drawn_outside_torch
             )
             rng_state = RngState(units.last_call, others)
             if links.outputs is None:
-                units.end()
-                measured = partial(self._compute_loss, microbatch=microbatch, place=place)
-                loss, metrics = inspector.compute_loss(measured, value, place, others)
+                units.begin_loss()
+                compute = partial(self._compute_loss, microbatch=microbatch, place=place)
+                loss, metrics = inspector.compute_loss(compute, value, place, others)
                 given.received.check(place)
             else:
                 structure, tensors = inspector.flatten_output(value, blocks, given.received, place)
         units.pause()
         if links.outputs is None:
-            self._rows.append(row(parallel, microbatch, loss, metrics, place))
+            self._rows.append(score_microbatch(parallel, microbatch, loss, metrics, place))
         else:
             links.outputs.send(structure, tensors, EVALUATION + number, leaf, rng_state)
             self._sent.append((place, SentTensors(tensors)))
@@ -138,6 +144,6 @@ class PipelineEvaluator:
         self, outputs: Any, microbatch: Microbatch, place: str
     ) -> tuple[Any, dict[str, Any]]:
         if self._parallel.loss is None:
-            return own_loss(outputs, place), {}
-        targets = parts(self._parallel.moved(microbatch.data), place)[1]
-        return measured(self._parallel.loss, self._metrics, outputs, targets, place)
+            return extract_loss(outputs, place), {}
+        targets = split_targets(self._parallel.move_to_device(microbatch.data), place)[1]
+        return compute_loss(self._parallel.loss, self._metrics, outputs, targets, place)

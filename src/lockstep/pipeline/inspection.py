@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.model.forward import called
+from lockstep.model.forward import call_model
 from lockstep.pipeline.aliasing import ReceivedTensors, find_overlapping
 from lockstep.pipeline.boundary import Structure, add_aliases, flatten
 from lockstep.pipeline.python_state import PythonState
@@ -55,7 +55,7 @@ class BlockInspector:
 
         Args:
             blocks: The blocks.
-            data: The arguments of the first block: in the first stage as `called` accepts them,
+            data: The arguments of the first block: in the first stage as `call_model` accepts them,
                 in later stages one value.
             place: Rank, stage, step and micro-batch, for messages.
             others: Whether earlier stages have drawn from Python's or numpy's generators.
@@ -129,9 +129,9 @@ class BlockInspector:
 
     def _call_in_turn(self, blocks: Sequence[nn.Module], data: Any, place: str) -> Any:
         try:
-            value = called(blocks[0], data if self._is_first else (data,), place)
+            value = call_model(blocks[0], data if self._is_first else (data,), place)
             for block in blocks[1:]:
-                value = called(block, (value,), place)
+                value = call_model(block, (value,), place)
         except AttributeError as error:
             if (named := self.state.explain_missing(error, place)) is not None:
                 raise named from error

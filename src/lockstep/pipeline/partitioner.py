@@ -23,7 +23,7 @@ from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import LayoutError
 from lockstep.model.activation_checkpointing import check_blocks
-from lockstep.model.forward import parts
+from lockstep.model.forward import split_targets
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.partition import Blocks, Partition
 from lockstep.pipeline.profiler import check_composition, profile_blocks
@@ -215,9 +215,9 @@ class Partitioner:
     def _plan_on_rank_0(self, model: nn.Module, microbatch: Microbatch | None) -> dict[str, Any]:
         assert microbatch is not None
         parallel = self.parallel
-        data = parallel.moved(microbatch.data)
+        data = parallel.move_to_device(microbatch.data)
         if parallel.loss is not None:
-            data = parts(data, "the first micro-batch")[0]
+            data = split_targets(data, "the first micro-batch")[0]
         blocks = {name: model.get_submodule(name) for name in self.block_names}
         check_composition(model, blocks, data, parallel)
         if self.balance is not None:

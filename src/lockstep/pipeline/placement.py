@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.units import Units, units_of
+from lockstep.model.units import Units, find_units
 from lockstep.pipeline.partition import Partition
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.python_state import find_python_states
@@ -81,7 +81,7 @@ class Placement:
                     [pair for pair in parameters.items() if self.holders[pair[0]][0] == number],
                     self.parallel.peers,
                 ),
-                self.parallel.recomputation(blocks[number]),
+                self.parallel.make_checkpointing(blocks[number]),
                 self.parallel.device,
                 states[number],
             )
@@ -103,7 +103,7 @@ class Placement:
 
     def make_units(self, model: nn.Module, stage: int, seed: int) -> Units:
         """Return the units of random numbers of a stage, in `model` or a copy of it."""
-        units = units_of(model, self.partition.block_names)
+        units = find_units(model, self.partition.block_names)
         begin = self.partition.ranges[stage].start
         before = [model.get_submodule(name) for name in self.partition.block_names[:begin]]
         counts = [sum(each is unit for each in before) for unit in units]

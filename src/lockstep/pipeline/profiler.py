@@ -23,7 +23,7 @@ from torch import nn
 from lockstep.data.microbatch import map_tensors
 from lockstep.errors import LayoutError, StateError
 from lockstep.model.buffers import Buffers
-from lockstep.model.forward import called
+from lockstep.model.forward import call_model
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects
 from lockstep.pipeline.boundary import flatten, unflatten
@@ -65,8 +65,8 @@ def profile_blocks(
     rows: list[list[float]] = []
     begun = time.perf_counter()
     report(f"measuring {len(blocks)} blocks with one micro-batch, once, to balance the stages")
-    checkpointing = parallel.recomputation(blocks).active(buffers)
-    with isolated(parallel.device, everything=True), buffers.untouched(), checkpointing:
+    checkpointing = parallel.make_checkpointing(blocks).enable(buffers)
+    with isolated(parallel.device, everything=True), buffers.preserve(), checkpointing:
         for number in range(PASSES):
             if number > 1 and time.perf_counter() - begun > TIME_LIMIT:
                 break
@@ -111,7 +111,7 @@ def _measure_block(
     begun = time.perf_counter()
     try:
         with parallel.autocast():
-            value = called(block, arguments, f"block {name}")
+            value = call_model(block, arguments, f"block {name}")
     except (TypeError, AttributeError, ValueError, RuntimeError) as error:
         message = (str(error).splitlines() or [""])[0]
         raise LayoutError(
@@ -172,15 +172,15 @@ def check_composition(
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with same_generators(), Buffers(dict(blocks)).untouched(), torch.no_grad():
-            expected = flatten(called(model, _copy_data(data), place))[1]
+        with same_generators(), Buffers(dict(blocks)).preserve(), torch.no_grad():
+            expected = flatten(call_model(model, _copy_data(data), place))[1]
         effects.finish()
         if effects.failure:
             raise StateError(f"rank {parallel.rank}, {place}: {effects.failure}")
-        with same_generators(), Buffers(dict(blocks)).untouched(), torch.no_grad():
+        with same_generators(), Buffers(dict(blocks)).preserve(), torch.no_grad():
             value = _copy_data(data)
             for number, block in enumerate(blocks.values()):
-                value = called(block, value if number == 0 else (value,), place)
+                value = call_model(block, value if number == 0 else (value,), place)
     finally:
         for module, mode in modes.items():
             module.training = mode

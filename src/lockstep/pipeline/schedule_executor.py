@@ -17,7 +17,7 @@ import torch
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import LostError, StoppedError
 from lockstep.model.buffers import Buffers
-from lockstep.model.forward import Metric, measured, own_loss, parts
+from lockstep.model.forward import Metric, compute_loss, extract_loss, split_targets
 from lockstep.model.step_context import ComputedMicrobatch, Span, StepContext
 from lockstep.pipeline.aliasing import ReceivedTensors
 from lockstep.pipeline.boundary import flatten, unflatten
@@ -52,8 +52,8 @@ class ScheduleExecutor:
         with ExitStack() as stack:
             for stage in stages:
                 stage.begin(Buffers(self._get_modules(stage)))
-                stack.enter_context(stage.units.hooked())
-                stack.enter_context(stage.recomputation.active(stage.buffers))
+                stack.enter_context(stage.units.install_hooks())
+                stack.enter_context(stage.checkpointing.enable(stage.buffers))
             stack.enter_context(isolated(self._parallel.device, everything=True))
             try:
                 yield self
@@ -129,7 +129,7 @@ class ScheduleExecutor:
             self._forward(stage, microbatch, action.microbatch)
         else:
             autocast = torch.autocast(self._parallel.device.type, enabled=False)
-            with autocast, stage.recomputation.told():
+            with autocast, stage.checkpointing.explain_errors():
                 self._backward(stage, microbatch.index, action.kind)
             if action.kind != "input":
                 self._finish_leaf(stage, microbatch)
@@ -172,10 +172,10 @@ class ScheduleExecutor:
         def scaled(outputs: Any) -> torch.Tensor:
             metrics: dict[str, Any] = {}
             if self._parallel.loss is None:
-                loss = own_loss(outputs, place)
+                loss = extract_loss(outputs, place)
             else:
-                targets = parts(self._parallel.moved(microbatch.data), place)[1]
-                loss, metrics = measured(
+                targets = split_targets(self._parallel.move_to_device(microbatch.data), place)[1]
+                loss, metrics = compute_loss(
                     self._parallel.loss, self._metrics, outputs, targets, place
                 )
             self.step.check_loss(loss, place)

@@ -24,11 +24,11 @@ from torch import nn
 from lockstep.data.microbatch import Microbatch, map_tensors
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import UsageError
-from lockstep.model.activation_checkpointing import Recomputation
-from lockstep.model.buffers import Buffers, Paused
-from lockstep.model.forward import parts
+from lockstep.model.activation_checkpointing import ActivationCheckpointing
+from lockstep.model.buffers import Buffers, PausedBuffers
+from lockstep.model.forward import split_targets
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.units import Calls, Units
+from lockstep.model.units import UnitCalls, Units
 from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
 from lockstep.pipeline.boundary import Structure
 from lockstep.pipeline.graph_input import GraphInput
@@ -52,7 +52,7 @@ class StageInput:
     """The input of a stage for one micro-batch.
 
     Attributes:
-        data: The arguments of the first block: of the first stage as `called` accepts them, of
+        data: The arguments of the first block: of the first stage as `call_model` accepts them, of
             later stages one value.
         received: The tensors in the data.
         rng_state: The random numbers drawn in earlier stages.
@@ -67,10 +67,10 @@ class StageInput:
 
 def make_first_input(microbatch: Microbatch, parallel: ParallelContext, place: str) -> StageInput:
     """Return the input of the first stage: a micro-batch without its targets."""
-    data = parallel.moved(microbatch.data)
+    data = parallel.move_to_device(microbatch.data)
     if parallel.loss is None:
         return StageInput(data, ReceivedTensors((), ()))
-    inputs, targets = parts(data, place)
+    inputs, targets = split_targets(data, place)
     return StageInput(inputs, ReceivedTensors.from_batch(_tensors_in(inputs), _tensors_in(targets)))
 
 
@@ -96,8 +96,8 @@ class InFlightMicrobatch:
     graph_input: GraphInput | None
     outputs: list[torch.Tensor]
     sent: SentTensors
-    buffers: Paused
-    calls: Calls | None
+    buffers: PausedBuffers
+    calls: UnitCalls | None
     rng_state: RngState
     assigned: list[Assigned]
     split: SplitBackward | None = None
@@ -112,7 +112,7 @@ class Stage:
         blocks: The blocks, in order, by their names in the model.
         units: Seeds their random numbers.
         gradients: Reduces the gradients of the parameters that this stage owns.
-        recomputation: The activation checkpointing of its blocks.
+        checkpointing: The activation checkpointing of its blocks.
         device: The device.
         state: The Python state of its blocks.
     """
@@ -123,7 +123,7 @@ class Stage:
         blocks: Mapping[str, nn.Module],
         units: Units,
         gradients: GradientReducer,
-        recomputation: Recomputation,
+        checkpointing: ActivationCheckpointing,
         device: torch.device,
         state: PythonState,
     ) -> None:
@@ -131,7 +131,7 @@ class Stage:
         self.blocks = dict(blocks)
         self.units = units
         self.gradients = gradients
-        self.recomputation = recomputation
+        self.checkpointing = checkpointing
         self.inspector = BlockInspector(number == 0, state)
         self._device = device
         self.parameters = list(
@@ -169,15 +169,15 @@ class Stage:
         Returns:
             The input of the next stage; a loss is kept for the backward.
         """
-        self.buffers.enter()
-        self.units.begin(step, leaf, given.rng_state.last_call)
+        self.buffers.install_copies()
+        self.units.begin_microbatch(step, leaf, given.rng_state.last_call)
         blocks = list(self.blocks.values())
         value, others = self.inspector.call_blocks(
             blocks, given.data, place, given.rng_state.has_drawn_outside_torch
         )
         rng_state = RngState(self.units.last_call, others)
         if loss is not None:
-            self.units.end()
+            self.units.begin_loss()
             before = state_of_torch(self._device)
             value = self.inspector.compute_loss(loss, value, place, others)
             rng_state = self._update_rng_state(before, rng_state)
@@ -294,14 +294,14 @@ class Stage:
 
     def finish(self, leaf: int, share: float) -> None:
         """Add the gradients and buffers of a micro-batch; `share` is its weight in the mean."""
-        self.buffers.leave(leaf, share)
+        self.buffers.collect(leaf, share)
         self.gradients.accumulate(leaf)
 
     @contextmanager
     def _restore_rng_state(self, in_flight: InFlightMicrobatch, place: str) -> Iterator[None]:
         """Set the generators for a backward in the body to their state in one process."""
         if in_flight.rng_state.torch_state is None:
-            self.units.end(in_flight.rng_state.last_call)
+            self.units.begin_loss(in_flight.rng_state.last_call)
         else:
             set_state_of_torch(in_flight.rng_state.torch_state, self._device)
         before = state_of_torch(self._device)

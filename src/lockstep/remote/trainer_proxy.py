@@ -21,7 +21,7 @@ from lockstep.errors import UsageError
 from lockstep.launcher.world import rank, world
 from lockstep.model.deferred_init import Blocks, materialize_block
 from lockstep.model.evaluation import Evaluation
-from lockstep.model.loss_weight import weight_of
+from lockstep.model.loss_weight import infer_weight_function
 from lockstep.remote.objects import RemoteObject
 from lockstep.remote.worker_pool import WorkerPool
 from lockstep.training.history import EpochResult, StepResult
@@ -85,7 +85,7 @@ class TrainerProxy:
         self._pool, self._microbatches = pool, microbatches
         self._stages = int(getattr(arguments.get("pipeline"), "stages", 1))
         self._is_weighted = arguments["loss"] is None or bool(
-            arguments.get("loss_weight") or weight_of(arguments["loss"])
+            arguments.get("loss_weight") or infer_weight_function(arguments["loss"])
         )
         given = (blocks, seed, {**arguments, "microbatches": microbatches})
         pool.require_world()

@@ -26,7 +26,13 @@ from torch.optim import Optimizer
 
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.errors import DisagreementError
-from lockstep.model.description import PLAIN, attributes, describe_options, difference, text
+from lockstep.model.description import (
+    PLAIN,
+    describe_options,
+    describe_value,
+    find_difference,
+    iterate_attributes,
+)
 
 __all__ = ["LiveSettings"]
 
@@ -73,7 +79,7 @@ class LiveSettings:
             return
         for root, module in modules.items():
             for path, part in module.named_modules(prefix=root):
-                for name, value in attributes(part):
+                for name, value in iterate_attributes(part):
                     is_foreign = root in foreign and name != "training"
                     if _is_comparable(value) and not is_foreign:
                         entry = f"{path} ({type(part).__name__}).{name}"
@@ -102,7 +108,7 @@ class LiveSettings:
         if before != self._hashed[0]:
             self._hashed = before, xxhash.xxh3_64_hexdigest(repr(before).encode())
         options = [
-            value if type(value) in PLAIN else text(value)
+            value if type(value) in PLAIN else describe_value(value)
             for group in self._optimizer.param_groups
             for name, value in group.items()
             if name != "params"
@@ -123,7 +129,7 @@ class LiveSettings:
             DisagreementError: On every rank alike, with the entry, the rank and both values,
                 unless ranks differ only in what steps change by themselves.
         """
-        values = (each if type(each) is Text else text(each) for each in self._hashed[0])
+        values = (each if type(each) is Text else describe_value(each) for each in self._hashed[0])
         settings = dict(zip(self._entries(), values, strict=True))
         settings |= describe_options("optimizer", self._optimizer)
         message = json.dumps([sorted(self._own), settings]).encode()
@@ -134,10 +140,10 @@ class LiveSettings:
             self._parameters.pop(entry, None)
             for _, theirs in everyone:
                 theirs.pop(entry, None)
-        found = difference([theirs for _, theirs in everyone])
+        found = find_difference([theirs for _, theirs in everyone])
         if found is not None:
             advice = "make every change between steps on all ranks"
-            raise DisagreementError(found.sentence(advice, f" in step {step}"))
+            raise DisagreementError(found.format_message(advice, f" in step {step}"))
 
     def _note_changes(self, before: list[Any]) -> None:
         after = self._read()
@@ -156,11 +162,11 @@ class LiveSettings:
 
 
 def _text(value: Any) -> Text:
-    return Text("deleted" if value is DELETED else text(value))
+    return Text("deleted" if value is DELETED else describe_value(value))
 
 
 def _is_comparable(value: Any) -> bool:
     """Tell whether changes of an attribute are looked for, by its value at the beginning."""
     if type(value) in (list, dict, set):
         return len(value) <= LARGEST
-    return type(value) in VALUES and text(value) == repr(value)
+    return type(value) in VALUES and describe_value(value) == repr(value)

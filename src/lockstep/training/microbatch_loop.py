@@ -25,7 +25,7 @@ import torch
 
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import UsageError
-from lockstep.model.activation_checkpointing import Recomputation
+from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.buffers import Buffers
 from lockstep.model.step_context import ComputedMicrobatch, StepContext
 from lockstep.model.units import Units
@@ -42,11 +42,11 @@ class MicrobatchLoop:
         units: Units,
         buffers: Buffers,
         gradients: GradientReducer,
-        recomputation: Recomputation,
+        checkpointing: ActivationCheckpointing,
     ) -> None:
         self.step = step
         self.buffers, self.gradients = buffers, gradients
-        self._units, self._recomputation = units, recomputation
+        self._units, self._checkpointing = units, checkpointing
         self._iteration: Iterator[Any] | None = None
         self._current: ComputedMicrobatch | None = None
 
@@ -83,14 +83,14 @@ class MicrobatchLoop:
                 self.gradients.skip(leaf)
                 continue
             self._current = ComputedMicrobatch(microbatch, step.shares[leaf])
-            self.buffers.enter()
-            self._units.begin(step.number, leaf)
-            data = parallel.moved(microbatch.data)
+            self.buffers.install_copies()
+            self._units.begin_microbatch(step.number, leaf)
+            data = parallel.move_to_device(microbatch.data)
             with parallel.autocast():
                 yield data
             if not self._current.losses:
                 raise UsageError(f"{step.place(leaf)}: step.backward(loss) was not called")
-            self.buffers.leave(leaf, microbatch.size / step.samples)
+            self.buffers.collect(leaf, microbatch.size / step.samples)
             self.gradients.accumulate(leaf)
             step.computed.append(self._current)
             self._current = None
@@ -115,7 +115,7 @@ class MicrobatchLoop:
         with torch.autocast(self.step.parallel.device.type, enabled=False):
             scaled = loss * self._current.share
             watched = self._watch_backward(scaled) if final else nullcontext()
-            with watched, self._recomputation.told():
+            with watched, self._checkpointing.explain_errors():
                 scaled.backward(retain_graph=retain_graph)
 
     def close(self, error: BaseException | None) -> None:

@@ -19,10 +19,10 @@ from torch import nn
 
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.errors import DisagreementError, LayoutError, UsageError
-from lockstep.model.agreement import give_weights
+from lockstep.model.agreement import broadcast_weights
 from lockstep.model.compilation import check_static
 from lockstep.model.deferred_init import BlockLike, build, build_sequence, move_to_device
-from lockstep.model.memory_overlap import overlaps_of_parameters
+from lockstep.model.memory_overlap import find_parameter_overlaps
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.partition import find_block_names
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
@@ -99,10 +99,10 @@ def distribute_weights(
     for name, each in modules.items():
         move_to_device(each, parallel.device)
         if name or plan is None:
-            give_weights(each, parallel.group, parallel.device)
+            broadcast_weights(each, parallel.group, parallel.device)
         else:
             placement = Placement.from_model(parallel, plan.partition, module)
-            give_weights(each, parallel.group, parallel.device, placement.is_local)
+            broadcast_weights(each, parallel.group, parallel.device, placement.is_local)
     _check_memory(modules, parallel, shared)
 
 
@@ -114,7 +114,7 @@ def _check_memory(
     An optimizer of whole parameters on every rank steps that memory once for each of them,
     with the same bits on any number of ranks.
     """
-    pairs = overlaps_of_parameters(modules, attributes=shared)
+    pairs = find_parameter_overlaps(modules, attributes=shared)
     everyone = [
         [tuple(pair) for pair in json.loads(each)]
         for each in all_gather_bytes(

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.errors import UsageError
 from lockstep.model.description import Description, describe_object, describe_optimizer
-from lockstep.model.digest import optimizer_tensors
+from lockstep.model.digest import name_optimizer_tensors
 from lockstep.training.sharded_optimizer import ShardedOptimizer
 
 __all__ = [
@@ -111,7 +111,7 @@ class Optimization:
         """Name the optimizer's state after its parameters: "conv.weight/exp_avg" and so on."""
         if self.sharded is not None:
             return self.sharded.tensors(names)
-        return optimizer_tensors(self.optimizer, names)
+        return name_optimizer_tensors(self.optimizer, names)
 
     def local_state(self) -> dict[str, Any]:
         """Return the state of the parameters on this rank: "conv.weight/exp_avg", "/average"."""

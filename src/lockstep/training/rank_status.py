@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.comm.tree import total
-from lockstep.model.buffers import Finding
+from lockstep.model.buffers import BufferHash
 from lockstep.model.step_context import MicrobatchResult, StepLabel
 
 __all__ = [
@@ -58,7 +58,7 @@ class RankStatus:
     """
 
     microbatches: list[MicrobatchResult] = field(default_factory=list)
-    buffers: list[list[Finding]] = field(default_factory=list)
+    buffers: list[list[BufferHash]] = field(default_factory=list)
     compute: float = 0.0
     data: float = 0.0
     memory: int = 0

@@ -137,7 +137,7 @@ class OptimizerStep:
 
     def run(self, step: StepContext, batch: Any) -> CommittedStep:
         """Do (1) with the trainer's own loss, and (2) to (7)."""
-        batch = self.parallel.cut(batch)
+        batch = self.parallel.split(batch)
         self.executor.prepare(batch)
         with self.computing(step):
             self.executor.compute(step, batch)
@@ -237,7 +237,7 @@ class OptimizerStep:
         is_alone = self.parallel.replicas == 1
         return RankStatus(
             microbatches=[each.result() for each in step.computed],
-            buffers=[buffers.findings(is_alone) for _, buffers in self.executor.parts()],
+            buffers=[buffers.hash_results(is_alone) for _, buffers in self.executor.parts()],
             compute=compute,
             data=step.batch.seconds,
             memory=read_peak_memory(),

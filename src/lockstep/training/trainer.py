@@ -27,7 +27,7 @@ from lockstep.data.samplers import SamplerStates
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
 from lockstep.launcher.world import world
-from lockstep.model.agreement import require_same
+from lockstep.model.agreement import require_same_settings
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.description import describe, describe_environment, describe_module
 from lockstep.model.evaluation import Evaluation
@@ -163,14 +163,14 @@ class Trainer:
         description = describe_environment()
         for name, value in compared.items():
             description |= describe(name, value)
-        require_same(description, "give every rank the same arguments and settings")
+        require_same_settings(description, "give every rank the same arguments and settings")
         _check_options(max_grad_norm, storage, stages)
         session = check.current_session()
         if session is not None:
             stages, is_shared = session.options(model, stages)
             storage = "shared" if is_shared else "replicated"
             loggers = ()
-        self.parallel = ParallelContext.of(
+        self.parallel = ParallelContext.from_world(
             self.world,
             microbatches,
             loss,
@@ -186,7 +186,7 @@ class Trainer:
         reject_wrapped_modules(modules)  # also those that callables made
         description = {"torch.compile(model)": str(self.model is not self.module)}
         description |= describe_module("model", self.module)
-        require_same(description, "build the same model on every rank")
+        require_same_settings(description, "build the same model on every rank")
         self.metrics = dict(metrics or {})
         self.seed = seed
         self.steps, self.epoch = 0, 0
@@ -196,7 +196,9 @@ class Trainer:
             each: name for name, each in self.module.named_parameters()
         }
         description = self._optimization.describe(names)
-        require_same(description, "give every rank the same optimizer, groups and scheduler")
+        require_same_settings(
+            description, "give every rank the same optimizer, groups and scheduler"
+        )
         foreign = modules.keys() - {"model", "loss"}
         self._live_settings = LiveSettings(modules, foreign, self.optimizer, self.parallel.group)
         copies = [] if self.ema_model is None else [self.ema_model]

@@ -16,7 +16,7 @@ from lockstep.model.forward import Metric, forward
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects
 from lockstep.model.step_context import StepContext
-from lockstep.model.units import Units, units_of
+from lockstep.model.units import Units, find_units
 from lockstep.pipeline.placement import Placement
 from lockstep.training.microbatch_loop import MicrobatchLoop
 
@@ -49,8 +49,8 @@ class WholeModelExecutor:
         self._parallel, self._called, self._module = parallel, called, module
         self._gradients, self._blocks = gradients, blocks
         self._metrics, self._seed = metrics, seed
-        self._units = Units(units_of(called, blocks), called, seed, parallel.device)
-        self._recomputation = parallel.recomputation(
+        self._units = Units(find_units(called, blocks), called, seed, parallel.device)
+        self._checkpointing = parallel.make_checkpointing(
             {name: called.get_submodule(name) for name in blocks}
         )
         self._loop: MicrobatchLoop | None = None
@@ -71,9 +71,9 @@ class WholeModelExecutor:
         """Seed the generators while the body computes a step."""
         self._loop = None
         buffers = Buffers(self._parallel.modules_with(self._module))
-        loop = MicrobatchLoop(step, self._units, buffers, self._gradients, self._recomputation)
+        loop = MicrobatchLoop(step, self._units, buffers, self._gradients, self._checkpointing)
         self._loop = loop
-        with self._units.seeded(), self._recomputation.active(buffers):
+        with self._units.seed_calls(), self._checkpointing.enable(buffers):
             try:
                 yield loop
             except BaseException as error:
