@@ -1,4 +1,4 @@
-"""Schedules: in which order each rank of a pipeline works on its micro-batches.
+"""Schedules: the order in which each rank of a pipeline executes its actions.
 
     1f1b, 3 ranks, 4 micro-batches; a backward (') takes twice as long as a forward
 
@@ -6,12 +6,11 @@
     rank 1   .  0  1  .  .  0' 0' 2  1' 1' 3  2' 2' .  3' 3' .  .
     rank 2   .  .  0  0' 0' 1  1' 1' 2  2' 2' 3  3' 3' .  .  .  .
 
-A schedule is plain data: for each rank the tuple of its actions, in order. What
-runs them only runs them. Stage s lies on rank s % ranks; only "interleaved" has
-several stages per rank. On every stage the gradients of micro-batches
-0, 1, 2, ... are made in that order, whatever the schedule.
+A schedule is plain data: a tuple of actions for each rank. Stage s is on rank s % ranks; only
+"interleaved" has several stages per rank. In every schedule each stage computes the gradients
+of the micro-batches 0, 1, 2, ... in this order.
 
-Letters: p ranks, m micro-batches, v stages per rank; r a rank, s a stage, j a micro-batch.
+Symbols: p ranks, m micro-batches, v stages per rank; r a rank, s a stage, j a micro-batch.
 """
 
 from __future__ import annotations
@@ -43,29 +42,29 @@ __all__ = [
 ]
 
 Kind = Literal["forward", "backward", "input", "weight"]
-"""`backward` is whole; "input" and "weight" are its two parts, of the inputs' gradients
-and of the weights'."""
+"""A "backward" is whole; "input" and "weight" are its two parts, which compute the gradients of
+the inputs and of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of work: what is computed of which micro-batch on which stage."""
+    """One computation for a micro-batch on a stage."""
 
     kind: Kind
     stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        """Name it as sentences do."""
+        """Return the name of the action, for messages."""
         words = {"input": "input gradient", "weight": "weight gradient"}
         return f"{words.get(self.kind, self.kind)} of micro-batch {self.microbatch}"
 
 
 Schedule = tuple[tuple[Action, ...], ...]
-"""For each rank of a pipeline its actions, in order."""
+"""The actions of each rank, in order."""
 
 Product = tuple[Literal["output", "gradient"], int, int]
-"""What an action makes that others wait for: a stage's output, or the gradient of its input."""
+"""A result that other actions wait for: the output of a stage, or the gradient of its input."""
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -105,7 +104,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Return 1F1B: as soon as a rank can go backward, it does so after each forward.
+    """Return 1F1B: after its warm-up, a rank alternates between one forward and one backward.
 
     Bubble (p-1)/(m+p-1) as in GPipe, but rank r holds the activations of at most
     p - r micro-batches. Narayanan et al., "PipeDream-2BW", 2021.
@@ -181,7 +180,7 @@ def _all(kind: Kind, stage: int, microbatches: int) -> tuple[Action, ...]:
 def _alternating(
     forwards: Sequence[Action], backwards: Sequence[Action], ahead: int
 ) -> tuple[Action, ...]:
-    """Return `ahead` forwards, then one of each in turn, then the backwards that are left."""
+    """Return `ahead` forwards, then one of each in turn, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     result = list(forwards[:ahead])
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
@@ -190,7 +189,7 @@ def _alternating(
 
 
 def get_product(action: Action) -> Product | None:
-    """Return what others may wait for; the gradient of weights stays where it is."""
+    """Return the product of an action; None for the gradients of weights, which stay local."""
     if action.kind == "weight":
         return None
     what: Literal["output", "gradient"] = "output" if action.kind == "forward" else "gradient"
@@ -198,7 +197,7 @@ def get_product(action: Action) -> Product | None:
 
 
 def get_dependencies(action: Action, stages: int) -> list[Product]:
-    """Return what must have been made before `action` in a model of `stages` stages."""
+    """Return the products that an action needs in a model with `stages` stages."""
     s, j = action.stage, action.microbatch
     if action.kind == "forward":
         return [("output", s - 1, j)] if s > 0 else []
@@ -209,14 +208,15 @@ def get_dependencies(action: Action, stages: int) -> list[Product]:
 
 
 def count_stages(schedule: Schedule) -> int:
-    """Return the number of stages that a schedule cuts the model into."""
+    """Return the number of stages of a schedule."""
     return 1 + max((action.stage for actions in schedule for action in actions), default=-1)
 
 
 def iterate_in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Yield (rank, action) in an order in which everything needed was made before.
+    """Yield (rank, action) in an order that satisfies all dependencies.
 
-    Raises LayoutError where the ranks wait for each other for ever.
+    Raises:
+        LayoutError: The schedule deadlocks.
     """
     stages = count_stages(schedule)
     ready: set[Product | None] = set()
@@ -242,12 +242,13 @@ def iterate_in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def validate(schedule: Schedule) -> None:
-    """Check that a schedule can be run and computes everything once.
+    """Check that a schedule computes everything once and does not deadlock.
 
-    Every stage lies on rank s % ranks; every micro-batch goes forward once and
-    backward once (whole, or in two parts) on every stage; the gradients of a stage
-    come in the order of the micro-batches; no rank waits for ever. Raises
-    LayoutError with what is wrong.
+    Stage s must be on rank s % ranks. Every stage must compute each micro-batch forward once
+    and backward once (whole, or in two parts), with gradients in the order of micro-batches.
+
+    Raises:
+        LayoutError: The schedule is not valid.
     """
     ranks, stages = len(schedule), count_stages(schedule)
     if stages == 0:
@@ -285,7 +286,7 @@ def _check_counts(schedule: Schedule, stages: int) -> None:
 
 
 def _check_order(rank: int, actions: Sequence[Action]) -> None:
-    """Check that a stage's gradients come in the order of the micro-batches."""
+    """Check that each stage computes gradients in the order of the micro-batches."""
     last: dict[tuple[int, Kind], int] = {}
     for action in actions:
         if action.kind == "forward":
