@@ -1,6 +1,7 @@
 # Two commands on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -23,8 +24,8 @@ install: $(BIN)/lockstep ## put lockstep into .venv
 demo: install ## train on real handwritten digits with two processes
 	@$(BIN)/lockstep train digits -n 2
 
-test: install ## run the whole test suite
-	@$(BIN)/python -m pytest
+test: install ## run the whole test suite, JOBS=2 files at a time
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 soak: install ## run the long tests: races, sanitizers, random trainings (up to 30 minutes)
 	@$(BIN)/python -m pytest -m stress

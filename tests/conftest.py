@@ -77,7 +77,7 @@ def _left(before: dict[str, dict[str, str]] | None = None) -> dict[str, dict[str
     sockets = {inode: "" for pid in [str(os.getpid()), *processes] for inode in _sockets(pid)}
     return {
         "processes": processes,
-        "shared memory": _shared_memory(),
+        "shared memory": _shared_memory(before["shared memory"] if before else None),
         "listening ports": _ports(sockets.keys() - before["listening ports"].keys())
         if before
         else sockets,
@@ -95,10 +95,24 @@ def _news(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -
     return news + [f"environment: {name} is gone" for name in sorted(gone)]
 
 
-def _shared_memory() -> dict[str, str]:
-    """Return the files in shared memory; MPICH names and removes its own, also of other users."""
+def _shared_memory(before: Collection[str] | None = None) -> dict[str, str]:
+    """Return the files in shared memory; MPICH names and removes its own, also of other users.
+
+    Files that are new since `before` and mapped by tests that run beside are theirs.
+    """
     names = os.listdir("/dev/shm") if sys.platform == "linux" else []
-    return {name: "" for name in names if not name.startswith("mpich_shm_")}
+    names = [name for name in names if not name.startswith("mpich_shm_")]
+    if before is not None and (new := set(names) - set(before)):
+        theirs = _mapped_elsewhere()
+        names = [name for name in names if name not in new or f"/dev/shm/{name}" not in theirs]
+    return dict.fromkeys(names, "")
+
+
+def _mapped_elsewhere() -> str:
+    """Return the memory maps of all processes that are not descendants of this one."""
+    own = {str(os.getpid()), str(get_fork_server_pid()), *_processes()}
+    others = [pid for pid in os.listdir("/proc") if pid.isdigit() and pid not in own]
+    return "".join("".join(_lines(f"/proc/{pid}/maps")) for pid in others)
 
 
 def _processes(others: Collection[str] = ()) -> dict[str, str]:

@@ -45,11 +45,11 @@ def _of_layout(case: Case, layout: Layout) -> Iterator[str]:
         yield "names no blocks"
     if layout.stages > 1:
         if layout.shared:
-            yield "shared=True is for whole models"
+            yield 'storage="shared" is for whole models'
         if not case.model.is_chain:
             yield "does not define how to split it into"
         if layout.loop:
-            yield "a loop of one's own needs the whole model"
+            yield "a manual step needs the whole model"
 
 
 def _of_model(case: Case, layout: Layout) -> Iterator[str]:
@@ -76,6 +76,6 @@ def _of_sharing(case: Case, layout: Layout) -> Iterator[str]:
         yield "is not known to treat each element of a parameter by itself"
     if layout.replicas > 1:
         if "ToComplex" in str(case.model):
-            yield 'shared=True needs the backend "lockstep"'
+            yield 'storage="shared" needs the backend "lockstep"'
         if "Gapped" in str(case.model):
             yield "because it is a view of another tensor"

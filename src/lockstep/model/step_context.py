@@ -290,6 +290,6 @@ class StepContext:
                 self.warnings.append(
                     f"{self.place(each.index)}: the loss ignores some targets, so its mean is not "
                     "a mean over samples, and the gradient is not that of the whole batch; pass "
-                    "weight=lockstep.target_weight(loss) to the trainer"
+                    "loss_weight=lockstep.target_weight(loss) to the trainer"
                 )
                 return
