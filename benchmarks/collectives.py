@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench.sizes import format_size
+from lockstep.formatting import format_size
 from lockstep.record.environment import describe_environment
 
 HERE = Path(__file__).parent

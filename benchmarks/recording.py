@@ -23,8 +23,7 @@ from pathlib import Path
 from lockstep.model.step_context import Span
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
-from lockstep.training.rank_status import RankStatus
-from lockstep.training.step_trace import StepTrace, make_span_row, make_timeline_rows
+from lockstep.training.rank_status import RankStatus, StepTrace, make_span_row, make_timeline_rows
 
 STEP = 0.005
 TURNS = 12

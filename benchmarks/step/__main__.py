@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from benchmarks.progress import Progress, about
-from lockstep.bench.sizes import format_size
 from lockstep.cli import run
 from lockstep.commands.bench_collective import (
     command_line,
@@ -20,6 +19,7 @@ from lockstep.commands.bench_collective import (
     status,
 )
 from lockstep.errors import UsageError, WorkError
+from lockstep.formatting import format_size
 
 if TYPE_CHECKING:
     from benchmarks.step.comparison import Outcome

@@ -19,10 +19,10 @@ from torch import nn
 import lockstep
 from benchmarks.step.contenders import Case, Training, loss
 from benchmarks.step.networks import Batch, Network
+from lockstep.checksum import digest
 from lockstep.comm.reproducible_all_reduce import add_lists
 from lockstep.comm.tree import Fold
 from lockstep.data.microbatch import split_evenly
-from lockstep.model.digest import digest
 
 __all__ = ["CHECKED", "LIMIT", "Answer", "Expected", "plain_digest", "training_digest", "write"]
 

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.checksum import digest as digest
     from lockstep.comm.shared_memory import empty_shared as empty_shared
     from lockstep.data.partition import partition as partition
     from lockstep.data_parallel.distributed import (
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from lockstep.launcher.world import world as world
     from lockstep.launcher.world import world_size as world_size
     from lockstep.model.deferred_init import build as build
-    from lockstep.model.digest import digest as digest
     from lockstep.model.forward import accuracy as accuracy
     from lockstep.model.loss_weight import target_weight as target_weight
     from lockstep.pipeline.partitioner import PipelineConfig as PipelineConfig
@@ -50,7 +50,7 @@ PUBLIC = {
     "loggers": "record.loggers",
     "accuracy": "model.forward",
     "target_weight": "model.loss_weight",
-    "digest": "model.digest",
+    "digest": "checksum",
     "DistributedDataParallel": "data_parallel.distributed",
     "Driver": "remote.driver",
     "build": "model.deferred_init",

@@ -20,8 +20,7 @@ from lockstep.bench.runners import (
     mpi_python,
     mpiexec,
 )
-from lockstep.bench.start_barrier import usable_cores
-from lockstep.bench.workload import Workload
+from lockstep.bench.workload import Workload, usable_cores
 from lockstep.errors import RankError, UsageError, WorkError
 from lockstep.launcher.world import cpu_backend
 

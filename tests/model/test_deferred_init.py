@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.checksum import digest
 from lockstep.errors import UsageError
 from lockstep.model.deferred_init import (
     build,
@@ -16,7 +17,6 @@ from lockstep.model.deferred_init import (
     named_tensors,
     release,
 )
-from lockstep.model.digest import digest
 
 
 def block() -> nn.Module:

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.pipeline.graph_input import GraphInput
-from lockstep.pipeline.split_backward import SplitBackward, is_splittable
+from lockstep.pipeline.split_backward import GraphInput, SplitBackward, is_splittable
 
 
 class Residual(nn.Module):

@@ -16,9 +16,8 @@ import numpy as np
 from lockstep.bench.collectives import COLLECTIVES
 from lockstep.bench.results import Result
 from lockstep.bench.runners import CopyRunner
-from lockstep.bench.sizes import format_size
 from lockstep.errors import FileError, UsageError
-from lockstep.formatting import format_bytes, format_duration
+from lockstep.formatting import format_bytes, format_duration, format_size
 from lockstep.report.chart import Axis, log_axis
 from lockstep.report.picture import Area, Dot, Label, Line, Picture, Point, text_width
 

@@ -23,9 +23,8 @@ from typing import IO, Any, Protocol
 
 import lockstep
 from lockstep.bench.numpy_libraries import CopyLibrary
-from lockstep.bench.start_barrier import StartBarrier
 from lockstep.bench.worker import SOCKET, START_BARRIER, torch_main
-from lockstep.bench.workload import PreparedWorkload, UnsupportedError, Workload
+from lockstep.bench.workload import PreparedWorkload, StartBarrier, UnsupportedError, Workload
 from lockstep.errors import LockstepError, RankError, UsageError, WorkError
 
 __all__ = ["CopyRunner", "MpiRunner", "Rendezvous", "Runner", "TorchRunner", "mpi_python"]

@@ -20,8 +20,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.bench.start_barrier import StartBarrier
-from lockstep.bench.workload import Library, PreparedWorkload, UnsupportedError, Workload
+from lockstep.bench.workload import (
+    Library,
+    PreparedWorkload,
+    StartBarrier,
+    UnsupportedError,
+    Workload,
+)
 
 __all__ = ["SOCKET", "START_BARRIER", "answer_requests", "mpi_main", "run_worker", "torch_main"]
 

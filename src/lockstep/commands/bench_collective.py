@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.bench.collectives import COLLECTIVES, Collective
-from lockstep.bench.sizes import format_size, parse_size, parse_sizes, size_range
 from lockstep.errors import FileError, UsageError, WorkError
+from lockstep.formatting import format_size, parse_size, parse_sizes, size_range
 
 if TYPE_CHECKING:
     from lockstep.bench.results import Contender, Result

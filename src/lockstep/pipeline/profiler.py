@@ -27,9 +27,8 @@ from lockstep.model.forward import call_model
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects
 from lockstep.pipeline.boundary import flatten, unflatten
-from lockstep.pipeline.graph_input import GraphInput
 from lockstep.pipeline.simulation import Costs
-from lockstep.pipeline.split_backward import SplitBackward, is_splittable
+from lockstep.pipeline.split_backward import GraphInput, SplitBackward, is_splittable
 from lockstep.randomness import isolated
 
 __all__ = ["BYTES_PER_SECOND", "check_composition", "profile_blocks"]

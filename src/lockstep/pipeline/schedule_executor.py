@@ -21,10 +21,10 @@ from lockstep.model.forward import Metric, compute_loss, extract_loss, split_tar
 from lockstep.model.step_context import ComputedMicrobatch, Span, StepContext
 from lockstep.pipeline.aliasing import ReceivedTensors
 from lockstep.pipeline.boundary import flatten, unflatten
-from lockstep.pipeline.graph_input import GraphInput
 from lockstep.pipeline.p2p import Receiver, RngState
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.schedules import Action
+from lockstep.pipeline.split_backward import GraphInput
 from lockstep.pipeline.stage import Stage, StageInput, make_first_input
 from lockstep.pipeline.tied_weights import disable_hooks
 from lockstep.randomness import isolated

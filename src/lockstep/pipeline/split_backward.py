@@ -36,9 +36,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-from lockstep.pipeline.graph_input import GraphInputFunction
-
-__all__ = ["SideBranch", "SplitBackward", "is_splittable"]
+__all__ = ["GraphInput", "GraphInputFunction", "SideBranch", "SplitBackward", "is_splittable"]
 
 SEPARATE = ("Addmm", "Baddbmm", "Bmm", "Convolution", "Linear", "MkldnnLinear", "Mm")
 """The autograd nodes that compute the gradients of weights separately."""
@@ -254,3 +252,45 @@ def _find_leading_nodes(entry: Node, roots: Sequence[Node]) -> dict[Node, None]:
             leading[node] = None
             pending += above.get(node, [])
     return leading
+
+
+# --- the input of the graph ----------------------------------------------------------------------
+
+
+class GraphInput:
+    """The received tensors of one micro-batch; the blocks use those in `tensors`."""
+
+    def __init__(self, received: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> None:
+        self.gradients: list[torch.Tensor | None] = [None] * sum(requires_grad)
+        self.anchor: torch.Tensor | None = None
+        self.tensors = list(received)
+        if not any(requires_grad):
+            return
+        self.anchor = torch.empty(0, requires_grad=True)
+        wanted = [number for number, needed in enumerate(requires_grad) if needed]
+        entered: Any = GraphInputFunction.apply(  # type: ignore[no-untyped-call]
+            self.anchor, self, [self.tensors[number] for number in wanted]
+        )
+        for number, tensor in zip(wanted, entered, strict=True):
+            self.tensors[number] = tensor
+
+    def free(self) -> None:
+        """Release the tensors; autograd keeps those that the backward needs."""
+        self.tensors = []
+
+
+class GraphInputFunction(torch.autograd.Function):
+    """Gives tensors a grad_fn; they are not its inputs, so its outputs are not views."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, graph_input: GraphInput, tensors: Any) -> Any:
+        """Return the tensors, which are not the function's own inputs."""
+        ctx.graph_input = graph_input
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        """Keep the gradients."""
+        ctx.graph_input.gradients = list(gradients)
+        return None, None, None

@@ -31,11 +31,10 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.units import UnitCalls, Units
 from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
 from lockstep.pipeline.boundary import Structure
-from lockstep.pipeline.graph_input import GraphInput
 from lockstep.pipeline.inspection import BlockInspector
 from lockstep.pipeline.p2p import INITIAL_RNG_STATE, RngState
 from lockstep.pipeline.python_state import Assigned, PythonState
-from lockstep.pipeline.split_backward import SplitBackward, is_splittable
+from lockstep.pipeline.split_backward import GraphInput, SplitBackward, is_splittable
 from lockstep.randomness import set_state_of_torch, state_of_torch
 
 __all__ = ["Stage", "StageInput", "StageOutput", "make_first_input"]

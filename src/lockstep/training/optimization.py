@@ -14,9 +14,9 @@ from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from lockstep.checksum import name_optimizer_tensors
 from lockstep.errors import UsageError
 from lockstep.model.description import Description, describe_object, describe_optimizer
-from lockstep.model.digest import name_optimizer_tensors
 from lockstep.training.sharded_optimizer import ShardedOptimizer
 
 __all__ = [

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.checksum import digest
 from lockstep.errors import UsageError
-from lockstep.model.digest import digest
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
 from lockstep.pipeline.placement import Placement

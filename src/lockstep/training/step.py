@@ -43,13 +43,14 @@ from lockstep.training.live_settings import LiveSettings
 from lockstep.training.optimization import Optimization
 from lockstep.training.rank_status import (
     RankStatus,
+    StepTrace,
     average_metrics,
     exchange_statuses,
     find_non_finite,
+    make_span_row,
     read_peak_memory,
     sum_losses,
 )
-from lockstep.training.step_trace import StepTrace, make_span_row
 
 __all__ = ["CommittedStep", "Executor", "OptimizerStep"]
 

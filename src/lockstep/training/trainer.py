@@ -53,10 +53,10 @@ from lockstep.training.live_settings import LiveSettings
 from lockstep.training.microbatch_loop import ManualStep, MicrobatchLoop
 from lockstep.training.model_setup import build_model, distribute_weights
 from lockstep.training.optimization import Optimization, OptimizerConfig, OptimizerFactory
+from lockstep.training.rank_status import StepTrace, make_timeline_rows
 from lockstep.training.sharded_optimizer import share_parameters
 from lockstep.training.state import TrainingState
 from lockstep.training.step import CommittedStep, OptimizerStep
-from lockstep.training.step_trace import StepTrace, make_timeline_rows
 from lockstep.training.weights_file import save_from_rank0, save_last_good
 from lockstep.training.whole_model import WholeModelExecutor
 from lockstep.training.wrapped_modules import reject_wrapped_modules

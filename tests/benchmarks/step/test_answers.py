@@ -16,7 +16,7 @@ from benchmarks.step.answers import (
     write,
 )
 from benchmarks.step.contenders import Case, Fixed, loss
-from lockstep.model.digest import digest
+from lockstep.checksum import digest
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

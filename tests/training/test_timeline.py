@@ -14,8 +14,7 @@ from lockstep.pipeline.simulation import simulate_recording
 from lockstep.record.reader import read_run
 from lockstep.record.timeline import read_timelines
 from lockstep.report.trace import find_transfers
-from lockstep.training.rank_status import RankStatus
-from lockstep.training.step_trace import StepTrace, make_span_row, make_timeline_rows
+from lockstep.training.rank_status import RankStatus, StepTrace, make_span_row, make_timeline_rows
 
 
 def test_the_first_ten_steps_and_every_hundredth_are_traced():
