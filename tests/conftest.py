@@ -29,6 +29,15 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONG = ("tests/csrc/", "tests/training/test_random", "tests/training/test_saved", "tests/examples/")
+"""Files whose few tests take long: where several run at a time, these must not come last."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the long files."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
 def pytest_collection_finish() -> None:
     """Let functions and classes of the test modules travel to the ranks by value."""
     for name, module in list(sys.modules.items()):

@@ -421,8 +421,8 @@ def test_several_trainers_in_a_loop_of_the_scripts_own(check):
 maker = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
 judge = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 1))
 adam = partial(torch.optim.Adam, lr=1e-3)
-of_judge = ls.Trainer(judge, None, adam, also=[maker])
-of_maker = ls.Trainer(maker, None, adam, also=[judge])
+of_judge = ls.Trainer(judge, None, adam, extra_modules=[maker])
+of_maker = ls.Trainer(maker, None, adam, extra_modules=[judge])
 bce = nn.functional.binary_cross_entropy_with_logits
 while True:
     batch = torch.randn(16, 6)
@@ -508,7 +508,7 @@ def test_a_script_that_ends_earlier_and_exits_by_itself(check):
     )
     assert result.exit_code == 0
     assert [len(each["losses"]) for each in found["layouts"]] == [1, 1]
-    assert "train.py ended by itself after 1 of 2 steps." in result.stderr
+    assert "train.py ended after 1 of 2 steps." in result.stderr
 
 
 def test_a_number_of_steps_that_depends_on_the_ranks(check):

@@ -179,8 +179,10 @@ def test_strangers_are_refused(capsys):
         with socket.create_connection(place):  # one that says nothing keeps nobody waiting
             assert driver.run(ls.rank) == [0]
     said = capsys.readouterr().err
-    assert "from 127.0.0.1 was refused: it is not a process of this version of Lockstep" in said
-    assert "it holds another key" in said
+    # In a line each, or in one together, as close as the two came.
+    assert "127.0.0.1" in said
+    assert "it is not a process of this version of Lockstep" in said
+    assert "another key" in said
 
 
 def test_a_second_worker_with_the_same_identity_is_refused(capsys):
