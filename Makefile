@@ -34,7 +34,7 @@ check: install ## format, lint and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/basedpyright --pythonpath $(BIN)/python --warnings
+	@$(BIN)/basedpyright --project pyproject.toml --pythonpath $(BIN)/python --warnings
 
 format: install ## put the code into its form
 	@$(BIN)/ruff format .
