@@ -18,9 +18,9 @@ these ranks apart. The number of the attempt can, and every exchange of a step c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -170,6 +170,7 @@ class StepContext:
         failure: What stops the step on every rank, as a sentence; "" for nothing.
         error: What a stage of this rank raised; the step ends on every rank.
         stopped: The same as a sentence with its place, or that of the stage that caused it.
+        begun: When the executor began, by `time.perf_counter`.
         is_agreed: Whether all ranks know the status of all, and the step is not committed yet:
             what is raised now is raised on every rank.
     """
@@ -189,17 +190,18 @@ class StepContext:
     error: Exception | None = None
     stopped: str = ""
     is_agreed: bool = False
-    begun: float = field(default_factory=time.perf_counter)
+    begun: float = 0.0
 
     @property
     def number(self) -> int:
         """The number of the step."""
         return self.attempt.step
 
-    @property
+    @cached_property
     def label(self) -> StepLabel:
         """What must be the same on all ranks; needs the batch."""
-        batch, attempt = self._batch(), self.attempt
+        assert self.batch is not None, "the step has no batch yet"
+        batch, attempt = self.batch, self.attempt
         about = f"{attempt}, with a batch of {batch.size} samples in {batch.leaves} micro-batches"
         return StepLabel(attempt.step, about, batch.identity.pack(), attempt.previous_failure)
 
@@ -232,10 +234,6 @@ class StepContext:
                 f"{place}: the loss depends on no trainable parameter; either all parameters are "
                 "frozen, or the loss was computed under torch.no_grad()"
             )
-
-    def _batch(self) -> Batch:
-        assert self.batch is not None, "the step has no batch yet"
-        return self.batch
 
     def _shares(self, batch: Batch) -> tuple[dict[int, float], int]:
         parallel = self.parallel

@@ -81,11 +81,17 @@ class PipelineExecutor:
             return []
         return [(stage.gradients, stage.buffers) for stage in self._linked().stages.values()]
 
-    def prepare(self, batch: Batch) -> None:
-        """Partition the model with the first batch, unless it has been partitioned already."""
+    def prepare(self, batch: Any) -> Batch:
+        """Partition the model with the first batch, unless it has been partitioned already.
+
+        Returns:
+            This rank's part of the batch.
+        """
+        part = self._partitioner.parallel.split(batch)
         if self._pipeline is None:
-            first = batch.microbatches[0] if batch.microbatches else None
+            first = part.microbatches[0] if part.microbatches else None
             self._partition(self._partitioner.plan(self._module, first))
+        return part
 
     @contextmanager
     def open(self, step: StepContext) -> Iterator[ScheduleExecutor]:
@@ -94,7 +100,7 @@ class PipelineExecutor:
         with self._running.activate():
             yield self._running
 
-    def compute(self, step: StepContext, batch: Any) -> None:
+    def compute(self, batch: Any) -> None:
         """Run this rank's part of a batch through its stages."""
         assert self._running is not None
         self._running.run(batch)

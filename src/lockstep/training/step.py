@@ -78,13 +78,13 @@ class Executor(Protocol):
     def is_complete(self) -> bool:
         """Whether every micro-batch of the current step has been computed."""
 
-    def prepare(self, batch: Batch) -> None:
-        """Get ready for the first step, whose batch is given."""
+    def prepare(self, batch: Any) -> Any:
+        """Get ready for the first step; return the batch, of which a part may be enough."""
 
     def open(self, step: StepContext) -> AbstractContextManager[Any]:
         """Return the context in which a step is computed; it yields what a loop calls."""
 
-    def compute(self, step: StepContext, batch: Any) -> None:
+    def compute(self, batch: Any) -> None:
         """Compute this rank's part of a batch inside that context."""
 
     def parts(self) -> Sequence[tuple[GradientReducer, Buffers]]:
@@ -138,10 +138,9 @@ class OptimizerStep:
 
     def run(self, step: StepContext, batch: Any) -> CommittedStep:
         """Do (1) with the trainer's own loss, and (2) to (7)."""
-        batch = self.parallel.split(batch)
-        self.executor.prepare(batch)
+        batch = self.executor.prepare(batch)
         with self.computing(step):
-            self.executor.compute(step, batch)
+            self.executor.compute(batch)
         return self.finish(step)
 
     @contextmanager
@@ -185,25 +184,27 @@ class OptimizerStep:
 
     def _finish(self, step: StepContext) -> CommittedStep:
         status = self._status(step)
+        assert step.batch is not None
+        leaves = step.batch.leaves
         begun = time.perf_counter()
         statuses = exchange_statuses(status, step.label, self.parallel.group)
         exchanged = time.perf_counter()
         step.is_agreed = True
         self._check(step, statuses)
-        self._reduce(step, statuses)
+        nodes, peers = self._nodes(leaves), self._peers(statuses)
+        self._reduce(step, status, nodes, peers)
         norm = self._clip(step)
         with self._restored_buffers():
-            self._merge_buffers(step, statuses)
+            self._merge_buffers(leaves, nodes, peers)
             reduced = time.perf_counter()
             rate = self.optimization.rate
             self.optimization.step(step.label.about)
         updated = time.perf_counter()
         step.is_agreed = False
-        assert step.batch is not None
         result = StepResult(
             step=step.number,
             epoch=step.batch.epoch,
-            loss=sum_losses(statuses, step.batch.leaves),
+            loss=sum_losses(statuses, leaves),
             samples=step.batch.size,
             metrics=average_metrics(statuses),
             lr=rate,
@@ -281,14 +282,19 @@ class OptimizerStep:
 
     # --- (4) reduce and (5) clip ---------------------------------------------------------------
 
-    def _reduce(self, step: StepContext, statuses: Sequence[RankStatus]) -> None:
+    def _reduce(
+        self,
+        step: StepContext,
+        status: RankStatus,
+        nodes: Sequence[Sequence[Node]],
+        peers: Sequence[RankStatus],
+    ) -> None:
         """Leave the sums over all micro-batches in `.grad`."""
-        nodes, peers = self._nodes(step), self._peers(statuses)
         for number, (gradients, _) in enumerate(self.executor.parts()):
             gradients.reduce(nodes, [each.gradients[number] for each in peers])
         self.executor.broadcast_tied_gradients(step.attempt.number)
         if step.fingerprinter is not None:
-            losses = {each.leaf: each.loss for each in statuses[self.parallel.rank].microbatches}
+            losses = {each.leaf: each.loss for each in status.microbatches}
             step.fingerprinter.record_reduction(losses)
 
     def _clip(self, step: StepContext) -> float:
@@ -316,12 +322,12 @@ class OptimizerStep:
 
     # --- (6) merge -----------------------------------------------------------------------------
 
-    def _merge_buffers(self, step: StepContext, statuses: Sequence[RankStatus]) -> None:
-        assert step.batch is not None
-        nodes, peers = self._nodes(step), self._peers(statuses)
+    def _merge_buffers(
+        self, leaves: int, nodes: Sequence[Sequence[Node]], peers: Sequence[RankStatus]
+    ) -> None:
         for number, (_, buffers) in enumerate(self.executor.parts()):
             findings = [each.buffers[number] for each in peers]
-            buffers.merge(findings, nodes, step.batch.leaves, self.parallel.peers)
+            buffers.merge(findings, nodes, leaves, self.parallel.peers)
 
     @contextmanager
     def _restored_buffers(self) -> Iterator[None]:
@@ -344,10 +350,8 @@ class OptimizerStep:
                     tensor.copy_(kept)
             raise
 
-    def _nodes(self, step: StepContext) -> list[list[Node]]:
-        """Return the nodes of the tree that each replica holds."""
-        assert step.batch is not None
-        leaves = step.batch.leaves
+    def _nodes(self, leaves: int) -> list[list[Node]]:
+        """Return the nodes of a tree of so many leaves that each replica holds."""
         return [nodes_of(span, leaves) for span in split_evenly(leaves, self.parallel.replicas)]
 
     def _peers(self, statuses: Sequence[RankStatus]) -> Sequence[RankStatus]:

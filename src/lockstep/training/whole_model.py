@@ -63,8 +63,9 @@ class WholeModelExecutor:
         """Return gradients and buffers of the model in the current step."""
         return [] if self._loop is None else [(self._loop.gradients, self._loop.buffers)]
 
-    def prepare(self, batch: Batch) -> None:
-        """Do nothing: a whole model can be called at once."""
+    def prepare(self, batch: Any) -> Any:
+        """Return the batch: a whole model can be called at once, and the step splits it."""
+        return batch
 
     @contextmanager
     def open(self, step: StepContext) -> Iterator[MicrobatchLoop]:
@@ -81,7 +82,7 @@ class WholeModelExecutor:
                 raise
             loop.close(None)
 
-    def compute(self, step: StepContext, batch: Any) -> None:
+    def compute(self, batch: Any) -> None:
         """Compute every micro-batch of this rank with the trainer's loss."""
         assert self._loop is not None
         loop = self._loop
