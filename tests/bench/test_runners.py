@@ -20,9 +20,10 @@ from lockstep.bench.runners import (
     mpi_python,
     mpiexec,
 )
-from lockstep.bench.workload import Workload, usable_cores
+from lockstep.bench.workload import Workload
 from lockstep.errors import RankError, UsageError, WorkError
 from lockstep.launcher.world import cpu_backend
+from lockstep.record.environment import count_usable_cores
 
 WORKLOADS = [
     *(Workload(name, 0 if name == "barrier" else 1500, "float32", "SUM") for name in COLLECTIVES),
@@ -87,7 +88,7 @@ class Ending:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no choice of cores here")
-@pytest.mark.parametrize("ranks", [1, 2, usable_cores() + 1])
+@pytest.mark.parametrize("ranks", [1, 2, count_usable_cores() + 1])
 def test_bind_gives_each_rank_its_own_core_if_there_are_enough(ranks):
     with (
         closing(Rendezvous(ranks, 20.0)) as met,

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.bench.collectives import COLLECTIVES, Contents, Part
+from lockstep.record.environment import count_usable_cores
 
 __all__ = [
     "OPS",
@@ -40,7 +41,6 @@ __all__ = [
     "Workload",
     "expected_block",
     "itemsize",
-    "usable_cores",
 ]
 
 PERIOD = 1009
@@ -206,13 +206,6 @@ SPINS = 2000  # polls before the core is yielded
 POLLS_PER_CLOCK = 20_000  # polls between two reads of the clock
 
 
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 class StartBarrier:
     """A barrier over shared memory, one instance per rank.
 
@@ -231,7 +224,7 @@ class StartBarrier:
         self._rank = rank
         self._others = [other * STRIDE for other in range(ranks) if other != rank]
         self._timeout = timeout
-        self._spins = SPINS if ranks <= usable_cores() else 0
+        self._spins = SPINS if ranks <= count_usable_cores() else 0
         self._count = 0
 
     @staticmethod
