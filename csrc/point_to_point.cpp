@@ -106,7 +106,7 @@ void PointToPoint::progress() {
   complete(finished);
 }
 
-// An error while moving messages aborts the group: the other side would wait in vain.
+// An error while moving messages aborts the group: the other side would wait forever.
 template <typename Step>
 void PointToPoint::abort_on_error(Messages& finished, Step step) {
   if (!group_.is_aborted()) try {

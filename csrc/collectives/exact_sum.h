@@ -12,7 +12,7 @@
 // stays -0.0. Two barriers; each node is read once, each result written once.
 //
 // A result may be a node of the same rank (the sum in place): between the two barriers only
-// rank j reads or writes slice j of any buffer, whoever owns it, and the reduction has read a
+// rank j reads or writes slice j of any rank's buffer, and the reduction has read a
 // block of every node before it writes the sum of that block. The rest of the packed buffers,
 // the flags and the other nodes, is only read.
 //

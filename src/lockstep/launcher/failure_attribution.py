@@ -1,7 +1,7 @@
 """Failure attribution: which rank of a launch failed first, and why, in one sentence.
 
 A rank that dies takes others with it: their connections to it break, and they raise. Such
-consequences are told from causes, so that the message names the cause even if a
+consequences are separated from causes, so that the message names the cause even if a
 consequence was reported earlier. If the kernel killed a process because memory ran out,
 its log or a counter of the control group says so.
 """

@@ -1,4 +1,4 @@
-"""The hang monitor: finds ranks that are stopped, or that others wait for in vain.
+"""The hang monitor: finds ranks that are stopped, or that never join the others.
 
 The launcher cannot see that a rank waits, so it asks: every rank gives its launcher an
 anonymous file, and Python's fault handler writes the stack of the rank's main thread there

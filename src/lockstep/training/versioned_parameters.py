@@ -7,12 +7,12 @@
     (1) writes its pieces into 1       writes its pieces into 1
     (2) prepared[0] = t                prepared[1] = t
     (3) ── exchange: did all go well? ──────────────
-    (4) decided: open -> committed     whoever is first sets the word
+    (4) decided: open -> committed     the first rank sets the word
     (5) its parameters are version 1   its parameters are version 1
 
     step t + 1 writes version 0, after an exchange: by then everybody has left it
 
-A rank that learns in (3) that another one died, or that waits in vain, decides by
+A rank that learns in (3) that another one died, or that waits until the timeout, decides by
 the words alone: if all had prepared, the step is committed, and otherwise it is
 aborted. The word is set once, by compare-and-exchange, so that all who are left
 conclude alike, and what the dead rank wrote is there, in shared memory. So the
