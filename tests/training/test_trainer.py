@@ -5,6 +5,7 @@ import math
 import os
 import resource
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from lockstep.errors import (
     RankError,
     UsageError,
 )
+from lockstep.model.parallel_context import ParallelContext
 from lockstep.record.recorder import Recorder
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -639,6 +641,25 @@ def test_an_exception_in_a_loop_of_ones_own_undoes_the_step():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert trainer.step(rows(32).tensors) > 0
+
+
+@pytest.mark.usefixtures("alone")
+def test_splitting_a_whole_batch_counts_as_time_of_the_step(monkeypatch):
+    taken, split = [], ParallelContext.split
+
+    def timed(parallel, batch):
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < 0.05:
+            pass
+        part = split(parallel, batch)
+        taken.append(time.perf_counter() - begun)
+        return part
+
+    monkeypatch.setattr(ParallelContext, "split", timed)
+    results = []
+    trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD, callbacks=results.append)
+    trainer.step(rows(16).tensors)
+    assert results[0].seconds >= sum(taken) > 0.05
 
 
 @pytest.mark.usefixtures("alone")
