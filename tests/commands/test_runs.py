@@ -61,3 +61,20 @@ def test_an_unreadable_record_is_a_line_too(tmp_path):
     plain = json.loads(json.dumps([one.to_json() for one in found]))
     assert "is not the record of a run" in plain[0]["message"]
     assert plain[1]["metrics"] == {"accuracy": 0.9125}
+
+
+@pytest.mark.parametrize("recipe", ["digits", None])
+def test_the_command_that_resumes_a_stopped_run(tmp_path, recipe):
+    lines = records.whole(recipe=recipe)
+    records.write(tmp_path / "done", lines)
+    for name in ("night", "bare"):
+        records.write(tmp_path / name, [*lines[:-1], records.END | {"state": "stopped"}])
+    for name in ("night", "done"):
+        (tmp_path / name / "checkpoints" / "step-10").mkdir(parents=True)
+    command = f"lockstep {'train' if recipe else 'run'} --resume {tmp_path / 'night'}"
+    output = invoke(str(tmp_path)).output
+    assert output.splitlines()[-2:] == ["Resume a run with", command]
+    found = {run["name"]: run for run in json.loads(invoke(str(tmp_path), "--json").output)}
+    assert found["night"]["state"] == found["bare"]["state"] == "stopped"
+    assert found["night"]["resume_command"] == command
+    assert found["done"]["resume_command"] is found["bare"]["resume_command"] is None

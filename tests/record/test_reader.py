@@ -201,3 +201,138 @@ def test_a_short_record_is_read_completely(tmp_path):
     assert len(read_ends(place).steps) == 20
     (place / RECORD_FILE).write_text("")
     assert len(read_ends(place).steps) == 0
+
+
+def resume(number, epochs=0, **fields):
+    return {"kind": "resume", "t": 3.0, "step": number, "epochs": epochs} | fields
+
+
+def steps(first, last, **fields):
+    return [step(number, **fields) for number in range(first, last)]
+
+
+def test_a_resumption_rewinds_what_was_read(tmp_path):
+    lines = [
+        *(HEADER, *steps(0, 10), {"kind": "epoch", "epoch": 0, "loss": 1.0}),
+        *({"kind": "checkpoint", "step": 10}, *steps(10, 20), {"kind": "epoch", "epoch": 1}),
+        *({"kind": "checkpoint", "step": 14}, {"kind": "timeline", "step": 9, "ranks": []}),
+        *({"kind": "timeline", "step": 10, "ranks": []}, {"kind": "warning", "message": "hot"}),
+        *(END, resume(10, 1), *steps(10, 12, loss=2.0)),
+    ]
+    run = read_run(written(tmp_path, lines))
+    assert run.steps.step.tolist() == list(range(12))
+    assert run.steps.loss.tolist() == [1.0] * 10 + [2.0] * 2
+    assert [line["epoch"] for line in run.epochs] == [0]
+    assert [line["step"] for line in run.timelines] == [9]
+    assert [line["step"] for line in run.checkpoints] == [10]
+    assert [line["message"] for line in run.warnings] == ["hot"]
+    assert (run.end, run.state, run.remarks) == (None, "died", [])
+    assert [line["step"] for line in run.resumes] == [10]
+
+
+@pytest.mark.parametrize("block", [1, 300, 1 << 17])
+def test_several_resumptions_in_blocks_of_any_size(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(reader, "BLOCK_BYTES", block)
+    lines = [
+        *(HEADER, *steps(0, 30), resume(20), *steps(20, 40, loss=2.0)),
+        *(resume(10), *steps(10, 15, loss=3.0), resume(15), *steps(15, 18, loss=4.0), END),
+    ]
+    run = read_run(written(tmp_path, lines))
+    assert run.steps.step.tolist() == list(range(18))
+    assert run.steps.loss.tolist() == [1.0] * 10 + [3.0] * 5 + [4.0] * 3
+    assert run.state == "done"
+    assert [line["step"] for line in run.resumes] == [20, 10, 15]
+    assert [run.segment(number) for number in (9, 10, 14, 15, 30)] == [0, 2, 2, 3, 3]
+
+
+def test_a_run_that_is_resumed_from_its_beginning(tmp_path):
+    run = read_run(written(tmp_path, [HEADER, *steps(0, 5), resume(0), *steps(0, 2, loss=2.0)]))
+    assert run.steps.loss.tolist() == [2.0, 2.0]
+    run = read_run(written(tmp_path, [HEADER, *steps(0, 5), resume(0)]))
+    assert len(run.steps) == 0
+    assert run.steps.ranks.shape == (0, 0, len(TIME_CATEGORIES))
+
+
+def test_the_layout_is_the_last_one(tmp_path):
+    wide, narrow = [[1.0] * 4] * 4, [[1.0] * 4] * 2
+    lines = [
+        HEADER | {"layout": {"world_size": 4}},
+        *steps(0, 10, ranks=wide),
+        resume(5, layout={"world_size": 2}, environment={"hostname": "elsewhere"}),
+    ]
+    run = read_run(written(tmp_path, lines))
+    assert run.layout == {"world_size": 2}
+    assert run.environment == {"hostname": "elsewhere"}
+    assert run.layout_steps.ranks.shape == (5, 4, 4), "there is no step in the new layout"
+    lines += [*steps(5, 8, ranks=narrow), resume(7), *steps(7, 9, ranks=narrow)]
+    run = read_run(written(tmp_path, lines))
+    assert run.steps.ranks.shape == (9, 4, 4)
+    assert run.layout_steps.step.tolist() == [5, 6, 7, 8]
+    assert run.layout_steps.ranks.shape == (4, 2, 4)
+    lines += [resume(2, layout={"world_size": 4}), *steps(2, 3, ranks=wide)]
+    run = read_run(written(tmp_path, lines))
+    assert run.layout_steps.step.tolist() == [0, 1, 2], "the same layout as in the beginning"
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_the_state_depends_on_the_host_that_wrote_last(tmp_path, here):
+    hosts = ["elsewhere", os.uname().nodename]
+    first, last = hosts if here else reversed(hosts)
+    header = HEADER | {"environment": {"hostname": first}}
+    lines = [header, step(0), resume(1, environment={"hostname": last})]
+    assert read_run(written(tmp_path, lines)).state == ("died" if here else "running")
+
+
+def test_a_stopped_run(tmp_path):
+    lines = [HEADER, step(0), END | {"state": "stopped"}]
+    assert read_run(written(tmp_path, lines)).state == "stopped"
+
+
+DAMAGED = ["oops", '{"kind": "resume", "st', json.dumps({"kind": "resume", "step": "many"})]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_steps_are_not_counted_twice_if_the_line_that_resumes_is_damaged(tmp_path, damaged):
+    lines = [HEADER, *steps(0, 5), {"kind": "epoch", "t": 0.45, "epoch": 0}]
+    lines += [*steps(5, 10), {"kind": "epoch", "t": 0.95, "epoch": 1}]
+    again = [step(number, t=3.0 + number / 10, loss=2.0) for number in range(5, 8)]
+    tail = "".join(f"{line}\n" for line in (damaged, *map(json.dumps, again)))
+    run = read_run(written(tmp_path, lines, tail))
+    assert run.steps.step.tolist() == list(range(8))
+    assert run.steps.loss.tolist() == [1.0] * 5 + [2.0] * 3
+    assert [line["epoch"] for line in run.epochs] == [0]
+    assert [line["step"] for line in run.resumes] == ([5] if "many" in damaged else [])
+
+
+def test_a_line_that_is_damaged_without_a_resumption_rewinds_nothing(tmp_path):
+    tail = "oops\n" + "".join(json.dumps(line) + "\n" for line in [*steps(6, 9), END])
+    run = read_run(written(tmp_path, [HEADER, *steps(0, 5)], tail))
+    assert run.steps.step.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
+    assert run.state == "done"
+
+
+def test_the_line_at_which_a_resumed_run_was_killed_is_no_remark(tmp_path):
+    tail = '{"kind": "step", "t": 0.5, "lo\n' + json.dumps(resume(5)) + "\n"
+    for content in (tail, tail + json.dumps(step(5)) + "\noops\n"):
+        run = read_run(written(tmp_path, [HEADER, *steps(0, 5)], content))
+        assert len(run.remarks) == content.count("oops")
+
+
+@pytest.mark.parametrize("after", [0, 5, 400])
+def test_the_ends_of_a_resumed_record(tmp_path, monkeypatch, after):
+    """Whether the resumption lies in the part that is read or before it."""
+    monkeypatch.setattr(reader, "TAIL_BYTES", 3000)
+    lines = [
+        *(HEADER, *steps(0, 100), {"kind": "epoch", "epoch": 0}, *steps(100, 200)),
+        *({"kind": "epoch", "epoch": 1}, *steps(200, 300), END | {"state": "failed"}),
+        resume(150, 1, layout={"world_size": 3}, environment={"hostname": "elsewhere"}),
+        *steps(150, 150 + after),
+    ]
+    run, whole = read_ends(written(tmp_path, lines)), read_run(tmp_path)
+    assert whole.steps.step.tolist() == list(range(150 + after))
+    assert (len(run.steps) < 100) == (after == 400), "the record was read completely or not"
+    assert run.steps.step[-1] == whole.steps.step[-1] == 149 + after
+    assert (run.state, run.end, run.layout) == ("running", None, {"world_size": 3})
+    assert run.resumes == whole.resumes
+    if after < 400:
+        assert run.epochs == whole.epochs == [{"kind": "epoch", "epoch": 0}]

@@ -1,5 +1,6 @@
 """The recorder: lines, and errors of the file system."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -90,6 +91,115 @@ def test_an_existing_record_is_not_overwritten(tmp_path):
     with pytest.raises(UsageError, match="already holds the record of a run"):
         Recorder(tmp_path)
     assert (tmp_path / RECORD_FILE).read_bytes() == before
+
+
+def resumed(folder):
+    """Continue a record with a line "resume" and one step; return all lines."""
+    with Recorder(folder, {"options": {"lr": 0.5}}, resume=True) as recorder:
+        recorder.write("run", recipe="digits")
+        recorder.write("resume", step=1, epochs=0)
+        recorder.write("step", step=1, loss=0.25)
+    return lines_of(folder)
+
+
+def test_a_record_is_continued(tmp_path):
+    with Recorder(tmp_path) as recorder:
+        assert not recorder.is_continued
+        recorder.write("run", recipe="digits")
+        recorder.write("step", step=0)
+        before = (tmp_path / RECORD_FILE).read_bytes()
+    lines = resumed(tmp_path)
+    assert (tmp_path / RECORD_FILE).read_bytes().startswith(before)
+    assert [line["kind"] for line in lines] == ["run", "step", "resume", "step"]
+    assert lines[2]["options"] == {"lr": 0.5}
+    assert lines[2]["resumed"].endswith("+00:00")
+
+
+def test_the_time_goes_on_from_the_last_line(tmp_path):
+    last = {"kind": "step", "t": 5000.5, "step": 0}
+    (tmp_path / RECORD_FILE).write_text(f'{{"kind": "run"}}\n{json.dumps(last)}\n')
+    times = [line["t"] for line in resumed(tmp_path)[1:]]
+    assert times == sorted(times)
+    assert 5000.5 < times[1] < 5100
+
+
+@pytest.mark.parametrize("tail", ['{"kind": "st', '{"kind": "weather"}', '{"t": ', ""])
+def test_a_truncated_last_line_is_ended_before_the_record_is_continued(tmp_path, tail):
+    first = json.dumps({"kind": "run", "name": "night"}) + "\n"
+    (tmp_path / RECORD_FILE).write_text(first + tail)
+    with Recorder(tmp_path, resume=True) as recorder:
+        assert recorder.is_continued
+        recorder.write("resume", step=0, epochs=0)
+    lines = (tmp_path / RECORD_FILE).read_text().splitlines()
+    assert lines[:-1] == [first.strip(), *([tail] if tail else [])]
+    assert json.loads(lines[-1])["kind"] == "resume"
+    assert read_run(tmp_path).remarks == []
+
+
+def test_the_time_is_found_before_a_last_line_that_is_longer_than_the_tail(tmp_path):
+    long = {"kind": "warning", "t": 7.0, "message": "x" * 3 * recorder_module.TAIL_BYTES}
+    (tmp_path / RECORD_FILE).write_text(json.dumps(long) + "\n")
+    with Recorder(tmp_path, resume=True) as recorder:
+        recorder.write("resume", step=0)
+    assert 7.0 < lines_of(tmp_path)[-1]["t"] < 100
+
+
+@pytest.mark.parametrize("content", [None, "", '{"kind": "run", "na'])
+def test_a_folder_without_a_first_line_begins_a_record(tmp_path, content):
+    if content is not None:
+        (tmp_path / RECORD_FILE).write_text(content)
+    with Recorder(tmp_path, resume=True) as recorder:
+        assert not recorder.is_continued
+        recorder.write("run", recipe="digits")
+    assert [line["kind"] for line in lines_of(tmp_path)] == ["run"]
+
+
+def test_a_run_that_is_resumed_continues_its_record_by_default(tmp_path, monkeypatch):
+    Recorder(tmp_path).close()
+    (tmp_path / RECORD_FILE).write_text('{"kind": "run"}\n')
+    monkeypatch.setenv("LOCKSTEP_RESUME", "1")
+    with Recorder(tmp_path) as recorder:
+        assert recorder.is_continued
+    with pytest.raises(UsageError, match="already holds the record"):
+        Recorder(tmp_path, resume=False)
+    monkeypatch.setenv("LOCKSTEP_RESUME", "")
+    with pytest.raises(UsageError, match="already holds the record"):
+        Recorder(tmp_path)
+
+
+def test_a_record_that_another_process_writes_is_not_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder_module, "LOCK_SECONDS", 0.1)
+    with Recorder(tmp_path) as other:
+        other.write("run", recipe="digits")
+        before = (tmp_path / RECORD_FILE).read_bytes()
+        with pytest.raises(UsageError, match=rf"{tmp_path} cannot be resumed: another process"):
+            Recorder(tmp_path, resume=True)
+    assert (tmp_path / RECORD_FILE).read_bytes() == before
+    with Recorder(tmp_path, resume=True), pytest.raises(UsageError, match="cannot be resumed"):
+        Recorder(tmp_path, resume=True)  # the lock is held again
+
+
+def test_a_reader_does_not_keep_a_record_from_being_continued(tmp_path, monkeypatch):
+    """It looks at the lock by taking it for a moment."""
+    (tmp_path / RECORD_FILE).write_text('{"kind": "run"}\n')
+    with (tmp_path / RECORD_FILE).open("rb") as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        pauses = []
+
+        def pause(seconds):
+            pauses.append(seconds)
+            fcntl.flock(reader, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(recorder_module.time, "sleep", pause)
+        with Recorder(tmp_path, resume=True) as recorder:
+            assert recorder.is_continued
+    assert len(pauses) == 1
+
+
+def test_a_record_that_cannot_be_continued(tmp_path):
+    (tmp_path / RECORD_FILE).mkdir()
+    with pytest.raises(FileError, match=r"record\.jsonl cannot be continued"):
+        Recorder(tmp_path, resume=True)
 
 
 def test_a_file_instead_of_the_folder(tmp_path):

@@ -25,8 +25,9 @@ def command(folder: str, as_json: bool) -> None:
     """List the runs in FOLDER, the oldest first.
 
     FOLDER is `runs` by default. The table shows the state, recipe, layout, last loss and
-    metrics, the samples per second and the digest of the weights. Only the beginning and the
-    end of each record are read, so long runs are listed as fast as short ones.
+    metrics, the samples per second and the digest of the weights. The commands that resume
+    runs which ended early follow below it, for runs with a checkpoint. Only the beginning and
+    the end of each record are parsed, so long runs are listed fast.
     """
     place = Path(folder)
     if not place.is_dir():
@@ -43,6 +44,9 @@ def command(folder: str, as_json: bool) -> None:
         from lockstep.report.terminal import print_table
 
         print_table(*runs_table(found), optional=("recipe", "layout", "digest"))
+        commands = [run.summary.resume_command for run in found if run.summary]
+        if any(commands):
+            click.echo("\n".join(["\nResume a run with", *filter(None, commands)]))
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class ListedRun:
             "held_out": one.held_out,
             "samples_per_second": one.speed if math.isfinite(one.speed) else None,
             "digest": one.digest,
+            "resume_command": one.resume_command or None,
         }
 
 

@@ -46,6 +46,16 @@ class Steps:
         """Return the number of steps."""
         return len(self.step)
 
+    def since(self, first: int) -> Steps:
+        """Return the steps from the position `first` on, without ranks that none of them has."""
+        ranks = self.ranks[first:]
+        known = np.flatnonzero(~np.isnan(ranks).all(axis=(0, 2)))
+        return Steps(
+            **{name: getattr(self, name)[first:] for name in SCALARS},
+            metrics={name: column[first:] for name, column in self.metrics.items()},
+            ranks=ranks[:, : known[-1] + 1 if len(known) else 0],
+        )
+
 
 @dataclass(frozen=True)
 class StepBlock:
@@ -54,6 +64,17 @@ class StepBlock:
     scalars: dict[str, Column]
     metrics: dict[str, Column]
     ranks: Column
+
+    def rewind(self, step: float) -> StepBlock:
+        """Return the block without the steps whose number is `step` or higher."""
+        kept = ~(self.scalars["step"] >= step)
+        if kept.all():
+            return self
+        return StepBlock(
+            {name: column[kept] for name, column in self.scalars.items()},
+            {name: column[kept] for name, column in self.metrics.items()},
+            self.ranks[kept],
+        )
 
 
 def parse_block(steps: list[Line]) -> StepBlock:

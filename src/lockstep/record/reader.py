@@ -3,6 +3,10 @@
 The reader tolerates a truncated last line, lines that are not JSON, unknown kinds and
 fields, missing fields and newer versions, and lists what it skipped in `Run.remarks`.
 Secrets that an older version wrote are redacted, and control characters are escaped.
+
+A line "resume" rewinds what was read before it, so that the run reads as if it had never been
+interrupted: steps and timelines from its step on no longer count, nor do later epochs and
+checkpoints, nor an end. Warnings stay.
 Steps are parsed in blocks and kept as columns, since a run may have millions of them
 (a million steps are 240 MB of text and take 2.5 s).
 """
@@ -12,13 +16,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import numpy as np
 import orjson
 
 from lockstep.errors import FileError, UsageError
@@ -28,6 +35,7 @@ from lockstep.record.columns import (
     StepBlock,
     Steps,
     as_dict,
+    as_float,
     concatenate_blocks,
     parse_block,
 )
@@ -36,10 +44,11 @@ from lockstep.redaction import redact
 
 __all__ = ["Run", "State", "read_ends", "read_run"]
 
-State = Literal["done", "failed", "running", "died"]
+State = Literal["done", "failed", "stopped", "running", "died"]
 
 BLOCK_BYTES = 1 << 17  # read at a time: the parsed lines of a block stay in the cache
 TAIL_BYTES = 1 << 17  # of a record's end that `read_ends` reads
+RESUME_MARK = b'"resume"'
 STALE_SECONDS = 120.0  # without a new line after which a run on another host counts as dead
 
 
@@ -47,8 +56,9 @@ STALE_SECONDS = 120.0  # without a new line after which a run on another host co
 class Run:
     """A run as its record describes it.
 
-    `state` is "running" while the writing process lives, and "died" if it ended without
-    writing a last line.
+    `state` is "running" while the writing process lives, "stopped" if it was asked to end and
+    saved a checkpoint first, and "died" if it ended without writing a last line. `resumes` are
+    the lines that resumed the run, the last one last.
     """
 
     folder: Path
@@ -60,6 +70,8 @@ class Run:
     state: State = "done"
     remarks: list[str] = field(default_factory=list)
     timelines: list[Line] = field(default_factory=list)
+    checkpoints: list[Line] = field(default_factory=list)
+    resumes: list[Line] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -68,13 +80,50 @@ class Run:
 
     @property
     def layout(self) -> Line:
-        """The field `layout` of the header; empty if it is missing."""
-        return as_dict(self.header.get("layout"))
+        """The layout of the run, since it was last resumed; empty if it is missing."""
+        return as_dict(self.latest("layout"))
 
     @property
     def environment(self) -> Line:
-        """The field `environment` of the header; empty if it is missing."""
-        return as_dict(self.header.get("environment"))
+        """The environment of the run, since it was last resumed; empty if it is missing."""
+        return as_dict(self.latest("environment"))
+
+    def latest(self, name: str) -> Any:
+        """Return a field of the last line "resume" that has it, else of the header."""
+        lines = (*reversed(self.resumes), self.header)
+        return next((line[name] for line in lines if line.get(name) is not None), None)
+
+    def segment(self, step: float) -> int:
+        """Return how many resumptions a step comes after, by its number."""
+        numbers = [as_float(line.get("step")) for line in self.resumes]
+        return max((at for at, first in enumerate(numbers, 1) if first <= step), default=0)
+
+    @cached_property
+    def layout_steps(self) -> Steps:
+        """The steps since the layout last changed, for figures by rank or about speed.
+
+        A run that was resumed in another layout and has no step since then still has the
+        figures of the layout before.
+        """
+        if not self.resumes or not len(self.steps):
+            return self.steps
+        layouts = [as_dict(self.header.get("layout"))]
+        for line in self.resumes:
+            layouts.append(as_dict(line.get("layout")) or layouts[-1])
+        segments = np.zeros(len(self.steps), np.int64)
+        for at, line in enumerate(self.resumes, 1):
+            segments[self.steps.step >= as_float(line.get("step"))] = at
+        is_same = np.array([layout == layouts[segments[-1]] for layout in layouts])[segments]
+        others = np.flatnonzero(~is_same)
+        return self.steps.since(int(others[-1]) + 1) if len(others) else self.steps
+
+    @property
+    def layout_timelines(self) -> list[Line]:
+        """The timelines of `layout_steps`."""
+        first = self.layout_steps.step[:1]
+        if len(self.layout_steps) == len(self.steps) or np.isnan(first).all():
+            return self.timelines
+        return [line for line in self.timelines if as_float(line.get("step")) >= first[0]]
 
 
 def read_run(folder: Path) -> Run:
@@ -92,10 +141,11 @@ def read_run(folder: Path) -> Run:
 
 
 def read_ends(folder: Path) -> Run:
-    """Read only the first line and the last 128 KiB of a record.
+    """Read only the first line, the resumptions and the last 128 KiB of a record.
 
-    This is fast for records of any length. `steps` and `epochs` are then the last few.
-    Raises the same errors as `read_run`.
+    This is fast for long records too: a million steps take 0.2 s. `steps`, `epochs` and
+    `checkpoints` are then the last few. A record that was resumed within its last 128 KiB is
+    read completely. Raises the same errors as `read_run`.
     """
     return _parse_record(folder, RecordParser.parse_ends)
 
@@ -129,7 +179,11 @@ class RecordParser:
         self.warnings: list[Line] = []
         self.end: Line | None = None
         self.timelines: list[Line] = []
+        self.checkpoints: list[Line] = []
+        self.resumes: list[Line] = []
         self.blocks: list[StepBlock] = []
+        self.may_repeat = False  # a line "resume" may be among those that could not be read
+        self.was_bad = False  # the last line could not be read
         self.num_good = 0
         self.num_bad = 0
         self.is_truncated = False
@@ -138,11 +192,23 @@ class RecordParser:
         """Parse the first line of `file`, and the lines that begin in its last bytes."""
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
-        if size > 2 * TAIL_BYTES:
+        tail = size - TAIL_BYTES
+        if tail > TAIL_BYTES and not self._was_resumed_after(file, tail):
             self._add(self._load([file.readline()]))
-            file.seek(size - TAIL_BYTES)
-            file.readline()  # the rest of a line that began before
+            while file.tell() < tail:
+                block = file.read(min(BLOCK_BYTES, tail - file.tell())) + file.readline()
+                if RESUME_MARK in block:
+                    marked = [line for line in block.split(b"\n") if RESUME_MARK in line]
+                    self._add(list(filter(_is_resume, self._load(marked))))
+            self.may_repeat = False
         self.parse_all(file)
+
+    def _was_resumed_after(self, file: BinaryIO, position: int) -> bool:
+        """Return whether a line after `position` resumes the run; the file is rewound."""
+        file.seek(position)
+        is_marked = RESUME_MARK in file.read()
+        file.seek(0)
+        return is_marked
 
     def parse_all(self, file: BinaryIO) -> None:
         """Parse `file` from its position to its end, one block of lines at a time."""
@@ -153,29 +219,101 @@ class RecordParser:
             self._add(self._load(lines))
 
     def _load(self, lines: list[bytes]) -> list[Any]:
+        """Return the values of some lines; None for one that is not JSON."""
         with contextlib.suppress(orjson.JSONDecodeError):
             found: list[Any] = orjson.loads(b"[" + b",".join(lines) + b"]")
             return found
         found = []
-        for line in lines:
+        for line in filter(bytes.strip, lines):
             try:
                 found.append(orjson.loads(line))
             except orjson.JSONDecodeError:
-                self.num_bad += bool(line.strip())
+                found.append(None)
         return found
 
     def _add(self, objects: list[Any]) -> None:
+        """Add the values of some lines, in their order."""
         kinds = [line.get("kind") if type(line) is dict else None for line in objects]
-        self.num_bad += kinds.count(None)
-        self.num_good += len(kinds) - kinds.count(None)
+        begin = 0
+        if "resume" in kinds or None in kinds:
+            for at, kind in enumerate(kinds):
+                if kind == "resume" or kind is None:
+                    self._add_lines(kinds[begin:at], objects[begin:at])
+                    if kind is None:
+                        self._skip()
+                    else:
+                        self._resume(objects[at])
+                    begin = at + 1
+        self._add_lines(kinds[begin:], objects[begin:])
+
+    def _add_lines(self, kinds: list[Any], objects: list[Any]) -> None:
+        """Add lines between which the run was not resumed."""
+        if not objects:
+            return
+        self.num_good += len(objects)
+        self.was_bad = False
         steps = objects
         if kinds.count("step") < len(kinds):
             steps = [line for kind, line in zip(kinds, objects, strict=True) if kind == "step"]
+        if steps and self.may_repeat:
+            self._rewind_repeated(as_float(steps[0].get("step")))
+        if len(steps) < len(objects):
             for kind, line in zip(kinds, objects, strict=True):
-                if kind not in ("step", None):
+                if kind != "step":
                     self._add_other(kind, line)
         if steps:
             self.blocks.append(parse_block(steps))
+
+    def _skip(self) -> None:
+        """Count a line that cannot be read, which may be one that resumed the run."""
+        self.num_bad += 1
+        self.was_bad = self.may_repeat = True
+
+    def _resume(self, line: Line) -> None:
+        """Add a line that resumes the run, and rewind what it says."""
+        self.num_good += 1
+        self.num_bad -= self.was_bad  # the line at which the process was killed
+        self.was_bad = False
+        line = _clean(line)
+        self.resumes.append(line)
+        self.end = None
+        step, epochs = as_float(line.get("step")), line.get("epochs")
+        self.may_repeat = not math.isfinite(step)
+        if not self.may_repeat:
+            is_count = isinstance(epochs, int) and epochs >= 0
+            self._rewind(step, epochs if is_count else None)
+        else:
+            line["step"] = None  # the next step tells
+
+    def _rewind_repeated(self, step: float) -> None:
+        """Rewind to `step`, the first one after a line "resume" that could not be read."""
+        self.may_repeat = False
+        if self.resumes and self.resumes[-1]["step"] is None:
+            self.resumes[-1]["step"] = step
+        if any((block.scalars["step"] >= step).any() for block in self.blocks):
+            self.end = None
+            self._rewind(step, None)
+
+    def _rewind(self, step: float, epochs: int | None) -> None:
+        """Drop what was recorded from `step` on.
+
+        Args:
+            step: The number of the first step that no longer counts.
+            epochs: The number of epochs that still count; None for those before `step`.
+        """
+        if epochs is None:
+            times = [block.scalars["t"][block.scalars["step"] >= step] for block in self.blocks]
+            begin = np.concatenate([*times, [math.inf]]).min()
+            self.epochs = [line for line in self.epochs if not as_float(line.get("t")) > begin]
+        else:
+            del self.epochs[epochs:]
+        rewound = [block.rewind(step) for block in self.blocks]
+        self.blocks = [block for block in rewound if len(block.ranks)]
+        self.timelines = [each for each in self.timelines if not as_float(each.get("step")) >= step]
+        # A checkpoint of step N is the state after N steps: the one that was resumed stays.
+        self.checkpoints = [
+            each for each in self.checkpoints if not as_float(each.get("step")) > step
+        ]
 
     def _add_other(self, kind: str, line: Line) -> None:
         """Add a line that is not a step; unknown kinds are ignored."""
@@ -187,6 +325,8 @@ class RecordParser:
             self.warnings.append(_clean(line))
         elif kind == "end":
             self.end = _clean(line)
+        elif kind == "checkpoint":
+            self.checkpoints.append(_clean(line))
         elif kind == "timeline":
             self.timelines.append(line)
 
@@ -209,6 +349,8 @@ class RecordParser:
             state=state,
             remarks=list(self._remarks(state)),
             timelines=self.timelines,
+            checkpoints=self.checkpoints,
+            resumes=self.resumes,
         )
 
     def _state(self, locked: bool | None, age: float) -> State:
@@ -219,8 +361,11 @@ class RecordParser:
         age of the last line decides.
         """
         if self.end is not None:
-            return "done" if self.end.get("state") == "done" else "failed"
-        here = as_dict(self.header.get("environment")).get("hostname") == os.uname().nodename
+            given = self.end.get("state")
+            return given if given in ("done", "stopped") else "failed"
+        environments = (as_dict(each.get("environment")) for each in (self.header, *self.resumes))
+        hosts = [each["hostname"] for each in environments if "hostname" in each]
+        here = bool(hosts) and hosts[-1] == os.uname().nodename
         if locked or (not (here and locked is False) and age < STALE_SECONDS):
             return "running"
         return "died"
@@ -251,6 +396,10 @@ def _escape(value: Any) -> Any:
     if isinstance(value, dict):
         return {escape_control(name): _escape(each) for name, each in value.items()}
     return [_escape(each) for each in value] if isinstance(value, list) else value
+
+
+def _is_resume(line: Any) -> bool:
+    return isinstance(line, dict) and line.get("kind") == "resume"
 
 
 def _is_json(line: bytes) -> bool:

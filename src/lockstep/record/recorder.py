@@ -9,6 +9,11 @@ run loses at most the line that it was writing. The recorder holds a lock on its
 the kernel releases when the process ends: this is how a reader distinguishes a run that is
 still going from one that died.
 
+The record of a run that is resumed is continued. Its line "resume" rewinds it:
+
+    step 0 | ... | step 40 | ... | step 47 | resume, step 40 | step 40 | step 41 | ...
+                   ~~~~~~~~~~~~~~~~~~~~~~~ no longer counts: the reader drops these lines
+
 Non-finite numbers are written as null and read back as NaN.
 """
 
@@ -22,7 +27,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -38,6 +43,9 @@ RECORD_VERSION = 1
 TIME_CATEGORIES = ("compute", "communication", "waiting", "data")
 """The categories of a step's time, in the order of a row of `ranks`."""
 
+RESUME_VARIABLE = "LOCKSTEP_RESUME"
+LOCK_SECONDS = 2.0  # until a lock that is held counts as another run's
+TAIL_BYTES = 1 << 17  # of a record's end, in which the last time is looked for
 JSON_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
@@ -48,33 +56,57 @@ class Recorder:
     `version`, `name` and `started` to the line "run". Writing the line of a step takes about
     5 microseconds.
 
+    A record that is continued keeps its first line: the line "run" of the resumed run is not
+    written, and its line "resume" gets the field `resumed`, the time of day. `t` continues at
+    the value of the last line, so the time between the two processes does not count.
+
     Args:
         folder: The folder of the run, which is created if it does not exist.
-        metadata: More entries for the line "run" ("recipe", "epochs", "options", ...).
+        metadata: More entries for the line "run" ("recipe", "epochs", "options", ...). Of
+            these a line "resume" gets "options".
+        resume: Continue the record that the folder holds, if it holds one. By default True
+            in a run that `--resume` started (the variable LOCKSTEP_RESUME is set).
 
     Raises:
-        UsageError: The folder already holds a record.
+        UsageError: The folder already holds a record and `resume` is false, or another
+            process is still writing the record.
         FileError: The folder or the record cannot be created.
     """
 
-    def __init__(self, folder: Path, metadata: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        resume: bool | None = None,
+    ) -> None:
         self.folder = Path(folder)
         self._metadata = dict(metadata or {})
         self.path = self.folder / RECORD_FILE
         self.failure: str | None = None
         """The message that was printed when the record could not be written any more."""
-        self._descriptor = _create_file(self.path)
-        self._began = time.perf_counter()
+        self.is_continued = False
+        """Whether the lines follow those of an earlier process."""
+        passed = 0.0
+        resume = bool(os.environ.get(RESUME_VARIABLE)) if resume is None else resume
+        if resume and self.path.exists():
+            self._descriptor, last = _open_file(self.path)
+            self.is_continued, passed = last is not None, last or 0.0
+        else:
+            self._descriptor = _create_file(self.path)
+        self._began = time.perf_counter() - passed
 
     def write(self, kind: str, /, **fields: Any) -> None:
         """Append one line. Never raises: a full disk ends the record, not the run."""
-        if self._descriptor < 0:
+        if self._descriptor < 0 or (kind == "run" and self.is_continued):
             return
         line = {"kind": kind, "t": round(time.perf_counter() - self._began, 6), **fields}
         if kind == "step" and "ranks" in fields:
             line["ranks"] = [[round(part, 6) for part in row] for row in fields["ranks"]]
         elif kind == "run":
             line = self._header(fields)
+        elif kind == "resume":
+            line |= {"resumed": _now()} | self._changed_options()
         try:
             text = orjson.dumps(line, _to_json, JSON_OPTIONS)
         except TypeError:  # an integer of more than 64 bits, a cycle of containers, ...
@@ -102,10 +134,14 @@ class Recorder:
         self.close()
 
     def _header(self, fields: dict[str, Any]) -> dict[str, Any]:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        own = {"kind": "run", "version": RECORD_VERSION, "name": self.folder.name, "started": now}
+        own = {"kind": "run", "version": RECORD_VERSION, "name": self.folder.name}
         metadata: dict[str, Any] = redact(self._metadata)
-        return own | fields | metadata
+        return own | {"started": _now()} | fields | metadata
+
+    def _changed_options(self) -> dict[str, Any]:
+        """Return the entry "options" of a line "resume", if there are options."""
+        found: dict[str, Any] = redact(self._metadata)
+        return {"options": found["options"]} if "options" in found else {}
 
     def _fail(self, error: OSError) -> None:
         self.failure = (
@@ -136,6 +172,90 @@ def _create_file(path: Path) -> int:
     with contextlib.suppress(OSError):  # no locks on this file system: readers use the file's age
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
+
+
+def _open_file(path: Path) -> tuple[int, float | None]:
+    """Lock the file of a record that is continued, and end its last line.
+
+    Returns the descriptor, and the `t` of the last line; None if there is no complete line.
+    """
+    try:
+        flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        raise FileError(
+            f"{path} cannot be continued ({error.strerror}); make it readable and writable for "
+            f"the user of the run"
+        ) from None
+    try:
+        _lock(descriptor, path)
+        with open(descriptor, "rb", closefd=False) as file:
+            last, has_newline = _read_last_time(file)
+        if last is None:
+            os.ftruncate(descriptor, 0)  # killed while its first line was written
+        elif not has_newline:
+            os.write(descriptor, b"\n")
+    except OSError as error:
+        os.close(descriptor)
+        raise FileError(f"{path} cannot be continued ({error.strerror})") from None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor, last
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """Take the lock of a record; raise UsageError if another process keeps it.
+
+    A reader holds a lock for microseconds, to see whether the run is going, so a lock that
+    is taken is tried again.
+    """
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.01)
+                continue
+            raise UsageError(
+                f"{path.parent} cannot be resumed: another process is still writing its record; "
+                f"wait until that run has ended, or stop it"
+            ) from None
+        except OSError:  # no locks on this file system
+            pass
+        return
+
+
+def _read_last_time(file: BinaryIO) -> tuple[float | None, bool]:
+    """Return the `t` of the last line that has one, and whether the file ends with a newline.
+
+    The time is 0 if no line has one, and None if the file has no complete line.
+    """
+    size = file.seek(0, os.SEEK_END)
+    begin = max(0, size - TAIL_BYTES)
+    while True:
+        file.seek(begin)
+        tail = file.read()
+        lines = tail.split(b"\n")[1 if begin else 0 :]
+        parsed = [line for line in map(_parse_line, lines) if line is not None]
+        times = [line["t"] for line in parsed if isinstance(line.get("t"), (int, float))]
+        if times or begin == 0:
+            found = float(times[-1]) if times else 0.0
+            return found if parsed else None, tail.endswith(b"\n")
+        begin = 0  # a line that is longer than the tail
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) and "kind" in found else None
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _to_json(value: Any) -> Any:

@@ -30,7 +30,8 @@ INK, SOFT, FAINT, PAPER, WASH = "#16202e", "#5a6675", "#e4e8ee", "#ffffff", "#f5
 LINES = ("#0b6bb8", "#d1570c")
 BANDS = ("#b5d3ec", "#f3cdb4")
 FILLS = dict(zip(TIME_CATEGORIES, ("#0b6bb8", "#e3a008", "#aab4c0", "#b9509a"), strict=True))
-COLORS = {"done": "#157f4d", "failed": "#b3261e", "died": "#b3261e", "running": "#8a5a00"}
+COLORS = {"done": "#157f4d", "failed": "#b3261e", "died": "#b3261e"}
+COLORS |= {"running": "#8a5a00", "stopped": "#8a5a00"}
 MAX_RANKS = 4  # ranks that are drawn
 MAX_DOTS = 40  # evaluations drawn as dots; more are drawn as a line
 

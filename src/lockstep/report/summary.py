@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lockstep.formatting import format_quantity
+from lockstep.messages import escape_control
 from lockstep.record.reader import Run
 from lockstep.record.recorder import TIME_CATEGORIES
 
@@ -28,7 +30,8 @@ class Summary:
     `loss` and `metrics` are those of the last evaluation if there is one (`held_out`), else
     those of the last epoch, else the means of the last steps. `seconds` is the duration of
     the run, `speed` the samples per second during steps, and `step_seconds` the median
-    duration of a step.
+    duration of a step, both in the last layout. `resume_command` is "" if the run is done or
+    going, or has no checkpoint.
     """
 
     name: str
@@ -48,14 +51,15 @@ class Summary:
     digest: str
     optimizer_digest: str
     started: str
+    resume_command: str
 
 
 def summarize(run: Run) -> Summary:
     """Return the summary of a run."""
     end = run.end or {}
     loss, metrics, held_out = _final_quality(run)
-    stepping = float(np.nansum(run.steps.seconds))
-    samples = float(np.nansum(run.steps.samples))
+    recent = run.layout_steps
+    stepping = float(np.nansum(recent.seconds))
     return Summary(
         name=run.name,
         state=run.state,
@@ -64,17 +68,28 @@ def summarize(run: Run) -> Summary:
         layout=_describe_layout(run),
         epochs=len(run.epochs),
         steps=len(run.steps),
-        samples=samples,
+        samples=float(np.nansum(run.steps.samples)),
         loss=loss,
         metrics=metrics,
         held_out=held_out,
         seconds=number_or(end.get("seconds"), last_time(run)),
-        speed=samples / stepping if stepping > 0 else math.nan,
-        step_seconds=_finite_median(run.steps.seconds),
+        speed=float(np.nansum(recent.samples)) / stepping if stepping > 0 else math.nan,
+        step_seconds=_finite_median(recent.seconds),
         digest=as_text(end.get("digest")),
         optimizer_digest=as_text(end.get("optimizer_digest")),
         started=as_text(run.header.get("started")),
+        resume_command=_resume_command(run),
     )
+
+
+def _resume_command(run: Run) -> str:
+    """Return the command that resumes a run which has ended before it was done, else ""."""
+    if run.state in ("done", "running"):
+        return ""
+    if not any((run.folder / "checkpoints").glob("step-*")):
+        return ""
+    command = "train" if run.header.get("recipe") else "run"
+    return shlex.join(["lockstep", command, "--resume", escape_control(str(run.folder))])
 
 
 def _final_quality(run: Run) -> tuple[float, dict[str, float], bool]:

@@ -35,6 +35,7 @@ __all__ += ["headline", "settings_groups", "state_sentence", "timeline_sentences
 __all__ += ["timing_sentences", "warning_sentence"]
 
 STATE_NAMES = {"done": "done", "failed": "failed", "running": "still running", "died": "died"}
+STATE_NAMES |= {"stopped": "stopped"}
 
 
 def headline(run: Run, summary: Summary) -> list[str]:
@@ -81,13 +82,15 @@ def state_sentence(run: Run, summary: Summary) -> str:
     place = ""
     if len(run.steps):
         place = f", in epoch {run.steps.epoch[-1] + 1:.0f}, step {run.steps.step[-1]:,.0f}"
+    resume = f" Resume it with: {summary.resume_command}" if summary.resume_command else ""
     return {
         "done": "",
-        "failed": summary.message or "The run failed; its record has no message.",
+        "failed": (summary.message or "The run failed; its record has no message.") + resume,
+        "stopped": f"This run was stopped on request {at} after its start{place}.{resume}",
         "running": f"This run is still going; its last line was written {at} after its "
         f"start{place}.",
         "died": f"This run ended without a last line, {at} after its start{place}: "
-        f"it was killed, or its machine went down.",
+        f"it was killed, or its machine went down.{resume}",
     }[run.state]
 
 

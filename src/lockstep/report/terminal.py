@@ -20,7 +20,13 @@ __all__ = ["UNLIMITED", "colorize", "print_table", "terminal_width", "wrap"]
 UNLIMITED = 10_000  # columns if the output is not a terminal
 GAP = 2  # characters between the columns of a table
 COLORS = {"red": 31, "green": 32, "yellow": 33}
-STYLES = {"done": "green", "failed": "red", "died": "red", "still running": "yellow"}
+STYLES = {
+    "done": "green",
+    "failed": "red",
+    "died": "red",
+    "stopped": "yellow",
+    "still running": "yellow",
+}
 
 
 def terminal_width() -> int:
