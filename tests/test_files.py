@@ -12,7 +12,13 @@ from safetensors.torch import load_file
 import lockstep
 from lockstep import files
 from lockstep.errors import FileError
-from lockstep.files import create_file, make_folder, open_for_write, replace_file
+from lockstep.files import (
+    create_file,
+    make_folder,
+    open_for_write,
+    open_or_create,
+    replace_file,
+)
 from lockstep.training.weights_file import save_weights
 
 
@@ -30,11 +36,12 @@ def mode(path: Path) -> int:
 def test_modes_do_not_depend_on_the_umask(tmp_path, umask):
     make_folder(tmp_path / "a" / "b")
     os.close(create_file(tmp_path / "a" / "created"))
+    os.close(open_or_create(tmp_path / "a" / "locked", os.O_RDWR))
     open_for_write(tmp_path / "a" / "opened").close()
     with replace_file(tmp_path / "a" / "replaced"):
         pass
     assert [mode(tmp_path / name) for name in ("a", "a/b")] == [0o700] * 2
-    assert [mode(path) for path in sorted((tmp_path / "a").glob("*ed"))] == [0o600] * 3
+    assert [mode(path) for path in sorted((tmp_path / "a").glob("*ed"))] == [0o600] * 4
 
 
 def test_what_exists_keeps_its_mode(tmp_path):

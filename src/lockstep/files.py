@@ -2,6 +2,7 @@
 
     make_folder     a run's folder                  0700
     create_file     a record, a log                 0600, a new file
+    open_or_create  a lock, a continued log         0600 where it is new
     open_for_write  a report                        0600 where it is new
     replace_file    weights                         0600, complete or not there
 
@@ -20,7 +21,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["FOLDER_MODE", "create_file", "make_folder", "open_for_write", "replace_file"]
+__all__ = [
+    "FOLDER_MODE",
+    "create_file",
+    "make_folder",
+    "open_for_write",
+    "open_or_create",
+    "replace_file",
+]
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 
@@ -50,6 +58,19 @@ def create_file(path: Path, flags: int = 0, dir_fd: int | None = None) -> int:
     """
     exclusive = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, exclusive | flags, FILE_MODE, dir_fd=dir_fd)
+
+
+def open_or_create(path: Path, flags: int) -> int:
+    """Return a descriptor of a file, which is created if it is missing; a link is not followed.
+
+    Args:
+        path: The file.
+        flags: Options of `os.open`, such as `os.O_RDWR` or `os.O_WRONLY | os.O_APPEND`.
+
+    Raises:
+        OSError: the file cannot be opened or created.
+    """
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
 
 
 def open_for_write(path: Path) -> BinaryIO:

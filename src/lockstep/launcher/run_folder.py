@@ -1,0 +1,223 @@
+"""The run folder as the launcher sees it: who uses it now.
+
+    runs/NAME/run.lock      locked by every process that writes to the run
+
+Each process of a run keeps a shared lock on `run.lock` until it exits; loader workers that
+it forks inherit it. A process that is about to continue the run takes the lock exclusively,
+which succeeds only when nobody is left, and then shares it:
+
+    A   exclusive, writes its name ── shared, reads its name back ─────> holds the run
+    B        exclusive: refused ...        exclusive: refused ... ─────> names A
+
+`flock` does not change an exclusive lock into a shared one atomically: B may take the lock
+in between. Then A reads B's name instead of its own, and starts again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.errors import UsageError
+from lockstep.files import open_or_create
+from lockstep.launcher.environment import LAUNCHER
+
+__all__ = ["RUN", "hold_run", "release_run", "wait_until_free"]
+
+RUN = "LOCKSTEP_RUN"  # the variable with the path of the launch's run folder
+LOCK_FILE = "run.lock"
+EXIT_TIMEOUT = 10.0  # seconds that an interrupted run's processes have to exit
+POLL = 0.02  # seconds between two attempts to take the lock
+MOST_NAMED = 8  # processes in a message
+
+Inode = tuple[int, int]  # device and number of a file
+
+_held: dict[Inode, int] = {}  # descriptors of the locks that this process keeps
+
+
+def hold_run(folder: str | os.PathLike[str]) -> None:
+    """Mark a run folder as used by this process, until it exits.
+
+    Does nothing where the folder cannot be written, or its file system has no locks.
+
+    Raises:
+        UsageError: Another process is about to continue the run, and does not finish.
+    """
+    descriptor = _open_lock(folder)
+    if descriptor is None:
+        return
+    deadline = time.monotonic() + EXIT_TIMEOUT
+    while not _try_lock(descriptor, fcntl.LOCK_SH):
+        if time.monotonic() >= deadline:
+            raise _make_error(folder, descriptor, EXIT_TIMEOUT)
+        time.sleep(POLL)
+    _held[_inode(descriptor)] = descriptor
+
+
+def wait_until_free(folder: str | os.PathLike[str], timeout: float = EXIT_TIMEOUT) -> None:
+    """Wait until no other process uses a run folder, then hold it as `hold_run` does.
+
+    Of several processes that continue a run at the same moment, one gets it. Returns at once
+    if the run is in use by this process or by a process that started it, such as its launcher.
+    In a world that no launcher started, one rank calls this before any rank calls `hold_run`.
+
+    Args:
+        folder: The run folder.
+        timeout: Seconds to wait.
+
+    Raises:
+        UsageError: Other processes still use it after `timeout` seconds; they are named.
+    """
+    descriptor = _open_lock(folder)
+    if descriptor is None:
+        return
+    if _belongs_to_launcher(folder) or _is_held_by_ancestor(descriptor):
+        os.close(descriptor)
+        hold_run(folder)
+        return
+    deadline = time.monotonic() + timeout
+    while not _try_to_claim(descriptor):
+        if time.monotonic() >= deadline:
+            raise _make_error(folder, descriptor, timeout)
+        time.sleep(POLL)
+    _held[_inode(descriptor)] = descriptor
+
+
+def release_run(folder: str | os.PathLike[str]) -> None:
+    """Release what `hold_run` or `wait_until_free` took, before the process exits."""
+    with contextlib.suppress(OSError):
+        found = os.stat(Path(folder) / LOCK_FILE)
+        descriptor = _held.pop((found.st_dev, found.st_ino), None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _open_lock(folder: str | os.PathLike[str]) -> int | None:
+    """Open the lock file; None if this process holds it already, or it cannot be opened."""
+    try:
+        descriptor = open_or_create(Path(folder) / LOCK_FILE, os.O_RDWR)
+    except OSError:
+        return None
+    if _inode(descriptor) in _held:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _inode(descriptor: int) -> Inode:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    """Take a lock unless another process has one in the way."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _try_to_claim(descriptor: int) -> bool:
+    """Take the lock exclusively, and then share it; False if somebody else has it."""
+    if not _try_lock(descriptor, fcntl.LOCK_EX):
+        return False
+    name = f"{os.uname().nodename} {os.getpid()} {secrets.token_hex(8)}\n".encode()
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, name, 0)
+    except OSError:  # a full disk
+        name = b""
+    if _try_lock(descriptor, fcntl.LOCK_SH):
+        if not name or os.pread(descriptor, len(name), 0) == name:
+            return True
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+def _belongs_to_launcher(folder: str | os.PathLike[str]) -> bool:
+    """Return whether `lockstep run` gave this folder to this rank."""
+    given = os.environ.get(RUN) if LAUNCHER in os.environ else None
+    return bool(given) and Path(given or "").resolve() == Path(folder).resolve()
+
+
+# --- the processes that hold a lock, on Linux -------------------------------------------------
+
+
+def _make_error(folder: str | os.PathLike[str], descriptor: int, timeout: float) -> UsageError:
+    """Close the descriptor, and return an error that names the processes in the way."""
+    inode = _inode(descriptor)
+    os.close(descriptor)
+    names = {pid: _command_name(pid) for pid in _find_holders(inode)}
+    if not names:
+        return UsageError(
+            f"{os.fspath(folder)} is still in use after {timeout:g} s, by processes of another "
+            f"host, container or user; continue it when they have exited"
+        )
+    shown = [f"{pid} ({name})" for pid, name in list(names.items())[:MOST_NAMED]]
+    more = len(names) - len(shown)
+    listed = ", ".join(shown) + (f" and {more} more" if more else "")
+    return UsageError(
+        f"{os.fspath(folder)} is still in use after {timeout:g} s, by "
+        f"process{'es' if len(names) > 1 else ''} {listed}; wait until "
+        f"{'they exit' if len(names) > 1 else 'it exits'}, or run: kill "
+        f"{' '.join(map(str, list(names)[:MOST_NAMED]))}"
+    )
+
+
+def _is_held_by_ancestor(descriptor: int) -> bool:
+    inode, pid = _inode(descriptor), os.getppid()
+    while pid > 0:
+        if _holds_lock(pid, inode):
+            return True
+        pid = _parent(pid)
+    return False
+
+
+def _find_holders(inode: Inode) -> Iterator[int]:
+    """Yield the processes that hold a lock on a file.
+
+    /proc/locks names only the process that took a lock, which may have exited before the
+    workers that inherited it; every holder shows the lock among its open files.
+    """
+    with contextlib.suppress(OSError):
+        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+            if _holds_lock(pid, inode):
+                yield pid
+
+
+def _holds_lock(pid: int, inode: Inode) -> bool:
+    with contextlib.suppress(OSError):  # it has exited, or belongs to another user
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                path = f"/proc/{pid}/fd/{number}"
+                if LOCK_FILE not in os.readlink(path):
+                    continue
+                found = os.stat(path)
+                if (found.st_dev, found.st_ino) == inode:
+                    lines = Path(f"/proc/{pid}/fdinfo/{number}").read_text()
+                    if "\nlock:" in lines:
+                        return True
+    return False
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _command_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "exited"
