@@ -91,6 +91,43 @@ def whole(**header):
     return [HEADER | header, *steps[:10], epoch(0), warning, *steps[10:], epoch(1, 0.25), END]
 
 
+def checkpoint(number, **fields):
+    """Return the line of a checkpoint that holds the state after `number` steps."""
+    return {
+        "kind": "checkpoint", "t": number * 0.01, "step": number, "stall": 0.002 + number * 1e-4,
+        "seconds": 0.04, "bytes": 340_000, "path": f"checkpoints/step-{number}",
+    } | fields  # fmt: skip
+
+
+def resume(number, epochs=0, **fields):
+    """Return the line that resumes a run at step `number`."""
+    return {
+        "kind": "resume", "t": 0.2, "step": number, "epochs": epochs,
+        "resumed": "2026-11-22T03:00:00+00:00", "checkpoint": f"checkpoints/step-{number}",
+        "command": ["/opt/bin/lockstep", "train", "--resume", "night"], "differences": [],
+    } | fields  # fmt: skip
+
+
+def resumed():
+    """Return the lines of a run on 4 ranks that was killed, and resumed twice on 2 ranks.
+
+    The times by rank differ so much between the layouts that mixing them shows.
+    """
+    layout = HEADER["layout"] | {"world_size": 4, "replicas": 2, "stages": 2}
+    wide = [[0.02, 0.002, 0.001, 0.0]] * 3 + [[0.9, 0.002, 0.001, 0.0]]
+    first = [step(number, ranks=wide, seconds=0.92) for number in range(14)]
+    differences = ["torch: 2.12.0 before, 2.13.0 now", "cores: 8 before, 2 now"]
+    back = resume(12, 1, layout=HEADER["layout"], differences=differences)
+    return [
+        HEADER | {"layout": layout},
+        *first[:10],
+        epoch(0) | {"t": 0.095, "memory_bytes": [1e9] * 4},
+        *(checkpoint(10), *first[10:12], checkpoint(12), *first[12:], checkpoint(14)),
+        *(back, *map(step, range(12, 18)), checkpoint(16)),
+        *(resume(16, 1), *map(step, range(16, 20)), epoch(1, 0.25), END),
+    ]
+
+
 def write(folder, lines, tail=""):
     """Write lines as a record into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -124,7 +124,7 @@ def test_malformed_lines_do_not_raise(ranks):
 
 def test_steps_without_spans_are_drawn_from_their_sums(tmp_path):
     run = read_run(records.write(tmp_path, records.whole()))
-    found = sum_steps(run, 12, 15)
+    found = sum_steps(run.steps, 12, 15)
     assert found.title == "steps 12 to 14"
     assert found.duration == pytest.approx(run.steps.ranks[12:15].sum(axis=2).max(axis=1).sum())
     kinds = [work.kind for work in found.spans if work.rank == 1][:4]
@@ -139,7 +139,7 @@ def test_the_typical_timeline_has_median_duration_without_the_first(tmp_path):
     lines[1]["ranks"][0]["works"][-1][4] = 2.0
     lines[2]["ranks"][0]["works"][-1][4] = 1.0
     run = read_run(records.write(tmp_path, [records.HEADER, *lines]))
-    assert len(read_timelines(run)) == 4
+    assert len(read_timelines(run.timelines)) == 4
     assert typical_timeline(run).title == "step 2"
 
 

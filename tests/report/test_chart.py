@@ -221,3 +221,22 @@ def test_an_empty_range_is_widened():
     axis = log_axis(9.999999999999196e299, 9.999999999999198e299)
     assert axis.low < 9e299
     assert axis.high > 1.5e300
+
+
+def test_the_steps_at_which_a_run_was_resumed_are_marked(tmp_path):
+    loss, *others = run_charts(read_run(records.write(tmp_path / "a", records.resumed())))
+    assert [mark.label for mark in loss.marks] == ["resumed at step 12", "resumed at step 16"]
+    assert [mark.position for mark in loss.marks] == pytest.approx([12 / 19, 16 / 19])
+    assert not any(chart.marks for chart in others)
+    (steps,) = (series.curve for series in loss.series if series.role == "line")
+    assert steps.x.tolist() == list(range(20)), "the curve continues"
+
+
+@pytest.mark.parametrize(("numbers", "marked"), [((5, 3), [3]), ((3, 3), [3]), ((0, 10), [])])
+def test_marks_of_steps_that_were_taken_again_are_dropped(tmp_path, numbers, marked):
+    """Neither is one of a run that has no step since it was resumed."""
+    lines = [records.HEADER, *map(records.step, range(8))]
+    for number in numbers:
+        lines += [records.resume(number), *map(records.step, range(number, min(10, number + 5)))]
+    loss = run_charts(read_run(records.write(tmp_path, lines)))[0]
+    assert [mark.label for mark in loss.marks] == [f"resumed at step {n}" for n in marked]

@@ -236,3 +236,12 @@ def test_a_large_difference_does_not_overflow(weights):
         weights("a", {"w": huge}), weights("b", {"w": -huge * np.float32(1.0)})
     )
     assert "by at most 6e+38" in found.how
+
+
+def test_resumptions_are_differences_in_settings(tmp_path):
+    runs = [records.write(tmp_path / "whole", records.whole())]
+    runs += [records.write(tmp_path / "resumed", records.resumed())]
+    found = compare_runs(list(map(read_run, runs)))
+    assert found.settings == {"resumed from step": ["", "12, 16"]}, "the last layout counts"
+    assert found.pairs[0].same_digest
+    assert found.pairs[0].losses == comparison.LossDifference(20)

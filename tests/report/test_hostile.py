@@ -49,6 +49,10 @@ def hostile():
         if line["kind"] == "epoch":
             yield line | {"evaluation": {"loss": 0.5, "metrics": metrics}}
     yield {"kind": "warning", "t": 1, "rank": HARM, "message": HARM}
+    layout = {"replicas": HARM, "stages": 2, "backend": HARM}
+    yield records.checkpoint(5, path=HARM, bytes=HARM)
+    yield records.resume(7, layout=layout, resumed=HARM, differences=[HARM, {HARM: [HARM]}])
+    yield from map(records.step, range(7, 20))
     timeline = records.timeline(0)
     timeline["step"] = timeline["ranks"][0]["works"][0][0] = HARM
     yield timeline

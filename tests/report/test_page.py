@@ -27,6 +27,8 @@ def pages(tmp_path_factory):
     many = [records.step(n, per_epoch=1000, loss=1.0, seconds=0.01) for n in range(4000)]
     many[1234]["loss"] = 9.0
     long = read_run(records.write(folder / "long", [records.HEADER, *many, records.END]))
+    resumed = read_run(records.write(folder / "resumed", records.resumed()))
+    (folder / "resumed.html").write_text(report_html(resumed))
     (folder / "report.html").write_text(report_html(short))
     (folder / "long.html").write_text(report_html(long))
     (folder / "compare.html").write_text(comparison_html(compare_runs([short, long])))
@@ -130,7 +132,22 @@ def test_the_arrow_keys_read_values(reader):
     assert reader.tip("loss") is None
 
 
-@pytest.mark.parametrize("name", ["report", "long", "compare"])
+def test_the_resumed_steps_are_marked_in_the_loss_curve(reader):
+    reader.open("resumed")
+    marks = reader.page.locator("#chart-loss .mark")
+    frame = reader.page.locator("#chart-loss .plot").bounding_box()
+    boxes = [mark.bounding_box() for mark in marks.all()]
+    assert [(box["x"] - frame["x"]) / frame["width"] for box in boxes] == pytest.approx(
+        [12 / 19, 16 / 19], abs=0.01
+    )
+    assert all(box["height"] == pytest.approx(frame["height"], abs=2) for box in boxes)
+    assert "resumed" in reader.page.locator("#chart-loss .legend").inner_text()
+    assert reader.page.locator(".mark").count() == 2, "only in the chart of the loss"
+    assert reader.page.locator("#resumes tbody tr").count() == 3
+    assert reader.errors == []
+
+
+@pytest.mark.parametrize("name", ["report", "long", "compare", "resumed"])
 def test_a_phone_shows_everything_without_horizontal_scrolling(chromium, pages, name):
     context = chromium.new_context(viewport={"width": 360, "height": 740}, is_mobile=True)
     reader = Reader(context, pages)

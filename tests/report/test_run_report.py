@@ -9,10 +9,16 @@ import pytest
 import records
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import RECORD_FILE
-from lockstep.record.timeline import Span, Timeline
+from lockstep.record.timeline import Span, Timeline, typical_timeline
+from lockstep.report.breakdown import peak_memory, resume_table, time_by_rank, wait_matrix
 from lockstep.report.run_report import report_html, report_markdown
 from lockstep.report.summary import find_slowest_rank, find_slowest_step, summarize
-from lockstep.report.summary_text import headline, timing_sentences
+from lockstep.report.summary_text import (
+    checkpoint_sentence,
+    headline,
+    state_sentence,
+    timing_sentences,
+)
 
 
 @pytest.fixture
@@ -220,6 +226,97 @@ def test_markdown_has_headline_tables_and_command(run):
     assert "lockstep train digits -n 2 --note 'two words'" in text
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+@pytest.fixture
+def resumed(tmp_path):
+    return read_run(records.write(tmp_path / "night", records.resumed()))
+
+
+def test_checkpoints_and_resumptions_are_reported(resumed):
+    assert checkpoint_sentence(resumed) == (
+        "3 checkpoints, the last one after 16 steps (340 kB); "
+        "saving one stalled training for 3.20 ms (median)."
+    )
+    page, text = report_html(resumed), report_markdown(resumed)
+    for form in (page, text):
+        assert "the last one after 16 steps" in form
+        assert "The run was resumed twice." in form
+        assert "2 replicas × 2 stages, 8 micro-batches, gloo, cpu" in form
+        assert "torch: 2.12.0 before, 2.13.0 now; cores: 8 before, 2 now" in form
+    assert resume_table(resumed) == [
+        ["0", "2026-11-21T07:52:00+00:00", "2 replicas × 2 stages, 8 micro-batches, gloo, cpu", ""],
+        [
+            *("12", "2026-11-22T03:00:00+00:00", "2 replicas, 8 micro-batches, gloo, cpu"),
+            "torch: 2.12.0 before, 2.13.0 now; cores: 8 before, 2 now",
+        ],
+        ["16", "2026-11-22T03:00:00+00:00", "2 replicas, 8 micro-batches, gloo, cpu", ""],
+    ]
+
+
+def test_a_run_without_checkpoints_has_no_section_about_them(run):
+    assert checkpoint_sentence(run) == ""
+    assert "Checkpoints" not in report_html(run) + report_markdown(run)
+
+
+def test_a_resumed_run_counts_each_step_once(resumed):
+    well, fast = headline(resumed, summarize(resumed))
+    assert well.endswith("after 2 epochs.")
+    assert fast.startswith(
+        "Net of 21,840 parameters on 2 replicas, 8 micro-batches, gloo, cpu: 640 samples in "
+        "20 steps took"
+    )
+
+
+def test_times_of_a_resumed_run_are_those_of_its_last_layout(resumed):
+    changed, rank, step = timing_sentences(resumed)
+    assert changed == "The layout changed at step 12; times and speeds are those since."
+    assert rank.startswith("Rank 1 is the slowest: it works ")
+    assert step.startswith("The slowest step is 13 (epoch 2): 100 ms")
+    assert find_slowest_rank(resumed).seconds < 0.1
+    assert summarize(resumed).step_seconds == pytest.approx(0.01)
+    assert summarize(resumed).speed == pytest.approx(8 * 32 / 0.17)
+    assert [one.rank for one in time_by_rank(resumed)] == [0, 1]
+    assert [one.num_bytes for one in peak_memory(resumed)] == [300_000_000, 310_000_000]
+    assert len(wait_matrix(resumed).seconds) == 2
+    assert typical_timeline(resumed).num_ranks == 2
+
+
+def test_many_resumptions_are_cut(tmp_path):
+    lines = [records.HEADER]
+    for number in range(60):
+        lines += [records.step(number), records.resume(number + 1)]
+    run = read_run(records.write(tmp_path, lines))
+    rows = resume_table(run)
+    assert [row[0] for row in (rows[0], rows[1], rows[2], rows[-1])] == [
+        "0", "... 21 more", "22", "60",
+    ]  # fmt: skip
+    assert "resumed 60 times" in report_markdown(run)
+
+
+@pytest.mark.parametrize("state", ["stopped", "failed", None])
+def test_the_command_that_resumes_a_run_is_given(tmp_path, state):
+    end = [records.END | {"state": state, "message": "rank 1 failed."}] if state else []
+    folder = records.write(tmp_path / "night", [*records.resumed()[:-1], *end])
+    run = read_run(folder if state else aged(folder))
+    assert "resume it" not in state_sentence(run, summarize(run)).lower()
+    (folder / "checkpoints" / "step-16").mkdir(parents=True)
+    words = {
+        "stopped": "This run was stopped on request 2.00 s after its start, in epoch 2, step 19.",
+        "failed": "rank 1 failed.",
+    }
+    sentence = state_sentence(run, summarize(run))
+    assert sentence.startswith(words.get(state, "This run ended without a last line"))
+    assert sentence.endswith(f" Resume it with: lockstep train --resume {folder}")
+
+
+@pytest.mark.parametrize("name", ["step", "stall", "bytes", "layout", "differences", "resumed"])
+def test_a_resumed_record_without_a_field_renders(tmp_path, name):
+    lines = [{key: value for key, value in line.items() if key != name}
+             for line in records.resumed()]  # fmt: skip
+    run = read_run(records.write(tmp_path, lines))
+    assert "The run was resumed twice." in report_html(run)
+    assert "The run was resumed twice." in report_markdown(run)
 
 
 def test_pages_of_many_steps_are_small(tmp_path):

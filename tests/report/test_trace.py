@@ -103,3 +103,17 @@ def test_summed_steps_do_not_overlap(tmp_path):
 
 def test_a_run_without_times_has_an_empty_trace(tmp_path):
     assert [e["name"] for e in traced(tmp_path)] == ["process_name"]
+
+
+def test_processes_of_a_resumed_run_follow_each_other(tmp_path):
+    """Each has a clock of its own: the second one's begins earlier here."""
+    late = records.timeline(2)
+    for rank in late["ranks"]:
+        rank["begin"] -= 400
+    lines = [*map(records.step, range(2)), *map(records.timeline, range(2)), records.resume(2)]
+    slices = [event for event in traced(tmp_path, *lines, late) if event["ph"] == "X"]
+    steps = {name: [event for event in slices if event["name"] == name]
+             for name in ("step 0", "step 1", "step 2")}  # fmt: skip
+    end = max(event["ts"] + event["dur"] for event in steps["step 1"])
+    assert min(event["ts"] for event in steps["step 2"]) == pytest.approx(end, abs=1)
+    assert min(event["ts"] for event in steps["step 0"]) == 0

@@ -78,7 +78,7 @@ def run(tmp_path_factory):
 
 
 def test_every_rank_records_what_the_schedule_says(run):
-    seen = read_timelines(run)
+    seen = read_timelines(run.timelines)
     assert [one.title for one in seen] == [f"step {number}" for number in range(10)]
     for one in seen:
         for rank, actions in enumerate(one_f_one_b(2, 3)):
@@ -89,7 +89,7 @@ def test_every_rank_records_what_the_schedule_says(run):
 
 
 def test_what_a_rank_gets_was_made_before_on_one_clock(run):
-    for one in read_timelines(run):
+    for one in read_timelines(run.timelines):
         pairs = list(find_transfers(one))
         assert len(pairs) == 6
         for source, target in pairs:
@@ -99,7 +99,7 @@ def test_what_a_rank_gets_was_made_before_on_one_clock(run):
 
 
 def test_a_recorded_step_can_be_simulated(run):
-    one = read_timelines(run)[-1]
+    one = read_timelines(run.timelines)[-1]
     found = simulate_recording(one)
     assert [work.rank for work in found.spans] == [0] * 6 + [1] * 6
     assert {work.kind for work in found.spans} == {"forward", "backward"}

@@ -125,6 +125,14 @@ class Run:
             return self.timelines
         return [line for line in self.timelines if as_float(line.get("step")) >= first[0]]
 
+    @property
+    def layout_epochs(self) -> list[Line]:
+        """The epochs that ended in `layout_steps`."""
+        first = self.layout_steps.t[:1]
+        if len(self.layout_steps) == len(self.steps) or np.isnan(first).all():
+            return self.epochs
+        return [line for line in self.epochs if as_float(line.get("t")) >= first[0]]
+
 
 def read_run(folder: Path) -> Run:
     """Read the record of a run.

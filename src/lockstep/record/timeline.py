@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.messages import escape_control
-from lockstep.record.columns import Line, as_dict, as_float
+from lockstep.record.columns import Line, Steps, as_dict, as_float
 from lockstep.record.reader import Run
 from lockstep.record.recorder import TIME_CATEGORIES
 
@@ -178,22 +178,23 @@ def longest_duration(timelines: Sequence[Timeline]) -> float:
 def typical_timeline(run: Run) -> Timeline | None:
     """Return the recorded step of median duration, or the sums of a few steps.
 
-    The first recorded step is left out where there are others. Returns None for a run
-    of one rank and for a run without times.
+    The steps are those of the last layout, and the first recorded one is left out where
+    there are others. Returns None for a run of one rank and for a run without times.
     """
-    found = sorted(read_timelines(run)[1:] or read_timelines(run), key=lambda one: one.duration)
+    recorded = read_timelines(run.layout_timelines)
+    found = sorted(recorded[1:] or recorded, key=lambda one: one.duration)
     if found:
         return found[len(found) // 2]
-    steps, ranks = run.steps.ranks.shape[:2]
+    steps, ranks = run.layout_steps.ranks.shape[:2]
     if steps == 0 or ranks < 2:
         return None
     middle = max(0, min(steps - TYPICAL_STEPS, steps // 2))
-    return sum_steps(run, middle, middle + TYPICAL_STEPS)
+    return sum_steps(run.layout_steps, middle, middle + TYPICAL_STEPS)
 
 
-def read_timelines(run: Run) -> list[Timeline]:
-    """Return the timeline of each step whose spans were recorded."""
-    return [found for line in run.timelines if (found := parse_timeline(line))]
+def read_timelines(lines: Sequence[Line]) -> list[Timeline]:
+    """Return the timelines of lines of a record, such as `run.timelines`."""
+    return [found for line in lines if (found := parse_timeline(line))]
 
 
 def parse_timeline(line: Line) -> Timeline | None:
@@ -244,9 +245,8 @@ def _as_index(value: Any) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
 
 
-def sum_steps(run: Run, first: int, last: int) -> Timeline:
+def sum_steps(steps: Steps, first: int, last: int) -> Timeline:
     """Return the timeline of the steps at the positions `first` to `last` - 1, from their sums."""
-    steps = run.steps
     rows = np.nan_to_num(steps.ranks[first:last])
     ranks = rows.shape[1]
     compute, data = TIME_CATEGORIES.index("compute"), TIME_CATEGORIES.index("data")

@@ -1,4 +1,7 @@
-"""Breakdowns of a run: time and memory by rank, waiting between ranks, epochs."""
+"""Breakdowns of a run: time and memory by rank, waiting between ranks, epochs, resumptions.
+
+A run may be resumed in another layout; what is broken down by rank is then that of the last one.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ from lockstep.record.columns import Column, as_dict
 from lockstep.record.reader import Run
 from lockstep.record.recorder import TIME_CATEGORIES
 from lockstep.record.timeline import Timeline, read_timelines
-from lockstep.report.summary import number_or, numbers_of
+from lockstep.report.summary import as_text, describe_layout, number_or, numbers_of
 
-__all__ = ["MAX_EPOCHS", "MAX_RANKS", "EpochTable", "RankMemory", "RankTime", "WaitMatrix"]
-__all__ += ["epoch_table", "peak_memory", "time_by_rank", "time_shares", "wait_matrix"]
+__all__ = ["MAX_EPOCHS", "MAX_RANKS", "RESUME_COLUMNS", "EpochTable", "RankMemory", "RankTime"]
+__all__ += ["WaitMatrix", "epoch_table", "peak_memory", "resume_table", "time_by_rank"]
+__all__ += ["time_shares", "wait_matrix"]
 
 MAX_RANKS = 32  # ranks that are drawn
 MAX_MATRIX_RANKS = 16  # ranks in the matrix of waiting
@@ -47,7 +51,7 @@ class RankTime:
 
 def time_by_rank(run: Run) -> list[RankTime]:
     """Return how each rank spent its time; if they are many, the busiest rank comes first."""
-    totals = np.nansum(run.steps.ranks, axis=0)
+    totals = np.nansum(run.layout_steps.ranks, axis=0)
     longest = totals.sum(axis=1).max(initial=0.0)
     if not longest > 0:
         return []
@@ -64,7 +68,7 @@ def time_by_rank(run: Run) -> list[RankTime]:
 
 def time_shares(run: Run) -> dict[str, float]:
     """Return the fraction of all ranks' time per category; empty if no times were recorded."""
-    totals = np.nansum(run.steps.ranks, axis=(0, 1))
+    totals = np.nansum(run.layout_steps.ranks, axis=(0, 1))
     total = totals.sum()
     if not total > 0:
         return {}
@@ -107,7 +111,7 @@ class WaitMatrix:
 
 def wait_matrix(run: Run) -> WaitMatrix | None:
     """Return who waited for whom; None if no rank waited or no times were recorded."""
-    recorded = read_timelines(run)
+    recorded = read_timelines(run.layout_timelines)
     found = _waits_of_timelines(recorded) if recorded else _waits_of_steps(run)
     return found if found and (found.seconds.any() or found.num_bytes.any()) else None
 
@@ -125,7 +129,7 @@ def _waits_of_timelines(recorded: Sequence[Timeline]) -> WaitMatrix:
 
 def _waits_of_steps(run: Run) -> WaitMatrix | None:
     """Add up the waiting of the steps, in which all wait for the rank that works longest."""
-    rows = np.nan_to_num(run.steps.ranks)
+    rows = np.nan_to_num(run.layout_steps.ranks)
     steps, ranks = rows.shape[:2]
     if steps == 0 or ranks < 2:
         return None
@@ -147,9 +151,9 @@ class RankMemory:
 
 
 def peak_memory(run: Run) -> list[RankMemory]:
-    """Return the peak memory of each rank over all epochs."""
+    """Return the peak memory of each rank over the epochs."""
     peaks: dict[int, float] = {}
-    for line in run.epochs:
+    for line in run.layout_epochs:
         values = line.get("memory_bytes")
         for rank, value in enumerate(values if isinstance(values, list) else []):
             peaks[rank] = max(peaks.get(rank, 0.0), number_or(value, 0.0))
@@ -191,6 +195,28 @@ def _epoch_row(line: dict[str, Any], metrics: list[str], held_out: bool) -> list
     row += _quality_cells(evaluation, metrics) if held_out else []
     speed = number_or(line.get("samples")) / seconds if seconds > 0 else math.nan
     return [*row, format_number(speed), format_duration(seconds)]
+
+
+MAX_RESUMES = 40  # that are listed
+RESUME_COLUMNS = ("from step", "time", "layout", "differences")
+
+
+def resume_table(run: Run) -> list[list[str]]:
+    """Return when and how a run began and was resumed, as rows of text; none if it was not."""
+    layout: dict[str, Any] = {}
+    rows: list[list[str]] = []
+    for line in (run.header, *run.resumes) if run.resumes else ():
+        layout = as_dict(line.get("layout")) or layout
+        step = number_or(line.get("step"), math.nan if rows else 0)
+        time = as_text(line.get("resumed" if rows else "started"))
+        changes = line.get("differences")
+        differences = "; ".join(map(str, changes)) if isinstance(changes, list) else ""
+        number = f"{step:,.0f}" if math.isfinite(step) else "?"
+        rows.append([number, time, describe_layout(layout), differences])
+    if len(rows) > MAX_RESUMES:
+        hidden = f"... {len(rows) - MAX_RESUMES} more"
+        rows[1:] = [[hidden, "", "", ""], *rows[1 - MAX_RESUMES :]]
+    return rows
 
 
 def _quality_cells(line: dict[str, Any], metrics: list[str]) -> list[str]:

@@ -159,6 +159,7 @@ def _trim_zeros(label: str) -> str:
 
 MAX_POINTS = 400  # of a curve
 MAX_METRICS = 6  # that have a chart
+MAX_MARKS = 50  # of a chart
 MAX_VALUE = 1e300  # of an axis: a longer range overflows
 
 
@@ -204,7 +205,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over the steps; `log` is the logarithmic axis, None if the chart has none."""
+    """Curves over the steps.
+
+    `log` is the logarithmic axis, None if the chart has none. `marks` are positions on the
+    axis of the steps at which something happened.
+    """
 
     key: str
     title: str
@@ -213,17 +218,14 @@ class Chart:
     linear: Axis
     log: Axis | None
     label: Callable[[float], str]
+    marks: tuple[Tick, ...] = ()
 
 
 def run_charts(run: Run) -> list[Chart]:
     """Return the charts of one run: loss, metrics, and the duration of a step."""
-    charts = [
-        _chart(
-            "loss",
-            "Loss",
-            [_step_series("training", run, run.steps.loss), _evaluation_series(run, None)],
-        )
-    ]
+    losses = [_step_series("training", run, run.steps.loss), _evaluation_series(run, None)]
+    loss = _chart("loss", "Loss", losses)
+    charts = [replace(loss, marks=_resume_marks(run, loss.x))]
     for name in _metric_names([run]):
         label = format_percent if is_ratio(name) else format_number
         series = [
@@ -246,6 +248,18 @@ def comparison_charts(runs: list[Run], names: list[str]) -> list[Chart]:
     seconds = _overlay(runs, names, lambda run: run.steps.seconds)
     charts.append(_chart("seconds", "Duration of a step", seconds, format_duration))
     return [drawn for drawn in charts if drawn.series]
+
+
+def _resume_marks(run: Run, x: Axis) -> tuple[Tick, ...]:
+    """Return the steps at which the run was resumed, but not those that it took again later."""
+    steps: list[float] = []
+    for line in run.resumes if _are_numbered(run) else ():
+        step = number_or(line.get("step"))
+        steps = [each for each in steps if each < step] + [step]
+    steps = [step for step in steps if x.low < step <= x.high][-MAX_MARKS:]
+    positions = x.positions(np.array(steps, np.float64)).tolist()
+    labels = [f"resumed at step {step:,.0f}" for step in steps]
+    return tuple(Tick(at, label) for at, label in zip(positions, labels, strict=True))
 
 
 def _overlay(runs: list[Run], names: list[str], column: Callable[[Run], Column]) -> list[Series]:
@@ -319,8 +333,13 @@ def _epoch_ends(run: Run) -> dict[float, float]:
 def _step_numbers(run: Run) -> Column:
     """Return the numbers of the steps, or their positions if the numbers do not ascend."""
     steps = run.steps.step
-    ascends = np.isfinite(steps).all() and bool(np.all(np.diff(steps) > 0))
-    return steps if ascends else np.arange(len(steps), dtype=np.float64)
+    return steps if _are_numbered(run) else np.arange(len(steps), dtype=np.float64)
+
+
+def _are_numbered(run: Run) -> bool:
+    """Return whether the numbers of the steps are finite and ascend."""
+    steps = run.steps.step
+    return bool(np.isfinite(steps).all() and np.all(np.diff(steps) > 0))
 
 
 def _metric_names(runs: list[Run]) -> list[str]:

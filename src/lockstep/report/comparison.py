@@ -20,6 +20,7 @@ from lockstep.errors import FileError
 from lockstep.formatting import format_duration, format_metric_value, format_number
 from lockstep.messages import escape_control
 from lockstep.record.reader import Run
+from lockstep.report.breakdown import resume_table
 from lockstep.report.chart import comparison_charts
 from lockstep.report.markdown import escape_markdown, markdown_table
 from lockstep.report.page import draw_panel, render_template
@@ -197,12 +198,14 @@ def _setting_differences(runs: list[Run]) -> dict[str, list[str]]:
 def _flat_settings(run: Run) -> dict[str, str]:
     found: dict[str, str] = {"command": command_line(run)}
     for part in ("layout", "options", "model", "environment"):
-        value: Any = run.header.get(part)
+        value: Any = run.latest(part)
         if isinstance(value, dict):
             found |= dict(flatten_settings(value, "" if part == "environment" else f"{part}."))
     for name in ("recipe", "epochs", "steps_per_epoch", "samples"):
         if name in run.header:
             found[name] = format_setting(run.header[name])
+    if run.resumes:
+        found["resumed from step"] = ", ".join(row[0] for row in resume_table(run)[1:])
     return found
 
 

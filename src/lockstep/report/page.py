@@ -56,6 +56,7 @@ class Panel:
     x: tuple[Tick, ...]
     scales: tuple[Scale, ...]
     legend: tuple[Series, ...]
+    marks: tuple[Tick, ...]
     data: str
 
 
@@ -64,7 +65,13 @@ def draw_panel(chart: Chart) -> Panel:
     axes = [("linear", chart.linear)] + ([("log", chart.log)] if chart.log else [])
     scales = (Scale(name, axis.ticks, _strokes(chart, axis)) for name, axis in axes)
     return Panel(
-        chart.key, chart.title, chart.x.ticks, tuple(scales), chart.series, _hover_data(chart)
+        key=chart.key,
+        title=chart.title,
+        x=chart.x.ticks,
+        scales=tuple(scales),
+        legend=chart.series,
+        marks=chart.marks,
+        data=_hover_data(chart),
     )
 
 

@@ -24,9 +24,11 @@ from lockstep.record.timeline import Timeline, typical_timeline
 from lockstep.report.breakdown import (
     MAX_EPOCHS,
     MAX_RANKS,
+    RESUME_COLUMNS,
     WaitMatrix,
     epoch_table,
     peak_memory,
+    resume_table,
     time_by_rank,
     time_shares,
     wait_matrix,
@@ -37,8 +39,10 @@ from lockstep.report.page import draw_panel, render_template
 from lockstep.report.summary import Summary, summarize
 from lockstep.report.summary_text import (
     STATE_NAMES,
+    checkpoint_sentence,
     command_line,
     headline,
+    resume_sentence,
     settings_groups,
     state_sentence,
     timeline_sentences,
@@ -83,6 +87,10 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
         waits_sentence=waits and _waits_sentence(waits),
         memory=peak_memory(run),
         epochs=epoch_table(run),
+        checkpoint_sentence=checkpoint_sentence(run),
+        resume_sentence=resume_sentence(run),
+        resume_columns=RESUME_COLUMNS,
+        resumes=resume_table(run),
         warnings=[warning_sentence(line) for line in run.warnings[:MAX_WARNINGS]],
         num_hidden_warnings=max(0, len(run.warnings) - MAX_WARNINGS),
         command=command_line(run),
@@ -139,6 +147,7 @@ def report_markdown(run: Run) -> str:
     lines += _time_table(run)
     lines += _waits_table(run)
     lines += _epoch_table(run)
+    lines += _checkpoint_lines(run)
     if run.warnings:
         lines += ["", "### Warnings", ""]
         lines += [
@@ -168,6 +177,16 @@ def _waits_table(run: Run) -> list[str]:
         return []
     sentence = escape_markdown(_waits_sentence(waits))
     return ["", sentence, "", *markdown_table(waits.names, waits.rows)]
+
+
+def _checkpoint_lines(run: Run) -> list[str]:
+    """Return the checkpoints and resumptions in Markdown."""
+    sentences = list(filter(None, (checkpoint_sentence(run), resume_sentence(run))))
+    if not sentences:
+        return []
+    lines = ["", "### Checkpoints", "", *map(escape_markdown, sentences)]
+    rows = resume_table(run)
+    return [*lines, "", *markdown_table(RESUME_COLUMNS, rows)] if rows else lines
 
 
 def _epoch_table(run: Run) -> list[str]:

@@ -69,8 +69,8 @@ class Significance:
 
 
 def step_times(run: Run) -> StepTimes:
-    """Return the durations of the steps of a run."""
-    steps = run.steps
+    """Return the durations of the steps of a run, in its last layout."""
+    steps = run.layout_steps
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         samples = np.where(np.isfinite(steps.samples), steps.samples, 1.0)
         cost = steps.seconds / samples

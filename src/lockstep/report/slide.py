@@ -27,6 +27,7 @@ __all__ = ["draw_slide"]
 
 WIDTH, HEIGHT, MARGIN = 1200, 675, 56
 INK, SOFT, FAINT, PAPER, WASH = "#16202e", "#5a6675", "#e4e8ee", "#ffffff", "#f5f7fa"
+MARK = "#aab4c0"  # of a step at which the run was resumed
 LINES = ("#0b6bb8", "#d1570c")
 BANDS = ("#b5d3ec", "#f3cdb4")
 FILLS = dict(zip(TIME_CATEGORIES, ("#0b6bb8", "#e3a008", "#aab4c0", "#b9509a"), strict=True))
@@ -81,6 +82,9 @@ def _draw_chart(
     for tick in chart.x.ticks:
         at = left + tick.position * (x + width - left)
         picture.add(Label(at, bottom + 18, tick.label, 12, SOFT, "middle"))
+    for mark in chart.marks:
+        at = left + mark.position * (x + width - left)
+        picture.add(Line([(at, top), (at, bottom)], MARK, 1))
     box = (left, top, x + width, bottom)
     for draw_one in (_draw_band, _draw_line):
         for series in chart.series:

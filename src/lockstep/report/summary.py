@@ -14,11 +14,12 @@ import numpy as np
 
 from lockstep.formatting import format_quantity
 from lockstep.messages import escape_control
+from lockstep.record.columns import Column, Line
 from lockstep.record.reader import Run
 from lockstep.record.recorder import TIME_CATEGORIES
 
-__all__ = ["SlowRank", "SlowStep", "Summary", "as_text", "find_slowest_rank", "find_slowest_step"]
-__all__ += ["last_time", "number_or", "numbers_of", "summarize"]
+__all__ = ["SlowRank", "SlowStep", "Summary", "as_text", "describe_layout", "find_slowest_rank"]
+__all__ += ["find_slowest_step", "last_time", "number_or", "numbers_of", "summarize"]
 
 MIN_EXCESS = 0.02  # a rank is called slow if it works longer than the mean by more than this
 
@@ -65,7 +66,7 @@ def summarize(run: Run) -> Summary:
         state=run.state,
         message=as_text(end.get("message")),
         recipe=as_text(run.header.get("recipe")),
-        layout=_describe_layout(run),
+        layout=describe_layout(run.layout),
         epochs=len(run.epochs),
         steps=len(run.steps),
         samples=float(np.nansum(run.steps.samples)),
@@ -109,9 +110,8 @@ def _final_quality(run: Run) -> tuple[float, dict[str, float], bool]:
     return _finite_mean(run.steps.loss[recent]), means, False
 
 
-def _describe_layout(run: Run) -> str:
-    """Return the layout as a phrase: "2 replicas × 2 stages, 8 micro-batches, gloo, cpu"."""
-    layout = run.layout
+def describe_layout(layout: Line) -> str:
+    """Return a layout as a phrase: "2 replicas × 2 stages, 8 micro-batches, gloo, cpu"."""
     parts = []
     if "replicas" in layout:
         parts.append(format_quantity(number_or(layout["replicas"]), "replica"))
@@ -140,11 +140,10 @@ class SlowRank:
 
 def find_slowest_rank(run: Run) -> SlowRank | None:
     """Return the rank that works longest (compute and data) if it is clearly above the mean."""
-    if run.steps.ranks.shape[1] < 2:
+    rows = run.layout_steps.ranks
+    if rows.shape[1] < 2:
         return None
-    busy = run.steps.ranks[
-        :, :, [TIME_CATEGORIES.index("compute"), TIME_CATEGORIES.index("data")]
-    ].sum(axis=2)
+    busy = rows[:, :, [TIME_CATEGORIES.index("compute"), TIME_CATEGORIES.index("data")]].sum(axis=2)
     means = np.array([_finite_mean(busy[:, rank]) for rank in range(busy.shape[1])])
     if not np.isfinite(means).any() or not np.nanmean(means) > 0:
         return None
@@ -170,16 +169,17 @@ class SlowStep:
 
 
 def find_slowest_step(run: Run) -> SlowStep | None:
-    """Return the longest step and what made it long."""
-    seconds = run.steps.seconds
+    """Return the longest step of the last layout and what made it long."""
+    steps = run.layout_steps
+    seconds = steps.seconds
     if not np.isfinite(seconds).any():
         return None
     at = int(np.nanargmax(seconds))
     usual = _finite_median(seconds)
-    part, rank = _find_cause(run, at, float(seconds[at]) - usual)
+    part, rank = _find_cause(steps.ranks, at, float(seconds[at]) - usual)
     return SlowStep(
-        step=int(np.nan_to_num(run.steps.step[at])),
-        epoch=int(np.nan_to_num(run.steps.epoch[at])),
+        step=int(np.nan_to_num(steps.step[at])),
+        epoch=int(np.nan_to_num(steps.epoch[at])),
         seconds=float(seconds[at]),
         medians=float(seconds[at]) / usual if usual > 0 else math.nan,
         part=part,
@@ -187,12 +187,11 @@ def find_slowest_step(run: Run) -> SlowStep | None:
     )
 
 
-def _find_cause(run: Run, at: int, excess: float) -> tuple[str, int]:
+def _find_cause(rows: Column, at: int, excess: float) -> tuple[str, int]:
     """Return the category and rank that account for most of a step's excess, or ("", 0).
 
     Waiting is never the cause, because a rank waits for the work of another rank.
     """
-    rows = run.steps.ranks
     near = rows[max(0, at - 500) : at + 500]
     if not np.isfinite(rows[at]).any():
         return "", 0
@@ -204,7 +203,8 @@ def _find_cause(run: Run, at: int, excess: float) -> tuple[str, int]:
 
 def last_time(run: Run) -> float:
     """Return the largest time `t` of the last lines, in seconds since the run began."""
-    times = [number_or(line.get("t")) for line in (*run.epochs[-1:], *run.warnings[-1:])]
+    lines = (*run.epochs[-1:], *run.warnings[-1:], *run.resumes[-1:])
+    times = [number_or(line.get("t")) for line in lines]
     times += run.steps.t[-1:].tolist()
     known = [time for time in times if math.isfinite(time)]
     return max(known, default=math.nan)

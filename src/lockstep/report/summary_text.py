@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from lockstep.formatting import (
     format_bytes,
     format_count,
@@ -31,8 +33,14 @@ from lockstep.report.summary import (
 )
 
 __all__ = ["STATE_NAMES", "SettingsGroup", "command_line", "flatten_settings", "format_setting"]
-__all__ += ["headline", "settings_groups", "state_sentence", "timeline_sentences"]
-__all__ += ["timing_sentences", "warning_sentence"]
+__all__ += [
+    "checkpoint_sentence",
+    "headline",
+    "settings_groups",
+    "state_sentence",
+    "timeline_sentences",
+]
+__all__ += ["resume_sentence", "timing_sentences", "warning_sentence"]
 
 STATE_NAMES = {"done": "done", "failed": "failed", "running": "still running", "died": "died"}
 STATE_NAMES |= {"stopped": "stopped"}
@@ -94,9 +102,34 @@ def state_sentence(run: Run, summary: Summary) -> str:
     }[run.state]
 
 
+def checkpoint_sentence(run: Run) -> str:
+    """Return the sentence about the checkpoints that were saved; "" if there are none."""
+    if not run.checkpoints:
+        return ""
+    last = run.checkpoints[-1]
+    step, size = number_or(last.get("step")), number_or(last.get("bytes"))
+    stalls = np.array([number_or(line.get("stall")) for line in run.checkpoints])
+    stalls = stalls[np.isfinite(stalls)]
+    where = f" after {format_quantity(step, 'step')}" if math.isfinite(step) else ""
+    much = f" ({format_bytes(size)})" if math.isfinite(size) else ""
+    sentence = f"{format_quantity(len(run.checkpoints), 'checkpoint')}, the last one{where}{much}"
+    if len(stalls):
+        sentence += f"; saving one stalled training for {format_duration(float(np.median(stalls)))}"
+    return sentence + " (median)." if len(stalls) > 1 else sentence + "."
+
+
+def resume_sentence(run: Run) -> str:
+    """Return the sentence about the resumptions of a run; "" if there are none."""
+    times = {1: "once", 2: "twice"}.get(len(run.resumes), f"{len(run.resumes)} times")
+    return f"The run was resumed {times}." if run.resumes else ""
+
+
 def timing_sentences(run: Run) -> list[str]:
-    """Return sentences on the slowest rank and the slowest step."""
+    """Return sentences on the slowest rank and the slowest step, in the last layout."""
     found = []
+    if len(run.layout_steps) < len(run.steps):
+        first = run.layout_steps.step[0]
+        found.append(f"The layout changed at step {first:,.0f}; times and speeds are those since.")
     rank, step = find_slowest_rank(run), find_slowest_step(run)
     if rank is not None:
         found.append(
@@ -104,9 +137,9 @@ def timing_sentences(run: Run) -> list[str]:
             f"step, {format_percent(rank.excess)} more than the mean of the ranks, and the "
             "others wait for it."
         )
-    elif run.steps.ranks.shape[1] > 1:
+    elif run.layout_steps.ranks.shape[1] > 1:
         found.append("No rank is slower than the others.")
-    if step is not None and len(run.steps) > 1:
+    if step is not None and len(run.layout_steps) > 1:
         much = f", {format_number(step.medians)} times the median" if step.medians > 1.5 else ""
         cause = (
             f"; most of the excess is {step.part} on rank {step.rank}" if much and step.part else ""
@@ -178,7 +211,7 @@ def settings_groups(run: Run) -> list[SettingsGroup]:
     groups = {
         "Environment": started | environment,
         "Layout": run.layout,
-        "Options": as_dict(run.header.get("options")),
+        "Options": as_dict(run.latest("options")),
         "Model": as_dict(run.header.get("model")),
         "Environment variables": variables,
     }

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lockstep.record.columns import as_float
 from lockstep.record.reader import Run
-from lockstep.record.timeline import Span, Timeline, read_timelines, sum_steps
+from lockstep.record.timeline import Span, Timeline, parse_timeline, sum_steps
 
 __all__ = ["export_trace", "find_transfers"]
 
@@ -36,7 +37,7 @@ def export_trace(run: Run) -> bytes:
 
     If there are none, the trace has the sums of the last 2,000 steps.
     """
-    recorded = read_timelines(run) or list(_summed_steps(run))
+    recorded = list(_recorded_steps(run)) or list(_summed_steps(run))
     found = {
         "traceEvents": [*_metadata(run.name, recorded), *_events(recorded)],
         "displayTimeUnit": "ms",
@@ -45,11 +46,29 @@ def export_trace(run: Run) -> bytes:
     return json.dumps(found, separators=(",", ":")).encode()
 
 
+def _recorded_steps(run: Run) -> Iterator[Timeline]:
+    """Yield the recorded timelines.
+
+    Each process of a resumed run has a clock of its own, so the first timeline of a process
+    follows the last one of the process before.
+    """
+    shift, end, segment = 0.0, 0.0, -1
+    for line in run.timelines:
+        if (step := parse_timeline(line)) is None:
+            continue
+        previous, segment = segment, run.segment(as_float(line.get("step")))
+        if previous not in (-1, segment):
+            shift = end - step.origin
+        step = replace(step, origin=step.origin + shift)
+        end = step.origin + step.duration
+        yield step
+
+
 def _summed_steps(run: Run) -> Iterator[Timeline]:
     """Yield the timelines of the last steps, each after the previous one."""
     count, end = len(run.steps), 0.0
     for at in range(max(0, count - MAX_SUMMED_STEPS), count if run.steps.ranks.size else 0):
-        step = sum_steps(run, at, at + 1)
+        step = sum_steps(run.steps, at, at + 1)
         step = replace(step, origin=max(end, step.origin))
         end = step.origin + step.duration
         yield step
