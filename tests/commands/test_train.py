@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import lockstep as ls
 from lockstep import cli
@@ -163,6 +164,27 @@ def test_a_mistake_gets_one_sentence_and_its_exit_status(tmp_path, arguments, st
     assert found == status
     assert sentence in message
     assert "Traceback" not in message
+
+
+def test_tensorboard_writes_into_the_folder_of_the_run(tmp_path):
+    arguments = ("digits", "--epochs", 1, "--runs", tmp_path, "--name", "mine")
+    assert train(*arguments, "--logger", "tensorboard")[0] == 0
+    events = EventAccumulator(str(tmp_path / "mine" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(45))
+
+
+def test_a_logger_whose_package_is_missing_is_refused_before_anything_is_created(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ls.loggers.MLflow, "package", "no_such_dashboard")
+    loggers = ["--logger", "tensorboard", "--logger", "mlflow"]
+    status, message = train("digits", "--runs", tmp_path / "runs", *loggers)
+    assert status == 2
+    assert message == (
+        "MLflow needs the package no_such_dashboard: pip install 'torch-lockstep[mlflow]'"
+    )
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_name_that_is_taken_is_refused_and_nothing_is_lost(tmp_path):

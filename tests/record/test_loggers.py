@@ -1,5 +1,7 @@
 """Loggers: the same names for all; a failing one does not affect training."""
 
+import functools
+import json
 import sys
 import types
 
@@ -31,6 +33,13 @@ class FakeRun:
 
     def __init__(self):
         self.logged, self.summary, self.exit_codes = [], {}, []
+        self.config = self
+        self.changes = []
+
+    def update(self, values, allow_val_change=None):
+        """Change the config, which raises in W&B unless changes are allowed."""
+        assert allow_val_change
+        self.changes.append(values)
 
     def log(self, data, step=None):
         self.logged.append((step, data))
@@ -56,12 +65,14 @@ def mlflow(monkeypatch):
     module = types.ModuleType("mlflow")
     module.__spec__ = types.SimpleNamespace(name="mlflow")
     module.calls = []
+
+    def call(name, *args, **options):
+        module.calls.append((name, args, options))
+        run_id = options.get("run_id", f"id-{len(module.calls)}")
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
+
     for name in ("start_run", "log_params", "log_metrics", "set_tag", "end_run"):
-        setattr(
-            module,
-            name,
-            lambda *args, name=name, **options: module.calls.append((name, args, options)),
-        )
+        setattr(module, name, functools.partial(call, name))
     monkeypatch.setitem(sys.modules, "mlflow", module)
     return module
 
@@ -157,3 +168,106 @@ def test_a_missing_package_raises_an_error():
 def test_every_must_be_positive(tmp_path):
     with pytest.raises(UsageError, match="every=0"):
         ls.loggers.TensorBoard(tmp_path, every=0)
+
+
+def killed():
+    """Return the lines of a run that was killed after step 13."""
+    return [records.HEADER, *map(records.step, range(10)), records.epoch(0),
+            *(records.step(number, loss=9.0) for number in range(10, 14))]  # fmt: skip
+
+
+def rest():
+    """Return the lines of the process that resumed it at step 10, on one rank."""
+    layout = records.HEADER["layout"] | {"world_size": 1}
+    return [records.resume(10, 1, layout=layout), records.epoch(0, 0.4),
+            *map(records.step, range(10, 20)), records.epoch(1, 0.25), records.END]  # fmt: skip
+
+
+def test_tensorboard_hides_steps_that_are_taken_again(tmp_path):
+    feed(ls.loggers.TensorBoard(tmp_path / "tb"), killed())
+    feed(ls.loggers.TensorBoard(tmp_path / "tb"), rest())
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    losses = events.Scalars("loss")
+    assert [event.step for event in losses] == list(range(20))
+    assert max(event.value for event in losses) < 9.0
+    assert [event.step for event in events.Scalars("held_out/loss")] == [9, 9, 19]
+
+
+def test_tensorboard_hides_steps_of_a_run_that_is_resumed_in_the_same_process(tmp_path):
+    feed(ls.loggers.TensorBoard(tmp_path / "tb"), killed() + rest())
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(20))
+    assert max(event.value for event in events.Scalars("loss")) < 9.0
+
+
+def attached(logger, folder):
+    logger.run_folder = folder
+    return logger
+
+
+def test_wandb_continues_the_run_of_the_same_folder(wandb, tmp_path):
+    feed(attached(ls.loggers.WandB(project="digits"), tmp_path), killed())
+    feed(attached(ls.loggers.WandB(project="digits"), tmp_path), rest())
+    first, second = wandb.given
+    assert "resume" not in first
+    assert second == {"project": "digits", "id": first["id"], "resume": "allow"}
+    assert wandb.run.changes[0]["layout.world_size"] == 1
+    assert [step for step, data in wandb.run.logged if "loss" in data][-10:] == list(range(10, 20))
+
+
+def test_new_runs_of_wandb_have_different_ids(wandb, tmp_path):
+    for folder in (tmp_path, tmp_path, None):
+        feed(attached(ls.loggers.WandB(), folder), killed())
+    feed(attached(ls.loggers.WandB(id="mine"), tmp_path), killed())
+    ids = [given["id"] for given in wandb.given]
+    assert len(set(ids)) == 4
+    assert ids[-1] == "mine"
+
+
+def test_mlflow_continues_the_run_of_the_same_folder(mlflow, wandb, tmp_path):
+    feed(attached(ls.loggers.WandB(), tmp_path), killed())  # stores its id in the same file
+    feed(attached(ls.loggers.MLflow(run_name="night"), tmp_path), killed())
+    (tag, _, _), *_ = mlflow.calls
+    assert tag == "start_run"
+    mlflow.calls.clear()
+    feed(attached(ls.loggers.MLflow(run_name="night"), tmp_path), rest())
+    assert mlflow.calls[0] == ("start_run", (), {"run_name": "night", "run_id": "id-1"})
+    assert "log_params" not in [name for name, _, _ in mlflow.calls], "parameters cannot change"
+    ((_, (name, text), _),) = [call for call in mlflow.calls if "resumed" in str(call[1])]
+    assert name == "resumed at step 10"
+    assert "layout.world_size: 1" in text
+    stored = json.loads((tmp_path / "dashboards.json").read_bytes())
+    assert stored == {"wandb": wandb.given[0]["id"], "mlflow": "id-1"}
+
+
+@pytest.mark.parametrize("content", ["[]", '{"wandb": 3}', "oops"])
+def test_a_dashboard_without_a_stored_id_begins_a_run(wandb, mlflow, tmp_path, content):
+    (tmp_path / "dashboards.json").write_text(content)
+    for logger in (ls.loggers.WandB(), ls.loggers.MLflow()):
+        feed(attached(logger, tmp_path), rest())
+        assert logger.failure is None
+    assert isinstance(wandb.given[0]["id"], str)
+    assert mlflow.calls[0] == ("start_run", (), {})
+    assert mlflow.calls[1][0] == "log_params"
+
+
+def test_the_first_line_of_a_resumed_script_does_not_open_a_second_run(
+    wandb, tmp_path, monkeypatch
+):
+    """The script runs from its beginning, and is told afterwards where it continues."""
+    monkeypatch.setenv("LOCKSTEP_RUN", str(tmp_path))
+    feed(ls.loggers.WandB(), killed())
+    monkeypatch.setenv("LOCKSTEP_RESUME", "1")
+    feed(ls.loggers.WandB(), [records.HEADER, *rest()])
+    first, second = wandb.given
+    assert (second["id"], second["resume"]) == (first["id"], "allow")
+    assert wandb.run.changes[0]["options.seed"] == 7
+
+
+@pytest.mark.parametrize("name", ls.loggers.LOGGER_NAMES)
+def test_a_logger_is_created_by_name(name, wandb, mlflow, tmp_path):
+    logger = ls.loggers.create_logger(name, tmp_path / "night")
+    assert logger.package == name
+    assert logger.run_folder == tmp_path / "night"

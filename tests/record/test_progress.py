@@ -226,6 +226,33 @@ def test_the_first_epoch_gives_an_unknown_number_of_steps():
     assert meter.seconds_left(8.0) == pytest.approx(7.0)
 
 
+def test_a_resumed_run_continues_in_its_epoch():
+    clock, stream = Clock(), io.StringIO()
+    progress = Progress(epochs=4, steps=10, stream=stream, clock=clock)
+    clock.now = 100.0  # loading the checkpoint is no time of a step
+    progress.write("resume", step=23, epochs=2, checkpoint="checkpoints/step-20")
+    progress.write("checkpoint", step=20, stall=0.1)
+    assert stream.getvalue() == "resumed at step 23\n"
+    for _ in range(6):
+        clock.now += 2.0
+        progress.write("step", epoch=2, loss=1.0, samples=32)
+    assert progress.meter.position() == "9/10"
+    assert progress.meter.step_seconds() == pytest.approx(2.0)
+    assert progress.meter.seconds_left(clock.now) == pytest.approx(11 * 2.0)
+    assert stream.getvalue().splitlines()[1:] == [
+        "epoch 3/4  step 8/10  loss 1.0000  16.0 samples/s"
+    ]
+
+
+def test_an_epoch_that_began_in_an_earlier_process_does_not_tell_its_length():
+    meter = ProgressMeter(3, None, 0.0)
+    meter.resume(0.0, 17, 1)
+    for step in range(15):
+        meter.step(step + 1.0, 1 if step < 5 else 2, 1.0, 1, None, ())
+    assert (meter.epoch, meter.position()) == (2, "10")
+    assert meter.seconds_left(15.0) is None
+
+
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=5).filter(sum), st.integers(0, 80))
 def test_cells_are_apportioned(weights, cells):
     shares = [weight / sum(weights) for weight in weights]

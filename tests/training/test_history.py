@@ -5,7 +5,8 @@ import json
 import pytest
 
 from lockstep.model.evaluation import Evaluation
-from lockstep.training.history import History, StepResult, compute_rank_times
+from lockstep.record.loggers import TensorBoard
+from lockstep.training.history import History, StepResult, compute_rank_times, open_loggers
 from lockstep.training.rank_status import RankStatus
 
 
@@ -99,3 +100,14 @@ def test_a_warning_is_written_once_wherever_it_comes_from():
     history.warn(1, "rank 1, step 0: beware", show=False)
     history.warn(2, "rank 2, step 5: beware", show=True)
     assert writer.lines == [("warning", {"rank": 1, "message": "rank 1, step 0: beware"})]
+
+
+def test_a_dashboard_beside_a_recorder_knows_the_folder_of_the_run(tmp_path):
+    ours, theirs = TensorBoard(tmp_path / "tb"), TensorBoard(tmp_path / "tb")
+    theirs.run_folder = tmp_path / "other"
+    recorder, *_ = open_loggers([ours, tmp_path / "night", theirs])[1:]
+    recorder.close()
+    assert ours.run_folder == tmp_path / "night"
+    assert theirs.run_folder == tmp_path / "other"
+    alone = open_loggers(TensorBoard(tmp_path / "tb"))
+    assert alone[0].run_folder is None

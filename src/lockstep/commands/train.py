@@ -11,6 +11,7 @@ import click
 
 from lockstep.errors import FileError, LayoutError, UsageError
 from lockstep.pipeline.schedules import NAMES
+from lockstep.record.loggers import LOGGER_NAMES
 
 __all__ = ["command"]
 
@@ -97,6 +98,10 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
 @click.option("--download", is_flag=True, help="Download missing data from a public mirror.")
 @click.option("--runs", default="runs", show_default=True, metavar="DIR", help="Folder of runs.")
 @click.option("--name", metavar="NAME", help="Name of the run.  [default: recipe, date and time]")
+@click.option(
+    "--logger", multiple=True, type=click.Choice(LOGGER_NAMES),
+    help="Also log to this dashboard; repeatable.  [default: none]",
+)  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @click.option(
     "--json",
@@ -114,10 +119,13 @@ def command(
     """
     _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
     from lockstep.launcher.launch import launch
+    from lockstep.record.loggers import create_logger
     from lockstep.record.recorder import create_run_folder
 
     if recipe != "resnet50" and given["size"] is not None:
         raise UsageError(f"--size: the images of {recipe} have a fixed size; omit this option")
+    for each in given["logger"]:
+        create_logger(each, Path(runs))  # its package is missing: say so before the ranks start
     folder = Path(runs) / (name or create_run_folder(Path(runs), recipe))
     if given["download"]:
         _download(recipe, given["data"])

@@ -18,6 +18,7 @@ from lockstep.launcher.world import init
 from lockstep.model.forward import accuracy
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.recipes.learning_rate import WarmupSchedule
+from lockstep.record.loggers import create_logger
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
 from lockstep.training.optimization import OptimizerConfig
@@ -53,6 +54,7 @@ class Options:
     stages: int = 1
     schedule: str | None = None
     activation_checkpointing: bool = False
+    logger: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
             "samples": samples,
         }
         record = [Recorder(Path(folder), metadata), progress]
+        record += [create_logger(name, Path(folder)) for name in options.logger]
     begun = time.perf_counter()
     with Trainer(
         network(data.classes),

@@ -11,6 +11,15 @@ Weights & Biases and MLflow. All three use the same names:
 
 A logger for a dashboard opens its run when it receives the first line, and only rank 0
 writes lines. If it fails it prints one message and is disabled; the training continues.
+
+The first line of a run that is resumed is "resume" instead of "run". The logger then continues
+the dashboard's run, whose id the first process stored in RUN/dashboards.json:
+
+    TensorBoard    hides what was logged from the resumed step on (purge_step)
+    WandB          wandb.init(id=..., resume="allow"); W&B keeps the first value of a step
+    MLflow         mlflow.start_run(run_id=...); MLflow keeps both values of a step
+
+The values of steps that are taken again are the same bits; only times differ.
 """
 
 from __future__ import annotations
@@ -18,16 +27,24 @@ from __future__ import annotations
 import abc
 import importlib
 import importlib.util
+import json
 import math
+import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.errors import UsageError
+from lockstep.files import replace_file
 from lockstep.messages import say
-from lockstep.record.recorder import TIME_CATEGORIES
+from lockstep.record.recorder import RESUME_VARIABLE, TIME_CATEGORIES
 
-__all__ = ["DashboardLogger", "Logger", "MLflow", "TensorBoard", "WandB", "collect_scalars"]
+__all__ = ["LOGGER_NAMES", "DashboardLogger", "Logger", "MLflow", "TensorBoard", "WandB"]
+__all__ += ["collect_scalars", "create_logger"]
+
+LOGGER_NAMES = ("tensorboard", "wandb", "mlflow")
+IDS_FILE = "dashboards.json"
 
 
 class Logger(Protocol):
@@ -37,7 +54,7 @@ class Logger(Protocol):
         """Write one line.
 
         Args:
-            kind: "run", "step", "epoch", "timeline", "warning" or "end".
+            kind: "run", "resume", "step", "epoch", "timeline", "checkpoint", "warning" or "end".
             fields: The fields of the line.
         """
 
@@ -99,7 +116,13 @@ class DashboardLogger(abc.ABC):
         self.every = every
         self.failure: str | None = None
         """The message that was printed when the dashboard failed."""
+        self.run_folder: Path | None = None
+        """The folder of the run, where the id of the dashboard's run is kept between two
+        processes; the trainer sets it. By default that of `lockstep run`, if there is one."""
+        self.resumed_step: int | None = None
+        """The first step of a run that is resumed, None in a run that is not."""
         self._is_open = False
+        self._header: dict[str, Any] = {}
         self._step = 0
 
     def write(self, kind: str, /, **fields: Any) -> None:
@@ -120,8 +143,18 @@ class DashboardLogger(abc.ABC):
         self.write("close")
 
     def _write(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "run":
+            self._header = fields
+            if os.environ.get(RESUME_VARIABLE):
+                return  # the line "resume" follows
+        if kind == "resume":
+            self.resumed_step = int(fields.get("step") or 0)
+            self._step = max(0, self.resumed_step - 1)  # of an evaluation before the next step
+            self._header |= fields
+            if self._is_open:
+                self.rewind(self.resumed_step)
         if not self._is_open and kind != "close":
-            self.open(fields if kind == "run" else {})
+            self.open(self._header)
             self._is_open = True
         if kind == "step":
             self._step = fields.get("step", self._step + 1)
@@ -135,9 +168,16 @@ class DashboardLogger(abc.ABC):
             self._is_open = False
             self.finish(fields.get("state") == "done", str(fields.get("digest") or ""))
 
+    def rewind(self, step: int) -> None:
+        """Continue at an earlier step of a run that is open; by default it only goes on."""
+        self.log_text("resumed", f"at step {step}", step)
+
     @abc.abstractmethod
     def open(self, header: dict[str, Any]) -> None:
-        """Open the dashboard's run; `header` holds the fields of the record's first line."""
+        """Open the dashboard's run; `header` holds the fields of the record's first line.
+
+        Continue the run that an earlier process opened if `resumed_step` is not None.
+        """
 
     @abc.abstractmethod
     def log_scalars(self, values: dict[str, float], step: int) -> None:
@@ -150,6 +190,31 @@ class DashboardLogger(abc.ABC):
     @abc.abstractmethod
     def finish(self, done: bool, digest: str) -> None:
         """Close the run; `done` is False if it failed or was interrupted."""
+
+    def load_id(self) -> str | None:
+        """Return the id of the dashboard's run that an earlier process stored, if any."""
+        if self.resumed_step is None:
+            return None
+        found = self._stored_ids().get(self.package)
+        return found if isinstance(found, str) else None
+
+    def store_id(self, run_id: str) -> None:
+        """Store the id of the dashboard's run, if the folder of the run is known."""
+        if (path := self._ids_path()) is not None:
+            with replace_file(path) as file:
+                file.write(json.dumps(self._stored_ids() | {self.package: run_id}).encode())
+
+    def _stored_ids(self) -> dict[str, Any]:
+        path = self._ids_path()
+        try:
+            found = json.loads(path.read_bytes()) if path is not None else {}
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _ids_path(self) -> Path | None:
+        folder = self.run_folder or Path(os.environ.get("LOCKSTEP_RUN") or os.devnull)
+        return folder / IDS_FILE if folder.is_dir() else None
 
 
 class TensorBoard(DashboardLogger):
@@ -170,9 +235,15 @@ class TensorBoard(DashboardLogger):
         """Open the event file and write the header as texts."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(self.folder))
+        step = self.resumed_step
+        self._writer: Any = SummaryWriter(str(self.folder), purge_step=step)
         for name, value in _flatten_header(header).items():
-            self._writer.add_text(f"run/{name}", str(value), 0)
+            self._writer.add_text(f"run/{name}", str(value), step or 0)
+
+    def rewind(self, step: int) -> None:
+        """Hide what was logged from `step` on."""
+        self._writer.close()
+        self.open(self._header)
 
     def log_scalars(self, values: dict[str, float], step: int) -> None:
         """Add scalars, non-finite ones included."""
@@ -205,9 +276,17 @@ class WandB(DashboardLogger):
         self.options = options
 
     def open(self, header: dict[str, Any]) -> None:
-        """Start a run whose config is the header."""
+        """Start a run whose config is the header, or continue it."""
         wandb: Any = importlib.import_module("wandb")
-        self._run: Any = wandb.init(config=_flatten_header(header), **self.options)
+        config, options = _flatten_header(header), dict(self.options)
+        if "id" not in options:
+            options["id"] = self.load_id() or secrets.token_hex(8)
+            self.store_id(options["id"])
+        if self.resumed_step is None:
+            self._run: Any = wandb.init(config=config, **options)
+            return
+        self._run = wandb.init(**{"resume": "allow"} | options)
+        self._run.config.update(config, allow_val_change=True)  # the layout may be another one
 
     def log_scalars(self, values: dict[str, float], step: int) -> None:
         """Log numbers."""
@@ -239,10 +318,22 @@ class MLflow(DashboardLogger):
         self.options = options
 
     def open(self, header: dict[str, Any]) -> None:
-        """Start a run whose parameters are the header."""
+        """Start a run whose parameters are the header, or continue it.
+
+        MLflow's parameters cannot change, so those of a resumed run are a tag.
+        """
         self._mlflow: Any = importlib.import_module("mlflow")
-        self._mlflow.start_run(**self.options)
-        self._mlflow.log_params(_flatten_header(header))
+        options = dict(self.options)
+        if "run_id" not in options and (known := self.load_id()) is not None:
+            options["run_id"] = known
+        started = self._mlflow.start_run(**options)
+        self.store_id(str(started.info.run_id))
+        if self.resumed_step is None or "run_id" not in options:
+            self._mlflow.log_params(_flatten_header(header))
+        else:
+            layout = _flatten_header({"layout": header.get("layout")})
+            text = ", ".join(f"{name}: {value}" for name, value in layout.items())
+            self.log_text("resumed", text, self.resumed_step)
 
     def log_scalars(self, values: dict[str, float], step: int) -> None:
         """Log metrics; MLflow cannot store non-finite ones."""
@@ -257,6 +348,26 @@ class MLflow(DashboardLogger):
         """Set the digest as a tag and end the run."""
         self._mlflow.set_tag("digest", digest)
         self._mlflow.end_run("FINISHED" if done else "FAILED")
+
+
+def create_logger(name: str, folder: Path) -> DashboardLogger:
+    """Return a logger of `LOGGER_NAMES` for the run in `folder`.
+
+    TensorBoard's event files are in the folder `tensorboard` of the run; W&B and MLflow show
+    the run under its name, in the project or experiment that their environment variables name.
+
+    Raises:
+        UsageError: The package of the dashboard is not installed.
+    """
+    logger: DashboardLogger
+    if name == "tensorboard":
+        logger = TensorBoard(folder / "tensorboard")
+    elif name == "wandb":
+        logger = WandB(name=folder.name)
+    else:
+        logger = MLflow(run_name=folder.name)
+    logger.run_folder = folder
+    return logger
 
 
 def _flatten_header(header: Mapping[str, Any]) -> dict[str, Any]:

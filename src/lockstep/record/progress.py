@@ -132,6 +132,18 @@ class Progress:
         if self._live is not None:
             self._draw(self._clock())
 
+    def resume(self, *, step: int = 0, epochs: int = 0, **_: Any) -> None:
+        """Continue at a step of a run that was interrupted.
+
+        Args:
+            step: The number of the next step, over all epochs.
+            epochs: The number of completed epochs.
+        """
+        if not self.quiet:
+            self.meter.resume(self._clock(), step, epochs)
+            self._print(f"resumed at step {step:,}")
+            self._next = self._clock() + (REDRAW_INTERVAL if self._live else LINE_INTERVAL)
+
     def note(self, message: str) -> None:
         """Print a message above the live region, or on its own line."""
         if not self.quiet:
@@ -145,6 +157,8 @@ class Progress:
             self.epoch(**fields)
         elif kind == "warning":
             self.note(str(fields.get("message", "")))
+        elif kind == "resume":
+            self.resume(**fields)
 
     def close(self) -> None:
         """Remove the live region from the screen. Calling it again does nothing."""
@@ -274,6 +288,8 @@ class ProgressMeter:
         self.done = 0
         """The number of completed steps in the epoch."""
         self._last = now
+        self._is_resumed = False  # the next step is the first one of this process
+        self._is_partial = False  # the epoch began in an earlier process
         self._timed_steps = 0
         self._step_seconds = 0.0
         self._pause = 0.0
@@ -294,7 +310,9 @@ class ProgressMeter:
     ) -> None:
         """Add one step, which ended at `now`; `loss` and `metrics` are means over its samples."""
         passed, self._last = now - self._last, now
-        if epoch != self.epoch:
+        if self._is_resumed:  # it follows the start of a process
+            self._is_resumed, self.epoch = False, epoch
+        elif epoch != self.epoch:
             self._begin_epoch(epoch, passed)
         elif self.done:  # the first step of an epoch follows a pause
             self._timed_steps += 1
@@ -313,9 +331,17 @@ class ProgressMeter:
                 SMOOTHING * past + fresh for past, fresh in zip(self._times, row, strict=True)
             ]
 
+    def resume(self, now: float, step: int, epochs: int) -> None:
+        """Continue at a step, counted over all epochs, after some completed epochs."""
+        self._last, self._is_resumed, self._is_partial = now, True, True
+        self._marks = deque([(now, self._samples)])
+        self.epoch, self.done = divmod(step, self.steps) if self.steps else (epochs, 0)
+
     def _begin_epoch(self, epoch: int, passed: float) -> None:
         """Begin an epoch; `passed` seconds are its first step and the pause before it."""
-        self.steps = self.steps or self.done or None
+        if not self._is_partial:
+            self.steps = self.steps or self.done or None
+        self._is_partial = False
         self._pause = max(0.0, passed - self._step_seconds)
         self.epoch, self.done = epoch, 0
 

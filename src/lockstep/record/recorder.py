@@ -36,7 +36,8 @@ from lockstep.files import create_file, make_folder
 from lockstep.messages import say
 from lockstep.redaction import redact
 
-__all__ = ["RECORD_FILE", "RECORD_VERSION", "TIME_CATEGORIES", "Recorder", "create_run_folder"]
+__all__ = ["RECORD_FILE", "RECORD_VERSION", "RESUME_VARIABLE", "TIME_CATEGORIES", "Recorder"]
+__all__ += ["create_run_folder"]
 
 RECORD_FILE = "record.jsonl"
 RECORD_VERSION = 1

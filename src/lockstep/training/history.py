@@ -16,7 +16,7 @@ from lockstep.launcher.world import World
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.record.environment import describe_environment
-from lockstep.record.loggers import Logger
+from lockstep.record.loggers import DashboardLogger, Logger
 from lockstep.record.recorder import Recorder
 from lockstep.redaction import redact
 from lockstep.training.rank_status import RankStatus
@@ -216,7 +216,11 @@ LoggerLike = str | Path | Logger
 def open_loggers(loggers: LoggerLike | Sequence[LoggerLike]) -> list[Logger]:
     """Return the loggers that are given; a folder gets a recorder."""
     given: Sequence[Any] = loggers if isinstance(loggers, (list, tuple)) else [loggers]
-    return [Recorder(Path(each)) if isinstance(each, (str, Path)) else each for each in given]
+    found = [Recorder(Path(each)) if isinstance(each, (str, Path)) else each for each in given]
+    for each in found:
+        if isinstance(each, DashboardLogger) and each.run_folder is None:
+            each.run_folder = find_folder(found)
+    return found
 
 
 def find_folder(loggers: Sequence[Logger]) -> Path | None:
