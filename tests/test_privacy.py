@@ -64,7 +64,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 FILES = {
-    "rank-0.log", "rank-1.log", "record.jsonl", "weights.safetensors", "last-good.safetensors",
+    "launch.json", "run.lock", "rank-0.log", "rank-1.log", "record.jsonl",
+    "weights.safetensors", "last-good.safetensors",
     "report.html", "report.md", "report.svg", "report.png",
 }  # fmt: skip
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +22,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 import processes
+from lockstep.launcher import launch
 from lockstep.launcher.supervisor import GRACE
 from processes import alive
 
@@ -72,7 +76,9 @@ def test_a_signal_ends_all_ranks_with_one_message(waiting, number):
     launcher.send_signal(number)
     assert launcher.wait(PATIENCE) == 128 + number
     said = launcher.stderr.read().decode()
-    assert said == f"lockstep: {number.name}: ending ranks 0 and 1\n"
+    doing = "waiting up to 28 s for the ranks to save a checkpoint and stop"
+    doing = doing if number == signal.SIGTERM else "ending ranks 0 and 1"
+    assert said == f"lockstep: {number.name}: {doing}\n"
     assert not any(map(alive, below))
 
 
@@ -90,6 +96,248 @@ def test_a_second_ctrl_c_skips_the_grace_period(tmp_path):
         assert time.monotonic() - began < GRACE - 1
         assert launcher.stderr.read() == b""
     assert not any(alive(int(pid)) for pid in (tmp_path / "rank0").read_text().split())
+
+
+# Each rank has a worker in its process group, and a way to stop of its own: `stop(rank)`.
+STOP = """
+import os, signal, subprocess, sys
+rank = int(os.environ["RANK"])
+worker = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def next_batch():
+    worker.stdin.write(b"batch\\n"); worker.stdin.flush()
+    return worker.stdout.readline()
+def stop(*_):
+    {stop}
+signal.signal(signal.SIGTERM, stop)
+open(f"ready{{rank}}", "w").close()
+while True: signal.pause()
+"""
+SAVE = 'open(f"saved{rank}", "wb").write(next_batch()); sys.exit(75)'
+WAITING = "lockstep: SIGTERM: waiting up to {} s for the ranks to save a checkpoint and stop\n"
+
+
+@contextmanager
+def stopping(folder: Path, source: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    """Run two ranks of a script; give their launcher when they are ready."""
+    (folder / "train.py").write_text(source)
+    with subprocess.Popen(
+        [*CLI, "-n", "2", *flags, "train.py"],
+        cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as launcher:  # fmt: skip
+        ready = [folder / "ready0", folder / "ready1"]
+        until(lambda: all(path.exists() for path in ready), "the ranks did not start")
+        below = [process.pid for process in psutil.Process(launcher.pid).children(recursive=True)]
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+        assert launcher.wait(PATIENCE) is not None
+        until(lambda: not any(map(alive, below)), "something was left behind")
+
+
+def continue_with(folder: Path) -> str:
+    (run,) = (folder / "runs").iterdir()
+    return f"lockstep: stopped on request; continue with: lockstep run --resume runs/{run.name}\n"
+
+
+def exit_status(folder: Path) -> int | None:
+    (run,) = (folder / "runs").iterdir()
+    status: int | None = json.loads((run / "launch.json").read_text())["exit_status"]
+    return status
+
+
+def test_ranks_that_stop_on_request_keep_their_workers_until_then(tmp_path):
+    with stopping(tmp_path, STOP.format(stop=SAVE)) as launcher:
+        assert exit_status(tmp_path) is None
+        launcher.terminate()
+        assert launcher.wait(PATIENCE) == 75
+        assert launcher.stderr.read() == WAITING.format(28) + continue_with(tmp_path)
+    assert [(tmp_path / f"saved{rank}").read_bytes() for rank in range(2)] == [b"batch\n"] * 2
+    assert exit_status(tmp_path) == 75
+
+
+def test_sigterm_to_every_process_of_a_job_leaves_what_the_ranks_need(tmp_path):
+    """As srun and systemd send it: also to the fork server and to the process of the store."""
+    stop = 'open(f"saved{rank}", "w").close(); sys.exit(75)'
+    with stopping(tmp_path, STOP.format(stop=stop)) as launcher:
+        (fork_server,) = psutil.Process(launcher.pid).children()
+        for process in [fork_server, *fork_server.children()]:
+            process.terminate()
+        launcher.terminate()
+        assert launcher.wait(PATIENCE) == 75
+        assert launcher.stderr.read().endswith(continue_with(tmp_path))
+    assert all((tmp_path / f"saved{rank}").exists() for rank in range(2))
+
+
+@pytest.mark.parametrize(
+    ("stop", "status", "said"),
+    [
+        ("sys.exit(0)", 75, None),  # a script's own way to stop
+        ("sys.exit(75 * rank)", 75, None),
+        ("sys.exit(143)", 143, ""),
+        ("os.kill(os.getpid(), signal.SIGKILL) if rank else sys.exit(75)", 143, ""),
+        (
+            "raise OSError('disk full')",
+            143,
+            "lockstep: rank {} raised OSError: disk full (train.py:9); its log: {}/rank-{}.log\n",
+        ),
+    ],
+)
+def test_how_ranks_end_after_sigterm(tmp_path, stop, status, said):
+    with stopping(tmp_path, STOP.format(stop=stop)) as launcher:
+        launcher.terminate()
+        assert launcher.wait(PATIENCE) == status
+        shown = launcher.stderr.read()
+    (run,) = (tmp_path / "runs").iterdir()
+    if said is None:
+        said = continue_with(tmp_path)
+    endings = [said.format(rank, f"runs/{run.name}", rank) for rank in range(2)]
+    assert shown.startswith(WAITING.format(28))
+    assert shown.endswith(tuple(endings))
+    assert "Traceback" not in shown or "raise" in stop
+    assert exit_status(tmp_path) == status
+
+
+def test_a_rank_that_does_not_stop_in_time_is_named(tmp_path):
+    source = STOP.format(stop="rank or sys.exit(75)")
+    with stopping(tmp_path, source, "--grace", "0.5") as launcher:
+        launcher.terminate()
+        assert launcher.wait(PATIENCE) == 143
+        assert launcher.stderr.read() == (
+            WAITING.format(0.5) + "lockstep: rank 1 did not stop within 0.5 s and was killed\n"
+        )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_second_signal_skips_the_grace_period(tmp_path, number):
+    with stopping(tmp_path, STOP.format(stop="pass"), "--grace", "600") as launcher:
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.stderr.readline() == WAITING.format(600)
+        launcher.send_signal(number)
+        assert launcher.wait(PATIENCE) == 128 + number
+        assert launcher.stderr.read() == f"lockstep: {number.name}: ending ranks 0 and 1\n"
+
+
+@pytest.mark.parametrize("grace", [0.3, 600])
+def test_a_rank_that_stops_by_itself_gives_the_others_the_grace_period(tmp_path, grace):
+    """The signal may reach the ranks directly; rank 1 stops after rank 0, or not in time."""
+    source = """
+import os, sys, time
+rank = int(os.environ["RANK"])
+open(f"ready{rank}", "w").close()
+while rank and not os.path.exists("go"): time.sleep(0.01)
+sys.exit(75)
+"""
+    with stopping(tmp_path, source, "--grace", str(grace)) as launcher:
+        if grace == 600:
+            (tmp_path / "go").touch()
+        assert launcher.wait(PATIENCE) == 75
+        late = "lockstep: rank 1 did not stop within 0.3 s and was ended\n"
+        assert launcher.stderr.read() == late * (grace < 1) + continue_with(tmp_path)
+
+
+# A program whose two ranks say that they are ready, and then do `stop` on SIGTERM.
+LAUNCH = """
+import atexit, os, signal, sys, time
+import click, lockstep
+from lockstep.cli import run
+
+@click.command()
+def program():
+    def rank():
+        def stop(*_):
+            {stop}
+        signal.signal(signal.SIGTERM, stop)
+        os.write(1, b"ready\\n")
+        while True: signal.pause()
+    atexit.register(lambda: os.write(1, b"at exit\\n"))
+    try:
+        lockstep.launch(rank, nprocs=2)
+    finally:
+        os.write(1, b"default" if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else b"")
+
+run(program)
+"""
+
+
+@contextmanager
+def launching(stop: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCH.format(stop=stop)],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as launcher:  # fmt: skip
+        try:
+            assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+            below = psutil.Process(launcher.pid).children(recursive=True)
+            yield launcher
+        finally:
+            launcher.kill()
+        until(lambda: not any(alive(each.pid) for each in below), "something was left behind")
+
+
+@pytest.mark.parametrize(
+    ("stop", "status", "said"),
+    [
+        ("sys.exit(75)", 75, "lockstep: stopped on request\n"),
+        ("sys.exit(143)", -signal.SIGTERM, ""),
+        ("raise ValueError('no')", -signal.SIGTERM, "lockstep: rank {} raised ValueError: no"),
+    ],
+)
+def test_sigterm_stops_the_ranks_of_a_command_that_launches_a_function(
+    tmp_path, stop, status, said
+):
+    with launching(f"open(str(os.getpid()), 'w').close(); {stop}", tmp_path) as launcher:
+        launcher.terminate()
+        assert launcher.wait(PATIENCE) == status
+        shown = launcher.stderr.read().removeprefix(WAITING.format(28))
+        printed = launcher.stdout.read()
+    assert len(list(tmp_path.iterdir())) == 2  # both ranks had the time to write a file
+    assert shown == said or shown.startswith((said.format(0) or "?", said.format(1) or "?"))
+    assert printed == ("defaultat exit\n" if status == 75 else "")
+
+
+def test_a_second_sigterm_ends_the_ranks_of_a_function_at_once(tmp_path):
+    with launching("os.write(1, b'asked\\n')", tmp_path) as launcher:
+        launcher.terminate()
+        assert [launcher.stdout.readline() for _ in range(2)] == ["asked\n"] * 2
+        launcher.terminate()
+        assert launcher.wait(PATIENCE) == -signal.SIGTERM
+        assert launcher.stderr.read() == WAITING.format(28)
+
+
+def test_a_program_with_its_own_sigterm_handler_keeps_it():
+    def handler(*_: object) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with launch._catch_sigterm():
+            assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(ls.launch, lambda: 7, nprocs=1).result() == [7]
+
+
+def test_ranks_of_a_forked_launch_keep_the_programs_sigterm_handler():
+    program = """
+import lockstep, os, signal
+def handler(*_):
+    os.write(1, b"handled\\n")
+    os._exit(0)
+signal.signal(signal.SIGTERM, handler)
+def rank():
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+try:
+    lockstep.launch(rank, start_method="fork")
+except lockstep.errors.RankError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "handled\nrank 0 exited with status 0 before its function returned\n"
 
 
 def test_ranks_end_with_a_killed_launcher(waiting):

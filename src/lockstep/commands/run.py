@@ -6,16 +6,21 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from lockstep.errors import UsageError
 from lockstep.launcher.launch_script import Interrupted, LaunchConfig, launch_script
 from lockstep.launcher.listening_socket import DEFAULT_PORT, LOOPBACK, parse_endpoint
+from lockstep.launcher.run_folder import RUNS, find_run, read_description
+from lockstep.launcher.supervisor import STOP_GRACE
 
 __all__ = ["command"]
 
+AUTO = "auto"  # of --resume: choose the run by its command
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -113,6 +118,22 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     default="",
     help="Show the output of these local ranks only, such as 0,2. Default: all.",
 )
+@option(
+    "resume",
+    metavar="RUN",
+    default=None,
+    help="Continue a run, given by its folder or its name in --log-dir. Without SCRIPT, its "
+    "command is run again in its working directory, with its -n unless you give one. auto "
+    "continues the newest run of SCRIPT with these ARGUMENTS in this directory that did not "
+    "succeed, or starts a new one.",
+)
+@option(
+    "grace",
+    metavar="SECONDS",
+    default=STOP_GRACE,
+    help="Seconds that the ranks have to save a checkpoint and exit after SIGTERM, before "
+    f"SIGKILL. Default: {STOP_GRACE:g}.",
+)
 @option("role", metavar="NAME", default="default", help="Value of ROLE_NAME. Default: default.")
 @option("rdzv-id", metavar="NAME", default="", help="Name of this launch. Default: a random name.")
 @option(
@@ -126,9 +147,9 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
 @option("max-restarts", default=0, hidden=True)
 @option("monitor-interval", default=0.1, hidden=True)
 @option("run-path", is_flag=True, hidden=True)
-@click.argument("script")
+@click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def command(script: str, arguments: tuple[str, ...], **options: Any) -> None:
+def command(script: str | None, arguments: tuple[str, ...], **options: Any) -> None:
     """Run SCRIPT with ARGUMENTS on every rank, as `python SCRIPT` does.
 
     The output of each rank is written to runs/NAME/rank-K.log, and line by line to the
@@ -136,12 +157,63 @@ def command(script: str, arguments: tuple[str, ...], **options: Any) -> None:
     rank's last lines and the path of its log are printed last. Every option can also be
     given as an environment variable: PET_NPROC_PER_NODE=4.
 
-    Exit status: 0 success, 1 a rank failed, 2 usage error, 128+N ended by signal N.
+    SIGTERM asks the ranks to save a checkpoint and exit with status 75.
+
+    Exit status: 0 success, 1 a rank failed, 2 usage error, 75 stopped on request (continue
+    with --resume), 128+N ended by signal N.
     """
+    if script is None:
+        source = click.get_current_context().get_parameter_source("nproc_per_node")
+        script, arguments = recall_command(options, keep_nprocs=source != ParameterSource.DEFAULT)
     try:
-        launch_script(make_config(script, arguments, options))
+        sys.exit(launch_script(make_config(script, arguments, options)))
     except Interrupted as interruption:
-        sys.exit(128 + interruption.number)
+        sys.exit(interruption.exit_status)
+
+
+def recall_command(options: dict[str, Any], *, keep_nprocs: bool) -> tuple[str, tuple[str, ...]]:
+    """Return the recorded script and arguments of the run to resume.
+
+    Changes to its working directory, and puts what else was recorded into the options.
+
+    Args:
+        options: The options of the command, changed in place.
+        keep_nprocs: Whether the number of ranks was given.
+
+    Raises:
+        UsageError: There is no such run, or its command cannot be repeated.
+    """
+    name = options["resume"]
+    if name is None:
+        raise click.UsageError("Missing argument 'SCRIPT'.")
+    if name == AUTO:
+        raise UsageError("--resume auto needs SCRIPT: it looks for the runs of that command")
+    if options["module"] or options["no_python"]:
+        raise UsageError("--module and --no-python need SCRIPT")
+    folder = find_run(name, Path(options["log_dir"] or RUNS))
+    again = f"give it again: lockstep run --resume {folder} SCRIPT"
+    recorded = read_description(folder)
+    if recorded is None:
+        raise UsageError(f"{folder} has no launch.json, so its command is not known; {again}")
+    if recorded.is_redacted:
+        raise UsageError(
+            f"the command of {folder} contained a secret, which is not stored; {again}"
+        )
+    if recorded.cwd != os.getcwd():
+        options["resume"] = str(folder.resolve())
+        try:
+            os.chdir(recorded.cwd)
+        except OSError as error:
+            raise UsageError(
+                f"{folder} ran in {recorded.cwd}, which cannot be entered ({error.strerror}); give "
+                f"the command again in another directory: "
+                f"lockstep run --resume {folder.resolve()} SCRIPT"
+            ) from None
+    options["module"] = recorded.kind == "module"
+    options["no_python"] = recorded.kind == "program"
+    if not keep_nprocs:
+        options["nproc_per_node"] = str(recorded.nprocs)
+    return recorded.target, recorded.arguments
 
 
 def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:
@@ -160,6 +232,7 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
     nprocs = parse_nprocs(options["nproc_per_node"], _count_gpus)
     nnodes = 1 if options["standalone"] else parse_nnodes(options["nnodes"])
     master_addr, master_port = _choose_master(options, nnodes)
+    name, parent = options["resume"], Path(options["log_dir"] or RUNS)
     return LaunchConfig(
         target=script,
         arguments=arguments,
@@ -176,6 +249,9 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
         redirects=parse_streams("--redirects", options["redirects"], nprocs),
         tee=parse_streams("--tee", options["tee"], nprocs),
         shown=parse_local_ranks(options["local_ranks_filter"]),
+        grace=options["grace"],
+        resumed_run=find_run(name, parent) if name not in (None, AUTO) else None,
+        resumes_newest=name == AUTO,
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from lockstep.errors import RankError
 
 __all__ = [
+    "STOPPED",
     "Outcome",
     "count_oom_kills",
     "describe_end",
@@ -31,6 +32,8 @@ __all__ = [
     "make_rank_error",
     "signal_name",
 ]
+
+STOPPED = 75  # exit status of a rank that stopped on request and can be resumed (EX_TEMPFAIL)
 
 # Phrases of errors that torch's backends raise when the other end of a connection is gone.
 LOST_PEER = (
@@ -77,11 +80,16 @@ class Outcome:
         return self.returned or (self.status == 0 and not self.was_terminated)
 
     @property
+    def has_stopped(self) -> bool:
+        """Whether this rank stopped on request: it exited with status 75."""
+        return self.status == STOPPED and self.error is None
+
+    @property
     def has_failed(self) -> bool:
         """Whether this rank failed, without being terminated."""
         if self.error is not None:
             return True
-        return self.status not in (None, 0) and not self.was_terminated
+        return self.status not in (None, 0, STOPPED) and not self.was_terminated
 
 
 def is_consequence(outcome: Outcome) -> bool:
@@ -93,8 +101,14 @@ def is_consequence(outcome: Outcome) -> bool:
 
 
 def find_first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """Return the failure that came first, causes before consequences."""
+    """Return the failure that came first, causes before consequences.
+
+    A rank that only lost the connection to one that stopped on request has not failed.
+    """
+    outcomes = list(outcomes)
     failures = [outcome for outcome in outcomes if outcome.has_failed]
+    if any(outcome.has_stopped for outcome in outcomes):
+        failures = [outcome for outcome in failures if not is_consequence(outcome)]
     if not failures:
         return None
     return min(failures, key=lambda outcome: (is_consequence(outcome), _failure_time(outcome)))

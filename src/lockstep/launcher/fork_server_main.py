@@ -30,8 +30,9 @@ import signal
 import socket
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import NoReturn
 
 from lockstep.launcher.channel import Channel, Message, open_channel
@@ -40,6 +41,8 @@ from lockstep.launcher.rank_process import ForkedProcess, exit_process
 __all__ = ["Server", "main", "serve_in_fork"]
 
 GRACE = 2.0  # seconds from SIGTERM to SIGKILL for what remains of a rank's process group
+
+Handler = Callable[[int, FrameType | None], object] | int | None  # of a signal
 
 PR_SET_CHILD_SUBREAPER = 36  # of prctl, on Linux
 
@@ -53,9 +56,16 @@ class Launch:
 
 
 class Server:
-    """Serves one launcher until that has exited."""
+    """Serves one launcher until that has exited.
 
-    def __init__(self, channel: Channel, launcher: int) -> None:
+    Args:
+        channel: The launcher's socket.
+        launcher: Its process id.
+        sigterm_handler: What the ranks do on SIGTERM, which the server ignores.
+    """
+
+    def __init__(self, channel: Channel, launcher: int, sigterm_handler: Handler) -> None:
+        self._sigterm_handler = sigterm_handler
         self._main = channel
         self._launches: dict[int, Launch] = {}
         self._leftover_groups: dict[int, float] = {}  # process groups, and when to kill them
@@ -133,11 +143,18 @@ class Server:
     def _fork(
         self, launch: Launch, message: Message, descriptors: list[int]
     ) -> ForkedProcess | None:
+        # SIGTERM waits until the child no longer ignores it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads may be forked
             pid = os.fork()
         if pid == 0:
-            return ForkedProcess(message, descriptors, self._close_in_child())
+            parent_death_pipe = self._close_in_child()
+            if message["kind"] == "rank":
+                signal.signal(signal.SIGTERM, self._sigterm_handler or signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            return ForkedProcess(message, descriptors, parent_death_pipe)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with contextlib.suppress(OSError):  # the child does it too; either may be first
             os.setpgid(pid, pid)
         for descriptor in descriptors:
@@ -231,12 +248,22 @@ def _become_subreaper() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def _ignore_sigterm() -> Handler:
+    """Ignore SIGTERM and return the former handler.
+
+    Batch systems send it to every process of a job. The ranks decide when they stop, and
+    until then they need the fork server and the store.
+    """
+    return signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def main(descriptor: int, launcher: int, modules: Sequence[str]) -> None:
     """Import what ranks need and serve; in a forked process, run that process to its end."""
+    handler = _ignore_sigterm()
     for name in modules:
         importlib.import_module(name)
     gc.freeze()  # ranks neither traverse nor copy what was here before the fork
-    process = Server(open_channel(descriptor), launcher).serve()
+    process = Server(open_channel(descriptor), launcher, handler).serve()
     if process is not None:
         exit_process(process.run())
 
@@ -244,7 +271,7 @@ def main(descriptor: int, launcher: int, modules: Sequence[str]) -> None:
 def serve_in_fork(channel: Channel, launcher: int) -> NoReturn:
     """Serve in a fork of the launcher; never returns, in the ranks neither."""
     os.setsid()
-    process = Server(channel, launcher).serve()
+    process = Server(channel, launcher, _ignore_sigterm()).serve()
     if process is None:
         os._exit(0)
     # The launcher's frames are on this stack and must not be unwound in its copy.

@@ -6,16 +6,19 @@ import atexit
 import os
 import pickle
 import secrets
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Literal, TypeVar, overload
 
 from lockstep.errors import RankError, UsageError
 from lockstep.launcher.channel import Message, write_memfd
 from lockstep.launcher.environment import RankEnvironment, read_rank_info
-from lockstep.launcher.failure_attribution import format_ranks
+from lockstep.launcher.failure_attribution import STOPPED, format_ranks
 from lockstep.launcher.fork_server import (
     ForkServer,
     fork_this_process,
@@ -93,18 +96,23 @@ class ProcessContext:
     def join(self, timeout: float | None = None) -> list[Any]:
         """Wait for every rank and return their values in rank order.
 
+        SIGTERM, if the program has no handler for it and this is its main thread, is passed on
+        to the ranks, which have 28 s to save a checkpoint and exit with status 75; otherwise
+        the program is ended by SIGTERM, after its ranks.
+
         Args:
             timeout: Seconds to wait; None waits without limit.
 
         Raises:
             RankError: A rank failed (the first one is named), and the others were ended; or
                 the launch's own timeout expired.
+            SystemExit: The ranks stopped on request; the status is 75.
             TimeoutError: `timeout` expired; the ranks are still running.
         """
         until = None if timeout is None else time.monotonic() + timeout
         limits = [limit for limit in (until, self._deadline) if limit is not None]
         try:
-            error = self._ranks.wait(min(limits) if limits else None)
+            error = self._wait(min(limits) if limits else None)
         except TimeoutError:
             if self._deadline is None or time.monotonic() < self._deadline:
                 late = format_ranks(self._ranks.running)
@@ -118,6 +126,24 @@ class ProcessContext:
         if error is not None:
             raise error
         return _values(self._ranks)
+
+    def _wait(self, deadline: float | None) -> RankError | None:
+        """Wait for the ranks as `RankSupervisor.wait` does; obey SIGTERM."""
+        with _catch_sigterm() as requests:
+            try:
+                error = self._ranks.wait(deadline, is_stop_requested=lambda: bool(requests))
+            except BaseException:
+                if requests:  # the second one
+                    self._ranks.terminate(grace=0.0)
+                raise
+            if error is None and self._ranks.has_stopped and STOPPED in self.exitcodes:
+                requests.clear()
+                self.terminate()
+                say("stopped on request")
+                raise SystemExit(STOPPED)
+            if requests and error is not None:
+                say(str(error))
+        return error
 
     def terminate(self) -> None:
         """End every rank and what it started: SIGTERM, and after 5 s SIGKILL."""
@@ -147,6 +173,37 @@ class ProcessContext:
         error = self._ranks.wait(self._deadline)
         if error is not None:
             say(str(error))
+
+
+class _Terminated(BaseException):
+    """SIGTERM was received a second time."""
+
+
+@contextmanager
+def _catch_sigterm() -> Iterator[list[int]]:
+    """Collect SIGTERM in the list that this yields; a second one raises.
+
+    At the end the program is ended by SIGTERM after all, unless the list has been cleared.
+    Does nothing outside the main thread, and if the program has its own handler.
+    """
+    requests: list[int] = []
+
+    def collect(number: int, frame: FrameType | None) -> None:
+        requests.append(number)
+        if len(requests) == 2:
+            raise _Terminated
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield requests
+        return
+    signal.signal(signal.SIGTERM, collect)
+    try:
+        yield requests
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if requests:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @overload
@@ -210,6 +267,7 @@ def launch(
     Raises:
         RankError: A rank failed (the first one is named, with its traceback as a note), or
             the timeout expired; the other ranks were ended.
+        SystemExit: The ranks stopped on request (`ProcessContext.join`); the status is 75.
         UsageError: `nprocs` is below 1, or the function cannot be pickled.
     """
     _check(nprocs, start_method, timeout)

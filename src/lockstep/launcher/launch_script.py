@@ -8,9 +8,12 @@ lockstep run ── fork server ── rank 0 ── stdout, stderr ──┐
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
+import math
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -21,11 +24,11 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from lockstep.errors import FileError, RankError, UsageError
+from lockstep.errors import FileError, LockstepError, RankError, UsageError
 from lockstep.files import make_folder
 from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import RankEnvironment
-from lockstep.launcher.failure_attribution import format_ranks, signal_name
+from lockstep.launcher.failure_attribution import STOPPED, format_ranks, signal_name
 from lockstep.launcher.fork_server import (
     get_fork_server,
     interpreter_flags,
@@ -33,12 +36,22 @@ from lockstep.launcher.fork_server import (
 )
 from lockstep.launcher.listening_socket import LOOPBACK
 from lockstep.launcher.output import RankOutput
-from lockstep.launcher.supervisor import RankSupervisor
+from lockstep.launcher.run_folder import (
+    RESUME,
+    RUN,
+    RUNS,
+    LaunchDescription,
+    claim_newest_run,
+    describe_launch,
+    release_run,
+    wait_until_free,
+    write_description,
+)
+from lockstep.launcher.supervisor import STOP_GRACE, RankSupervisor
 from lockstep.messages import say
 
 __all__ = ["Interrupted", "LaunchConfig", "check_target", "launch_script"]
 
-RUNS = "runs"
 STDOUT, STDERR = 1, 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TAIL = 12  # lines of the failed rank that are shown again at the end
@@ -65,6 +78,9 @@ class LaunchConfig:
             its log.
         tee: By local rank, the redirected streams that are shown nevertheless.
         shown: Local ranks whose output is shown; None for all.
+        grace: Seconds that the ranks have to stop after SIGTERM.
+        resumed_run: Folder of the run to continue; None for a new run.
+        resumes_newest: Continue the newest run of this command that did not succeed.
 
     Raises:
         UsageError: The values contradict each other; the message names the option.
@@ -85,6 +101,9 @@ class LaunchConfig:
     redirects: dict[int, int] = field(default_factory=dict)
     tee: dict[int, int] = field(default_factory=dict)
     shown: frozenset[int] | None = None
+    grace: float = STOP_GRACE
+    resumed_run: Path | None = None
+    resumes_newest: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -99,6 +118,13 @@ class LaunchConfig:
             )
         if not 0 <= self.master_port < 65536:
             raise UsageError(f"--master-port {self.master_port}: a port is from 1 to 65535")
+        if not 0 <= self.grace < math.inf:
+            raise UsageError(f"--grace {self.grace:g}: expected a number of seconds from 0")
+        if self.resumes_newest and self.nnodes > 1:
+            raise UsageError(
+                f"--resume auto: with --nnodes {self.nnodes} hosts could choose different runs; "
+                f"name the run on every host, such as --resume {RUNS}/NAME"
+            )
         named = {"--local-ranks-filter": self.shown or (), "--redirects": self.redirects}
         for option, local_ranks in {**named, "--tee": self.tee}.items():
             beyond = [local_rank for local_rank in local_ranks if local_rank >= self.nprocs]
@@ -122,23 +148,71 @@ class Interrupted(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(signal_name(number))
         self.number = number
+        self.exit_status = 128 + number
 
 
-def launch_script(config: LaunchConfig) -> None:
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of this launch; None as path if there is none."""
+
+    path: Path | None
+    is_resumed: bool = False
+    description: LaunchDescription | None = None
+
+    def record(self, exit_status: int | None) -> None:
+        """Write the launch's description; a run goes on without."""
+        if self.path is None or self.description is None:
+            return
+        description = dataclasses.replace(self.description, exit_status=exit_status)
+        try:
+            write_description(self.path, description)
+        except OSError as error:
+            say(f"{self.path}/launch.json cannot be written: {error.strerror}")
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that tell the ranks about it."""
+        if self.path is None:
+            return {}
+        return {RUN: str(self.path.resolve()), **({RESUME: "1"} if self.is_resumed else {})}
+
+
+def launch_script(config: LaunchConfig) -> int:
     """Run what `config` describes and wait for it; no process remains afterwards.
+
+    Returns:
+        The exit status: 0, or 75 if the ranks stopped on request and can be resumed.
 
     Raises:
         RankError: A rank failed; the first one is named, after its last lines were shown.
-        UsageError: There is nothing to run.
+        UsageError: There is nothing to run, or another process uses the run to resume.
         FileError: The logs cannot be written.
         Interrupted: A signal asked this process to stop.
     """
     check_target(config)
-    folder = _make_log_folder(config)
+    folder = _open_run_folder(config)
+    status: int | None = 1
+    try:
+        folder.record(None)
+        status = _launch(config, folder)
+    except (LockstepError, Interrupted) as error:
+        status = error.exit_status
+        raise
+    finally:
+        folder.record(status)
+        if folder.path is not None:
+            release_run(folder.path)
+    if status == STOPPED:
+        say(_describe_stop(config, folder))
+    return status
+
+
+def _launch(config: LaunchConfig, folder: RunFolder) -> int:
     with _interruptible() as requests:
         ranks = _start(config, folder)
         try:
-            error = ranks.wait()
+            error = ranks.wait(
+                grace=config.grace, is_stop_requested=lambda: signal.SIGTERM in requests
+            )
         except Interrupted as interruption:
             if sys.stderr.isatty():
                 print(file=sys.stderr)  # the terminal has just shown ^C
@@ -149,7 +223,27 @@ def launch_script(config: LaunchConfig) -> None:
             _terminate(ranks, requests)
     _report_log_errors(ranks)
     if error is not None:
-        raise _show_last_lines(ranks, error)
+        error = _show_last_lines(ranks, error)
+    elif ranks.has_stopped:
+        return STOPPED
+    if ranks.was_asked_to_stop:
+        if error is not None:
+            say(str(error))
+        raise Interrupted(signal.SIGTERM)
+    if error is not None:
+        raise error
+    return 0
+
+
+def _describe_stop(config: LaunchConfig, folder: RunFolder) -> str:
+    if folder.path is None:
+        return "stopped on request"
+    words = ["lockstep", "run", "--resume", str(folder.path)]
+    command = shlex.join(words)
+    if folder.description is not None and folder.description.is_redacted:
+        command += " SCRIPT ARGUMENTS (they contain a secret, which is not stored)"
+    where = " on every host, with the same options" if config.nnodes > 1 else ""
+    return f"stopped on request; continue with: {command}{where}"
 
 
 def check_target(config: LaunchConfig) -> None:
@@ -198,6 +292,31 @@ def _check_script(config: LaunchConfig) -> None:
         raise UsageError(f"{config.target}{line} is not valid Python: {said}") from None
 
 
+def _open_run_folder(config: LaunchConfig) -> RunFolder:
+    """Make this launch's folder, or take the one that it continues, and hold it."""
+    description = describe_launch(
+        config.kind, config.target, config.arguments, config.nprocs, config.nnodes
+    )
+    parent = Path(config.log_dir or RUNS)
+    resumed = config.resumed_run
+    if config.resumes_newest:
+        resumed = claim_newest_run(parent, description)
+    elif resumed is not None and config.node_rank == 0:
+        wait_until_free(resumed)
+    if resumed is None:
+        path = _make_log_folder(config)
+        if path is not None:
+            wait_until_free(path)
+        if config.resumes_newest:
+            say(f"--resume auto: {parent} has no run of this command to continue; a new one starts")
+        return RunFolder(path, description=description)
+    if config.resumes_newest:
+        say(f"--resume auto: continuing {resumed}")
+    # Several hosts may share the folder; host 0 writes.
+    own = description if config.node_rank == 0 else None
+    return RunFolder(resumed, is_resumed=True, description=own)
+
+
 def _make_log_folder(config: LaunchConfig) -> Path | None:
     """Make the run's folder; return None if the default location is not writable."""
     stem = config.target.rpartition(".")[2] if config.kind == "module" else Path(config.target).stem
@@ -228,7 +347,7 @@ def _make_new_folder(parent: Path, name: str) -> Path:
             return folder
 
 
-def _start(config: LaunchConfig, folder: Path | None) -> RankSupervisor:
+def _start(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
     first = config.node_rank * config.nprocs
     server = get_fork_server(for_training=_is_training(config))
     ranks = RankSupervisor(server.open_launch(), range(first, first + config.nprocs))
@@ -249,7 +368,8 @@ def _start(config: LaunchConfig, folder: Path | None) -> RankSupervisor:
         null = os.open(os.devnull, os.O_RDONLY)
         for local_rank in range(config.nprocs):
             rank = first + local_rank
-            task = _script_task(config, environment.variables(local_rank), folder)
+            variables = {**environment.variables(local_rank), **folder.variables()}
+            task = _script_task(config, variables)
             ranks.start_rank(rank, task, null, _open_output(config, local_rank, rank, folder))
         os.close(null)
     except BaseException:
@@ -264,28 +384,34 @@ def _is_training(config: LaunchConfig) -> bool:
     return False
 
 
-def _open_output(
-    config: LaunchConfig, local_rank: int, rank: int, folder: Path | None
-) -> RankOutput:
+def _open_output(config: LaunchConfig, local_rank: int, rank: int, folder: RunFolder) -> RankOutput:
     consoles: list[BinaryIO | None] = [
         console.buffer if config.shows(local_rank, stream) else None
         for stream, console in ((STDOUT, sys.stdout), (STDERR, sys.stderr))
     ]
-    log = None if folder is None else folder / f"rank-{rank}.log"
+    log = None if folder.path is None else folder.path / f"rank-{rank}.log"
     prefixed = config.nprocs * config.nnodes > 1
-    return RankOutput(rank, log, (consoles[0], consoles[1]), prefixed=prefixed)
+    separator = None
+    if folder.is_resumed:
+        separator = f"--- resumed at {datetime.datetime.now():%Y-%m-%d %H:%M:%S} ---"
+    try:
+        return RankOutput(
+            rank, log, (consoles[0], consoles[1]), prefixed=prefixed, separator=separator
+        )
+    except OSError as error:
+        raise FileError(f"{log} cannot be written: {error.strerror}") from None
 
 
-def _script_task(config: LaunchConfig, variables: dict[str, str], folder: Path | None) -> Message:
+def _script_task(config: LaunchConfig, variables: dict[str, str]) -> Message:
     target = config.target
     module = config.kind == "module"
-    run = {} if folder is None else {"LOCKSTEP_RUN": str(folder.resolve())}
+    inherited = {name: value for name, value in os.environ.items() if name not in (RUN, RESUME)}
     return {
         "task": config.kind,
         "target": target,
         "spawn": config.spawn,
         "flags": interpreter_flags(),
-        "environ": {"OMP_NUM_THREADS": "1", **os.environ, **variables, **run},
+        "environ": {"OMP_NUM_THREADS": "1", **inherited, **variables},
         "cwd": os.getcwd(),
         "argv": [*(() if config.kind == "program" else (target,)), *config.arguments],
         "path": None,
@@ -305,13 +431,14 @@ def _terminate(ranks: RankSupervisor, requests: list[int]) -> None:
 def _interruptible() -> Iterator[list[int]]:
     """Raise Interrupted for signals that ask a program to stop, twice at most.
 
-    Yields the list of signals that were received.
+    Yields the list of signals that were received. SIGTERM raises nothing if it is the first.
     """
     requests: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         requests.append(number)
-        if len(requests) <= 2:
+        is_first = len(requests) == 1
+        if len(requests) == 2 or (is_first and number != signal.SIGTERM):
             raise Interrupted(number)
 
     # Signals that are ignored stay ignored: nohup does that to SIGHUP.

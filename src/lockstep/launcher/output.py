@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from lockstep.files import create_file
+from lockstep.files import create_file, open_or_create
 
 __all__ = ["LineSplitter", "RankOutput", "Stream"]
 
@@ -96,6 +96,11 @@ class RankOutput:
         log: File to write to, or None.
         consoles: Where stdout and stderr are shown; None if they are not.
         prefixed: Whether each line begins with the rank.
+        separator: A line to write before what is added to a log that exists; None if the log
+            must be new.
+
+    Raises:
+        OSError: The log cannot be opened.
     """
 
     def __init__(
@@ -105,12 +110,13 @@ class RankOutput:
         consoles: tuple[BinaryIO | None, BinaryIO | None],
         *,
         prefixed: bool = True,
+        separator: str | None = None,
     ) -> None:
         self.log = log
         self.last_lines: deque[bytes] = deque(maxlen=LAST_LINES)
         self._rank = rank
         self._prefixed = prefixed
-        self._file = None if log is None else os.fdopen(create_file(log, os.O_APPEND), "ab", 0)
+        self._file = None if log is None else _open_log(log, separator)
         self.streams = [_open_stream(console) for console in consoles]
         self.log_error: str | None = None
 
@@ -178,6 +184,16 @@ class RankOutput:
         if not console.isatty() or os.environ.get("NO_COLOR"):
             return f"{plain} ".encode()
         return f"\x1b[{COLOURS[self._rank % len(COLOURS)]}m{plain}\x1b[0m ".encode()
+
+
+def _open_log(log: Path, separator: str | None) -> BinaryIO:
+    if separator is None:
+        return os.fdopen(create_file(log, os.O_APPEND), "ab", 0)
+    file = os.fdopen(open_or_create(log, os.O_WRONLY | os.O_APPEND), "ab", 0)
+    if os.fstat(file.fileno()).st_size:
+        with contextlib.suppress(OSError):  # a full disk; what follows says so
+            file.write(f"\n{separator}\n".encode())
+    return file
 
 
 def _open_stream(console: BinaryIO | None) -> Stream:

@@ -1,6 +1,7 @@
-"""The run folder as the launcher sees it: who uses it now.
+"""The run folder as the launcher sees it: what was launched, and who uses it now.
 
-    runs/NAME/run.lock      locked by every process that writes to the run
+    runs/NAME/launch.json   the command, and how it ended
+              run.lock      locked by every process that writes to the run
 
 Each process of a run keeps a shared lock on `run.lock` until it exits; loader workers that
 it forks inherit it. A process that is about to continue the run takes the lock exclusively,
@@ -16,24 +17,198 @@ in between. Then A reads B's name instead of its own, and starts again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import datetime
 import fcntl
+import json
 import os
 import secrets
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.files import open_or_create
+from lockstep.files import open_or_create, replace_file
 from lockstep.launcher.environment import LAUNCHER
+from lockstep.redaction import redact
 
-__all__ = ["RUN", "hold_run", "release_run", "wait_until_free"]
+__all__ = [
+    "RESUME",
+    "RUN",
+    "RUNS",
+    "LaunchDescription",
+    "claim_newest_run",
+    "describe_launch",
+    "find_run",
+    "hold_run",
+    "read_description",
+    "release_run",
+    "wait_until_free",
+    "write_description",
+]
 
+RUNS = "runs"  # the folder of the runs, unless another one is given
 RUN = "LOCKSTEP_RUN"  # the variable with the path of the launch's run folder
+RESUME = "LOCKSTEP_RESUME"  # the variable that is 1 if the launch continues that run
+VERSION = 1  # of launch.json
+DESCRIPTION_FILE = "launch.json"
+KINDS = ("script", "module", "program")
 LOCK_FILE = "run.lock"
 EXIT_TIMEOUT = 10.0  # seconds that an interrupted run's processes have to exit
 POLL = 0.02  # seconds between two attempts to take the lock
 MOST_NAMED = 8  # processes in a message
+
+
+@dataclass(frozen=True)
+class LaunchDescription:
+    """What `lockstep run` launched in a run folder.
+
+    Attributes:
+        kind: "script", "module" or "program".
+        target: The script, module or program.
+        arguments: Its arguments.
+        nprocs: Ranks on each host.
+        nnodes: Number of hosts.
+        cwd: The working directory.
+        python: The Python interpreter.
+        started: When the launch began, in ISO 8601.
+        exit_status: The launcher's exit status; None while it runs, or if it was killed.
+        is_redacted: Whether secrets were removed, so that the command cannot be repeated.
+        version: Version of the format.
+    """
+
+    kind: str
+    target: str
+    arguments: tuple[str, ...]
+    nprocs: int
+    nnodes: int
+    cwd: str
+    python: str
+    started: str
+    exit_status: int | None = None
+    is_redacted: bool = False
+    version: int = VERSION
+
+    def is_same_command(self, other: LaunchDescription) -> bool:
+        """Return whether both ran the same command in the same working directory."""
+        return all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("kind", "target", "arguments", "cwd")
+        )
+
+
+def describe_launch(
+    kind: str, target: str, arguments: Sequence[str], nprocs: int, nnodes: int
+) -> LaunchDescription:
+    """Return the description of a launch that begins now, without secrets."""
+    plain: dict[str, Any] = {
+        "kind": kind,
+        "target": target,
+        "arguments": list(arguments),
+        "nprocs": nprocs,
+        "nnodes": nnodes,
+        "cwd": os.getcwd(),
+        "python": sys.executable,
+        "started": datetime.datetime.now().astimezone().isoformat(),
+    }
+    fields = redact(plain)
+    is_redacted = fields != plain
+    return LaunchDescription(
+        **{**fields, "arguments": tuple(fields["arguments"])}, is_redacted=is_redacted
+    )
+
+
+def write_description(folder: Path, description: LaunchDescription) -> None:
+    """Write RUN/launch.json, for its owner only.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    text = json.dumps(dataclasses.asdict(description), indent=2)
+    with replace_file(folder / DESCRIPTION_FILE) as file:
+        file.write(f"{text}\n".encode())
+
+
+def read_description(folder: Path) -> LaunchDescription | None:
+    """Read RUN/launch.json; None if there is none.
+
+    Raises:
+        UsageError: The file cannot be read, or does not describe a launch.
+    """
+    file = folder / DESCRIPTION_FILE
+    try:
+        fields = json.loads(file.read_bytes())
+        known = {field.name for field in dataclasses.fields(LaunchDescription)}
+        found = LaunchDescription(**{key: fields[key] for key in known & fields.keys()})
+        datetime.datetime.fromisoformat(found.started)
+        words = (found.target, found.cwd, *found.arguments)
+        numbers = (found.nprocs, found.nnodes)
+        if found.kind not in KINDS or not all(isinstance(word, str) for word in words):
+            raise ValueError
+        if not all(isinstance(number, int) for number in numbers):
+            raise ValueError
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, AttributeError):
+        raise UsageError(
+            f"{file} is damaged, so the command of this run is not known; give it again: "
+            f"lockstep run --resume {folder} SCRIPT"
+        ) from None
+    return dataclasses.replace(found, arguments=tuple(found.arguments))
+
+
+def find_run(name: str, parent: Path) -> Path:
+    """Return the folder of a run that is given as a name in `parent`, or as a path.
+
+    Raises:
+        UsageError: There is no such run.
+    """
+    if not name:
+        raise UsageError("--resume: expected the name or the folder of a run, or auto")
+    places = [parent / name, Path(name)]
+    if os.sep in name:
+        places.reverse()
+    found = [place for place in places if place.is_dir()]
+    if not found:
+        raise UsageError(
+            f"--resume {name}: there is no run {os.fspath(places[0])} and no folder "
+            f"{os.fspath(places[1])}"
+        )
+    described = [place for place in found if (place / DESCRIPTION_FILE).exists()]
+    return (described or found)[0]
+
+
+def claim_newest_run(parent: Path, description: LaunchDescription) -> Path | None:
+    """Hold and return the newest run of a command that did not succeed and is not running.
+
+    Args:
+        parent: The folder of the runs.
+        description: The command, as `describe_launch` returns it.
+
+    Returns:
+        Its folder; None if there is no such run.
+    """
+    runs = []
+    for folder in parent.iterdir() if parent.is_dir() else ():
+        with contextlib.suppress(UsageError):
+            found = read_description(folder) if folder.is_dir() else None
+            if found and found.exit_status != 0 and found.is_same_command(description):
+                started = datetime.datetime.fromisoformat(found.started)
+                runs.append((started.timestamp(), folder.name, folder))
+    deadline = time.monotonic() + EXIT_TIMEOUT  # for what an interrupted run left
+    for *_, folder in sorted(runs, reverse=True):
+        with contextlib.suppress(UsageError):
+            wait_until_free(folder, max(0.0, deadline - time.monotonic()))
+            return folder
+    return None
+
+
+# --- the lock -----------------------------------------------------------------------------
 
 Inode = tuple[int, int]  # device and number of a file
 

@@ -1,8 +1,11 @@
 """The supervisor: starts the ranks of one launch on this host, watches and ends them.
 
     running ──a rank fails──> settling ──> ending: SIGTERM ──grace──> SIGKILL ──> ended
+       ├──stop requested────> stopping: SIGTERM to ranks only ──grace──> SIGKILL ───^
        └────────────── every rank exited ──────────────────────────────────────────^
 
+While ranks stop on request, their data loader workers must live: a rank may need another
+batch before it can save a checkpoint.
 Settling is short: a rank that lost its connection often reports before the kernel announces
 that the other end was killed. Nothing here runs in the background: the ranks are supervised
 while a caller waits for them.
@@ -26,6 +29,7 @@ from lockstep.launcher.failure_attribution import (
     explain_sigkill,
     find_early_exit,
     find_first_failure,
+    format_ranks,
     is_consequence,
     make_rank_error,
 )
@@ -34,10 +38,14 @@ from lockstep.launcher.hang_monitor import STACK_SIGNAL, HangMonitor, describe_l
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.local_rendezvous import create_store
 from lockstep.launcher.output import RankOutput
+from lockstep.messages import say
 
-__all__ = ["GRACE", "TICK", "RankSupervisor"]
+__all__ = ["GRACE", "STOP_GRACE", "TICK", "RankSupervisor"]
 
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+# Seconds that ranks have to stop on request. Kubernetes and Slurm kill everything after 30:
+# until then the launcher must have named the ranks that are late.
+STOP_GRACE = 28.0
 EXIT_TIMEOUT = 5.0  # seconds to wait for processes after SIGKILL
 SETTLE = 0.05  # seconds to wait for a better explanation of a failure ...
 SETTLE_CONSEQUENCE = 2.0  # ... that looks like the consequence of another rank's end
@@ -63,6 +71,7 @@ class RankSupervisor:
         self.values: dict[int, bytes] = {}
         self.pids: dict[int, int] = {}
         self.outputs: dict[int, RankOutput] = {}
+        self.was_asked_to_stop = False
         self._channel: Channel | None = channel
         self._own_fork_server = own_fork_server
         self._reports: dict[int, Channel] = {}
@@ -140,13 +149,33 @@ class RankSupervisor:
         """The ranks that have not exited yet."""
         return [rank for rank, outcome in self.outcomes.items() if outcome.status is None]
 
-    def wait(self, deadline: float | None = None) -> RankError | None:
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the launch stopped on request, after `wait` has returned no error."""
+        has_any = any(outcome.has_stopped for outcome in self._all)
+        if not self.was_asked_to_stop:
+            return has_any
+        return all(
+            outcome.status == 0 or outcome.has_stopped or (has_any and is_consequence(outcome))
+            for outcome in self._all
+        )
+
+    def wait(
+        self,
+        deadline: float | None = None,
+        *,
+        grace: float = STOP_GRACE,
+        is_stop_requested: Callable[[], bool] = lambda: False,
+    ) -> RankError | None:
         """Wait until every rank has succeeded, or one has failed and all were ended.
 
-        Prints which ranks hang, while it waits.
+        Prints which ranks hang, while it waits. If a stop is requested, or a rank stops on its
+        own because the signal reached it directly, the ranks have a grace period to exit.
 
         Args:
             deadline: A `time.monotonic()` time; None waits without limit.
+            grace: Seconds that the ranks have to stop on request.
+            is_stop_requested: Whether to ask them to stop; called several times per second.
 
         Returns:
             None, or the error of the rank that failed first.
@@ -158,9 +187,12 @@ class RankSupervisor:
         while self.running:
             if find_first_failure(self._all) or find_early_exit(self._all):
                 return self._end_after_failure()
+            if is_stop_requested() or any(outcome.has_stopped for outcome in self._all):
+                return self._wait_for_stop(grace, is_stop_requested)
             monitor.check()
             self.process_events(_limit(TICK, deadline))
-            if deadline is not None and time.monotonic() >= deadline and self.running:
+            has_expired = deadline is not None and time.monotonic() >= deadline
+            if has_expired and self.running and not is_stop_requested():
                 raise TimeoutError
         self.close()
         return make_rank_error(self._all)
@@ -218,6 +250,40 @@ class RankSupervisor:
             self._end_ranks(self.running, signal.SIGKILL)
             self._process_events_until(time.monotonic() + EXIT_TIMEOUT)
         self.close()
+
+    def _wait_for_stop(
+        self, grace: float, is_stop_requested: Callable[[], bool]
+    ) -> RankError | None:
+        """Wait until the ranks have stopped, then end those that have not."""
+        deadline = time.monotonic() + grace
+        while self.running and time.monotonic() < deadline:
+            if is_stop_requested() and not self.was_asked_to_stop:
+                self._ask_to_stop(grace)
+            if not self.was_asked_to_stop and find_first_failure(self._all):
+                return self._end_after_failure()
+            self.process_events(_limit(TICK, deadline))
+        if self.running:
+            self._end_late_ranks(grace)
+        self.close()
+        failure = find_first_failure(self._all)
+        if self.was_asked_to_stop and failure is not None and is_consequence(failure):
+            return None  # of the end of a rank that SIGTERM killed
+        return make_rank_error(self._all)
+
+    def _ask_to_stop(self, grace: float) -> None:
+        self.was_asked_to_stop = True
+        say(f"SIGTERM: waiting up to {grace:g} s for the ranks to save a checkpoint and stop")
+        for rank in self.running:
+            self.outcomes[rank].was_terminated = True
+            self.send_signal(rank, signal.SIGTERM, group=False)
+            self.send_signal(rank, signal.SIGCONT)  # a stopped rank and its workers go on
+
+    def _end_late_ranks(self, grace: float) -> None:
+        late = self.running
+        verb = "was" if len(late) == 1 else "were"
+        how = "killed" if self.was_asked_to_stop else "ended"
+        say(f"{format_ranks(late)} did not stop within {grace:g} s and {verb} {how}")
+        self.terminate(grace=0.0 if self.was_asked_to_stop else None)
 
     def close(self) -> None:
         """Release everything; ranks that still run are killed."""
