@@ -23,6 +23,7 @@ LAYERS = [
     {"data_parallel"},
     {"pipeline"},
     {"check"},
+    {"checkpoint"},
     {"training"},
     {"remote"},
     {"report"},

@@ -13,6 +13,7 @@ import lockstep as ls
 from lockstep import errors
 
 NAMES = [
+    "CheckpointConfig",
     "DistributedDataParallel",
     "Driver",
     "LockstepError",

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.schedule import CheckpointConfig as CheckpointConfig
     from lockstep.checksum import digest as digest
     from lockstep.comm.shared_memory import empty_shared as empty_shared
     from lockstep.data.partition import partition as partition
@@ -47,6 +48,7 @@ PUBLIC = {
     "Trainer": "training.trainer",
     "OptimizerConfig": "training.optimization",
     "PipelineConfig": "pipeline.partitioner",
+    "CheckpointConfig": "checkpoint.schedule",
     "loggers": "record.loggers",
     "accuracy": "model.forward",
     "target_weight": "model.loss_weight",

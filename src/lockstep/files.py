@@ -28,6 +28,7 @@ __all__ = [
     "open_for_write",
     "open_or_create",
     "replace_file",
+    "sync_folder",
 ]
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
@@ -107,7 +108,7 @@ def replace_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def _mode_of(path: Path) -> int:
@@ -120,7 +121,7 @@ def _mode_of(path: Path) -> int:
     return stat.S_IMODE(found.st_mode) & 0o777 if own else FILE_MODE
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a renaming survive a crash of the machine, where the file system can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

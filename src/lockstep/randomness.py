@@ -15,18 +15,20 @@ import contextlib
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import numpy
 import torch
 
 __all__ = [
+    "global_states",
     "isolated",
     "key",
     "remembered",
     "seed_all",
     "seed_torch",
+    "set_global_states",
     "set_state_of_torch",
     "state_of_others",
     "state_of_torch",
@@ -74,6 +76,27 @@ def _generators(device: torch.device | None) -> list[torch.Generator]:
     if device is not None and device.type == "cuda":
         found.append(torch.cuda.default_generators[device.index or 0])
     return found
+
+
+def global_states(device: torch.device | None = None) -> dict[str, Any]:
+    """Return the states of the global generators of torch, Python and numpy, by name.
+
+    With `device` a GPU, its generator's too. The values are tensors, tuples and arrays.
+    """
+    found = zip(("torch", "cuda"), _generators(device), strict=False)
+    states = {kind: generator.get_state() for kind, generator in found}
+    return {**states, "random": random.getstate(), "numpy": numpy.random.get_state()}
+
+
+def set_global_states(states: Mapping[str, Any], device: torch.device | None = None) -> None:
+    """Put the global generators that `states` has into the states of `global_states`."""
+    for kind, each in zip(("torch", "cuda"), _generators(device), strict=False):
+        if kind in states:
+            each.set_state(states[kind])
+    if "random" in states:
+        random.setstate(states["random"])
+    if "numpy" in states:
+        numpy.random.set_state(states["numpy"])
 
 
 def state_of_others() -> tuple[object, ...]:

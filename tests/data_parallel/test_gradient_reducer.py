@@ -159,7 +159,7 @@ def test_a_rank_that_catches_its_exception_is_not_paired_with_the_others(ranks, 
                 trainer.model.wrong = False
                 if goes_on == "saves":
                     trainer.save_weights(tmp_path / "model.safetensors")
-                trainer.steps += 1
+                trainer._position.steps += 1
                 trainer.step(rows())
         except LockstepError as error:
             return caught, str(error), trainer.digest() == before

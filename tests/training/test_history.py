@@ -21,13 +21,18 @@ class Lines:
         self.closed += 1
 
 
+class OnEpochs:
+    def __init__(self, seen):
+        self.on_epoch = seen.append
+
+
 def result(step, loss=1.0, samples=2, **metrics):
     return StepResult(step, 0, loss, samples, metrics, lr=0.1, seconds=0.5, ranks=[[1, 2, 3, 4]])
 
 
 def test_an_epoch_is_the_mean_over_its_samples():
     writer, steps, epochs = Lines(), [], []
-    history = History([writer], [steps.append], [epochs.append])
+    history = History([writer], [steps.append, OnEpochs(epochs)])
     history.step(result(0, loss=1.0, samples=3, hit=1.0), [10, 20])
     history.step(result(1, loss=5.0, samples=1, hit=0.0, rare=2.0), [11, 21])
     epoch = history.end_epoch(4)
@@ -41,7 +46,7 @@ def test_an_epoch_is_the_mean_over_its_samples():
 
 def test_the_line_of_an_epoch_waits_for_its_evaluation():
     writer = Lines()
-    history = History([writer], [], [])
+    history = History([writer])
     for epoch in range(3):
         history.step(result(epoch), [5])
         history.end_epoch(epoch)
@@ -72,7 +77,7 @@ def test_times_split_a_step_by_rank():
 
 
 def test_an_open_epoch_goes_on_where_it_was_saved():
-    whole, first, second = (History([], [], []) for _ in range(3))
+    whole, first, second = (History([]) for _ in range(3))
     results = [
         result(step, loss=0.1 * step + 1 / 3, samples=step + 1, hit=0.7) for step in range(6)
     ]
@@ -87,7 +92,7 @@ def test_an_open_epoch_goes_on_where_it_was_saved():
 
 
 def test_a_broken_off_epoch_is_forgotten():
-    history = History([], [], [])
+    history = History([])
     history.step(result(0, loss=100.0), [1])
     history.begin_epoch()
     history.step(result(1, loss=1.0), [1])
@@ -96,7 +101,7 @@ def test_a_broken_off_epoch_is_forgotten():
 
 def test_a_warning_is_written_once_wherever_it_comes_from():
     writer = Lines()
-    history = History([writer], [], [])
+    history = History([writer])
     history.warn(1, "rank 1, step 0: beware", show=False)
     history.warn(2, "rank 2, step 5: beware", show=True)
     assert writer.lines == [("warning", {"rank": 1, "message": "rank 1, step 0: beware"})]

@@ -118,6 +118,10 @@ CASES = {
     "activation_checkpointing": (
         True, {}, "activation_checkpointing is True, on rank 0 it is False"
     ),
+    "checkpoint": (
+        ls.CheckpointConfig(stateful={"a": nn.ReLU()}), {},
+        r"checkpoint is \['a'\], on rank 0 it is None"
+    ),
     "storage": ("shared", {}, "storage is 'shared', on rank 0 it is 'replicated'"),
 }  # fmt: skip
 """Of each argument: its value on rank 1, what else both ranks are given, and the message."""

@@ -160,6 +160,7 @@ class StepContext:
         parallel: The layout, the loss and the arithmetic.
         fingerprinter: Records what the step computes, under `lockstep check`.
         is_traced: Whether the executor keeps spans.
+        is_checkpoint_due: Whether rank 0 wants a checkpoint after the step.
         batch: This rank's part of the batch, once it is known.
         shares: The share of the loss of each micro-batch that is computed, on all ranks.
         samples: The samples of these micro-batches.
@@ -179,6 +180,7 @@ class StepContext:
     parallel: ParallelContext
     fingerprinter: Fingerprinter | None = None
     is_traced: bool = False
+    is_checkpoint_due: bool = False
     batch: Batch | None = None
     shares: dict[int, float] = field(default_factory=dict)
     samples: int = 0

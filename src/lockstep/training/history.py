@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from lockstep.errors import UsageError
 from lockstep.launcher.world import World
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
@@ -22,6 +23,7 @@ from lockstep.redaction import redact
 from lockstep.training.rank_status import RankStatus
 
 __all__ = [
+    "Callback",
     "EpochResult",
     "History",
     "LoggerLike",
@@ -103,6 +105,10 @@ class OnEpoch(Protocol):
         """Take in an epoch whose last batch was trained."""
 
 
+Callback = Callable[[StepResult], None] | OnStep | OnEpoch
+"""A function of a `StepResult`, or an object with `on_step(result)` or `on_epoch(result)`."""
+
+
 class History:
     """Collects steps into epochs, and tells callbacks and loggers.
 
@@ -113,16 +119,17 @@ class History:
     def __init__(
         self,
         loggers: Sequence[Logger],
-        on_step: Iterable[Callable[[StepResult], None]],
-        on_epoch: Iterable[Callable[[EpochResult], None]],
+        callbacks: Callback | Sequence[Callback] = (),
     ) -> None:
         self.loggers = list(loggers)
-        self._on_step, self._on_epoch = list(on_step), list(on_epoch)
+        self._on_step, self._on_epoch = _split_callbacks(callbacks)
         self._open = _Sums()
         self._pending: EpochResult | None = None
         self._memory: list[int] = []
         self._warned: set[str] = set()
         self.samples = 0
+        self.epochs = 0
+        """How many epochs the record has."""
         self.last: StepResult | None = None
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -170,12 +177,28 @@ class History:
             callback(result)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the open epoch's sums as plain numbers and texts, so that it can go on."""
-        return self._open.state_dict()
+        """Return what the history goes on from, as plain numbers and texts.
+
+        That is the sums of the open epoch, the epoch that waits for its evaluation, the last
+        step, and the numbers of samples and of epochs in the record.
+        """
+        return {
+            "open": self._open.state_dict(),
+            "pending": None if self._pending is None else asdict(self._pending),
+            "last": None if self.last is None else asdict(self.last),
+            "samples": self.samples,
+            "epochs": self.epochs,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the epoch that `state_dict` returned."""
-        self._open = _Sums.from_state(state)
+        """Go on from what `state_dict` returned."""
+        self._open = _Sums.from_state(state["open"])
+        pending, last = state.get("pending"), state.get("last")
+        if pending is not None and pending["evaluation"] is not None:
+            pending = {**pending, "evaluation": Evaluation(**pending["evaluation"])}
+        self._pending = None if pending is None else EpochResult(**pending)
+        self.last = None if last is None else StepResult(**last)
+        self.samples, self.epochs = state.get("samples", 0), state.get("epochs", 0)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Add an evaluation to the epoch that was just closed."""
@@ -186,7 +209,10 @@ class History:
     def flush(self) -> None:
         """Write the epoch's line, if one waits."""
         pending, self._pending = self._pending, None
-        if pending is not None and self.loggers:
+        if pending is None:
+            return
+        self.epochs += 1
+        if self.loggers:
             self.write("epoch", **_without_none(asdict(pending)), memory_bytes=self._memory)
 
     def warn(self, rank: int, message: str, show: bool) -> None:
@@ -207,16 +233,41 @@ class History:
         self.loggers = []
 
 
+def _split_callbacks(callbacks: Callback | Sequence[Callback]) -> tuple[list[Any], list[Any]]:
+    """Return what is called after every step, and after every epoch."""
+    given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    on_step, on_epoch = [], []
+    for each in given:
+        methods = getattr(each, "on_step", None), getattr(each, "on_epoch", None)
+        if methods == (None, None) and not callable(each):
+            raise UsageError(
+                f"callbacks: a {type(each).__name__} is neither a function of a StepResult nor an "
+                "object with a method on_step(result) or on_epoch(result)"
+            )
+        on_step += [methods[0] or each] if methods[0] or methods[1] is None else []
+        on_epoch += [methods[1]] if methods[1] else []
+    return on_step, on_epoch
+
+
 # --- loggers ----------------------------------------------------------------------------------
 
 LoggerLike = str | Path | Logger
 """Where a run is recorded: its folder, or an object that takes the lines."""
 
 
-def open_loggers(loggers: LoggerLike | Sequence[LoggerLike]) -> list[Logger]:
-    """Return the loggers that are given; a folder gets a recorder."""
+def open_loggers(
+    loggers: LoggerLike | Sequence[LoggerLike], may_resume: bool = False
+) -> list[Logger]:
+    """Return the loggers that are given; a folder gets a recorder.
+
+    With `may_resume`, a record that is there can be continued.
+    """
     given: Sequence[Any] = loggers if isinstance(loggers, (list, tuple)) else [loggers]
-    found = [Recorder(Path(each)) if isinstance(each, (str, Path)) else each for each in given]
+    resume = may_resume or None
+    found = [
+        Recorder(Path(each), resume=resume) if isinstance(each, (str, Path)) else each
+        for each in given
+    ]
     for each in found:
         if isinstance(each, DashboardLogger) and each.run_folder is None:
             each.run_folder = find_folder(found)

@@ -18,17 +18,23 @@ from dataclasses import replace
 from torch import nn
 
 from lockstep.comm.collectives import all_gather_bytes
+from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import DisagreementError, LayoutError, UsageError
 from lockstep.model.agreement import broadcast_weights
 from lockstep.model.compilation import check_static
 from lockstep.model.deferred_init import BlockLike, build, build_sequence, move_to_device
+from lockstep.model.forward import Metric
 from lockstep.model.memory_overlap import find_parameter_overlaps
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.pipeline.partition import find_block_names
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.pipeline.placement import Placement
+from lockstep.training.optimization import Optimization
+from lockstep.training.sharded_optimizer import share_parameters
+from lockstep.training.whole_model import WholeModelExecutor
 
-__all__ = ["build_model", "distribute_weights"]
+__all__ = ["build_executor", "build_model", "distribute_weights"]
 
 
 def build_model(
@@ -77,6 +83,44 @@ def _build_blocks(blocks: Sequence[BlockLike], seed: int, partitioner: Partition
                 f"stopped because rank {rank} could not build its blocks: {each.decode()}"
             )
     return model
+
+
+def build_executor(
+    parallel: ParallelContext,
+    model: nn.Module,
+    module: nn.Module,
+    partitioner: Partitioner,
+    optimization: Optimization,
+    metrics: Mapping[str, Metric],
+    seed: int,
+    shared: bool,
+) -> WholeModelExecutor | PipelineExecutor:
+    """Return what computes the micro-batches of a step in this layout.
+
+    Args:
+        parallel: The layout.
+        model: The model as it is called, maybe compiled.
+        module: The model without the compiler's wrapper.
+        partitioner: Decides how the model is partitioned into stages.
+        optimization: The optimizer, whose parameters and state are shared here if `shared`.
+        metrics: Functions of (outputs, targets) by name.
+        seed: The trainer's seed.
+        shared: Whether the ranks hold the parameters once.
+    """
+    if parallel.stages > 1:
+        average = optimization.average
+        copies = [] if average is None else [average.module]
+        return PipelineExecutor(partitioner, module, copies, metrics, seed)
+    named = list(module.named_parameters())
+    called = list(parallel.modules_with(model).values())
+    if shared:
+        gradients, optimization.sharded = share_parameters(
+            named, called, optimization.optimizer, parallel
+        )
+    else:
+        gradients = GradientReducer(named, parallel.group, modules=called)
+    names = partitioner.block_names
+    return WholeModelExecutor(parallel, model, module, gradients, names, metrics, seed)
 
 
 def distribute_weights(

@@ -95,8 +95,11 @@ class Optimization:
         """The learning rate of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def describe(self, names: Mapping[torch.Tensor, str]) -> Description:
-        """Describe the optimizer and the schedule; `names` are those of the parameters."""
+    def describe(self) -> Description:
+        """Describe the optimizer and the schedule."""
+        names: dict[torch.Tensor, str] = {
+            each: name for name, each in self._module.named_parameters()
+        }
         found = describe_optimizer("optimizer", self.optimizer, names)
         if self.scheduler is None:
             return found | {"scheduler": "None"}

@@ -58,6 +58,8 @@ class RankStatus:
         spans: When the rank worked on what, as in the record, where the step is traced.
         begun: When the step began, by rank 0's clock; only with `spans`.
         batch: Which batch the rank trained on; see `lockstep.data.consistency`.
+        is_checkpoint_due: Whether rank 0 wants a checkpoint after the step.
+        stop: The signal that asked this rank to stop; "" for none.
     """
 
     microbatches: list[MicrobatchResult] = field(default_factory=list)
@@ -76,6 +78,8 @@ class RankStatus:
     spans: list[list[Any]] = field(default_factory=list)
     begun: float = 0.0
     batch: str = ""
+    is_checkpoint_due: bool = False
+    stop: str = ""
 
 
 def exchange_statuses(

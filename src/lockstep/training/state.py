@@ -3,30 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.checksum import digest
+from lockstep.data.samplers import SamplerStates
 from lockstep.errors import UsageError
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.step_context import Attempt
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
 from lockstep.pipeline.placement import Placement
+from lockstep.training.history import History
 from lockstep.training.optimization import Optimization
 from lockstep.training.step import Executor
 
-__all__ = ["TrainingState"]
+__all__ = ["Position", "TrainingState"]
 
 AVERAGED = "module."
 """What torch puts in front of the names of averaged weights."""
 
 
+@dataclass
+class Position:
+    """Where a training is.
+
+    Attributes:
+        attempt: The latest attempt at a step.
+        seed: The trainer's seed.
+        steps: The number of finished steps.
+        epoch: The latest epoch that was begun.
+    """
+
+    attempt: Attempt
+    seed: int
+    steps: int = 0
+    epoch: int = 0
+
+
 class TrainingState:
-    """Weights, buffers, their average and the optimizer's state.
+    """Weights, buffers, their average, the optimizer's state, and where the training is.
 
     With stages a rank holds a part of each; then every method that returns something
-    must be called on every rank.
+    must be called on every rank, except `local_state`.
     """
 
     def __init__(
@@ -35,9 +56,12 @@ class TrainingState:
         optimization: Optimization,
         parallel: ParallelContext,
         executor: Executor,
+        history: History,
+        position: Position,
     ) -> None:
         self._module, self._optimization, self._parallel = module, optimization, parallel
-        self._executor = executor
+        self._executor, self._history = executor, history
+        self.position, self.samplers = position, SamplerStates()
         self._device = parallel.device
         self._names: dict[torch.Tensor, str] = {
             tensor: name for name, tensor in module.named_parameters()
@@ -97,7 +121,7 @@ class TrainingState:
         # The loss is computed, and its buffers are written, only on the ranks of the last stage.
         last = len(self.placement.partition.ranges) - 1
         source = last % self._parallel.stages
-        if last not in self.placement.stages:
+        if not self._has_last_stage:
             found["loss"] = {name: each.to("meta") for name, each in found["loss"].items()}
         found["loss"] = gather_model_state(found["loss"], lambda name: source, self._device)
         return found
@@ -120,16 +144,119 @@ class TrainingState:
             }
         )
 
-    def optimization_state(self) -> dict[str, Any]:
-        """Return the states of the optimizer, the schedule and the average."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything, for any layout."""
         scheduler = self._optimization.scheduler
         return {
+            "model": self.model_state(),
+            "buffers": self.buffer_state(),
             "optimizer": self.optimizer_state(),
             "scheduler": scheduler.state_dict() if scheduler else None,
             "average": self.ema_state(),
+            **self.position_state(),
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, in this or another layout.
+
+        Raises:
+            UsageError: It was made with another seed or number of micro-batches.
+        """
+        here = self.position_state()
+        for name in ("seed", "microbatches"):
+            if state[name] != here[name]:
+                raise UsageError(
+                    f"the state was saved with {name}={state[name]}, this trainer has "
+                    f"{name}={here[name]}; the bits would not go on as they were"
+                )
+        self._load_tensors(state)
+        self.load_position(state)
+
+    def position_state(self) -> dict[str, Any]:
+        """Return where the training is: plain values, the same on every rank."""
+        return {
+            "history": self._history.state_dict(),
+            "samplers": self.samplers.state_dict(),
+            "steps": self.position.steps,
+            "epoch": self.position.epoch,
+            "seed": self.position.seed,
+            "microbatches": self._parallel.microbatches,
+        }
+
+    def load_position(self, state: Mapping[str, Any]) -> None:
+        """Go on where `position_state` was taken; older states lack some entries."""
+        self._history.load_state_dict(state.get("history") or {"open": state["open_epoch"]})
+        self.samplers.load_state_dict(state.get("samplers", []))
+        position, steps = self.position, state["steps"]
+        position.steps, position.epoch = steps, state["epoch"]
+        position.attempt = Attempt(position.attempt.trainer, steps, steps - 1)
+
+    def local_state(self) -> dict[str, Any]:
+        """Return what this rank has of the state, for a checkpoint; not a collective call.
+
+        With stages, the tensors that it owns; otherwise everything. The optimizer's state is by
+        parameter name, and averaged weights have the names of the model's.
+        """
+        packed = self._optimization.stateful.state_dict()
+        order = self._order()
+        groups = [
+            {**group, "params": [order[index] for index in group["params"]]}
+            for group in packed["param_groups"]
+        ]
+        average, scheduler = self._optimization.average, self._optimization.scheduler
+        buffers = self._unsaved_buffers()
+        for group in ("model", "average"):
+            buffers[group] = self._owned(buffers[group])
+        if self.placement is not None and not self._has_last_stage:
+            buffers["loss"] = {}
+        return {
+            "model": self._owned(self._module.state_dict()),
+            "optimizer": self._owned({order[i]: each for i, each in packed["state"].items()}),
+            "parameter_groups": groups,
+            "scheduler": scheduler.state_dict() if scheduler else None,
+            "ema": self._owned(average.module.state_dict()) if average else None,
+            "ema_updates": average.n_averaged if average else None,
+            "buffers": buffers,
+        }
+
+    def load_local(self, state: Mapping[str, Any]) -> None:
+        """Load the state of all ranks that `local_state` returned; a rank takes what it holds."""
+        average = None
+        if state["ema"] is not None:
+            average = {AVERAGED + name: value for name, value in state["ema"].items()}
+            average["n_averaged"] = state["ema_updates"]
+        numbers = {name: number for number, name in enumerate(self._order())}
+        optimizer = {
+            "state": {numbers[name]: each for name, each in state["optimizer"].items()},
+            "param_groups": [
+                {**group, "params": [numbers[name] for name in group["params"]]}
+                for group in state["parameter_groups"]
+            ],
+        }
+        self._load_tensors({**state, "optimizer": optimizer, "average": average})
+
+    def _order(self) -> list[str]:
+        """Return the names of the parameters as the optimizer numbers them."""
+        groups = self._optimization.optimizer.param_groups
+        return [self._names[each] for group in groups for each in group["params"]]
+
+    def _owned(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries that this rank owns of a state by names of parameters and buffers."""
+        placement = self.placement
+        if placement is None:
+            return dict(state)
+        return {
+            name: value
+            for name, value in state.items()
+            if name not in placement.holders or placement.is_owned(name)
+        }
+
+    @property
+    def _has_last_stage(self) -> bool:
+        assert self.placement is not None
+        return len(self.placement.partition.ranges) - 1 in self.placement.stages
+
+    def _load_tensors(self, state: Mapping[str, Any]) -> None:
         """Load whole states; of each, a rank takes what it holds."""
         average = state["average"] and self._held(state["average"], AVERAGED)
         with self._optimization.loading():

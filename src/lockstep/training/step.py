@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lockstep.checkpoint.stop_request import StopRequest
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.comm.tree import Node, nodes_of
 from lockstep.data.consistency import require_same_batch
@@ -127,6 +128,7 @@ class OptimizerStep:
         settings: The settings that ranks compare in every step.
         max_grad_norm: The largest 2-norm of the whole gradient; None for no limit.
         trace: Keeps the spans of some steps; None where nothing is recorded.
+        stop: Notes a signal that asks the program to stop; None where none is noted.
     """
 
     parallel: ParallelContext
@@ -135,6 +137,7 @@ class OptimizerStep:
     settings: LiveSettings
     max_grad_norm: float | None = None
     trace: StepTrace | None = None
+    stop: StopRequest | None = None
 
     def run(self, step: StepContext, batch: Any) -> CommittedStep:
         """Do (1) with the trainer's own loss, and (2) to (7)."""
@@ -251,6 +254,8 @@ class OptimizerStep:
             settings=settings,
             idle=step.idle,
             batch=step.label.batch,
+            is_checkpoint_due=step.is_checkpoint_due,
+            stop=self.stop.signal if self.stop is not None else "",
             spans=[make_span_row(span, step.begun) for span in step.spans],
             begun=self.trace.rank0_time(step.begun) if self.trace and step.is_traced else 0.0,
         )

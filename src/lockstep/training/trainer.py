@@ -1,8 +1,8 @@
 """The trainer: micro-batches, the tree, the optimizer; the same bits in every layout.
 
-batches ──> step ──> ledger ──> buffers ──> gradients ──> clip ──> optimizer ──> history
-(data)      forward   what       merged      added along           the same      record and
-            backward  all say                the tree              everywhere    callbacks
+batches ──> step ──> statuses ──> gradients ──> clip ──> buffers ──> optimizer ──> history
+(data)      forward   of all       added along            merged      the same      record and
+            backward  ranks        the tree                           everywhere    callbacks
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.check import session as check
+from lockstep.checkpoint.schedule import CheckpointConfig
 from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.loader import Agree, Batches
-from lockstep.data.microbatch import Batch
-from lockstep.data.samplers import SamplerStates
-from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
 from lockstep.launcher.world import world
 from lockstep.model.agreement import require_same_settings
@@ -36,35 +34,30 @@ from lockstep.model.forward import Metric
 from lockstep.model.loss_weight import WeightFunction
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.step_context import Attempt, StepContext
-from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.recorder import Recorder
+from lockstep.training.epoch import Epoch
 from lockstep.training.history import (
+    Callback,
     History,
     LoggerLike,
-    OnEpoch,
-    OnStep,
-    StepResult,
     describe_run,
     find_folder,
     open_loggers,
 )
 from lockstep.training.live_settings import LiveSettings
 from lockstep.training.microbatch_loop import ManualStep, MicrobatchLoop
-from lockstep.training.model_setup import build_model, distribute_weights
+from lockstep.training.model_setup import build_executor, build_model, distribute_weights
 from lockstep.training.optimization import Optimization, OptimizerConfig, OptimizerFactory
 from lockstep.training.rank_status import StepTrace, make_timeline_rows
-from lockstep.training.sharded_optimizer import share_parameters
-from lockstep.training.state import TrainingState
+from lockstep.training.resumable_run import ResumableRun, stopping
+from lockstep.training.run_checkpoints import RunCheckpoints, is_resuming
+from lockstep.training.state import Position, TrainingState
 from lockstep.training.step import CommittedStep, OptimizerStep
 from lockstep.training.weights_file import save_from_rank0, save_last_good
-from lockstep.training.whole_model import WholeModelExecutor
 from lockstep.training.wrapped_modules import reject_wrapped_modules
 
 __all__ = ["Trainer"]
-
-Callback = Callable[[StepResult], None] | OnStep | OnEpoch
-"""A function of a `StepResult`, or an object with `on_step(result)` or `on_epoch(result)`."""
 
 Storage = Literal["replicated", "shared"]
 
@@ -111,6 +104,8 @@ class Trainer:
             with methods `on_step(result)` and `on_epoch(result)`; on every rank.
         loggers: Where the run is recorded: a folder, or objects such as
             `loggers.TensorBoard(folder)`, or a list of both; rank 0 writes.
+        checkpoint: When checkpoints are saved, from which `resume` continues; None for never.
+            See `docs/checkpoints.md`.
 
     Raises:
         UsageError: `lockstep.init()` was not called, or an argument cannot work.
@@ -138,6 +133,7 @@ class Trainer:
         storage: Storage = "replicated",
         callbacks: Callback | Sequence[Callback] = (),
         loggers: LoggerLike | Sequence[LoggerLike] = (),
+        checkpoint: CheckpointConfig | None = None,
     ) -> None:
         if not isinstance(optimizer, OptimizerConfig):
             optimizer = OptimizerConfig(optimizer)
@@ -154,6 +150,7 @@ class Trainer:
             "activation_checkpointing": activation_checkpointing,
             "extra_modules": extra_modules,
             "storage": storage,
+            "checkpoint": None if checkpoint is None else list(checkpoint.stateful),
             "scheduler_interval": optimizer.scheduler_interval,
             **{f"pipeline.{name}": value for name, value in vars(stages).items()},
         }
@@ -164,12 +161,13 @@ class Trainer:
         for name, value in compared.items():
             description |= describe(name, value)
         require_same_settings(description, "give every rank the same arguments and settings")
+        settings = dict(description)
         _check_options(max_grad_norm, storage, stages)
         session = check.current_session()
         if session is not None:
             stages, is_shared = session.options(model, stages)
             storage = "shared" if is_shared else "replicated"
-            loggers = ()
+            loggers, checkpoint = (), None
         self.parallel = ParallelContext.from_world(
             self.world,
             microbatches,
@@ -187,49 +185,48 @@ class Trainer:
         description = {"torch.compile(model)": str(self.model is not self.module)}
         description |= describe_module("model", self.module)
         require_same_settings(description, "build the same model on every rank")
+        settings |= description
         self.metrics = dict(metrics or {})
         self.seed = seed
-        self.steps, self.epoch = 0, 0
         distribute_weights(self.module, self.parallel, partitioner, storage == "shared")
         self._optimization = Optimization(self.module, optimizer, ema_decay)
-        names: dict[torch.Tensor, str] = {
-            each: name for name, each in self.module.named_parameters()
-        }
-        description = self._optimization.describe(names)
+        description = self._optimization.describe()
         require_same_settings(
             description, "give every rank the same optimizer, groups and scheduler"
         )
+        settings |= description
         foreign = modules.keys() - {"model", "loss"}
         self._live_settings = LiveSettings(modules, foreign, self.optimizer, self.parallel.group)
-        copies = [] if self.ema_model is None else [self.ema_model]
-        self._executor: WholeModelExecutor | PipelineExecutor
-        if stages.stages > 1:
-            self._executor = PipelineExecutor(partitioner, self.module, copies, self.metrics, seed)
-        else:
-            named = list(self.module.named_parameters())
-            called = list(self.parallel.modules_with(self.model).values())
-            if storage == "shared":
-                gradients, self._optimization.sharded = share_parameters(
-                    named, called, self.optimizer, self.parallel
-                )
-            else:
-                gradients = GradientReducer(named, self.parallel.group, modules=called)
-            self._executor = WholeModelExecutor(
-                self.parallel,
-                self.model,
-                self.module,
-                gradients,
-                partitioner.block_names,
-                self.metrics,
-                seed,
-            )
-        self._state = TrainingState(self.module, self._optimization, self.parallel, self._executor)
-        self._attempt = Attempt(_agree_on_number(self.parallel.group), step=0, number=-1)
-        self._sampler_states = SamplerStates()
+        self._executor = build_executor(
+            self.parallel,
+            self.model,
+            self.module,
+            partitioner,
+            self._optimization,
+            self.metrics,
+            seed,
+            storage == "shared",
+        )
+        self._position = Position(_begin_attempts(self.parallel.group), seed)
         self._began = time.perf_counter()
-        loggers = open_loggers(loggers) if self.world.rank == 0 else []
+        may_resume = checkpoint is not None
+        loggers = open_loggers(loggers, may_resume) if self.world.rank == 0 else []
         self._folder = find_folder(loggers)
-        self.history = History(loggers, *_split_callbacks(callbacks))
+        self.history = History(loggers, callbacks)
+        self._state = TrainingState(
+            self.module,
+            self._optimization,
+            self.parallel,
+            self._executor,
+            self.history,
+            self._position,
+        )
+        checkpoints = None
+        if checkpoint is not None:
+            is_continued = any(isinstance(e, Recorder) and e.is_continued for e in loggers)
+            checkpoints = RunCheckpoints(checkpoint, self.parallel, self._folder, is_continued)
+        self._run = ResumableRun(self._state, self.history, settings, self.world.rank, checkpoints)
+        self._is_finished = False
         self._recorded = bool(loggers)
         if stages.stages > 1:  # digests are made by all ranks together
             here = b"1" if loggers else b""
@@ -244,6 +241,7 @@ class Trainer:
             self._live_settings,
             max_grad_norm,
             trace,
+            checkpoints.stop if checkpoints is not None else None,
         )
         if loggers:
             self.history.write("run", **describe_run(self.world, self.parallel, self.module))
@@ -253,6 +251,8 @@ class Trainer:
             self._fingerprinter = session.fingerprinter(
                 self.world.backend, self.parallel, self.model, self.module, has_whole_gradients
             )
+        if checkpoints is not None and is_resuming():
+            self.resume()
 
     # --- what a loop calls -------------------------------------------------------------
 
@@ -273,17 +273,20 @@ class Trainer:
         `lockstep.data.loader.Batches`. The epoch ends, for schedules and callbacks,
         when the last batch has been trained.
         """
-        self.epoch = epoch
-        return _Epoch(
-            self.history.begin_epoch,
-            self._end_epoch,
+        self._run.require_begun()
+        self._position.epoch = epoch
+        return Epoch(
+            self._run,
+            self.history,
+            self._optimization,
+            self.finish,
             dataset,
             batch_size,
             **self.parallel.share(),
             seed=self.seed if seed is None else seed,
             epoch=epoch,
             agree=self._make_agree(f"epoch {epoch}"),
-            sampler_states=self._sampler_states,
+            sampler_states=self._state.samplers,
             **options,
         )
 
@@ -300,10 +303,15 @@ class Trainer:
             StateError: On every rank, where forward wrote what no rank may write.
             DisagreementError: On every rank, where ranks take different steps.
         """
-        with self._attempted() as step:
-            committed = self._optimizer_step.run(step, batch)
-            self._commit(committed)
-        return committed.result.loss
+
+        def take_step() -> float:
+            with self._attempted() as step:
+                committed = self._optimizer_step.run(step, batch)
+                self._commit(committed)
+            return committed.result.loss
+
+        with stopping(self.finish):
+            return self._run.call_step(batch, take_step)
 
     def manual_step(self) -> ManualStep:
         """Return the context of one step whose micro-batches your own loop computes.
@@ -323,6 +331,7 @@ class Trainer:
                 "a manual step needs the whole model on every rank: with stages, call "
                 "trainer.step(batch), or train without pipeline="
             )
+        self._run.require_repeatable_step()
         return ManualStep(self._manual_step())
 
     def evaluate(
@@ -340,16 +349,30 @@ class Trainer:
             **{"shuffle": False, "seed": self.seed, **options},
             agree=self._make_agree("an evaluation"),
         )
-        with self._live_settings.evaluation():
-            evaluation = self._executor.evaluate(copy, batches)
-        self.history.add_evaluation(evaluation)
-        return evaluation
+
+        def evaluate() -> dict[str, Any]:
+            with self._live_settings.evaluation():
+                evaluation = self._executor.evaluate(copy, batches)
+            self.history.add_evaluation(evaluation)
+            return vars(evaluation)
+
+        asked = {"samples": batches.state_dict()["samples"], "ema": ema}
+        with stopping(self.finish):
+            return Evaluation(**self._run.call("evaluation", evaluate, ask=True, **asked))
 
     def finish(self, state: str = "done", message: str | None = None) -> None:
         """End the run: write the last line of the record and close it.
 
-        Raises FileError where the record could not be written to its end.
+        With checkpoints it saves the last one; call it on every rank then.
+
+        Raises:
+            FileError: The record, or the last checkpoint, could not be written.
+            UsageError: A resumed script ended before it came to where the other run was.
         """
+        if self._is_finished:
+            return
+        self._is_finished = True
+        self._run.finish(state)
         digests: dict[str, str] = {}
         if self._recorded and (state == "done" or self.parallel.stages == 1):
             digests = {"digest": self.digest(), "optimizer_digest": self.optimizer_digest()}
@@ -379,6 +402,21 @@ class Trainer:
         return self._optimization.optimizer
 
     @property
+    def steps(self) -> int:
+        """The number of finished steps."""
+        return self._position.steps
+
+    @property
+    def epoch(self) -> int:
+        """The latest epoch that was begun."""
+        return self._position.epoch
+
+    @property
+    def resumed_from(self) -> int | None:
+        """The step that the training was resumed from; None if it was not resumed."""
+        return self._run.resumed_from
+
+    @property
     def scheduler(self) -> Any:
         """The schedule of the learning rate, or None."""
         return self._optimization.scheduler
@@ -391,11 +429,11 @@ class Trainer:
 
     def digest(self) -> str:
         """Return the SHA-256 over parameters and buffers."""
-        return self._state.digest()
+        return self._run.call_digest("digest", self._state.digest)
 
     def optimizer_digest(self) -> str:
         """Return the SHA-256 over the optimizer's state."""
-        return self._state.optimizer_digest()
+        return self._run.call_digest("optimizer_digest", self._state.optimizer_digest)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that training goes on from, for any layout: weights, optimizer, step, epoch.
@@ -404,35 +442,14 @@ class Trainer:
         buffers of the model, and all buffers of the loss and of `extra_modules`. The
         position within an epoch is the batches' own: `batches.state_dict()`.
         """
-        return {
-            "model": self._state.model_state(),
-            "buffers": self._state.buffer_state(),
-            **self._state.optimization_state(),
-            "open_epoch": self.history.state_dict(),
-            "samplers": self._sampler_states.state_dict(),
-            "steps": self.steps,
-            "epoch": self.epoch,
-            "seed": self.seed,
-            "microbatches": self.parallel.microbatches,
-        }
+        return self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, in this or another layout.
 
         Raises UsageError where it was made with another seed or number of micro-batches.
         """
-        here = {"seed": self.seed, "microbatches": self.parallel.microbatches}
-        for name, value in here.items():
-            if state[name] != value:
-                raise UsageError(
-                    f"the state was saved with {name}={state[name]}, this trainer has "
-                    f"{name}={value}; the bits would not go on as they were"
-                )
-        self._state.load(state)
-        self.history.load_state_dict(state["open_epoch"])
-        self._sampler_states.load_state_dict(state.get("samplers", []))
-        self.steps, self.epoch = state["steps"], state["epoch"]
-        self._attempt = Attempt(self._attempt.trainer, self.steps, self.steps - 1)
+        self._state.load_state_dict(state)
 
     def save_weights(self, path: str | Path, *, ema: bool = False) -> None:
         """Write the weights as safetensors, from rank 0; the file is whole or not there.
@@ -442,7 +459,50 @@ class Trainer:
         """
         if check.current_session() is not None:
             return
-        save_from_rank0(Path(path), self._state.model_state(ema=ema), self.parallel.group)
+
+        def save() -> None:
+            save_from_rank0(Path(path), self._state.model_state(ema=ema), self.parallel.group)
+
+        with stopping(self.finish):
+            self._run.call("save", save)
+
+    # --- checkpoints --------------------------------------------------------------------
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Save a checkpoint to a folder of your own, and return when it is complete.
+
+        Call it on every rank. Inside a loop over `batches`, the rest of the loop's body is not
+        executed for this batch by a program that resumes from it.
+
+        Args:
+            path: The folder to create; a checkpoint that is there is replaced.
+
+        Raises:
+            UsageError: The trainer has no `checkpoint=`, or `path` is something else.
+            FileError: On every rank, if it cannot be written.
+        """
+        if check.current_session() is None:
+            self._run.save_to(Path(path))
+
+    def resume(self, place: str | Path | None = None) -> None:
+        """Continue from a checkpoint: this script runs on as the interrupted one would have.
+
+        Call it on every rank before the first batch. The script then makes its calls from the
+        beginning: batches that were trained are not yielded again, evaluations return their
+        recorded results, weights that were saved are not saved again. In another layout the
+        bits are the same. See `docs/checkpoints.md`.
+
+        Args:
+            place: A checkpoint, the folder of a run, or the name of a run in `runs`; None
+                for this trainer's own folder, from its beginning if there is no checkpoint.
+
+        Raises:
+            UsageError: Seed, number of micro-batches, model or optimizer differ from those of
+                the checkpoint; or there is none; or the script has begun already.
+            FileError: Every checkpoint is damaged.
+        """
+        if check.current_session() is None:
+            self._run.resume(place, describe_run(self.world, self.parallel, self.module))
 
     def __enter__(self) -> Trainer:
         """Return itself."""
@@ -468,18 +528,21 @@ class Trainer:
 
         Where all ranks stop at a loss or a gradient that is not finite, they save the weights.
         """
-        attempt = self._attempt = self._attempt.following(self.steps)
+        attempt = self._position.attempt = self._position.attempt.following(self.steps)
         self._live_settings.begin()
         step = StepContext(attempt, self.parallel, self._fingerprinter)
+        step.is_checkpoint_due = self._run.is_due_after(self.steps + 1)
         try:
             yield step
         except (LossError, GradientError) as error:
+            self._run.abandon()
             attempt.fail(error)
             if error is step.error or not step.is_agreed:
                 raise  # on this rank alone: no other rank would take part in saving
             saved = save_last_good(self._folder, self._state.model_state(), self.parallel.group)
             raise type(error)(f"{error}; training stopped, {saved}") from None
         except BaseException as error:
+            self._run.abandon()
             attempt.fail(error)
             raise
 
@@ -493,7 +556,8 @@ class Trainer:
     def _commit(self, committed: CommittedStep) -> None:
         """Count the step, and report it to the record and the callbacks."""
         result, statuses = committed.result, committed.statuses
-        self.steps += 1
+        self._position.steps += 1
+        self._run.note_step(statuses)
         for rank, status in enumerate(statuses):
             for message in status.warnings:
                 self.history.warn(rank, message, show=rank == self.world.rank)
@@ -506,65 +570,21 @@ class Trainer:
             )
 
     def _make_agree(self, what: str) -> Agree:
-        def agree(message: bytes, doing: str) -> list[bytes]:
-            return all_gather_bytes(message, f"{doing} {what}", self.parallel.group)
-
-        return agree
-
-    def _end_epoch(self, epoch: int) -> None:
-        result = self.history.end_epoch(epoch)
-        if result is not None:
-            self._optimization.end_epoch(result.loss)  # first: a callback may save the state
-            self.history.notify(result)
-
-
-class _Epoch(Batches):
-    """The global batches of one epoch, which the trainer's history begins and ends."""
-
-    def __init__(
-        self,
-        begin: Callable[[], None],
-        end: Callable[[int], None],
-        *arguments: Any,
-        **options: Any,
-    ) -> None:
-        super().__init__(*arguments, **options)
-        self._begin, self._end = begin, end
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Go through the epoch."""
-        if self._start == 0:
-            self._begin()
-        yield from super().__iter__()
-        self._end(self.epoch)
+        return lambda message, doing: all_gather_bytes(
+            message, f"{doing} {what}", self.parallel.group
+        )
 
 
 _trainers = 0  # that this process has made, or that other ranks of its worlds have
 
 
-def _agree_on_number(group: dist.ProcessGroup | None) -> int:
-    """Return the number of the trainer that all ranks are making, the same on every rank."""
+def _begin_attempts(group: dist.ProcessGroup | None) -> Attempt:
+    """Return what the first attempt follows, with the trainer's number, the same on every rank."""
     global _trainers
     said = all_gather_bytes(str(_trainers).encode(), "making a trainer", group)
     number = max(int(each) for each in said)
     _trainers = number + 1
-    return number
-
-
-def _split_callbacks(callbacks: Callback | Sequence[Callback]) -> tuple[list[Any], list[Any]]:
-    """Return what is called after every step, and after every epoch."""
-    given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-    on_step, on_epoch = [], []
-    for each in given:
-        methods = getattr(each, "on_step", None), getattr(each, "on_epoch", None)
-        if methods == (None, None) and not callable(each):
-            raise UsageError(
-                f"callbacks: a {type(each).__name__} is neither a function of a StepResult nor an "
-                "object with a method on_step(result) or on_epoch(result)"
-            )
-        on_step += [methods[0] or each] if methods[0] or methods[1] is None else []
-        on_epoch += [methods[1]] if methods[1] else []
-    return on_step, on_epoch
+    return Attempt(number, step=0, number=-1)
 
 
 def _check_options(max_grad_norm: float | None, storage: str, pipeline: PipelineConfig) -> None:

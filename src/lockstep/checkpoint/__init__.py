@@ -1,0 +1,1 @@
+"""Checkpoints: states of a training on disk, complete or absent."""

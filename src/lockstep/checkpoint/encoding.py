@@ -1,0 +1,214 @@
+"""Encoding: a nested state as JSON and named tensors, without pickle.
+
+    {"lr": 0.1, "betas": (0.9, 0.999)}     {"lr": 0.1, "betas": {"$tuple": [0.9, 0.999]}}
+    {"exp_avg": tensor}                    {"exp_avg": {"$tensor": "optimizer/w/exp_avg"}}
+
+Reading a checkpoint therefore runs no code from it, unlike unpickling. Types are preserved:
+tuples stay tuples, dicts keep their order and the types of their keys, non-finite floats and
+strides of tensors survive.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from enum import Enum
+from fractions import Fraction
+from pathlib import PurePath
+from typing import Any
+
+import numpy
+import torch
+
+from lockstep.checkpoint.tensor_file import DTYPES
+from lockstep.errors import UsageError
+
+__all__ = ["decode", "encode"]
+
+MAPPINGS: dict[str, type] = {"$ordered": OrderedDict, "$counter": Counter}
+SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+
+
+def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
+    """Return `value` as JSON values, and add its tensors to `tensors`.
+
+    Tensors on the meta device, which other ranks hold, are left out of their dict.
+
+    Args:
+        value: Nested dicts, lists, tuples, sets, numbers, strings, bytes, tensors, numpy arrays.
+        tensors: Receives the tensors by name, as they are, not copied.
+        path: What `value` is, such as "optimizer": the first part of the tensors' names.
+
+    Raises:
+        UsageError: The state holds an object of another type; the message names its place.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, str) and not isinstance(value, Enum):
+        return str(value)  # such as torch's version
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, tensors, path)
+    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+        contiguous = torch.from_numpy(numpy.ascontiguousarray(value).reshape(value.shape))
+        return {"$array": _encode_tensor(contiguous, tensors, path)}
+    if isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
+        return {"$number": _encode_tensor(torch.from_numpy(numpy.array(value)), tensors, path)}
+    if kind is dict:
+        return _encode_dict(value, tensors, path)
+    if kind is list:
+        return [encode(each, tensors, f"{path}/{index}") for index, each in enumerate(value)]
+    for name, sequence in SEQUENCES.items():
+        if kind is sequence:
+            return {name: encode(list(value), tensors, path)}
+    for name, mapping in MAPPINGS.items():
+        if kind is mapping:
+            return {name: _encode_pairs(value, tensors, path)}
+    if kind is deque:
+        return {"$deque": [encode(list(value), tensors, path), value.maxlen]}
+    if kind is defaultdict and value.default_factory in (None, int, float, list, dict, set):
+        factory = getattr(value.default_factory, "__name__", None)
+        return {"$defaultdict": [factory, _encode_pairs(value, tensors, path)]}
+    return _encode_leaf(value, path)
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the value that `encode` was given; its tensors are copies on the CPU."""
+    if isinstance(value, list):
+        return [decode(each, tensors) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1 or not next(iter(value)).startswith("$"):
+        return {key: decode(each, tensors) for key, each in value.items()}
+    ((kind, content),) = value.items()
+    if kind in SEQUENCES:
+        return SEQUENCES[kind](decode(content, tensors))
+    if kind in MAPPINGS:
+        return MAPPINGS[kind](_decode_pairs(content, tensors))
+    match kind:
+        case "$tensor":
+            return _decode_tensor(content, tensors)
+        case "$array":
+            return decode(content, tensors).numpy()
+        case "$number":
+            return decode(content, tensors).numpy()[()]
+        case "$float":
+            return float(content)
+        case "$dict":
+            return _decode_pairs(content, tensors)
+        case "$deque":
+            return deque(decode(content[0], tensors), content[1])
+        case "$defaultdict":
+            factories = {each.__name__: each for each in (int, float, list, dict, set)}
+            return defaultdict(factories.get(content[0]), _decode_pairs(content[1], tensors))
+        case "$bytes":
+            return base64.b64decode(content)
+        case "$complex":
+            return complex(*(decode(each, tensors) for each in content))
+        case "$fraction":
+            return Fraction(content)
+        case "$torch":
+            found = getattr(torch, content, None)
+            if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+                return found
+        case "$device":
+            return torch.device(content)
+        case "$size":
+            return torch.Size(content)
+    raise ValueError(f"unknown type {kind}")
+
+
+def _encode_dict(value: dict[Any, Any], tensors: dict[str, torch.Tensor], path: str) -> Any:
+    if not all(type(key) is str and not key.startswith("$") for key in value):
+        return {"$dict": _encode_pairs(value, tensors, path)}
+    return {
+        key: encode(each, tensors, f"{path}/{key}")
+        for key, each in value.items()
+        if not _is_elsewhere(each)
+    }
+
+
+def _encode_pairs(
+    value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], path: str
+) -> list[list[Any]]:
+    return [
+        [encode(key, tensors, f"{path} (a key)"), encode(each, tensors, f"{path}/{key}")]
+        for key, each in value.items()
+        if not _is_elsewhere(each)
+    ]
+
+
+def _decode_pairs(pairs: list[Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
+    return {decode(key, tensors): decode(each, tensors) for key, each in pairs}
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _encode_leaf(value: Any, path: str) -> Any:
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if type(value) is complex:
+        return {"$complex": [encode(part, {}, path) for part in (value.real, value.imag)]}
+    if type(value) is Fraction:
+        return {"$fraction": str(value)}
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return {"$torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"$device": str(value)}
+    if isinstance(value, torch.Size):
+        return {"$size": list(value)}
+    if isinstance(value, PurePath):
+        return str(value)
+    raise UsageError(
+        f"{path.replace('/', '.')} is a {type(value).__module__}.{type(value).__qualname__}, which "
+        "a checkpoint cannot hold: a state_dict() must consist of tensors, arrays, numbers, "
+        "strings, and dicts, lists, tuples and sets of them"
+    )
+
+
+def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -> Any:
+    """Return the reference to a tensor: its name, and what its file cannot say about it."""
+    if value.layout is not torch.strided or value.is_quantized:
+        kind = "quantized" if value.is_quantized else "sparse"
+        raise UsageError(
+            f"{path.replace('/', '.')} is a {kind} tensor, which a checkpoint cannot hold: return "
+            "its parts as dense tensors from state_dict()"
+        )
+    value = value.detach().resolve_conj().resolve_neg()
+    reference: dict[str, Any] = {}
+    if not value.is_contiguous():
+        reference["strides"] = _dense_strides(value)
+    if value.dtype is torch.complex128:  # safetensors has no such dtype
+        value = torch.view_as_real(value.contiguous())
+        reference = {"complex": True}
+    if value.dtype not in DTYPES:
+        raise UsageError(
+            f"{path.replace('/', '.')} has the dtype {value.dtype}, which a checkpoint cannot hold"
+        )
+    name = path
+    while name in tensors and tensors[name] is not value:
+        name += "'"
+    tensors[name] = value
+    return {"$tensor": [name, reference] if reference else name}
+
+
+def _dense_strides(value: torch.Tensor) -> list[int]:
+    """Return the strides of a new tensor in the same memory format."""
+    return list(torch.empty_like(value, device="meta").stride())
+
+
+def _decode_tensor(content: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    name, reference = (content, {}) if isinstance(content, str) else content
+    saved = tensors[name]
+    if reference.get("complex"):
+        return torch.view_as_complex(saved.clone())
+    if "strides" in reference:
+        made = torch.empty_strided(saved.shape, reference["strides"], dtype=saved.dtype)
+        return made.copy_(saved)
+    return saved.clone()

@@ -1,0 +1,202 @@
+"""The folder of checkpoints: which there are, which are whole, and what is in one.
+
+    runs/NAME/checkpoints/
+        step-100/
+            manifest.json              every file's size and checksum, written last
+            state.json                 what is not a tensor; refers to tensors by name
+            model.safetensors          the model's state dict, for any program
+            optimizer.safetensors      "conv.weight/exp_avg"
+            ema.safetensors            the averaged weights, if there are any
+            state.safetensors          buffers, registered objects
+        .step-200.37/                  being written, renamed when it is complete
+
+With pipeline stages each stage writes files of its own: model-00001-of-00002.safetensors, with
+an index as of Hugging Face's libraries.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from lockstep.checkpoint.encoding import decode
+from lockstep.checkpoint.tensor_file import checksum_file
+from lockstep.errors import FileError, UsageError
+
+__all__ = [
+    "FOLDER",
+    "FORMAT",
+    "MANIFEST",
+    "REST",
+    "find_checkpoints",
+    "find_newest_valid",
+    "locate_checkpoint",
+    "name_part",
+    "prune",
+    "read_checkpoint",
+    "remove_incomplete",
+    "verify",
+]
+
+FOLDER = "checkpoints"
+MANIFEST = "manifest.json"
+FORMAT = 1
+KINDS = ("model", "optimizer", "ema")  # tensors with files of their own
+REST = "state"
+
+NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
+INCOMPLETE = re.compile(r"\.step-\d+\.\d+")
+
+
+def name_part(kind: str, number: int, count: int, suffix: str) -> str:
+    """Return the name of file `number` of `count`: "model-00001-of-00002.safetensors"."""
+    return f"{kind}{suffix}" if count == 1 else f"{kind}-{number + 1:05}-of-{count:05}{suffix}"
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder of checkpoints, the newest first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = NAME.fullmatch(path.name)
+        if match is not None and (path / MANIFEST).is_file():
+            found.append(((int(match[1]), int(match[2] or 1)), path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def verify(path: Path) -> str:
+    """Read every file of a checkpoint; return what is wrong with it, or ""."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        version, files = manifest["format"], dict(manifest["files"])
+        if version > FORMAT:
+            return f"it has format {version}, and this version of lockstep reads {FORMAT}"
+        for name, expected in files.items():
+            with (path / name).open("rb") as file:
+                if checksum_file(file) != expected["xxh3"]:
+                    return f"the checksum of {name} differs"
+    except OSError as error:
+        return f"{Path(error.filename or MANIFEST).name} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError):
+        return f"{MANIFEST} is damaged"
+    return ""
+
+
+def find_newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest valid checkpoint in a folder, and a sentence per damaged newer one."""
+    problems: list[str] = []
+    for path in find_checkpoints(folder):
+        problem = verify(path)
+        if not problem:
+            return path, problems
+        problems.append(f"the checkpoint {path} is damaged: {problem}")
+    return None, problems
+
+
+def locate_checkpoint(place: str | Path, runs: str | Path = "runs") -> tuple[Path | None, Path]:
+    """Return the checkpoint at `place` if it is one, and the folder of its checkpoints.
+
+    Args:
+        place: A checkpoint, a run's folder, or the name of a run in `runs`.
+        runs: The folder of runs.
+
+    Raises:
+        UsageError: There is neither a checkpoint nor a run.
+    """
+    for path in (Path(place), Path(runs) / place):
+        if (path / MANIFEST).is_file():
+            return path, path.parent
+        if path.is_dir():
+            return None, path if path.name.startswith(FOLDER) else path / FOLDER
+    raise UsageError(
+        f"there is no run and no checkpoint at {place}; `lockstep runs` lists the runs"
+    )
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the state that a checkpoint holds, of all stages, with tensors on the CPU.
+
+    Nothing is unpickled. Call `verify` before.
+
+    Raises:
+        FileError: A file cannot be read.
+    """
+    try:
+        names = json.loads((path / MANIFEST).read_bytes())["files"]
+        with TensorFiles(path, [name for name in names if name.endswith(".safetensors")]) as files:
+            state: dict[str, Any] = {}
+            for name in sorted(names):
+                if name.startswith(REST) and name.endswith(".json"):
+                    _merge(state, decode(json.loads((path / name).read_bytes()), files))
+            return state
+    except OSError as error:
+        raise FileError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise FileError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+
+
+class TensorFiles(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint, read when they are asked for: "model/conv.weight"."""
+
+    def __init__(self, path: Path, names: list[str]) -> None:
+        self._stack = ExitStack()
+        self._files: dict[str, tuple[Any, str]] = {}
+        for name in names:
+            kind = re.split(r"[-.]", name)[0]
+            file = self._stack.enter_context(safe_open(path / name, framework="pt"))
+            for key in file.keys():  # noqa: SIM118 (it is not a mapping)
+                self._files[key if kind == REST else f"{kind}/{key}"] = file, key
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return one tensor."""
+        file, key = self._files[name]
+        found: torch.Tensor = file.get_tensor(key)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self._files)
+
+    def __enter__(self) -> TensorFiles:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close the files."""
+        self._stack.close()
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints."""
+    for path in find_checkpoints(folder)[keep:]:
+        # The manifest first: what is left after an interruption does not count as complete.
+        (path / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Remove what interrupted runs left half-written, while no process writes here."""
+    for path in list(folder.iterdir()) if folder.is_dir() else ():
+        unfinished = NAME.fullmatch(path.name) and not (path / MANIFEST).exists()
+        if INCOMPLETE.fullmatch(path.name) or unfinished:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Add the entries of nested dicts that `into` does not have."""
+    for key, value in more.items():
+        if isinstance(into.get(key), dict) and isinstance(value, Mapping):
+            _merge(into[key], value)
+        else:
+            into.setdefault(key, value)

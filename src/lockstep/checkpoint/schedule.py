@@ -1,0 +1,81 @@
+"""The schedule: after which steps a checkpoint is saved, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UsageError
+
+__all__ = ["CheckpointConfig", "CheckpointSchedule"]
+
+DEFAULT_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When and where a trainer saves checkpoints, for `Trainer(checkpoint=...)`.
+
+    A checkpoint is saved when either interval has passed, at the end of the training, and when
+    SIGTERM asks the program to stop.
+
+    Attributes:
+        every_steps: Steps between two checkpoints; None for no such interval.
+        every_seconds: Seconds between two checkpoints; None for no such interval. If both
+            are None, it is 300.
+        keep: How many of the latest checkpoints are kept.
+        folder: The folder of the run, which gets a folder `checkpoints`. Default: the folder of
+            the trainer's record, or that of `lockstep run`, or a new one in `runs`.
+        stateful: Objects by name whose `state_dict()` is saved and given to their
+            `load_state_dict()` again: meters, another trainer, your own counters. State dicts
+            consist of tensors, arrays, numbers, strings, and containers of them.
+
+    Raises:
+        UsageError: A value is not valid.
+    """
+
+    every_steps: int | None = None
+    every_seconds: float | None = None
+    keep: int = 3
+    folder: str | Path | None = None
+    stateful: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in ("every_steps", "every_seconds", "keep"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"CheckpointConfig({name}={value}): expected a positive number")
+        for name, each in self.stateful.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise UsageError(
+                    f"CheckpointConfig(stateful=...): {name!r} is a {type(each).__name__} without "
+                    "the methods state_dict() and load_state_dict(state)"
+                )
+
+
+class CheckpointSchedule:
+    """Decides after which steps a checkpoint is due.
+
+    Args:
+        config: The intervals.
+        now: The time of the start, in seconds of a monotonic clock.
+    """
+
+    def __init__(self, config: CheckpointConfig, now: float) -> None:
+        self._steps, self._seconds = config.every_steps, config.every_seconds
+        if self._steps is None and self._seconds is None:
+            self._seconds = DEFAULT_SECONDS
+        self._last_step, self._last_time = 0, now
+
+    def is_due(self, steps: int, now: float) -> bool:
+        """Return whether a checkpoint is due once `steps` steps are done."""
+        if self._steps is not None and steps // self._steps > self._last_step // self._steps:
+            return True
+        return self._seconds is not None and now - self._last_time >= self._seconds
+
+    def saved(self, steps: int, now: float) -> None:
+        """Count a checkpoint that was saved, or loaded, after `steps` steps."""
+        self._last_step, self._last_time = steps, now

@@ -1,0 +1,62 @@
+"""The stop request: SIGTERM asks the program to save a checkpoint and stop.
+
+    Slurm, Kubernetes ── SIGTERM ──> flag ──> the step is finished ──> checkpoint ──> status 75
+
+What a rank knows of a request, the others hear with the statuses of the next step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+__all__ = ["STOPPED_STATUS", "StopRequest", "StoppedOnRequest"]
+
+STOPPED_STATUS = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+
+class StoppedOnRequest(SystemExit):
+    """The training stopped on request, after saving a checkpoint; the exit status is 75."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(STOPPED_STATUS)
+        self.message = message
+
+    def __str__(self) -> str:
+        """Return where it stopped."""
+        return self.message
+
+
+class StopRequest:
+    """Notes SIGTERM from `listen` to `close`; a second one ends the process as usual.
+
+    It leaves a handler of the program's own in place, and does nothing outside the main thread.
+    Forked children, such as loader workers, keep their default.
+    """
+
+    def __init__(self) -> None:
+        self.signal = ""
+        """The name of the signal that was received, or ""."""
+        self._owner = os.getpid()
+        self._before: Any = None
+
+    def listen(self) -> None:
+        """Begin to note the signal."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            self._before = signal.signal(signal.SIGTERM, self._note)
+
+    def close(self) -> None:
+        """Restore the handler."""
+        if self._before is not None and os.getpid() == self._owner:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal or os.getpid() != self._owner:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.signal = signal.Signals(number).name

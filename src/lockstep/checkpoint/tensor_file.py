@@ -1,0 +1,97 @@
+"""Tensor files: safetensors, written piece by piece while a checksum is computed.
+
+    | length of the header, 8 bytes | header: JSON of name -> dtype, shape, offsets | tensors ... |
+
+The format is that of the library safetensors, which reads the files here and elsewhere. Its
+own writer copies all tensors into one object first and keeps other threads from running
+meanwhile; this one writes from the tensors' memory in pieces, so that training continues.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import BinaryIO
+
+import torch
+import xxhash
+
+__all__ = ["DTYPES", "checksum_file", "write_tensors"]
+
+PIECE = 8 << 20  # bytes that are written and hashed at a time
+
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+
+
+def write_tensors(
+    file: BinaryIO, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = lambda: None
+) -> tuple[int, str]:
+    """Write tensors in the format safetensors, each under its name.
+
+    Args:
+        file: The file, opened for writing.
+        tensors: Contiguous tensors on the CPU, of the dtypes in `DTYPES`.
+        check: Called before each piece; may raise to abandon the file.
+
+    Returns:
+        The size of the file in bytes, and its checksum: 128-bit XXH3 in hex.
+    """
+    hasher, size = xxhash.xxh3_128(), 0
+    # Large elements first, so that every tensor is aligned to its element size.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    for piece in _pieces(ordered):
+        check()
+        file.write(piece)
+        hasher.update(piece)
+        size += len(piece)
+    return size, hasher.hexdigest()
+
+
+def checksum_file(file: BinaryIO) -> str:
+    """Return the checksum of a file's content from its position to its end."""
+    hasher = xxhash.xxh3_128()
+    while piece := file.read(PIECE):
+        hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    yield _header(tensors)
+    for tensor in tensors.values():
+        if tensor.numel():
+            octets = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            for begin in range(0, len(octets), PIECE):
+                yield octets[begin : begin + PIECE]
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.nbytes
+        entries[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

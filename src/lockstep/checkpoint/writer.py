@@ -1,0 +1,297 @@
+"""The writer: copies a state, and writes the copy in the background.
+
+    training ── step ── step ── copy ── step ── step ── step ──
+                                  └──> write, sync ─> wait for the parts ─> rename   (a thread)
+                                       of the other stages
+
+    every writing rank                          rank 0, when all parts are there
+    .step-100.7/model-00002-of-00002.safetensors    .step-100.7/manifest.json
+    .step-100.7/part-1.json                         .step-100.7 -> step-100
+
+A checkpoint is therefore complete or absent, whenever the processes or the machine stop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from lockstep.checkpoint.encoding import encode
+from lockstep.checkpoint.folder import FORMAT, KINDS, MANIFEST, REST, name_part, prune
+from lockstep.checkpoint.tensor_file import write_tensors
+from lockstep.errors import WorkError
+from lockstep.files import create_file, make_folder, sync_folder
+from lockstep.messages import say
+
+__all__ = ["CheckpointWriter", "SavedCheckpoint"]
+
+PART_TIMEOUT = 600.0  # seconds that rank 0 waits for the files of the other stages
+REMARK_AFTER = 60.0  # seconds of waiting for the disk
+Check = Callable[[], None]
+"""Raises if the checkpoint is abandoned."""
+
+POLL = 0.02  # seconds between two looks for them
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that was written, or could not be.
+
+    Attributes:
+        step: The number of finished steps.
+        path: Its folder.
+        size: Bytes that this rank wrote.
+        stall: Seconds that training waited for the copy.
+        seconds: Seconds until it was complete.
+        failure: Why it is not there; "" if it is.
+    """
+
+    step: int
+    path: Path
+    size: int
+    stall: float
+    seconds: float
+    failure: str = ""
+
+
+class _Abandoned(Exception):
+    pass
+
+
+@dataclass
+class CheckpointWriter:
+    """Writes the checkpoints of one rank, one at a time.
+
+    Attributes:
+        folder: The folder of checkpoints.
+        keep: How many of the latest are kept.
+        latest: The checkpoint that was written, or failed, last.
+    """
+
+    folder: Path
+    keep: int
+    latest: SavedCheckpoint | None = None
+    _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    _thread: threading.Thread | None = None
+    _abandoned: threading.Event = field(default_factory=threading.Event)
+    _saved: list[SavedCheckpoint] = field(default_factory=list)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        attempt: int,
+        part: tuple[int, int] = (0, 1),
+        path: Path | None = None,
+    ) -> None:
+        """Copy a state and begin to write it; returns when the copy is made.
+
+        Args:
+            state: What this rank has of the state.
+            step: The number of finished steps.
+            attempt: A number that no other checkpoint of this training has.
+            part: The number of this rank's part, and the number of parts.
+            path: The folder to create; None for "step-N" in the folder of checkpoints.
+
+        Raises:
+            UsageError: The state cannot be encoded.
+        """
+        self.wait()
+        begun = time.perf_counter()
+        tensors: dict[str, torch.Tensor] = {}
+        plain = {name: encode(value, tensors, name) for name, value in state.items()}
+        copies = self._copy(tensors)
+        stall = time.perf_counter() - begun
+        self._abandoned = threading.Event()
+        arguments = (plain, copies, step, attempt, part, path, begun, stall, self._abandoned)
+        self._thread = threading.Thread(
+            target=self._write, args=arguments, name="lockstep checkpoint"
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is complete."""
+        if self._thread is None:
+            return
+        self._thread.join(REMARK_AFTER)
+        while self._thread.is_alive():
+            say(f"still writing a checkpoint to {self.folder}; is the disk slow or gone?")
+            self._thread.join(REMARK_AFTER)
+        self._thread = None
+
+    def abandon(self) -> None:
+        """Give up the checkpoint that is being written, and wait until it is removed.
+
+        Called when a failure is diagnosed: what was copied just before it is not trusted.
+        """
+        self._abandoned.set()
+        self.wait()
+
+    def take_saved(self) -> list[SavedCheckpoint]:
+        """Return the checkpoints that were finished, or failed, since the last call."""
+        found, self._saved = self._saved, []
+        return found
+
+    @torch.no_grad()
+    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy tensors into memory that every checkpoint uses again: page faults are slow."""
+        copies = {}
+        for name, tensor in tensors.items():
+            here = self._buffers.get(name)
+            if here is None or here.shape != tensor.shape or here.dtype != tensor.dtype:
+                here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[name] = here.copy_(tensor, non_blocking=tensor.is_cuda)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        self._buffers = dict(copies)
+        return copies
+
+    def _write(
+        self,
+        plain: dict[str, Any],
+        tensors: dict[str, torch.Tensor],
+        step: int,
+        attempt: int,
+        part: tuple[int, int],
+        path: Path | None,
+        begun: float,
+        stall: float,
+        abandoned: threading.Event,
+    ) -> None:
+        """Write this rank's files, and on rank 0 complete the checkpoint; runs in the thread."""
+        folder = self.folder if path is None else path.absolute().parent
+        aside = folder / f".step-{step}.{attempt}"
+        final, size, failure = path or folder / f"step-{step}", 0, ""
+
+        def check() -> None:
+            if abandoned.is_set():
+                raise _Abandoned
+
+        try:
+            make_folder(aside)
+            files = _write_files(aside, plain, tensors, part, check)
+            size = sum(entry["bytes"] for entry in files.values())
+            if part[0] == 0:
+                files |= _await_parts(aside, part[1], check)
+                final = _complete(aside, files, path, step, check)
+                if path is None:
+                    prune(folder, self.keep)
+            else:
+                _write_file(aside / f"part-{part[0]}.json", json.dumps(files).encode())
+        except _Abandoned:
+            shutil.rmtree(aside, ignore_errors=True)
+            return
+        except Exception as error:  # training goes on, whatever happens here
+            said = error.strerror if isinstance(error, OSError) else str(error)
+            failure = said or type(error).__name__
+            shutil.rmtree(aside, ignore_errors=True)
+        seconds = time.perf_counter() - begun
+        self.latest = SavedCheckpoint(step, final, size, stall, seconds, failure)
+        self._saved.append(self.latest)
+
+
+def _write_files(
+    aside: Path,
+    plain: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    part: tuple[int, int],
+    check: Check,
+) -> dict[str, dict[str, Any]]:
+    """Write and sync this rank's files; return their sizes, checksums and tensors by name."""
+    kinds: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition("/")
+        if kind in KINDS and rest:
+            kinds.setdefault(kind, {})[rest] = tensor
+        else:
+            kinds.setdefault(REST, {})[name] = tensor
+    files: dict[str, dict[str, Any]] = {}
+    for kind, group in kinds.items():
+        name = name_part(kind, *part, ".safetensors")
+        descriptor = create_file(aside / name)
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+            size, checksum = write_tensors(file, group, check)
+            os.fsync(descriptor)
+        files[name] = {"bytes": size, "xxh3": checksum}
+        if kind == "model" and part[1] > 1:
+            files[name]["tensors"] = list(group)
+    text = json.dumps(plain).encode()
+    name = name_part(REST, *part, ".json")
+    _write_file(aside / name, text)
+    files[name] = {"bytes": len(text), "xxh3": xxhash.xxh3_128_hexdigest(text)}
+    return files
+
+
+def _write_file(path: Path, text: bytes) -> None:
+    """Write a file aside and rename it, so that readers see all of it or nothing."""
+    aside = path.with_name(f".{path.name}")
+    descriptor = create_file(aside)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(descriptor)
+    os.rename(aside, path)
+
+
+def _await_parts(aside: Path, count: int, check: Check) -> dict[str, dict[str, Any]]:
+    """Wait for the files of the other stages; return what they said about them."""
+    deadline = time.monotonic() + PART_TIMEOUT
+    found: dict[str, dict[str, Any]] = {}
+    for number in range(1, count):
+        while not (path := aside / f"part-{number}.json").exists():
+            check()
+            if time.monotonic() > deadline or not aside.exists():
+                raise WorkError(f"stage {number} could not write its part")
+            time.sleep(POLL)
+        found |= json.loads(path.read_bytes())
+        path.unlink()
+    return found
+
+
+def _complete(
+    aside: Path,
+    files: dict[str, dict[str, Any]],
+    path: Path | None,
+    step: int,
+    check: Check,
+) -> Path:
+    """Write index and manifest, and rename the folder; return its new path."""
+    shards = {name: entry.pop("tensors") for name, entry in files.items() if "tensors" in entry}
+    if shards:
+        weight_map = {tensor: name for name, names in shards.items() for tensor in names}
+        total = sum(files[name]["bytes"] for name in shards)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_file(aside / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
+    manifest = {"format": FORMAT, "step": step, "files": files}
+    _write_file(aside / MANIFEST, json.dumps(manifest, indent=1).encode())
+    sync_folder(aside)
+    check()
+    if path is not None and path.exists():  # saved twice: the new one takes its place
+        older = aside.with_name(f"{aside.name}-old")
+        os.rename(path, older)
+        os.rename(aside, path)
+        shutil.rmtree(older, ignore_errors=True)
+        sync_folder(path.parent)
+        return path
+    final, number = path or aside.parent / f"step-{step}", 1
+    while final.exists():
+        number += 1
+        final = aside.parent / f"step-{step}-{number}"
+    os.rename(aside, final)
+    sync_folder(final.parent)
+    return final

@@ -1,0 +1,120 @@
+"""Compatibility: whether a training can continue from a checkpoint with the same bits.
+
+must be equal     seed, micro-batches, the model's modules and tensors, the optimizer
+is mentioned      torch, processor, other settings, source files: the bits may differ
+may differ        ranks, stages, storage, backend, loader workers
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from lockstep.errors import UsageError
+from lockstep.launcher.hang_monitor import is_user_code
+from lockstep.messages import say
+from lockstep.record.environment import describe_environment
+
+__all__ = [
+    "describe_training",
+    "find_differences",
+    "require_same_training",
+    "say_resumed",
+]
+
+FREE = ("pipeline.", "storage", "checkpoint")  # settings that decide no bit
+SHOWN = 5  # differences that are printed
+
+
+def describe_sources() -> dict[str, str]:
+    """Return a hash of the program and of each module of its own, by file name."""
+    found = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file and file.endswith(".py") and is_user_code(os.path.abspath(file)):
+            try:
+                content = Path(file).read_bytes()
+            except OSError:
+                continue
+            found[os.path.relpath(file)] = xxhash.xxh3_64_hexdigest(content)
+    return found
+
+
+def require_same_training(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise UsageError if a checkpoint cannot be continued by this trainer with the same bits.
+
+    Args:
+        saved: The state of the checkpoint: "seed", "microbatches", "settings".
+        here: The same of this trainer.
+    """
+    for name in ("seed", "microbatches"):
+        if saved[name] != here[name]:
+            raise UsageError(
+                f"the checkpoint was saved with {name}={saved[name]}, this trainer has "
+                f"{name}={here[name]}; the bits would not go on as they were"
+            )
+    theirs, ours = saved["settings"], here["settings"]
+    for entry in {**ours, **theirs}:
+        before, now = theirs.get(entry), ours.get(entry)
+        if entry == "ema_decay":  # another decay is a difference, an average or none is a structure
+            before, now = str(before == "None"), str(now == "None")
+        if _is_structure(entry) and before != now:
+            raise UsageError(
+                f"{entry} is {ours.get(entry, 'missing')}, in the checkpoint it is "
+                f"{theirs.get(entry, 'missing')}: resume with the same model and optimizer"
+            )
+
+
+def find_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Return what else differs from the training that saved a checkpoint, in sentences."""
+    found = []
+    names = ("torch", "python", "processor", "instructions", "lockstep", "gpus")
+    for name in names:
+        before, now = saved["environment"].get(name), here["environment"].get(name)
+        if before != now:
+            found.append(f"{name} is {now}, it was {before}: the bits may differ from now on")
+    for entry in {**saved["settings"], **here["settings"]}:
+        before, now = saved["settings"].get(entry), here["settings"].get(entry)
+        if before != now and not entry.startswith(FREE):
+            restored = " (the checkpoint's is used)" if "param_groups" in entry else ""
+            found.append(f"{entry} is {now}, it was {before}{restored}")
+    for file in {**saved["sources"], **here["sources"]}:
+        before, now = saved["sources"].get(file), here["sources"].get(file)
+        if before and now and before != now:
+            found.append(f"the source file {file} has changed")
+    return found
+
+
+def describe_training(settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a checkpoint says of the training that saved it."""
+    return {
+        "settings": dict(settings),
+        "environment": describe_environment(),
+        "sources": describe_sources(),
+    }
+
+
+def _is_structure(entry: str) -> bool:
+    """Return whether an entry of the settings decides what a state consists of."""
+    if entry == "optimizer" or entry == "ema_decay" or ".params[" in entry:
+        return True
+    is_attribute = "(" in entry or entry.endswith("requires_grad")
+    return re.match(r"model\b", entry) is not None and not is_attribute
+
+
+def say_resumed(path: Path | None, steps: int, differences: Sequence[str]) -> None:
+    """Say from where a run is resumed, and what differs."""
+    if path is None:
+        say("the run has not saved a checkpoint: it begins again")
+        return
+    say(f"resumed after step {steps} from {path}")
+    for each in differences[:SHOWN]:
+        say(each)
+    if len(differences) > SHOWN:
+        say(f"and {len(differences) - SHOWN} more differences; the record has all")

@@ -1,0 +1,330 @@
+"""The run of a script that can be interrupted at any moment and resumed.
+
+    script log        which calls the script has completed, and their answers     script_log.py
+    state             weights, optimizer, position                                state.py
+    checkpoints       both of them together on disk                               run_checkpoints.py
+
+                   ┌─ answered from the log ┐ state is ┌─ with effect; checkpoints are saved ─
+    resumed script │ batches, evaluate, ... │ restored │ batches, step, evaluate, ...
+
+A checkpoint is saved where a script can be continued: between two batches of its outermost loop,
+or after a call outside of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.stop_request import StoppedOnRequest
+from lockstep.data.content_hash import hash_content
+from lockstep.data.loader import Batches
+from lockstep.data.microbatch import Batch
+from lockstep.errors import UsageError
+from lockstep.messages import say
+from lockstep.training.compatibility import (
+    describe_training,
+    find_differences,
+    require_same_training,
+    say_resumed,
+)
+from lockstep.training.history import History
+from lockstep.training.rank_status import RankStatus
+from lockstep.training.run_checkpoints import RunCheckpoints
+from lockstep.training.script_log import OpenEpoch, ScriptLog
+from lockstep.training.state import TrainingState
+
+__all__ = ["Finish", "ResumableRun", "stopping"]
+
+Finish = Callable[[str, str], None]
+"""Ends a training as "done", "failed" or "stopped", with a message."""
+
+
+@contextmanager
+def stopping(finish: Finish) -> Iterator[None]:
+    """Finish the training as stopped, if the body stops on request."""
+    try:
+        yield
+    except StoppedOnRequest as stop:
+        finish("stopped", str(stop))
+        raise
+
+
+class ResumableRun:
+    """What a trainer does for its script to be resumed.
+
+    Args:
+        state: What is saved and restored.
+        history: Takes the lines about checkpoints.
+        settings: The description of model, optimizer and arguments.
+        rank: This rank.
+        checkpoints: Where checkpoints are; None for a trainer without them.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        history: History,
+        settings: Mapping[str, str],
+        rank: int,
+        checkpoints: RunCheckpoints | None,
+    ) -> None:
+        self._state, self._history, self._settings = state, history, settings
+        self._rank, self._checkpoints = rank, checkpoints
+        self._log = ScriptLog()
+        self._saves = 0
+        self._restored: dict[str, Any] | None = None  # once the script has come to it
+        self.resumed_from: int | None = None
+
+    # --- resuming -------------------------------------------------------------------------
+
+    def resume(self, place: str | Path | None, layout: Mapping[str, Any]) -> None:
+        """Find a checkpoint, load it, and answer the script's calls up to where it was saved.
+
+        Args:
+            place: A checkpoint, or a run; None for this run.
+            layout: What the record says of this process.
+        """
+        checkpoints = self._require("resume")
+        path = checkpoints.find(place)
+        differences: list[str] = []
+        steps = epochs = 0
+        if path is not None:
+            state = checkpoints.read(path)
+            here = self._state.position_state() | describe_training(self._settings)
+            require_same_training(state, here)
+            differences = find_differences(state, here)
+            self._log.load_state_dict(state["script"])
+            self._state.load_local(state)
+            self._restored = state
+            steps, epochs = state["steps"], state["history"]["epochs"]
+        self.resumed_from = steps
+        if self._rank == 0:
+            say_resumed(path, steps, differences)
+        self._history.write(
+            "resume",
+            step=steps,
+            epochs=epochs,
+            checkpoint=None if path is None else str(path),
+            differences=differences,
+            **layout,
+        )
+        if not self._log.is_answering:
+            self._restore()
+
+    def require_begun(self) -> None:
+        """Raise UsageError if the run's folder holds another run, which was not resumed."""
+        if self._checkpoints is not None and self.resumed_from is None:
+            self._checkpoints.require_new()
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the script has not come to where the interrupted one was."""
+        return self._restored is not None
+
+    def _restore(self) -> None:
+        state, self._restored = self._restored, None
+        if state is not None and self._checkpoints is not None:
+            self._state.load_local(state)
+            self._state.load_position(state)
+            self._checkpoints.restore(state, state["steps"])
+
+    def _note_answer(self, steps: int) -> None:
+        self._state.position.steps = steps
+        if not self._log.is_answering:
+            self._restore()
+
+    # --- the script's calls -----------------------------------------------------------------
+
+    def call(self, kind: str, call: Callable[[], Any], ask: bool = False, **asked: Any) -> Any:
+        """Make a call of the script, or return the result of the interrupted run.
+
+        Args:
+            kind: "evaluation" or "save".
+            call: Makes the call; its result is kept as it is.
+            ask: Whether ranks find out afterwards whether one was asked to stop.
+            asked: What must be the same as in the interrupted run.
+        """
+        self.require_begun()
+        answer = self._log.answer(kind, **asked)
+        if answer is not None:
+            self._note_answer(answer["steps"])
+            return answer["result"]
+        result = call()
+        self._log.record(kind, self._state.position.steps, result=result, **asked)
+        self.reach_safe_point(ask=ask)
+        return result
+
+    def call_step(self, batch: Any, step: Callable[[], float]) -> float:
+        """Take a step, or return the loss of the interrupted run; also for batches from outside."""
+        self.require_begun()
+        if self._checkpoints is None or self._log.is_inside_epoch:
+            return step()
+        is_loaded = isinstance(batch, Batch)
+        identity = batch.identity.pack() if is_loaded else str(hash_content(batch))
+        answer = self._log.answer_step(identity)
+        if answer is not None:
+            loss, steps = answer
+            self._note_answer(steps)
+            return loss
+        loss = step()
+        self._log.record_step(self._state.position.steps, loss, identity)
+        self.reach_safe_point()
+        return loss
+
+    def call_digest(self, name: str, digest: Callable[[], str]) -> str:
+        """Return a digest of now, or that of the interrupted run at this place."""
+        value = self._log.answer_digest(name) or digest()
+        self._log.record_digest(name, value)
+        return value
+
+    def require_repeatable_step(self) -> None:
+        """Raise UsageError for a manual step that a resumed script would have to repeat."""
+        self.require_begun()
+        if self.is_answering:
+            raise UsageError(
+                "a resumed script cannot repeat trainer.manual_step() outside of a loop over "
+                "trainer.batches(...): take its batches from there"
+            )
+
+    def begin_epoch(self, batches: Batches) -> OpenEpoch | None:
+        """Begin an iteration over batches; None if it was completed before."""
+        epoch, entry = self._log.begin_epoch(batches)
+        if entry is not None and entry["complete"]:
+            self._note_answer(entry["steps"])
+        elif entry is not None:
+            batches.load_state_dict(entry["state"])
+            self._restore()
+        return epoch
+
+    def yielded(self, epoch: OpenEpoch) -> None:
+        """Note that the next batch is about to be trained."""
+        epoch.begun_at = self._state.position.steps
+
+    def trained(self, epoch: OpenEpoch) -> None:
+        """Note that the script asks for another batch, and so is done with the last one."""
+        epoch.begun_at = -1
+        self.reach_safe_point(epoch)
+
+    def end_epoch(self, epoch: OpenEpoch) -> None:
+        """End an iteration, at its end or where the script left it."""
+        self._log.end_epoch(epoch, self._state.position.steps)
+
+    # --- saving -------------------------------------------------------------------------------
+
+    def is_due_after(self, steps: int) -> bool:
+        """Return whether this rank wants a checkpoint once `steps` steps are done."""
+        return self._checkpoints is not None and self._checkpoints.is_due_after(steps)
+
+    def note_step(self, statuses: Sequence[RankStatus]) -> None:
+        """Take in what the ranks agreed on in a step."""
+        if self._checkpoints is not None:
+            stops = [status.stop for status in statuses if status.stop]
+            steps = self._state.position.steps
+            self._checkpoints.note_step(
+                statuses[0].is_checkpoint_due, stops[0] if stops else "", steps
+            )
+            self._report()
+
+    def reach_safe_point(self, epoch: OpenEpoch | None = None, *, ask: bool = False) -> None:
+        """Save a checkpoint if one is wanted, since the script can be continued from here.
+
+        Raises:
+            StoppedOnRequest: On every rank, if one of them was asked to stop.
+        """
+        checkpoints = self._checkpoints
+        is_inside = (
+            self._log.is_inside_epoch if epoch is None else not self._log.is_outermost(epoch)
+        )
+        if checkpoints is None or self.is_answering or is_inside:
+            return
+        if ask:
+            checkpoints.agree_to_stop()
+        if not checkpoints.is_wanted:
+            return
+        self._save(checkpoints)
+        if checkpoints.is_stopping:
+            steps = self._state.position.steps
+            saved = checkpoints.wait(steps)
+            message = f"stopped on {checkpoints.is_stopping} after step {steps}"
+            if saved is not None:
+                message += f"; checkpoint: {saved.path}"
+                say(message)
+            raise StoppedOnRequest(message)
+
+    def save_to(self, path: Path) -> None:
+        """Save a checkpoint to a folder of the user's own, and wait until it is complete."""
+        checkpoints = self._require("save_checkpoint")
+        self.require_begun()
+        checkpoints.require_free(path)
+        if not self.is_answering:
+            self._save(checkpoints, path.absolute())
+            checkpoints.wait(self._state.position.steps)
+
+    def abandon(self) -> None:
+        """Give up the checkpoint that is being written, because a failure was diagnosed."""
+        if self._checkpoints is not None:
+            self._checkpoints.writer.abandon()
+
+    def finish(self, state: str) -> None:
+        """Save the last checkpoint of a training that is done; called on every rank.
+
+        Raises:
+            UsageError: A resumed script ended before it came to where the other one was.
+            FileError: On every rank, if the checkpoint cannot be written.
+        """
+        checkpoints = self._checkpoints
+        if checkpoints is None:
+            return
+        try:
+            if state == "done":
+                self._log.require_finished()
+                self._save(checkpoints)
+                checkpoints.wait(self._state.position.steps)
+            elif state == "failed":
+                self.abandon()
+        finally:
+            checkpoints.close()
+            self._report()
+
+    def _save(self, checkpoints: RunCheckpoints, path: Path | None = None) -> None:
+        checkpoints.writer.wait()
+        self._report()
+        self._saves += 1
+        position = self._state.position_state()
+        position |= {"script": self._log.state_dict(position["steps"])}
+        position |= describe_training(self._settings)
+        is_sharded = self._state.placement is not None
+        local = self._state.local_state()
+        checkpoints.save(local, position, position["steps"], self._saves, is_sharded, path)
+
+    def _report(self) -> None:
+        """Write the checkpoints that were completed to the record; say which failed."""
+        assert self._checkpoints is not None
+        for each in self._checkpoints.writer.take_saved():
+            if each.failure:
+                message = (
+                    f"no checkpoint after step {each.step} ({each.failure}); the training "
+                    f"continues, and the one before it stays in {each.path.parent}"
+                )
+                say(f"rank {self._rank}: {message}")
+                self._history.write("warning", rank=self._rank, message=message)
+            elif self._rank == 0:
+                self._history.write(
+                    "checkpoint",
+                    step=each.step,
+                    stall=each.stall,
+                    seconds=each.seconds,
+                    bytes=each.size,
+                    path=str(each.path),
+                )
+
+    def _require(self, call: str) -> RunCheckpoints:
+        if self._checkpoints is None:
+            raise UsageError(
+                f"trainer.{call}() needs the folder and the objects of checkpoints: pass "
+                "checkpoint=ls.CheckpointConfig() to the trainer"
+            )
+        return self._checkpoints

@@ -1,0 +1,353 @@
+"""The checkpoints of a run: where they are, what is in one, and when the next one is due.
+
+    every rank            the tensors that it owns        ──┐ one state: a dict of plain values
+    rank 0 also           positions, logs, generators,    ──┘ and tensors, encoded without pickle
+                          registered objects, settings
+
+A state is saved only where a script can be continued: between two batches of its outermost loop,
+or after a call that is outside of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from lockstep.checkpoint.encoding import encode
+from lockstep.checkpoint.folder import (
+    FOLDER,
+    MANIFEST,
+    find_checkpoints,
+    find_newest_valid,
+    locate_checkpoint,
+    read_checkpoint,
+    remove_incomplete,
+    verify,
+)
+from lockstep.checkpoint.schedule import CheckpointConfig, CheckpointSchedule
+from lockstep.checkpoint.stop_request import StopRequest
+from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
+from lockstep.comm.collectives import all_gather_bytes
+from lockstep.errors import FileError, UsageError
+from lockstep.launcher.run_folder import hold_run, wait_until_free
+from lockstep.messages import say
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.randomness import global_states, set_global_states
+from lockstep.record.recorder import create_run_folder
+
+__all__ = [
+    "RunCheckpoints",
+    "is_resuming",
+]
+
+RESUME = "LOCKSTEP_RESUME"
+RUN = "LOCKSTEP_RUN"
+
+_open: list[RunCheckpoints] = []
+_opened = 0  # how many trainers with checkpoints this process has made
+
+
+def is_resuming() -> bool:
+    """Return whether the launcher was asked to resume a run."""
+    return bool(os.environ.get(RESUME))
+
+
+class RunCheckpoints:
+    """The checkpoints of one trainer.
+
+    Args:
+        config: When and where they are saved.
+        parallel: The layout.
+        run_folder: The folder of the trainer's record on rank 0, if there is one.
+        is_continued: On rank 0, whether the record there is that of another run.
+
+    Raises:
+        UsageError: Another trainer of this program has checkpoints and is not finished.
+        FileError: The folder cannot be created.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        parallel: ParallelContext,
+        run_folder: Path | None,
+        is_continued: bool = False,
+    ) -> None:
+        global _opened
+        if _open:
+            raise UsageError(
+                "another trainer with checkpoint= is not finished: register one of two trainers "
+                "that train together with the other, CheckpointConfig(stateful={'other': trainer}),"
+                " or call finish() on the first before you make the second"
+            )
+        self._parallel, self._config = parallel, config
+        chosen = self._tell_all(lambda: f"{is_continued:d}{_choose_folder(config, run_folder)}")
+        self._is_continued, self.run_folder = chosen[0] == "1", Path(chosen[1:])
+        number = "" if not _opened else f"-{_opened + 1}"
+        self.folder = self.run_folder / f"{FOLDER}{number}"
+        self.writer = CheckpointWriter(self.folder, config.keep)
+        self.stop = StopRequest()
+        self.is_stopping = ""
+        """The signal that some rank received, once all ranks know of it."""
+        self._schedule = CheckpointSchedule(config, time.monotonic())
+        self._is_due = False
+        self._due_since: int | None = None
+        self._told: set[str] = set()
+        if parallel.rank == 0:
+            wait_until_free(self.run_folder)
+            remove_incomplete(self.folder)
+        all_gather_bytes(b"", "opening the folder of checkpoints", parallel.group)
+        hold_run(self.run_folder)
+        self.stop.listen()
+        _open.append(self)
+        _opened += 1
+
+    def require_new(self) -> None:
+        """Raise UsageError, on every rank, if the folder holds a run that was not resumed."""
+        if self._is_continued:
+            raise UsageError(
+                f"{self.run_folder} already holds the record of a run: resume it with "
+                f"trainer.resume() or `lockstep run --resume {self.run_folder}`, or choose another "
+                "name for the run"
+            )
+
+    def require_free(self, path: Path) -> None:
+        """Raise UsageError, on every rank, if something other than a checkpoint is at `path`."""
+
+        def check() -> str:
+            if path.exists() and not (path / MANIFEST).is_file():
+                raise UsageError(
+                    f"save_checkpoint({str(path)!r}): there is something else than a checkpoint; "
+                    "give the name of a new folder"
+                )
+            return ""
+
+        self._tell_all(check)
+
+    # --- when -----------------------------------------------------------------------------
+
+    def is_due_after(self, steps: int) -> bool:
+        """Return whether rank 0 wants a checkpoint once `steps` steps are done."""
+        if self._parallel.rank != 0 or self.writer.is_busy:
+            return False
+        return self._schedule.is_due(steps, time.monotonic())
+
+    def note_step(self, is_due: bool, stop: str, steps: int) -> None:
+        """Take in what the ranks agreed on in a step: a checkpoint is due, or they stop."""
+        self._is_due = self._is_due or is_due
+        self.is_stopping = self.is_stopping or stop
+        if self._is_due and self._due_since is None:
+            self._due_since = steps
+        if self._due_since is not None and steps - self._due_since == 200:
+            say(
+                f"no checkpoint could be saved since step {self._due_since}: a loop over "
+                "trainer.batches(...) was begun and has not asked for its next batch; checkpoints "
+                "are saved between its batches"
+            )
+
+    def agree_to_stop(self) -> None:
+        """Let all ranks know whether one of them was asked to stop, outside of steps."""
+        said = all_gather_bytes(
+            self.stop.signal.encode(), "looking for a request to stop", self._parallel.group
+        )
+        self.is_stopping = self.is_stopping or next((each.decode() for each in said if each), "")
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a checkpoint is to be saved at the next place where a script can continue."""
+        return self._is_due or bool(self.is_stopping)
+
+    # --- saving -----------------------------------------------------------------------------
+
+    def save(
+        self,
+        local: Mapping[str, Any],
+        common: Mapping[str, Any],
+        steps: int,
+        attempt: int,
+        is_sharded: bool,
+        path: Path | None = None,
+    ) -> None:
+        """Copy the state and begin to write it; called on every rank.
+
+        Args:
+            local: What this rank has of the model and the optimizer.
+            common: What all ranks have alike; rank 0's is saved.
+            steps: The number of finished steps.
+            attempt: A number that no other checkpoint of the trainer has.
+            is_sharded: Whether the ranks of a replica have different parts of the state.
+            path: The folder to create, for a checkpoint of the user's own.
+        """
+        group, rank = self._parallel.group, self._parallel.rank
+        stateful = {name: each.state_dict() for name, each in self._config.stateful.items()}
+        generators = global_states(self._parallel.device)
+        about = f"saving a checkpoint after step {steps}"
+        hashes = {
+            "generators": {name: _hash(value) for name, value in generators.items()},
+            "stateful": {name: _hash(value) for name, value in stateful.items()},
+        }
+        said = [json.loads(each) for each in all_gather_bytes(_pack(hashes), about, group)]
+        if path is None:
+            self._is_due, self._due_since = False, None
+            self._schedule.saved(steps, time.monotonic())
+        self._warn_of_different_objects([each["stateful"] for each in said])
+        if self._parallel.replica != 0 or not (is_sharded or rank == 0):
+            return
+        state = dict(local)
+        if rank == 0:
+            # Generators that ranks never seeded alike have no state to continue from on all ranks.
+            state["generators"] = {
+                name: value
+                for name, value in generators.items()
+                if len({each["generators"][name] for each in said}) == 1
+            }
+            state |= {"stateful": stateful, **common}
+        part = (self._parallel.position, self._parallel.stages) if is_sharded else (0, 1)
+        self.writer.save(state, steps, attempt, part, path)
+
+    def wait(self, steps: int) -> SavedCheckpoint | None:
+        """Wait until the latest checkpoint is complete on every rank.
+
+        Returns:
+            It, on rank 0.
+
+        Raises:
+            FileError: On every rank, if it could not be written.
+        """
+        self.writer.wait()
+        saved = self.writer.latest
+        saved = saved if saved is not None and saved.step == steps else None
+        failure = saved.failure if saved is not None else ""
+        said = all_gather_bytes(
+            failure.encode(), f"waiting for the checkpoint of step {steps}", self._parallel.group
+        )
+        for rank, each in enumerate(said):
+            if each:
+                raise FileError(
+                    f"rank {rank}: the checkpoint after step {steps} could not be written to "
+                    f"{self.folder}: {each.decode()}"
+                )
+        return saved
+
+    def close(self) -> None:
+        """Wait for the writer, and restore the signal's handler."""
+        self.writer.wait()
+        self.stop.close()
+        if self in _open:
+            _open.remove(self)
+
+    def _warn_of_different_objects(self, said: Sequence[Mapping[str, str]]) -> None:
+        for name, value in said[0].items():
+            rank = next((r for r, each in enumerate(said) if each[name] != value), None)
+            if rank is not None and name not in self._told and self._parallel.rank == 0:
+                self._told.add(name)
+                say(
+                    f"stateful[{name!r}] has another state on rank {rank} than on rank 0: a "
+                    "checkpoint holds rank 0's, for every rank"
+                )
+
+    # --- loading ----------------------------------------------------------------------------
+
+    def find(self, place: str | Path | None) -> Path | None:
+        """Return the checkpoint to resume from, the same on every rank.
+
+        Args:
+            place: A checkpoint, or a run; None for this run.
+
+        Returns:
+            Its folder; None if the run has not saved one.
+
+        Raises:
+            UsageError: There is no run at `place`.
+            FileError: Every checkpoint of the run is damaged.
+        """
+        return Path(found) if (found := self._tell_all(lambda: self._find(place))) else None
+
+    def _find(self, place: str | Path | None) -> str:
+        path, folder = (None, self.folder) if place is None else locate_checkpoint(place)
+        if path is not None:
+            if problem := verify(path):
+                raise FileError(f"the checkpoint {path} is damaged: {problem}")
+            return str(path.absolute())
+        found, problems = find_newest_valid(folder)
+        for problem in problems:
+            say(f"{problem}; the one before it is used")
+        if found is None and problems:
+            raise FileError(
+                f"every checkpoint in {folder} is damaged; the first one: {problems[0]}"
+            )
+        if found is None and place is not None:
+            raise UsageError(f"there is no checkpoint in {folder}")
+        return str(found.absolute()) if found is not None else ""
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Return the state of a checkpoint.
+
+        Raises:
+            FileError: This rank cannot read it.
+        """
+        if not find_checkpoints(path.parent) and not path.exists():
+            raise FileError(
+                f"rank {self._parallel.rank} does not see the checkpoint {path}: ranks on several "
+                "hosts need a folder that all of them share"
+            )
+        return read_checkpoint(path)
+
+    def restore(self, state: Mapping[str, Any], steps: int) -> None:
+        """Restore the registered objects and the generators."""
+        for name, each in self._config.stateful.items():
+            if name in state["stateful"]:
+                each.load_state_dict(state["stateful"][name])
+            elif self._parallel.rank == 0:
+                say(f"the checkpoint has no state of stateful[{name!r}]; it begins anew")
+        set_global_states(state["generators"], self._parallel.device)
+        self._schedule.saved(steps, time.monotonic())
+
+    def _tell_all(self, function: Callable[[], str]) -> str:
+        """Call a function on rank 0, and return its result or raise its error on every rank."""
+        message, failure = b"", None
+        if self._parallel.rank == 0:
+            try:
+                message = b"+" + function().encode()
+            except (FileError, UsageError) as error:
+                failure = error
+                message = type(error).__name__[0].encode() + str(error).encode()
+        about = "looking for checkpoints"
+        message = all_gather_bytes(message, about, self._parallel.group)[0]
+        if failure is not None:
+            raise failure
+        kind, text = message[:1], message[1:].decode()
+        if kind != b"+":
+            raise (FileError if kind == b"F" else UsageError)(text)
+        return text
+
+
+def _choose_folder(config: CheckpointConfig, run_folder: Path | None) -> Path:
+    if config.folder is not None:
+        return Path(config.folder).absolute()
+    given = run_folder or os.environ.get(RUN)
+    if given:
+        return Path(given).absolute()
+    stem = Path(sys.argv[0]).stem or "run"
+    return (Path("runs") / create_run_folder(Path("runs"), stem)).absolute()
+
+
+def _hash(value: Any) -> str:
+    tensors: dict[str, Any] = {}
+    hasher = xxhash.xxh3_64(_pack(encode(value, tensors, "")))
+    for tensor in tensors.values():
+        if tensor.numel():
+            hasher.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
+
+
+def _pack(value: Any) -> bytes:
+    return json.dumps(value).encode()

@@ -1,0 +1,258 @@
+"""The script log: what a script has asked of its trainer, so that it can run again from its start.
+
+    script                            log                       resumed after step 70
+    for epoch in range(3):
+        for batch in trainer.batches  epoch 0, complete         yields nothing
+            trainer.step(batch)
+        trainer.evaluate(...)         evaluation 0.31           returns 0.31
+                                      epoch 1, at batch 25      yields batch 25, 26, ...
+
+A resumed script begins at its first line. Every call that the interrupted run had completed gets
+its recorded answer, so the script takes the same branches, until it comes to the call where that
+run was: there the training's state is restored, and calls have their effects again.
+
+What happens inside a loop over `trainer.batches(...)` is not logged: the bodies of batches
+that were trained are not executed again. Of several loops at once (`zip`) the first one counts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from lockstep.errors import UsageError
+
+__all__ = ["OpenEpoch", "ScriptLog"]
+
+Entry = dict[str, Any]
+
+KINDS = {
+    "epoch": "iterates over batches of epoch {epoch}",
+    "evaluation": "evaluates on {samples} samples",
+    "steps": "calls trainer.step(batch) with batches of its own",
+    "save": "saves weights to {path}",
+}
+
+
+class OpenEpoch:
+    """An iteration over the batches of an epoch that has begun and not ended.
+
+    Attributes:
+        batches: The batches; `state_dict()` has their position.
+        resumed: The state to resume from; None from the beginning.
+        begun_at: The number of finished steps when the latest batch was yielded; -1 before.
+    """
+
+    def __init__(self, batches: Any, resumed: Mapping[str, Any] | None) -> None:
+        self.batches, self.resumed, self.begun_at = batches, resumed, -1
+
+    def entry(self, steps: int) -> Entry:
+        """Return the entry of the iteration as it is; a batch without a step is not done."""
+        state = self.batches.state_dict()
+        if self.begun_at == steps and state["position"] > 0:
+            state["position"] -= 1
+        return {"kind": "epoch", "epoch": state["epoch"], "complete": False, "state": state}
+
+
+class ScriptLog:
+    """The calls of a script, and after resuming the answers to those that it made before."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._digests: dict[str, str] = {}
+        self._open: list[OpenEpoch] = []
+        self._answers: list[Entry] = []
+        self._answered = 0
+        self._steps_answered = 0  # of the entry "steps" at the front
+        self._batches = ""  # the chained identity of their batches
+
+    # --- recording ------------------------------------------------------------------------
+
+    @property
+    def is_inside_epoch(self) -> bool:
+        """Whether the script is in the body of a loop over batches."""
+        return bool(self._open)
+
+    def is_outermost(self, epoch: OpenEpoch) -> bool:
+        """Return whether an iteration is the one in whose body all others are."""
+        return bool(self._open) and self._open[0] is epoch
+
+    def record(self, kind: str, steps: int, **fields: Any) -> None:
+        """Log a call that was completed after `steps` steps."""
+        if not self._open:
+            self._entries.append({"kind": kind, "steps": steps, **fields})
+
+    def record_step(self, steps: int, loss: float, batch: str) -> None:
+        """Log a step on a batch of the script's own; `batch` identifies its content."""
+        if self._open:
+            return
+        last = self._entries[-1] if self._entries else {}
+        if last.get("kind") != "steps":
+            last = {"kind": "steps", "steps": steps, "losses": b"", "batches": ""}
+            self._entries.append(last)
+        last["steps"] = steps
+        last["losses"] += array("d", [loss]).tobytes()
+        last["batches"] = _chain(last["batches"], batch)
+
+    def record_digest(self, name: str, value: str) -> None:
+        """Log a digest, which may be asked for on some ranks only."""
+        if not self._open:
+            self._digests[f"{len(self._entries)}/{name}"] = value
+
+    def end_epoch(self, epoch: OpenEpoch, steps: int) -> None:
+        """Log the end of an iteration, complete or left by the script."""
+        if epoch not in self._open:
+            return  # it was inside another one that has ended
+        if self.is_outermost(epoch):
+            self._open = []
+            state = epoch.batches.state_dict()
+            kept = {name: state[name] for name in ("samples", "batch_size", "seed", "shuffle")}
+            entry = {"kind": "epoch", "epoch": state["epoch"], "complete": True, "state": kept}
+            self._entries.append(entry | {"steps": steps})
+        else:
+            self._open.remove(epoch)
+
+    def state_dict(self, steps: int) -> dict[str, Any]:
+        """Return the log as of now: completed calls, then the iterations that are going on."""
+        going = [each.entry(steps) | {"steps": steps} for each in self._open]
+        entries = [dict(each) for each in self._entries]
+        return {"entries": entries + going, "digests": dict(self._digests)}
+
+    # --- answering ------------------------------------------------------------------------
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Answer the calls of a script that begins again.
+
+        Raises:
+            UsageError: The script has made calls already.
+        """
+        if self._entries or self._open:
+            raise UsageError(
+                "resume before the first call of batches(), step(), evaluate() or save_weights(): "
+                "the calls of the interrupted run are answered from the beginning"
+            )
+        self._answers = [dict(each) for each in state["entries"]]
+        self._digests = dict(state["digests"])
+        self._answered = 0
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether there are calls of the interrupted run that the script has not made again."""
+        return bool(self._answers)
+
+    def answer(self, kind: str, **asked: Any) -> Entry | None:
+        """Return the entry of a call that was completed before; None for a new call.
+
+        Raises:
+            UsageError: The interrupted run made another call here.
+        """
+        if self._open or not self._answers:
+            return None
+        entry = self._take(kind, asked)
+        self._entries.append(entry)
+        return entry
+
+    def answer_step(self, batch: str) -> tuple[float, int] | None:
+        """Return the loss of a step that was completed before, with the number of steps then.
+
+        Args:
+            batch: Identifies the content of the batch.
+
+        Returns:
+            The loss, and the number of steps finished after it; None for a new step.
+
+        Raises:
+            UsageError: The batches are not those of the interrupted run.
+        """
+        if self._open or not self._answers:
+            return None
+        entry = self._answers[0]
+        self._require("steps", {}, entry)
+        losses = memoryview(entry["losses"]).cast("d")
+        loss = losses[self._steps_answered]
+        self._steps_answered += 1
+        self._batches = _chain(self._batches, batch)
+        steps = entry["steps"] - len(losses) + self._steps_answered
+        if self._steps_answered < len(losses):
+            return loss, steps
+        if self._batches != entry["batches"]:
+            raise UsageError(
+                f"the batches of the first {steps} steps are not those of the interrupted run: "
+                "make the order of the data repeatable (a seeded generator), or use "
+                "trainer.batches(dataset, ...)"
+            )
+        self._entries.append(self._take("steps", {}))
+        self._steps_answered, self._batches = 0, ""
+        return loss, steps
+
+    def answer_digest(self, name: str) -> str | None:
+        """Return a digest of the interrupted run, if it was asked for at this place."""
+        if self._open or not self._answers:
+            return None
+        return self._digests.get(f"{len(self._entries)}/{name}")
+
+    def begin_epoch(self, batches: Any) -> tuple[OpenEpoch | None, Entry | None]:
+        """Begin an iteration over batches.
+
+        Returns:
+            The iteration, or None if it was complete before and yields nothing; and the
+            entry that it continues or that answers it, or None for a new iteration.
+
+        Raises:
+            UsageError: The interrupted run made another call here.
+        """
+        entry = None
+        if self._answers:
+            entry = self._take("epoch", {"epoch": batches.epoch})
+            _require_same_batches(batches, entry["state"])
+            if entry["complete"]:
+                self._entries.append(entry)
+                return None, entry
+        epoch = OpenEpoch(batches, None if entry is None else entry["state"])
+        self._open.append(epoch)
+        return epoch, entry
+
+    def require_finished(self) -> None:
+        """Raise UsageError if the script ends before it came to where the other run was."""
+        if self._answers:
+            raise UsageError(
+                f"the script ended before it came to where the interrupted run was, which "
+                f"{_describe(self._answers[0])} next: resume with at least as many epochs"
+            )
+
+    def _take(self, kind: str, asked: Mapping[str, Any]) -> Entry:
+        self._require(kind, asked, self._answers[0])
+        self._answered += 1
+        return self._answers.pop(0)
+
+    def _require(self, kind: str, asked: Mapping[str, Any], entry: Entry) -> None:
+        same = entry["kind"] == kind and all(entry.get(k) == value for k, value in asked.items())
+        if not same:
+            raise UsageError(
+                f"the script {_describe({'kind': kind, **asked})} where the interrupted run "
+                f"{_describe(entry)} (call {self._answered + 1}): a resumed script makes the same "
+                "calls from its beginning"
+            )
+
+
+def _describe(entry: Mapping[str, Any]) -> str:
+    known: dict[str, Any] = {"epoch": "?", "samples": "?", "path": "?"}
+    return KINDS[entry["kind"]].format(**known | dict(entry))
+
+
+def _chain(before: str, batch: str) -> str:
+    return xxhash.xxh3_128_hexdigest(f"{before} {batch}".encode())
+
+
+def _require_same_batches(batches: Any, state: Mapping[str, Any]) -> None:
+    here = batches.state_dict()
+    names: Sequence[str] = ("samples", "batch_size", "seed", "shuffle")
+    for name in names:
+        if state[name] != here[name]:
+            raise UsageError(
+                f"epoch {here['epoch']}: the interrupted run had {name.replace('_', ' ')} "
+                f"{state[name]}, these batches have {here[name]}"
+            )
