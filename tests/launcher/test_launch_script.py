@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
+import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -14,7 +18,8 @@ import pytest
 
 from lockstep.commands.run import command, make_config
 from lockstep.errors import FileError, RankError, UsageError
-from lockstep.launcher import hang_monitor
+from lockstep.launcher import hang_monitor, run_folder
+from lockstep.launcher import launch_script as launch_script_module
 from lockstep.launcher.launch_script import LaunchConfig, launch_script
 from lockstep.launcher.listening_socket import DEFAULT_PORT
 
@@ -367,3 +372,293 @@ def test_master_address_and_port():
 def test_one_rank_per_core():
     assert config_of("-n", "cpu").nprocs == len(os.sched_getaffinity(0))
     assert config_of("-n", "auto").nprocs >= 1
+
+
+# --- continuing a run ---------------------------------------------------------------------
+
+# Says what it was given, and ends with the status in the file "status".
+TELL = """
+import os, sys
+resumed, run = os.environ.get("LOCKSTEP_RESUME"), os.environ["LOCKSTEP_RUN"]
+print(os.path.basename(run), resumed, os.environ["WORLD_SIZE"], *sys.argv[1:])
+status = int(open("status").read()) if os.path.exists("status") else 0
+sys.exit(status)
+"""
+
+
+@pytest.fixture
+def lockstep_run(tmp_path, monkeypatch, capfdbinary):
+    """Run `lockstep run` in this process; its exit status, and what rank 0 printed."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TELL)
+
+    def lockstep_run(*arguments: str) -> tuple[int, list[str]]:
+        capfdbinary.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            command.main([*arguments], standalone_mode=False)
+        lines = capfdbinary.readouterr().out.decode().splitlines()
+        told = [line.removeprefix("[0] ") for line in lines if not line.startswith("[1]")]
+        return int(ended.value.code or 0), told[0].split() if told else []
+
+    return lockstep_run
+
+
+def interrupted(lockstep_run, *arguments: str) -> str:
+    """Start a run that stops on request; return its name."""
+    Path("status").write_text("75")
+    status, (name, resumed, *_) = lockstep_run(*arguments)
+    assert (status, resumed) == (75, "None")
+    Path("status").unlink()
+    return name
+
+
+def description(name: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads(Path("runs", name, "launch.json").read_text())
+    return found
+
+
+def test_what_was_launched_is_recorded(lockstep_run, tmp_path):
+    name = interrupted(lockstep_run, "-n", "2", "train.py", "--lr", "1")
+    found = description(name)
+    assert re.match(r"20\d\d-\d\d-\d\dT\d\d:", str(found.pop("started")))
+    assert found == {
+        "version": 1, "kind": "script", "target": "train.py", "arguments": ["--lr", "1"],
+        "nprocs": 2, "nnodes": 1, "cwd": str(tmp_path), "python": sys.executable,
+        "exit_status": 75, "is_redacted": False,
+    }  # fmt: skip
+    for file in ("launch.json", "run.lock"):
+        assert stat.S_IMODE(Path("runs", name, file).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(("source", "status"), [("", 0), ("raise KeyError", 1)])
+def test_the_exit_status_is_recorded_at_the_end(run, source, status):
+    Path("train.py").touch()
+    source = "import os; print(open(os.environ['LOCKSTEP_RUN'] + '/launch.json').read())\n" + source
+    if status:
+        with pytest.raises(RankError):
+            run(source, flags="-n 1")
+    else:
+        run(source, flags="-n 1")
+    (log,) = logs().values()
+    assert json.loads(log.partition(b"Traceback")[0])["exit_status"] is None
+    (folder,) = Path("runs").iterdir()
+    assert description(folder.name)["exit_status"] == status
+
+
+def test_a_run_is_continued_with_its_recorded_command(lockstep_run, tmp_path, monkeypatch):
+    name = interrupted(lockstep_run, "-n", "2", "train.py", "--lr", "1")
+    assert lockstep_run("--resume", name) == (0, [name, "1", "2", "--lr", "1"])
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert lockstep_run("--resume", f"../runs/{name}", "-n", "1")[1] == [
+        name,
+        "1",
+        "1",
+        "--lr",
+        "1",
+    ]
+    monkeypatch.chdir(elsewhere)
+    assert lockstep_run("--log-dir", f"{tmp_path}/runs", "--resume", name)[1][:3] == [
+        name,
+        "1",
+        "1",
+    ]
+    monkeypatch.chdir(tmp_path)
+    first, *resumed = logs()["rank-0.log"].decode().split("\n\n--- resumed at ")
+    assert first == f"{name} None 2 --lr 1"
+    assert [part.split(" ---\n")[1].strip() for part in resumed] == [
+        f"{name} 1 {n} --lr 1" for n in (2, 1, 1)
+    ]
+    assert [path.name for path in Path("runs").iterdir()] == [name]
+
+
+def test_the_number_of_ranks_may_come_from_a_variable(lockstep_run, monkeypatch):
+    name = interrupted(lockstep_run, "-n", "2", "train.py")
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "1")
+    assert lockstep_run("--resume", name)[1] == [name, "1", "1"]
+
+
+def test_a_module_is_continued_as_a_module(lockstep_run):
+    name = interrupted(lockstep_run, "-m", "train", "x")
+    assert lockstep_run("--resume", name)[1] == [name, "1", "1", "x"]
+
+
+def test_a_run_is_continued_with_another_command(lockstep_run):
+    name = interrupted(lockstep_run, "train.py", "--lr", "1")
+    Path("other.py").write_text(TELL)
+    assert lockstep_run("--resume", name, "other.py", "2") == (0, [name, "1", "1", "2"])
+    assert description(name)["target"] == "other.py"
+    Path("empty").mkdir()  # any folder will do
+    assert lockstep_run("--resume", "empty", "other.py")[1] == ["empty", "1", "1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--resume none", "--resume none: there is no run runs/none and no folder none"),
+        ("--resume a/b", "--resume a/b: there is no run a/b and no folder runs/a/b"),
+        ("--resume empty", "empty has no launch.json, so its command is not known; give it again: "
+         "lockstep run --resume empty SCRIPT"),
+        ("--resume broken", "broken/launch.json is damaged, so the command of this run is not "
+         "known; give it again: lockstep run --resume broken SCRIPT"),
+        ("--resume NAME", "there is no script 'train.py' in "),
+        ("--resume moved", "moved ran in /none, which cannot be entered (No such file or directory)"
+         "; give the command again in another directory: lockstep run --resume /"),
+        ("--resume auto", "--resume auto needs SCRIPT"),
+        ("--resume NAME -m", "--module and --no-python need SCRIPT"),
+        ("--resume auto --nnodes 2 --master-addr a other.py",
+         "--resume auto: with --nnodes 2 hosts could choose different runs; name the run on every"),
+        ("--grace -1 other.py", "--grace -1: expected a number of seconds from 0"),
+        ("--grace nan other.py", "--grace nan: expected a number of seconds from 0"),
+    ],
+)  # fmt: skip
+def test_runs_that_cannot_be_continued(lockstep_run, arguments, sentence):
+    name = interrupted(lockstep_run, "train.py")
+    for folder in ("empty", "broken", "moved"):
+        Path(folder).mkdir()
+    Path("broken/launch.json").write_text('{"kind": "script"')
+    Path("moved/launch.json").write_text(json.dumps({**description(name), "cwd": "/none"}))
+    Path("train.py").rename("other.py")
+    with pytest.raises(UsageError) as caught:
+        lockstep_run(*arguments.replace("NAME", name).split())
+    assert str(caught.value).startswith(sentence)
+    assert [path.name for path in Path("runs").iterdir()] == [name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kind": "other"}, {"arguments": [1]}, {"nprocs": "2"}, {"started": "today"}, {"target": 0}],
+)
+def test_a_description_with_wrong_values_is_damaged(lockstep_run, change):
+    name = interrupted(lockstep_run, "train.py")
+    Path("runs", name, "launch.json").write_text(json.dumps({**description(name), **change}))
+    with pytest.raises(UsageError, match=r"launch\.json is damaged"):
+        lockstep_run("--resume", name)
+
+
+def test_auto_continues_the_newest_run_of_the_command(lockstep_run, capfdbinary, tmp_path):
+    auto = ("--resume", "auto", "-n", "2", "train.py", "--lr", "1")
+    older = interrupted(lockstep_run, "train.py", "--lr", "1")
+    newer = interrupted(lockstep_run, "train.py", "--lr", "1")
+    other = interrupted(lockstep_run, "train.py", "--lr", "2")
+    assert len({older, newer, other}) == 3
+    assert lockstep_run(*auto)[1] == [newer, "1", "2", "--lr", "1"]
+    assert lockstep_run(*auto)[1][:2] == [older, "1"]  # now the newer one is done
+    third, resumed, *_ = lockstep_run(*auto)[1]  # now both are
+    assert resumed == "None"
+    assert third not in {older, newer, other}
+    changed = {**description(other), "cwd": "/elsewhere"}
+    Path("runs", other, "launch.json").write_text(json.dumps(changed))
+    assert lockstep_run("--resume", "auto", "train.py", "--lr", "2")[1][1] == "None"
+
+
+def test_auto_says_what_it_chose(lockstep_run, capfdbinary):
+    name = interrupted(lockstep_run, "train.py")
+    config = LaunchConfig("train.py", resumes_newest=True)
+    assert launch_script(config) == 0
+    assert (
+        f"lockstep: --resume auto: continuing runs/{name}\n"
+        in capfdbinary.readouterr().err.decode()
+    )
+    assert launch_script(config) == 0
+    new = "lockstep: --resume auto: runs has no run of this command to continue; a new one starts\n"
+    assert new in capfdbinary.readouterr().err.decode()
+
+
+USE = """
+import sys
+from lockstep.launcher.run_folder import hold_run
+hold_run(sys.argv[1]); print(flush=True); sys.stdin.read()
+"""
+
+
+def test_a_run_that_is_running_is_not_continued(lockstep_run, monkeypatch):
+    wait = partial(run_folder.wait_until_free, timeout=0.1)
+    monkeypatch.setattr(launch_script_module, "wait_until_free", wait)
+    monkeypatch.setattr(run_folder, "EXIT_TIMEOUT", 0.1)
+    name = interrupted(lockstep_run, "train.py")
+    with subprocess.Popen(
+        [sys.executable, "-c", USE, f"runs/{name}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as user:
+        user.stdout.readline()
+        with pytest.raises(UsageError, match=rf"^runs/{name} is still in use after 0\.1 s, by pro"):
+            lockstep_run("--resume", name)
+        assert lockstep_run("--resume", "auto", "train.py")[1][1] == "None"
+        user.stdin.close()
+    assert lockstep_run("--resume", name)[1][:2] == [name, "1"]
+
+
+def test_a_secret_is_not_stored(lockstep_run, capfdbinary):
+    arguments = ("train.py", "--api-key", "planted-secret")
+    name = interrupted(lockstep_run, *arguments)
+    assert "planted" not in Path("runs", name, "launch.json").read_text()
+    assert description(name)["is_redacted"] is True
+    with pytest.raises(UsageError) as caught:
+        lockstep_run("--resume", name)
+    assert str(caught.value) == (
+        f"the command of runs/{name} contained a secret, which is not stored; give it again: "
+        f"lockstep run --resume runs/{name} SCRIPT"
+    )
+    told = [name, "1", "1", "--api-key", "planted-secret"]
+    assert lockstep_run("--resume", "auto", *arguments) == (0, told)
+    Path("status").write_text("75")
+    assert launch_script(LaunchConfig(arguments[0], arguments[1:])) == 75
+    assert (
+        " SCRIPT ARGUMENTS (they contain a secret, which is not stored)\n"
+        in capfdbinary.readouterr().err.decode()
+    )
+
+
+def test_variables_of_another_run_do_not_reach_a_new_one(lockstep_run, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_RESUME", "1")
+    monkeypatch.setenv("LOCKSTEP_RUN", "/another")
+    name, resumed, *_ = lockstep_run("train.py")[1]
+    assert (name[:6], resumed) == ("train-", "None")
+
+
+def test_the_launcher_of_another_host_neither_waits_nor_writes(lockstep_run):
+    name = interrupted(lockstep_run, "train.py")
+    folder = Path("runs", name)
+    config = LaunchConfig(
+        "other.py", nnodes=2, node_rank=1, master_addr="a", master_port=1, resumed_run=folder
+    )
+    before = description(name)
+    with subprocess.Popen(
+        [sys.executable, "-c", USE, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as host_0:
+        host_0.stdout.readline()
+        opened = launch_script_module._open_run_folder(config)
+        opened.record(0)
+        host_0.stdin.close()
+    assert opened.variables() == {"LOCKSTEP_RUN": str(folder.resolve()), "LOCKSTEP_RESUME": "1"}
+    assert description(name) == before
+
+
+def test_a_log_that_cannot_be_continued(lockstep_run):
+    name = interrupted(lockstep_run, "train.py")
+    log = Path("runs", name, "rank-0.log")
+    log.unlink()
+    log.mkdir()
+    with pytest.raises(FileError, match=rf"^runs/{name}/rank-0.log cannot be written: Is a direc"):
+        lockstep_run("--resume", name)
+    assert description(name)["exit_status"] == 1
+
+
+def test_a_launch_that_cannot_start_ends_at_once(tmp_path, monkeypatch):
+    """It must not wait for ranks that were never started."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    monkeypatch.setattr("lockstep.launcher.supervisor.GRACE", 600.0)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="in use"):
+        launch_script(LaunchConfig("train.py", master_port=taken.getsockname()[1]))
+
+
+def test_a_launch_whose_description_cannot_be_written_goes_on(run, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(launch_script_module, "write_description", fail)
+    printed = run("print('works')", flags="-n 1")
+    assert printed.out == b"works\n"
+    assert b"/launch.json cannot be written: No space left on device\n" in printed.err

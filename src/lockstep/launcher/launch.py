@@ -204,6 +204,8 @@ def _catch_sigterm() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if requests:
             os.kill(os.getpid(), signal.SIGTERM)
+            # Only process 1 of a container survives that.
+            raise SystemExit(128 + signal.SIGTERM)
 
 
 @overload

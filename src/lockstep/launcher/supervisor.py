@@ -72,6 +72,7 @@ class RankSupervisor:
         self.pids: dict[int, int] = {}
         self.outputs: dict[int, RankOutput] = {}
         self.was_asked_to_stop = False
+        self._started: set[int] = set()
         self._channel: Channel | None = channel
         self._own_fork_server = own_fork_server
         self._reports: dict[int, Channel] = {}
@@ -129,6 +130,7 @@ class RankSupervisor:
                 streams[1:] = [stream.writing for stream in output.streams]
             message = {**task, "kind": "rank", "rank": rank}
             self._channel.send(message, [*streams, theirs.fileno(), work])
+        self._started.add(rank)
         theirs.close()
         self._reports[rank] = ours
         self.add_reader(ours.fileno(), partial(self._on_report, rank))
@@ -331,7 +333,8 @@ class RankSupervisor:
         return error
 
     def _process_events_until(self, deadline: float) -> bool:
-        while self.running:
+        """Process events until every rank that was started has exited, or the deadline."""
+        while self._started.intersection(self.running):
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
