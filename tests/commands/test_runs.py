@@ -9,6 +9,7 @@ import records
 from lockstep.cli import cli
 from lockstep.commands.runs import list_runs, runs_table
 from lockstep.errors import UsageError
+from lockstep.launcher.run_folder import describe_launch, write_description
 
 
 def invoke(*arguments):
@@ -71,10 +72,26 @@ def test_the_command_that_resumes_a_stopped_run(tmp_path, recipe):
         records.write(tmp_path / name, [*lines[:-1], records.END | {"state": "stopped"}])
     for name in ("night", "done"):
         (tmp_path / name / "checkpoints" / "step-10").mkdir(parents=True)
-    command = f"lockstep {'train' if recipe else 'run'} --resume {tmp_path / 'night'}"
+    command = f"lockstep train --resume {tmp_path / 'night'}"
+    if recipe is None:
+        command = f"lockstep run -n 2 --resume {tmp_path / 'night'} SCRIPT"
     output = invoke(str(tmp_path)).output
     assert output.splitlines()[-2:] == ["Resume a run with", command]
     found = {run["name"]: run for run in json.loads(invoke(str(tmp_path), "--json").output)}
     assert found["night"]["state"] == found["bare"]["state"] == "stopped"
     assert found["night"]["resume_command"] == command
     assert found["done"]["resume_command"] is found["bare"]["resume_command"] is None
+
+
+@pytest.mark.parametrize("argument", ["--lr=0.1", "--password=hunter22"])
+def test_a_script_that_was_launched_is_resumed_without_its_command(tmp_path, argument):
+    """Unless the command had a secret, which is not stored."""
+    lines = [*records.whole(recipe=None)[:-1], records.END | {"state": "stopped"}]
+    folder = records.write(tmp_path / "night", lines)
+    (folder / "checkpoints" / "step-10").mkdir(parents=True)
+    write_description(folder, describe_launch("script", "train.py", [argument], 2, 1))
+    (found,) = json.loads(invoke(str(tmp_path), "--json").output)
+    command = f"lockstep run --resume {folder}"
+    if "password" in argument:
+        command = f"lockstep run -n 2 --resume {folder} SCRIPT"
+    assert found["resume_command"] == command

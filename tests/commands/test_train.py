@@ -1,12 +1,17 @@
 """`lockstep train`: the main job, and one sentence for each mistake."""
 
+import functools
 import gzip
 import json
+import shutil
+import signal
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from click.testing import CliRunner
@@ -17,11 +22,13 @@ import lockstep as ls
 from lockstep import cli
 from lockstep.data.datasets import digits
 from lockstep.errors import LockstepError
+from lockstep.launcher import run_folder
 from lockstep.recipes.digits import digit_network
+from lockstep.record.reader import read_run
 
 FIELDS = {
     "recipe", "world_size", "replicas", "stages", "microbatches", "epochs", "steps", "samples",
-    "loss", "accuracy", "digest", "seconds", "samples_per_second",
+    "loss", "accuracy", "digest", "seconds", "samples_per_second", "resumed_from_step",
 }  # fmt: skip
 
 
@@ -50,6 +57,7 @@ def test_one_digest_loss_and_accuracy_for_every_number_of_ranks(tmp_path):
         assert (summary["epochs"], summary["steps"], summary["samples"]) == (1, 45, 1438)
         weights = load_file(Path(summary["run"]) / "weights.safetensors")
         assert ls.digest(weights) == summary["digest"]
+        assert summary["resumed_from_step"] is None
     for name in ("digest", "optimizer_digest", "loss", "accuracy"):
         assert len({summary[name] for summary in found}) == 1
     assert found[0]["accuracy"] > 0.4
@@ -208,3 +216,195 @@ def test_a_full_disk_ends_the_record_but_not_the_training(tmp_path):
     assert "Traceback" not in outcome.stderr
     weights = load_file(tmp_path / "mine" / "weights.safetensors")
     assert json.loads(outcome.stdout.splitlines()[-1])["digest"] == ls.digest(weights)
+
+
+# --- resuming ---------------------------------------------------------------------------------
+
+SAME = ("digest", "optimizer_digest", "loss", "accuracy", "steps", "samples", "epochs")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Train two epochs of 45 steps; return the summary."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    status, output = train("digits", "--epochs", 2, "--json", "--runs", place, "--name", "whole")
+    assert status == 0
+    return json.loads(output.splitlines()[-1])
+
+
+def start(folder, *arguments):
+    """Start a run in `folder` in a process of its own."""
+    command = [sys.executable, "-m", "lockstep", "train", "digits", "-q", "--epochs", "2"]
+    command += ["--runs", str(folder.parent), "--name", folder.name, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_line(process, folder, kind, step):
+    """Wait until the record has a line of a kind with at least this step."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / "record.jsonl").exists():
+            run = read_run(folder)
+            lines = run.checkpoints if kind == "checkpoint" else []
+            numbers = [line["step"] for line in lines] + run.steps.step[-1:].tolist() * (not lines)
+            if numbers and max(numbers) >= step and (lines or kind == "step"):
+                return
+        time.sleep(0.01)
+    raise AssertionError(f"no {kind} {step}: {process.communicate(timeout=20)}")
+
+
+def kill_all(process):
+    """Kill a process, and all that it started."""
+    started = psutil.Process(process.pid).children(recursive=True)
+    for each in [process, *started]:
+        each.kill()
+    process.communicate(timeout=20)
+    psutil.wait_procs(started, timeout=20)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Kill every process of a run on 2 ranks in its second epoch; return the run's folder."""
+    folder = tmp_path_factory.mktemp("killed") / "night"
+    process = start(folder, "-n", 2, "--checkpoint-every", 7, "--workers", 1)
+    try:
+        wait_for_line(process, folder, "checkpoint", 49)
+    finally:
+        kill_all(process)
+    assert process.returncode == -signal.SIGKILL
+    run = read_run(folder)
+    assert run.state == "died"
+    assert len(run.steps) < 90
+    return folder
+
+
+def resume(folder, *arguments):
+    """Resume a run; return (exit status, output)."""
+    found = train("--resume", folder, *arguments)
+    run_folder.release_run(folder)
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [("-n", 1, "--workers", 0), ("-n", 3, "--checkpoint-every", 1000), ("--stages", 2)],
+    ids=str,
+)
+def test_a_killed_run_goes_on_in_any_layout(tmp_path, killed, undisturbed, layout):
+    folder = tmp_path / "copy"
+    shutil.copytree(killed, folder)
+    status, output = resume(folder, "--json", *layout)
+    assert status == 0
+    summary = json.loads(output.splitlines()[-1])
+    assert {name: summary[name] for name in SAME} == {name: undisturbed[name] for name in SAME}
+    assert 49 <= summary["resumed_from_step"] < 90
+    assert summary["run"] == str(folder)
+    given = dict(zip(layout[::2], layout[1::2], strict=True))
+    assert summary["world_size"] == given.get("-n", 2), "as many ranks as before by default"
+    run, whole = read_run(folder), read_run(Path(undisturbed["run"]))
+    assert run.steps.step.tolist() == list(range(90)), "no batch is lost or used twice"
+    assert run.steps.loss.tolist() == whole.steps.loss.tolist()
+    assert [line["evaluation"] for line in run.epochs] == [
+        line["evaluation"] for line in whole.epochs
+    ]
+    assert run.state == "done"
+    assert ls.digest(load_file(folder / "weights.safetensors")) == undisturbed["digest"]
+
+
+def test_a_run_that_is_done_prints_its_summary_again(tmp_path, undisturbed):
+    folder = tmp_path / "copy"
+    shutil.copytree(undisturbed["run"], folder)
+    status, output = resume(folder, "--json", "-n", 2)
+    assert status == 0
+    summary = json.loads(output.splitlines()[-1])
+    assert {name: summary[name] for name in SAME} == {name: undisturbed[name] for name in SAME}
+    assert summary["resumed_from_step"] == 90
+    assert len(read_run(folder).steps) == 90
+
+
+def test_a_run_that_is_asked_to_stop_says_how_to_go_on(tmp_path, undisturbed):
+    folder = tmp_path / "night"
+    process = start(folder)
+    try:
+        wait_for_line(process, folder, "step", 3)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            kill_all(process)
+    assert process.returncode == 75
+    assert f"continue with: lockstep train --resume {folder}" in said
+    assert "Traceback" not in said
+    assert read_run(folder).state == "stopped"
+    status, output = resume(folder)
+    assert status == 0
+    assert undisturbed["digest"] in output.splitlines()[-2]
+    assert "resumed    after step " in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--lr", 0.5], "--lr 0.5: the run {} was started with --lr 0.05"),
+        (["--bf16"], "--bf16: the run {} was started without --bf16"),
+        (["--threads", 2], "--threads 2: the run {} was started with --threads 1"),
+        (["--seed", 0, "--epochs", 3], "--epochs 3: the run {} was started with --epochs 2"),
+        (["--microbatches", 4], "--microbatches 4: the run {} was started with --microbatches 8"),
+        (["--data", "x"], "--data x: the run {} was started without --data"),
+        (["--name", "other"], "--name other: the run {} was started with --name whole"),
+        (["mnist"], "RECIPE mnist: the run {} was started with RECIPE digits"),
+        (["-n", 3, "--stages", 2], "-n 3 must be a multiple of --stages 2"),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_keeps_what_decides_its_results(undisturbed, arguments, sentence):
+    before = (Path(undisturbed["run"]) / "record.jsonl").read_bytes()
+    status, message = resume(undisturbed["run"], *arguments)
+    assert status == 2
+    assert sentence.format(undisturbed["run"]) in message
+    assert (Path(undisturbed["run"]) / "record.jsonl").read_bytes() == before
+
+
+def test_the_same_values_may_be_given_again(tmp_path, undisturbed):
+    folder = tmp_path / "whole"
+    shutil.copytree(undisturbed["run"], folder)
+    given = ["digits", "--seed", 0, "--epochs", 2, "--lr", 0.05, "--name", "whole"]
+    assert resume(folder, *given)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("header", "sentence"),
+    [
+        (None, "there is no run"),
+        ({"kind": "run", "options": {"lr": 1}}, "lockstep run --resume"),
+        ({"kind": "run", "options": {"recipe": "digits"}}, "its record has no option "),
+    ],
+)
+def test_a_folder_that_cannot_be_resumed(tmp_path, header, sentence):
+    if header is not None:
+        (tmp_path / "record.jsonl").write_text(json.dumps(header) + "\n")
+    status, message = resume(tmp_path)
+    assert status == 2
+    assert sentence in message
+    assert "\n" not in message
+
+
+def test_a_run_that_is_going_is_not_resumed(tmp_path, monkeypatch):
+    wait = functools.partial(run_folder.wait_until_free, timeout=0.2)
+    monkeypatch.setattr(run_folder, "wait_until_free", wait)
+    folder = tmp_path / "night"
+    process = start(folder, "--epochs", 30)
+    try:
+        wait_for_line(process, folder, "step", 0)
+        status, message = resume(folder)
+        assert process.poll() is None, "it was going"
+    finally:
+        kill_all(process)
+    assert status == 2
+    assert "still" in message
+
+
+def test_a_recipe_or_a_run_is_needed(tmp_path):
+    status, message = train("--runs", tmp_path)
+    assert status == 2
+    assert "Missing argument 'RECIPE'" in message

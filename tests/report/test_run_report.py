@@ -264,8 +264,9 @@ def test_a_resumed_run_counts_each_step_once(resumed):
     assert well.endswith("after 2 epochs.")
     assert fast.startswith(
         "Net of 21,840 parameters on 2 replicas, 8 micro-batches, gloo, cpu: 640 samples in "
-        "20 steps took"
+        "20 steps took 2.00 s, "
     )
+    assert summarize(resumed).seconds == 2.0, "not that of the last process alone"
 
 
 def test_times_of_a_resumed_run_are_those_of_its_last_layout(resumed):

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from lockstep.errors import FileError, LayoutError, UsageError
+from lockstep.messages import say
 from lockstep.pipeline.schedules import NAMES
 from lockstep.record.loggers import LOGGER_NAMES
+
+if TYPE_CHECKING:
+    from lockstep.record.reader import Run
 
 __all__ = ["command"]
 
@@ -19,10 +26,13 @@ RECIPES = ("digits", "mnist", "resnet50")
 DECAYS = ("cosine", "none")
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
+CHANGEABLE = {"stages", "schedule", "activation_checkpointing", "workers", "logger"}
+CHANGEABLE |= {"checkpoint_every", "quiet", "download"}  # when a run is resumed: no bit changes
+NOT_RECALLED = {"quiet", "download"}  # apply to one process, not to the run
 
 
 @click.command()
-@click.argument("recipe", type=click.Choice(RECIPES))
+@click.argument("recipe", type=click.Choice(RECIPES), required=False)
 @click.option(
     "-n", "--nprocs", default=1, show_default=True, type=POSITIVE, help="Number of ranks."
 )
@@ -96,6 +106,14 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
     help="Folder of the data.  [default: mnist data/mnist; resnet50 generated images]",
 )
 @click.option("--download", is_flag=True, help="Download missing data from a public mirror.")
+@click.option(
+    "--checkpoint-every", metavar="N", type=POSITIVE,
+    help="Steps between two checkpoints.  [default: as many as take 300 s]",
+)  # fmt: skip
+@click.option(
+    "--resume", metavar="RUN",
+    help="Continue this run, a name under --runs or a folder, with its recipe and options.",
+)  # fmt: skip
 @click.option("--runs", default="runs", show_default=True, metavar="DIR", help="Folder of runs.")
 @click.option("--name", metavar="NAME", help="Name of the run.  [default: recipe, date and time]")
 @click.option(
@@ -110,14 +128,35 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
     help="Print one JSON object at the end; the display goes to stderr.",
 )
 def command(
-    recipe: str, nprocs: int, runs: str, name: str | None, as_json: bool, **given: Any
+    recipe: str | None,
+    nprocs: int,
+    runs: str,
+    name: str | None,
+    resume: str | None,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Train RECIPE on N ranks, as replicas or pipeline stages.
 
-    Results are bit-identical in every layout. The record and the weights of the run
-    are written to runs/NAME.
+    Results are bit-identical in every layout. The record, the weights and the checkpoints
+    of the run are written to runs/NAME.
+
+    --resume RUN continues a run from its latest checkpoint, with the results of an
+    uninterrupted one. RECIPE and options are then those of the run; -n, --stages,
+    --schedule, --activation-checkpointing, --workers, --logger and --checkpoint-every
+    may differ.
+
+    Exit status: 0 success, 1 the training failed, 2 usage error, 75 stopped on request
+    after saving a checkpoint, 128+N ended by signal N.
     """
+    resumed = None
+    if resume is not None:
+        resumed = _open_resumed(resume, runs)
+        recipe, nprocs = _recall_options(resumed, recipe, name, nprocs, given)
+    if recipe is None:
+        raise click.UsageError("Missing argument 'RECIPE'; or continue a run with --resume RUN.")
     _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
+    from lockstep.launcher.failure_attribution import STOPPED
     from lockstep.launcher.launch import launch
     from lockstep.record.loggers import create_logger
     from lockstep.record.recorder import create_run_folder
@@ -126,18 +165,100 @@ def command(
         raise UsageError(f"--size: the images of {recipe} have a fixed size; omit this option")
     for each in given["logger"]:
         create_logger(each, Path(runs))  # its package is missing: say so before the ranks start
-    folder = Path(runs) / (name or create_run_folder(Path(runs), recipe))
+    if given["data"] is not None:
+        given["data"] = os.path.abspath(given["data"])  # to be found from another directory, too
+    folder = Path(runs) / (name or "") if resumed is None else resumed.folder
+    if resumed is None and not name:
+        folder /= create_run_folder(Path(runs), recipe)
     if given["download"]:
         _download(recipe, given["data"])
     elif recipe == "resnet50" and given["data"] is None:
         from lockstep.recipes.resnet50 import NOTICE
 
         click.echo(NOTICE, err=True)
-    summary = launch(_rank, (recipe, given, str(folder)), nprocs)[0]
+    try:
+        summary = launch(_rank, (recipe, given, str(folder), resumed is not None), nprocs)[0]
+    except SystemExit as stop:
+        if stop.code == STOPPED:
+            say(f"continue with: {shlex.join(['lockstep', 'train', '--resume', str(folder)])}")
+        raise
     failure = summary.pop("failure", None)
     click.echo(json.dumps(summary) if as_json else _format_summary(summary))
     if failure is not None:
         raise FileError(failure)
+
+
+def _open_resumed(run: str, runs: str) -> Run:
+    """Return the run to resume, once no other process uses it.
+
+    Raises:
+        UsageError: There is no such run, it is not one of a recipe, or it is going.
+    """
+    from lockstep.launcher.run_folder import find_run, wait_until_free
+    from lockstep.record.columns import as_dict
+    from lockstep.record.reader import read_ends
+
+    found = read_ends(find_run(run, Path(runs)))
+    if as_dict(found.latest("options")).get("recipe") not in RECIPES:
+        raise UsageError(
+            f"{found.folder} is not a run of `lockstep train`, so its options are not known; "
+            f"continue a run of a script with `lockstep run --resume {found.folder}`"
+        )
+    wait_until_free(found.folder)
+    return read_ends(found.folder)
+
+
+def _recall_options(
+    run: Run, recipe: str | None, name: str | None, nprocs: int, given: dict[str, Any]
+) -> tuple[str, int]:
+    """Put the options of a run that were not given into `given`.
+
+    Returns:
+        The recipe and the number of ranks.
+
+    Raises:
+        UsageError: An option that decides the results was given with another value.
+    """
+    context = click.get_current_context()
+    recorded: dict[str, Any] = run.latest("options")
+    for option in given.keys() - CHANGEABLE - recorded.keys():
+        raise UsageError(
+            f"{run.folder} cannot be resumed: its record has no option {option}, which decides "
+            f"the results; start a new run"
+        )
+    asked = {"recipe": recipe, "name": name, **given}
+    for parameter in context.command.params:
+        option = parameter.name or ""
+        is_given = context.get_parameter_source(option) is not ParameterSource.DEFAULT
+        if option == "name":
+            recorded = recorded | {"name": run.folder.resolve().name}
+        if is_given and option in asked and option not in CHANGEABLE:
+            _require_same(run, parameter, asked[option], recorded.get(option))
+        if not is_given and option in given and option in recorded and option not in NOT_RECALLED:
+            given[option] = recorded[option]
+    if given["stages"] == 1 and context.get_parameter_source("schedule") is ParameterSource.DEFAULT:
+        given["schedule"] = None
+    if context.get_parameter_source("nprocs") is ParameterSource.DEFAULT:
+        nprocs = int(run.layout.get("world_size") or nprocs)
+    return recorded["recipe"], nprocs
+
+
+def _require_same(run: Run, parameter: click.Parameter, value: Any, recorded: Any) -> None:
+    """Raise UsageError unless an option of a resumed run has the value that it had."""
+    if parameter.name == "data" and None not in (value, recorded):
+        value, recorded = os.path.abspath(value), os.path.abspath(recorded)
+    if value == recorded:
+        return
+    option = parameter.opts[-1] if isinstance(parameter, click.Option) else "RECIPE"
+    if value is True:
+        asked, had = option, f"without {option}"
+    else:
+        asked = f"{option} {value}"
+        had = f"with {option} {recorded}" if recorded is not None else f"without {option}"
+    raise UsageError(
+        f"{asked}: the run {run.folder} was started {had}, which a resumed run keeps; omit it, "
+        f"or start a new run"
+    )
 
 
 def _check_layout(nprocs: int, stages: int, microbatches: int, schedule: str | None) -> None:
@@ -160,10 +281,14 @@ def _check_layout(nprocs: int, stages: int, microbatches: int, schedule: str | N
         )
 
 
-def _rank(recipe: str, given: dict[str, Any], folder: str) -> dict[str, Any]:
+def _rank(recipe: str, given: dict[str, Any], folder: str, is_resumed: bool) -> dict[str, Any]:
     """Train on one rank."""
+    from lockstep.launcher.run_folder import RESUME
     from lockstep.recipes.classification import Options, train
 
+    os.environ.pop(RESUME, None)  # of a script that starts this command
+    if is_resumed:
+        os.environ[RESUME] = "1"
     module = importlib.import_module(f"lockstep.recipes.{recipe}")
     chosen = {name: value for name, value in given.items() if value is not None}
     options = Options(recipe=recipe, **{"data": None, **module.defaults(chosen), **chosen})
@@ -202,10 +327,15 @@ def _format_summary(summary: dict[str, Any]) -> str:
         f"{summary['steps']} steps, {summary['samples']:,} samples",
         "accuracy": f"{summary['accuracy']:.2%} of {summary['held_out']:,} held-out samples, "
         f"loss {summary['loss']:.4f}",
+        "resumed": f"after step {summary['resumed_from_step']}",
         "speed": f"{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s",
         "run": summary["run"],
         "optimizer": summary["optimizer_digest"],
         "digest": f"{summary['digest']}",
         "": "The digests are the same for every layout.",
     }
+    if summary["resumed_from_step"] is None:
+        del rows["resumed"]
+    if not summary["samples_per_second"]:
+        del rows["speed"]  # it was done before
     return "\n".join(f"{name:<10} {value}" for name, value in rows.items())

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from lockstep.checkpoint.schedule import CheckpointConfig
 from lockstep.errors import FileError
 from lockstep.launcher.world import init
 from lockstep.model.forward import accuracy
@@ -55,6 +56,7 @@ class Options:
     schedule: str | None = None
     activation_checkpointing: bool = False
     logger: tuple[str, ...] = ()
+    checkpoint_every: int | None = None  # steps
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ Network = Callable[[int], nn.Module]
 def train(options: Options, load: Load, network: Network, folder: str) -> dict[str, Any]:
     """Train on this rank, evaluate after each epoch, and return the summary.
 
-    Rank 0 writes the record and the weights.
+    Rank 0 writes the record and the weights. A run that was interrupted is continued if the
+    variable LOCKSTEP_RESUME is set.
 
     Args:
         options: The options.
@@ -100,6 +103,7 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
         }
         record = [Recorder(Path(folder), metadata), progress]
         record += [create_logger(name, Path(folder)) for name in options.logger]
+    taken: list[int] = []  # samples of each step of this process
     begun = time.perf_counter()
     with Trainer(
         network(data.classes),
@@ -120,6 +124,8 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
         metrics={"accuracy": accuracy},
         autocast_dtype=torch.bfloat16 if options.bf16 else None,
         loggers=record,
+        callbacks=lambda result: taken.append(result.samples),
+        checkpoint=CheckpointConfig(every_steps=options.checkpoint_every),
     ) as trainer:
         for epoch in range(options.epochs):
             for batch in trainer.batches(
@@ -146,8 +152,9 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
             "digest": trainer.digest(),
             "optimizer_digest": trainer.optimizer_digest(),
             "seconds": seconds,
-            "samples_per_second": trainer.history.samples / seconds,
+            "samples_per_second": sum(taken) / seconds,
             "run": folder,
+            "resumed_from_step": trainer.resumed_from,
         }
         try:
             trainer.finish()

@@ -37,8 +37,9 @@ from typing import Any, Protocol
 
 from lockstep.errors import UsageError
 from lockstep.files import replace_file
+from lockstep.launcher.run_folder import RESUME, RUN
 from lockstep.messages import say
-from lockstep.record.recorder import RESUME_VARIABLE, TIME_CATEGORIES
+from lockstep.record.recorder import TIME_CATEGORIES
 
 __all__ = ["LOGGER_NAMES", "DashboardLogger", "Logger", "MLflow", "TensorBoard", "WandB"]
 __all__ += ["collect_scalars", "create_logger"]
@@ -145,7 +146,7 @@ class DashboardLogger(abc.ABC):
     def _write(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "run":
             self._header = fields
-            if os.environ.get(RESUME_VARIABLE):
+            if os.environ.get(RESUME):
                 return  # the line "resume" follows
         if kind == "resume":
             self.resumed_step = int(fields.get("step") or 0)
@@ -213,7 +214,7 @@ class DashboardLogger(abc.ABC):
         return found if isinstance(found, dict) else {}
 
     def _ids_path(self) -> Path | None:
-        folder = self.run_folder or Path(os.environ.get("LOCKSTEP_RUN") or os.devnull)
+        folder = self.run_folder or Path(os.environ.get(RUN) or os.devnull)
         return folder / IDS_FILE if folder.is_dir() else None
 
 

@@ -141,7 +141,6 @@ class Progress:
         """
         if not self.quiet:
             self.meter.resume(self._clock(), step, epochs)
-            self._print(f"resumed at step {step:,}")
             self._next = self._clock() + (REDRAW_INTERVAL if self._live else LINE_INTERVAL)
 
     def note(self, message: str) -> None:

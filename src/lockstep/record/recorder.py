@@ -33,18 +33,17 @@ import orjson
 
 from lockstep.errors import FileError, UsageError
 from lockstep.files import create_file, make_folder
+from lockstep.launcher.run_folder import RESUME
 from lockstep.messages import say
 from lockstep.redaction import redact
 
-__all__ = ["RECORD_FILE", "RECORD_VERSION", "RESUME_VARIABLE", "TIME_CATEGORIES", "Recorder"]
-__all__ += ["create_run_folder"]
+__all__ = ["RECORD_FILE", "RECORD_VERSION", "TIME_CATEGORIES", "Recorder", "create_run_folder"]
 
 RECORD_FILE = "record.jsonl"
 RECORD_VERSION = 1
 TIME_CATEGORIES = ("compute", "communication", "waiting", "data")
 """The categories of a step's time, in the order of a row of `ranks`."""
 
-RESUME_VARIABLE = "LOCKSTEP_RESUME"
 LOCK_SECONDS = 2.0  # until a lock that is held counts as another run's
 TAIL_BYTES = 1 << 17  # of a record's end, in which the last time is looked for
 JSON_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
@@ -89,7 +88,7 @@ class Recorder:
         self.is_continued = False
         """Whether the lines follow those of an earlier process."""
         passed = 0.0
-        resume = bool(os.environ.get(RESUME_VARIABLE)) if resume is None else resume
+        resume = bool(os.environ.get(RESUME)) if resume is None else resume
         if resume and self.path.exists():
             self._descriptor, last = _open_file(self.path)
             self.is_continued, passed = last is not None, last or 0.0

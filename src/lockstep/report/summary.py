@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.formatting import format_quantity
+from lockstep.launcher.run_folder import read_description
 from lockstep.messages import escape_control
 from lockstep.record.columns import Column, Line
 from lockstep.record.reader import Run
@@ -73,7 +74,7 @@ def summarize(run: Run) -> Summary:
         loss=loss,
         metrics=metrics,
         held_out=held_out,
-        seconds=number_or(end.get("seconds"), last_time(run)),
+        seconds=_total_seconds(run),
         speed=float(np.nansum(recent.samples)) / stepping if stepping > 0 else math.nan,
         step_seconds=_finite_median(recent.seconds),
         digest=as_text(end.get("digest")),
@@ -89,8 +90,23 @@ def _resume_command(run: Run) -> str:
         return ""
     if not any((run.folder / "checkpoints").glob("step-*")):
         return ""
-    command = "train" if run.header.get("recipe") else "run"
-    return shlex.join(["lockstep", command, "--resume", escape_control(str(run.folder))])
+    folder = escape_control(str(run.folder))
+    if run.header.get("recipe"):
+        return shlex.join(["lockstep", "train", "--resume", folder])
+    command = ["lockstep", "run", "--resume", folder]
+    launched = read_description(run.folder)
+    if launched is None or launched.is_redacted:  # its command is not known
+        ranks = number_or(run.layout.get("world_size"), 1)
+        command[2:2] = ["-n", f"{ranks:.0f}"]
+        command += ["SCRIPT"]
+    return shlex.join(command)
+
+
+def _total_seconds(run: Run) -> float:
+    """Return the duration of a run, over all of its processes."""
+    end = run.end or {}
+    name = "t" if run.resumes else "seconds"  # the latter counts from the start of the process
+    return number_or(end.get(name), last_time(run))
 
 
 def _final_quality(run: Run) -> tuple[float, dict[str, float], bool]:
