@@ -9,6 +9,7 @@
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include "activity.h"
 #include "backend.h"
 #include "errors.h"
 
@@ -157,5 +158,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("is_shared", &is_shared, py::arg("tensor"));
   module.def("heap_bytes", [] { return Heap::instance().used_bytes(); });
   module.def("kernels", [] { return std::string(kernels().name); });
+  module.def("set_activity_page", &set_activity_page, py::arg("address"));
   module.def("set_where", [](py::object function) { locate_function = function.release().ptr(); });
 }

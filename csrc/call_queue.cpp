@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include "activity.h"
 #include "sync.h"
 
 namespace lockstep {
@@ -44,7 +45,11 @@ std::unique_lock<std::timed_mutex> CallQueue::lock_execution() {
   using Time = Clock;
 #endif
   std::unique_lock<std::timed_mutex> lock(execution_mutex_, std::try_to_lock);
-  while (!lock && !lock.try_lock_until(Time::now() + kSleepSlice)) poll_signals();
+  SleepScope scope;
+  while (!lock && !lock.try_lock_until(Time::now() + kSleepSlice)) {
+    scope.begin();
+    poll_signals();
+  }
   return lock;
 }
 

@@ -1,5 +1,6 @@
 #include "collective_call.h"
 
+#include "activity.h"
 #include "errors.h"
 
 namespace lockstep {
@@ -17,6 +18,7 @@ CollectiveCall::CollectiveCall(Group& group, const CallInfo& info,
   own.calls[parity_] = info;
   own.last_op.store(static_cast<uint32_t>(info.op), std::memory_order_relaxed);
   own.calls_begun.store(number_, std::memory_order_relaxed);
+  publish_call(op_name(info.op), -1, number_, info.count, group_.info_.name, begun_);
   if (is_stopped()) check();
 }
 
@@ -58,9 +60,17 @@ void CollectiveCall::check() {
 
 void CollectiveCall::on_sleep(bool is_sleeping) {
   const std::string what = title();
-  if (is_sleeping) group_.begin_sleep(what);
+  if (is_sleeping) {
+    group_.begin_sleep(what);
+    begin_wait(group_.describe(own_info()) + ", call " + std::to_string(number_) + " of group " +
+                   group_.info_.name,
+               begun_);
+  }
   if (group_.on_sleep) group_.on_sleep(is_sleeping);
-  if (!is_sleeping) group_.end_sleep(what);
+  if (!is_sleeping) {
+    end_wait();
+    group_.end_sleep(what);
+  }
 }
 
 void CollectiveCall::fail_if_late() {

@@ -148,10 +148,13 @@ void Group::abort_if_rank_died() {
   }
 }
 
-std::string Group::format_rank(int rank) const {
+int Group::global_rank(int rank) const {
   const auto index = static_cast<size_t>(rank);
-  return "rank " +
-         std::to_string(index < info_.global_ranks.size() ? info_.global_ranks[index] : rank);
+  return index < info_.global_ranks.size() ? info_.global_ranks[index] : rank;
+}
+
+std::string Group::format_rank(int rank) const {
+  return "rank " + std::to_string(global_rank(rank));
 }
 
 std::string Group::format_ranks(const std::vector<int>& ranks) const {

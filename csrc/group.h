@@ -86,6 +86,7 @@ class Group {
   void poll_signals();
   void abort_if_rank_died();
 
+  int global_rank(int rank) const;
   std::string format_rank(int rank) const;                        // "rank 3"
   std::string format_ranks(const std::vector<int>& ranks) const;  // "ranks 0, 2"
   std::string describe(const CallInfo& info) const;  // "all_reduce(SUM, float32, 4 elements)"

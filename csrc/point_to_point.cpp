@@ -8,6 +8,7 @@
 #include <cstring>
 #include <utility>
 
+#include "activity.h"
 #include "errors.h"
 #include "kernels.h"
 
@@ -61,6 +62,8 @@ std::string PointToPoint::describe_in_group(const Message& message) const {
 
 void PointToPoint::post(const MessagePtr& message) {
   Messages finished;
+  const int peer = message->peer < 0 ? -1 : group_.global_rank(message->peer);
+  publish_call(op_name(message->op), peer, 0, message->count, group_.info().name, Clock::now());
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const bool is_send = message->op == Op::send;
@@ -175,7 +178,13 @@ class PointToPoint::MessageWaitObserver : public WaitObserver {
   bool is_stopped() const override { return p2p_.group_.is_aborted(); }
   void on_sleep(bool is_sleeping) override {
     const std::string what = p2p_.describe(message_);
-    is_sleeping ? p2p_.group_.begin_sleep(what) : p2p_.group_.end_sleep(what);
+    if (is_sleeping) {
+      p2p_.group_.begin_sleep(what);
+      begin_wait(what + " of group " + p2p_.group_.info().name, begun_);
+    } else {
+      end_wait();
+      p2p_.group_.end_sleep(what);
+    }
   }
   void check() override {
     Group& group = p2p_.group_;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "activity.h"
 #include "errors.h"
 
 namespace lockstep {
@@ -150,10 +151,12 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   if (is_unlimited) queue_->help_until_executed(*execution_);
   const auto begun = Clock::now();
   {
+    SleepScope scope;
     std::unique_lock<std::mutex> lock(mutex_);
     while (!cv_.wait_for(lock, is_unlimited ? kSleepSlice : std::min(kSleepSlice, timeout),
                          [this] { return completed_; })) {
       lock.unlock();
+      scope.begin();
       queue_->poll_signals();
       if (!is_unlimited && Clock::now() - begun > timeout)
         throw_unfinished(c10d::opTypeToString(opType_), timeout);

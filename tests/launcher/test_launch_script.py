@@ -271,6 +271,27 @@ if os.environ["RANK"] == "0":
     assert "train.py:4" in shown
 
 
+def test_ranks_that_hang_are_reported_and_ended_on_request(run, capfdbinary):
+    source = """
+import os, torch, lockstep as ls
+from torch import distributed as dist
+world = ls.init()
+open(f"pid-{world.rank}", "w").write(str(os.getpid()))
+while world.rank == 1:
+    pass
+dist.all_reduce(torch.ones(1))
+"""
+    flags = "-n 2 --hang-timeout 0.5 --on-hang end"
+    said, shown = failure(run, capfdbinary, source, flags=flags)
+    assert re.match(r"rank 1 \(process \d+\) is at train.py:6, while rank 0 has waited ", said)
+    assert "; its log: runs/" in said
+    (report,) = Path("runs").glob("*/hang.txt")
+    assert report.read_text()[20:].strip() in shown
+    assert "  > train.py:8 in <module>" in report.read_text()
+    pids = [int(Path(f"pid-{rank}").read_text()) for rank in (0, 1)]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
 @pytest.mark.parametrize(
     ("source", "start"),
     [
@@ -298,6 +319,8 @@ def test_a_syntax_error_is_reported_once_and_nothing_starts(run, source, start):
         ("--tee x", "--tee x: expected 0 (none)"),
         ("-n 2 --local-ranks-filter 2", "--local-ranks-filter names local rank 2"),
         ("--max-restarts 3", "--max-restarts 3: lockstep run does not restart"),
+        ("--hang-timeout -1", "--hang-timeout -1: expected a number of seconds, or 0"),
+        ("--hang-timeout nan", "--hang-timeout nan: expected a number of seconds"),
         ("-m --no-python", "--module and --no-python exclude each other"),
     ],
 )

@@ -14,6 +14,8 @@ import threading
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
+from lockstep.comm import activity
+
 __all__ = ["available", "load", "of_group", "reason_unavailable", "register"]
 
 NAME = "lockstep"
@@ -47,6 +49,8 @@ def load() -> ModuleType:
 
     native: ModuleType = _native
     native.set_where(where)
+    if hasattr(native, "set_activity_page"):  # not in a build of an earlier version
+        activity.follow_page(native.set_activity_page)
     return native
 
 

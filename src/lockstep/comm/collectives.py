@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.activity import Waiting
 from lockstep.errors import DisagreementError
 
 __all__ = [
@@ -74,12 +75,14 @@ def all_gather_bytes(
     if remark:
         topic += b"\0" + remark.encode()[: PAGE // 4]
     header = len(message).to_bytes(8, "little") + len(topic).to_bytes(2, "little") + topic
-    pages = _gather_equal((header + message)[:PAGE].ljust(PAGE, b"\0"), group)
+    with Waiting(f"all_gather, {about}"):
+        pages = _gather_equal((header + message)[:PAGE].ljust(PAGE, b"\0"), group)
     lengths = [int.from_bytes(page[:8], "little") for page in pages]
     headers = [10 + int.from_bytes(page[8:10], "little") for page in pages]
     _require_one_topic([page[10:end] for page, end in zip(pages, headers, strict=True)])
     if any(end + length > PAGE for end, length in zip(headers, lengths, strict=True)):
-        bodies = _gather_equal(message.ljust(max(lengths), b"\0"), group)
+        with Waiting(f"all_gather of {max(lengths)} bytes, {about}"):
+            bodies = _gather_equal(message.ljust(max(lengths), b"\0"), group)
     else:
         bodies = [page[end:] for page, end in zip(pages, headers, strict=True)]
     return [body[:length] for body, length in zip(bodies, lengths, strict=True)]
@@ -139,7 +142,8 @@ def broadcast_tensors(
     sender = dist.get_global_rank(group, source) if group is not None else source
     for packet in _packets(tensor for tensor in tensors if tensor.numel()):
         flat = torch.cat([as_bytes(tensor.detach().contiguous()) for tensor in packet])
-        dist.broadcast(flat, sender, group=group)
+        with Waiting(f"broadcast of {flat.numel()} bytes from rank {sender}"):
+            dist.broadcast(flat, sender, group=group)
         if dist.get_rank(group) == source:
             continue
         sizes = [tensor.nbytes for tensor in packet]
@@ -168,8 +172,10 @@ def send_tensors(
         if rank == source and others:
             flat = as_bytes(tensor.detach().contiguous())
             for receiver in others:
-                dist.send(flat, group=group, group_dst=receiver)
+                with Waiting(f"send of {flat.numel()} bytes to rank {receiver} of a group"):
+                    dist.send(flat, group=group, group_dst=receiver)
         elif rank in others:
             flat = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
-            dist.recv(flat, group=group, group_src=source)
+            with Waiting(f"receive of {flat.numel()} bytes from rank {source} of a group"):
+                dist.recv(flat, group=group, group_src=source)
             tensor.data.copy_(flat.view(tensor.dtype).view(tensor.shape))

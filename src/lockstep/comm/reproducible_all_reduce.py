@@ -30,6 +30,7 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.activity import Waiting
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, pieces, slice_length
 from lockstep.comm.collectives import all_gather_single, as_bytes
 from lockstep.comm.memory_format import in_format_of, in_layout_of, in_memory_order
@@ -215,7 +216,8 @@ class PortableAllReduce:
     def combine(self) -> None:
         """Do step 2 and start step 3: add this rank's slice along the tree, start the gather."""
         assert self._work is not None
-        self._work.wait()
+        with Waiting("exchange of gradients"):
+            self._work.wait()
         slices, flags = self._received()
         self._present = [NEW in column for column in zip(*flags.values(), strict=True)]
         if all(ABSENT not in row for row in flags.values()):
@@ -271,7 +273,8 @@ class PortableAllReduce:
             valid until the next launch.
         """
         assert self._work is not None
-        self._work.wait()
+        with Waiting("all_gather of sums of gradients"):
+            self._work.wait()
         self._work = None
         return parts(self.bucket, self.sums, self._present)
 

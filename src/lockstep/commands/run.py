@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from lockstep.errors import UsageError
+from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch_script import Interrupted, LaunchConfig, launch_script
 from lockstep.launcher.listening_socket import DEFAULT_PORT, LOOPBACK, parse_endpoint
 from lockstep.launcher.run_folder import RUNS, find_run, read_description
@@ -134,6 +135,21 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     help="Seconds that the ranks have to save a checkpoint and exit after SIGTERM, before "
     f"SIGKILL. Default: {STOP_GRACE:g}.",
 )
+@option(
+    "hang-timeout",
+    metavar="SECONDS",
+    type=float,
+    default=HangPolicy.timeout,
+    help="Report ranks that hang once a rank has waited this long in one operation, or has been "
+    f"stopped this long; 0: never. Default: {HangPolicy.timeout:g}.",
+)
+@option(
+    "on-hang",
+    type=click.Choice(["report", "end"]),
+    default="report",
+    help="report: print where every rank is, and wait on; end: print it and end the launch with "
+    "status 1. Default: report.",
+)
 @option("role", metavar="NAME", default="default", help="Value of ROLE_NAME. Default: default.")
 @option("rdzv-id", metavar="NAME", default="", help="Name of this launch. Default: a random name.")
 @option(
@@ -155,7 +171,8 @@ def command(script: str | None, arguments: tuple[str, ...], **options: Any) -> N
     The output of each rank is written to runs/NAME/rank-K.log, and line by line to the
     terminal, with the rank as prefix. When a rank fails, the others are ended; the failed
     rank's last lines and the path of its log are printed last. Every option can also be
-    given as an environment variable: PET_NPROC_PER_NODE=4.
+    given as an environment variable: PET_NPROC_PER_NODE=4. SIGUSR1 to this process prints
+    where every rank is.
 
     SIGTERM asks the ranks to save a checkpoint and exit with status 75.
 
@@ -252,6 +269,8 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
         grace=options["grace"],
         resumed_run=find_run(name, parent) if name not in (None, AUTO) else None,
         resumes_newest=name == AUTO,
+        hang_timeout=options["hang_timeout"],
+        on_hang=options["on_hang"],
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.activity import Waiting
 from lockstep.comm.bucket import Bucket, parts
 from lockstep.comm.memory_format import in_memory_order
 from lockstep.comm.shared_memory import empty_shared
@@ -116,7 +117,8 @@ class CommHookReduction:
         """Wait for the hook's means, before which the next bucket's hook must not be called."""
         if self._future is None:
             return
-        means = self._future.wait()
+        with Waiting("averaging gradients by a hook"):
+            means = self._future.wait()
         self._future = None
         self._means = means if isinstance(means, torch.Tensor) else means[0]
 

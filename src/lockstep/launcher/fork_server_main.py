@@ -36,6 +36,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lockstep.launcher.channel import Channel, Message, open_channel
+from lockstep.launcher.hang_monitor import ignore_requests
 from lockstep.launcher.rank_process import ForkedProcess, exit_process
 
 __all__ = ["Server", "main", "serve_in_fork"]
@@ -84,6 +85,7 @@ class Server:
         _become_subreaper()
         signal.set_wakeup_fd(self._wake[1].fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        ignore_requests()
 
     def serve(self) -> ForkedProcess | None:
         """Serve until the launcher has exited, then return None.
@@ -260,6 +262,7 @@ def _ignore_sigterm() -> Handler:
 def main(descriptor: int, launcher: int, modules: Sequence[str]) -> None:
     """Import what ranks need and serve; in a forked process, run that process to its end."""
     handler = _ignore_sigterm()
+    ignore_requests()  # the imports take a second
     for name in modules:
         importlib.import_module(name)
     gc.freeze()  # ranks neither traverse nor copy what was here before the fork

@@ -1,38 +1,66 @@
-"""The hang monitor: finds ranks that are stopped, or that never join the others.
+"""The hang monitor: finds ranks that are stopped, that hang, or that never join the others.
 
-The launcher cannot see that a rank waits, so it asks: every rank gives its launcher an
-anonymous file, and Python's fault handler writes the stack of the rank's main thread there
-on a signal. That works while the rank waits deep in C code, and runs nothing in the rank
-unless the launcher asks; only a stopped process does not answer.
+A rank that computes for long looks like one that hangs; what tells them apart is that others
+wait for it. So a launch hangs when a rank has waited for other ranks, in one operation, for
+longer than the timeout, or is stopped by a signal for that long.
+
+    what a rank waits in   read from its activity page (`lockstep.comm.activity`), which costs
+                           the rank nothing; for programs that publish nothing, from its stack
+    its stack              Python's fault handler writes it into an anonymous file on a signal.
+                           That works while the rank waits deep in C code, and runs nothing in
+                           the rank unless the launcher asks
+
+Only a stopped process does not answer. SIGUSR1 to the launcher prints where the ranks are at
+once; a rank prints its own place.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import re
 import signal
 import sysconfig
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
 from typing import Protocol
 
+from lockstep.comm.activity import Activity
+from lockstep.errors import RankError
+from lockstep.files import replace_file
+from lockstep.formatting import format_duration
 from lockstep.launcher.failure_attribution import Outcome, format_ranks
-from lockstep.messages import say
+from lockstep.messages import escape_control, say
 
 __all__ = [
     "STACK_SIGNAL",
+    "Hang",
     "HangMonitor",
+    "HangPolicy",
+    "RankSnapshot",
     "describe_location",
-    "dump_stack_on_signal",
+    "describe_state",
+    "find_hang",
+    "format_report",
+    "ignore_requests",
+    "is_replaceable",
     "is_user_code",
     "is_waiting",
+    "reports_on_request",
+    "take_snapshot",
 ]
 
 # A real-time signal, which programs and schedulers do not use.
 STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
-FIRST_CHECK = 5.0  # seconds to the first check; each later interval is twice as long
+FIRST_CHECK = 5.0  # seconds to the first early remark; each later interval is twice as long
+PAGE_INTERVALS = 16  # reads of the activity pages within the timeout ...
+STACK_INTERVALS = 8  # ... and samples of stacks, of ranks that publish nothing
+MAX_PAGE_INTERVAL = 5.0  # seconds
+IDLE = 0.02  # share of a core below which a process counts as asleep
 
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 LAUNCHER = os.path.dirname(os.path.abspath(__file__))
@@ -40,6 +68,25 @@ NOT_USER_CODE = (sysconfig.get_path("stdlib"), "<frozen", "<string>", LAUNCHER)
 INSTALLED = ("/site-packages/", "/dist-packages/")  # of any environment
 # Where a rank is that waits for others: in a collective or in the rendezvous check.
 WAITING = ("torch/distributed/", os.path.join(LAUNCHER, "rendezvous_check"))
+# Where a rank is that waits for others or computes: DistributedDataParallel waits in backward.
+WAITING_IF_IDLE = ("torch/autograd/",)
+REPORT_FILE = "hang.txt"
+
+
+@dataclass(frozen=True)
+class HangPolicy:
+    """What to do about a launch that hangs.
+
+    Attributes:
+        timeout: Seconds that a rank may wait in one operation, or be stopped; 0 for no limit.
+            The default is below the 300 s after which collectives fail by default.
+        ends_launch: End all ranks after the report, instead of waiting on.
+        folder: Folder for the reports (hang.txt); None writes no file.
+    """
+
+    timeout: float = 240.0
+    ends_launch: bool = False
+    folder: Path | None = None
 
 
 class Ranks(Protocol):
@@ -60,53 +107,446 @@ class Ranks(Protocol):
     def is_stopped(self, rank: int) -> bool:
         """Return whether a signal has stopped a rank."""
 
-    def dump_stack(self, rank: int) -> str:
-        """Return the stack of a rank's main thread; empty if it does not answer."""
+    def cpu_seconds(self, rank: int) -> float:
+        """Return the processor time that a rank has used."""
+
+    def read_activity(self, rank: int) -> Activity:
+        """Return what a rank published last."""
+
+    def dump_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the stacks of the main threads of ranks; empty for those that do not answer."""
+
+
+@dataclass(frozen=True)
+class RankSnapshot:
+    """Where a running rank is; durations are in seconds.
+
+    Attributes:
+        rank: The rank.
+        pid: Its process.
+        operation: What it waits in, or what it did last; "" if unknown.
+        age: For how long, or how long ago that began; None if unknown.
+        is_waiting: Whether it waits for other ranks.
+        stopped_for: For how long it has been stopped by a signal; None if it is not.
+        location: Where it is in the user's code, such as "at train.py:31"; "" if unknown.
+    """
+
+    rank: int
+    pid: int = 0
+    operation: str = ""
+    age: float | None = None
+    is_waiting: bool = False
+    stopped_for: float | None = None
+    location: str = ""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Ranks that hang.
+
+    Attributes:
+        stopped: Ranks that a signal has stopped.
+        busy: Ranks that do not wait, although others wait for them.
+        waiting: Ranks that wait.
+        returned: Ranks that have returned or exited.
+    """
+
+    stopped: tuple[RankSnapshot, ...]
+    busy: tuple[RankSnapshot, ...]
+    waiting: tuple[RankSnapshot, ...]
+    returned: tuple[int, ...] = ()
+
+    @property
+    def culprit(self) -> int:
+        """The rank to blame, or one of them."""
+        if not (self.stopped or self.busy) and self.returned:
+            return self.returned[0]
+        return (*self.stopped, *self.busy, *self.waiting)[0].rank
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """A value that is equal for two views of the same hang."""
+        ranks = [tuple(each.rank for each in part) for part in (self.stopped, self.busy)]
+        return *ranks, tuple((each.rank, each.operation) for each in self.waiting)
+
+    def __str__(self) -> str:
+        """Return who hangs, and who waits for how long, in one sentence."""
+        waits = _describe_waits(self.waiting)
+        if self.stopped:
+            return _describe_stops(self.stopped) + (f", while {waits}" if waits else "")
+        if self.busy:
+            places = ", ".join(_describe_place(each) for each in self.busy)
+            return f"{places}, while {waits}"
+        if self._is_deadlock:
+            return f"the ranks wait for each other: {waits}"
+        if self.returned:
+            return f"{format_ranks(self.returned)} returned, while {waits}"
+        return f"{waits}, and no rank of this launcher does anything else"
+
+    @property
+    def advice(self) -> str:
+        """What to do next."""
+        if self.stopped:
+            return f"continue with kill -CONT {' '.join(str(each.pid) for each in self.stopped)}"
+        if self.busy:
+            ranks = format_ranks([each.rank for each in self.busy])
+            return f"unless that is a long computation, see the stack of {ranks} below"
+        if self._is_deadlock or self.returned:
+            return "make the same calls in the same order on every rank"
+        return "receive what another rank sends; with several hosts, see the other launchers"
+
+    @property
+    def _is_deadlock(self) -> bool:
+        return len({each.operation for each in self.waiting}) > 1
+
+
+def find_hang(
+    snapshots: Sequence[RankSnapshot], timeout: float, returned: Sequence[int] = ()
+) -> Hang | None:
+    """Return who hangs, or None if no rank has waited or been stopped for `timeout` seconds.
+
+    Args:
+        snapshots: The running ranks.
+        timeout: In seconds.
+        returned: The ranks that have returned.
+    """
+    stopped = tuple(each for each in snapshots if each.stopped_for is not None)
+    waiting = tuple(each for each in snapshots if each.is_waiting and each not in stopped)
+    late = [each for each in waiting if each.age is not None and each.age >= timeout]
+    if not late and all((each.stopped_for or 0) < timeout for each in stopped):
+        return None
+    busy = tuple(each for each in snapshots if each not in stopped and each not in waiting)
+    if not stopped and not busy:
+        # A rank that has only just begun to wait, elsewhere, went on with other work until then.
+        missed = {each.operation for each in late}
+        busy = tuple(
+            each
+            for each in waiting
+            if (each.age or 0) < timeout / 2 and each.operation not in missed
+        )
+        waiting = tuple(each for each in waiting if each not in busy)
+    return Hang(stopped, busy, waiting, tuple(returned))
+
+
+def _describe_stops(stopped: Sequence[RankSnapshot]) -> str:
+    parts = [
+        f"rank {each.rank} (process {each.pid}) has been stopped by a signal for "
+        f"{_seconds(each.stopped_for)}"
+        for each in stopped
+    ]
+    return ", ".join(parts)
+
+
+def _describe_place(snapshot: RankSnapshot) -> str:
+    place = f"rank {snapshot.rank} (process {snapshot.pid}) is {snapshot.location or 'busy'}"
+    if snapshot.is_waiting:
+        return f"{place}, waiting in {snapshot.operation}"
+    if not snapshot.operation:
+        return place
+    return f"{place} (its last operation: {snapshot.operation}, {_seconds(snapshot.age)} ago)"
+
+
+def _describe_waits(waiting: Sequence[RankSnapshot]) -> str:
+    """Return "ranks 0 and 2 have waited 312 s in ..., rank 3 has waited ..."."""
+    groups: dict[str, list[RankSnapshot]] = {}
+    for each in waiting:
+        groups.setdefault(each.operation or "an operation", []).append(each)
+    parts = []
+    for operation, group in groups.items():
+        has = "has" if len(group) == 1 else "have"
+        longest = max(each.age or 0 for each in group)
+        ranks = format_ranks([each.rank for each in group])
+        parts.append(f"{ranks} {has} waited {_seconds(longest)} in {operation}")
+    return ", and ".join(parts)
+
+
+def _seconds(duration: float | None) -> str:
+    return "?" if duration is None else format_duration(round(max(0.0, duration)))
+
+
+def format_report(
+    snapshots: Sequence[RankSnapshot], stacks: Mapping[int, str], returned: Sequence[int] = ()
+) -> str:
+    """Return a table of all ranks: their last operations and stacks, the user's lines marked."""
+    lines = []
+    for each in sorted(snapshots, key=lambda each: each.rank):
+        lines.append(f"rank {each.rank} (process {each.pid}): {describe_state(each)}")
+        frames = _parse_frames(stacks.get(each.rank, ""))
+        for file, line, function in frames:
+            mark = ">" if is_user_code(file) else " "
+            lines.append(f"  {mark} {_shorten(file)}:{line} in {function}")
+        if not frames and each.stopped_for is None:
+            lines.append("    does not answer (it runs no Python, or holds up all signals)")
+    lines += [f"rank {rank}: has returned" for rank in returned]
+    if any(line.startswith("  >") for line in lines):
+        lines.append("(most recent call first; > marks your code)")
+    return "\n".join(lines)
+
+
+def describe_state(snapshot: RankSnapshot) -> str:
+    """Return what a rank waits in or did last, as in the report."""
+    age = _seconds(snapshot.age)
+    if snapshot.stopped_for is not None:
+        stopped = f"stopped by a signal for {_seconds(snapshot.stopped_for)}"
+        last = f"; last operation: {snapshot.operation}" if snapshot.operation else ""
+        return f"{stopped}; continue it with kill -CONT {snapshot.pid}{last}"
+    if snapshot.is_waiting:
+        return f"has waited {age} in {snapshot.operation}"
+    if snapshot.operation:
+        return f"does not wait; last operation, {age} ago: {snapshot.operation}"
+    return "does not wait, and has published no operation"
 
 
 class HangMonitor:
-    """Reports each stopped or missing rank of a launch once."""
+    """Reports each stopped, missing or hanging rank of a launch once."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, policy: HangPolicy | None = None) -> None:
         self._ranks = ranks
+        self._policy = policy or HangPolicy()
+        now = time.monotonic()
         self._interval = FIRST_CHECK
-        self._next_check = time.monotonic() + FIRST_CHECK
-        self._reported: set[int] = set()
+        self._next_remark = now + FIRST_CHECK
+        self._next_view = now
+        self._next_samples = now
+        self._remarked: set[int] = set()
+        self._stopped_since: dict[int, float] = {}
+        self._samples: dict[int, _Sample] = {}
+        self._hang: Hang | None = None
+        self._reports = ""  # of hangs, as in the file
 
-    def check(self) -> None:
-        """Print what there is to report, if a check is due; may be called at any time."""
-        if time.monotonic() < self._next_check:
-            return
+    def check(self) -> RankError | None:
+        """Print what there is to report, if a check is due; may be called at any time.
+
+        Returns:
+            The error of the rank that hangs, if the policy is to end the launch.
+        """
+        if _take_request():
+            self._print_places()
+        now = time.monotonic()
+        if now >= self._next_remark:
+            self._remark()
+        timeout = self._policy.timeout
+        if timeout <= 0 or now < self._next_view:
+            return None
+        self._next_view = now + min(timeout / PAGE_INTERVALS, MAX_PAGE_INTERVAL)
+        if now >= self._next_samples:
+            self._next_samples = now + timeout / STACK_INTERVALS
+            self._sample_silent_ranks()
+        hang = find_hang(self._view(), timeout, self._returned())
+        if hang is None or (self._hang is not None and hang.identity == self._hang.identity):
+            if hang is None and self._hang is not None:
+                say("the ranks go on: none of them hangs any more")
+            self._hang = hang
+            return None
+        self._hang = hang
+        return self._report(timeout)
+
+    # --- early remarks ------------------------------------------------------------------------
+
+    def _remark(self) -> None:
+        """Name stopped ranks, and ranks that have returned while others wait."""
         for rank in self._ranks.running:
-            if rank not in self._reported and self._ranks.is_stopped(rank):
-                self._reported.add(rank)
+            if rank not in self._remarked and self._ranks.is_stopped(rank):
+                self._remarked.add(rank)
                 pid = self._ranks.pids[rank]
                 say(f"rank {rank} (process {pid}) is stopped; continue it with kill -CONT {pid}")
         if self._check_returned():
             self._interval *= 2
-        self._next_check = time.monotonic() + self._interval
+        self._next_remark = time.monotonic() + self._interval
 
     def _check_returned(self) -> bool:
         """Ask where the other ranks are if a rank has returned; return whether it asked."""
-        outcomes = self._ranks.outcomes.values()
-        returned = [o.rank for o in outcomes if o.has_returned and o.rank not in self._reported]
+        returned = [rank for rank in self._returned() if rank not in self._remarked]
         if not returned:
             return False
         waiting = []
-        for rank in self._ranks.running:
-            dump = self._ranks.dump_stack(rank)
+        for rank, dump in self._ranks.dump_stacks(self._ranks.running).items():
             if is_waiting(dump):
                 waiting.append(f"rank {rank} waits {describe_location(dump)}".strip())
         if waiting:
-            self._reported.update(returned)
+            self._remarked.update(returned)
             say(f"{format_ranks(returned)} returned, while {'; '.join(waiting)}")
         return True
 
+    def _returned(self) -> list[int]:
+        return [each.rank for each in self._ranks.outcomes.values() if each.has_returned]
 
-def dump_stack_on_signal(descriptor: int) -> None:
-    """Make this process write its stack to `descriptor` when it receives STACK_SIGNAL."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError):
-        faulthandler.register(STACK_SIGNAL, descriptor, all_threads=False)
+    # --- hangs --------------------------------------------------------------------------------
+
+    def _view(self) -> list[RankSnapshot]:
+        """Return where the running ranks are, without asking them."""
+        now = time.monotonic()
+        snapshots = []
+        for rank in self._ranks.running:
+            if self._ranks.is_stopped(rank):
+                self._stopped_since.setdefault(rank, now)
+            else:
+                self._stopped_since.pop(rank, None)
+            activity = self._ranks.read_activity(rank)
+            sample = self._samples.get(rank)
+            snapshot = take_snapshot(rank, self._ranks.pids.get(rank, 0), activity, now)
+            if sample is not None and not snapshot.is_waiting and sample.is_waiting(activity):
+                snapshot = replace(
+                    snapshot,
+                    is_waiting=True,
+                    operation=sample.location.removeprefix("in "),
+                    age=now - sample.since,
+                )
+            if (since := self._stopped_since.get(rank)) is not None:
+                snapshot = replace(snapshot, stopped_for=now - since)
+            snapshots.append(snapshot)
+        return snapshots
+
+    def _sample_silent_ranks(self) -> None:
+        """Take stacks of ranks that have published nothing since the previous sample."""
+        silent = []
+        running = self._ranks.running if len(self._ranks.outcomes) > 1 else ()
+        for rank in running:
+            activity = self._ranks.read_activity(rank)
+            before = self._samples.get(rank)
+            if before is None or before.changes != activity.changes:
+                self._samples[rank] = _Sample(activity.changes)
+            elif not activity.is_waiting and rank not in self._stopped_since:
+                silent.append(rank)
+        now = time.monotonic()
+        for rank, dump in self._ranks.dump_stacks(silent).items():
+            cpu_seconds = self._ranks.cpu_seconds(rank)
+            self._samples[rank] = self._samples[rank].next(dump, cpu_seconds, now)
+
+    def _report(self, timeout: float) -> RankError | None:
+        assert self._hang is not None
+        snapshots, stacks = self._locate_all()
+        # The hang with locations, and up to date: some rank may have gone on meanwhile.
+        hang = find_hang(snapshots, timeout, self._returned()) or self._hang
+        table = format_report(snapshots, stacks, hang.returned)
+        report = f"{hang}; {hang.advice}\n{table}"
+        say(report)
+        self._write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}\n\n")
+        if not self._policy.ends_launch:
+            return None
+        error = RankError(str(hang))
+        error.rank = hang.culprit
+        return error
+
+    def _print_places(self) -> None:
+        snapshots, stacks = self._locate_all()
+        say(f"where the ranks are:\n{format_report(snapshots, stacks, self._returned())}")
+
+    def _locate_all(self) -> tuple[list[RankSnapshot], dict[int, str]]:
+        snapshots = self._view()
+        stacks = self._ranks.dump_stacks(
+            [each.rank for each in snapshots if each.stopped_for is None]
+        )
+        located = [
+            replace(each, location=describe_location(stacks.get(each.rank, "")))
+            for each in snapshots
+        ]
+        return located, stacks
+
+    def _write(self, report: str) -> None:
+        """Add a report to the file in the run's folder."""
+        self._reports += report
+        if self._policy.folder is None:
+            return
+        path = self._policy.folder / REPORT_FILE
+        try:
+            with replace_file(path) as file:
+                file.write(escape_control(self._reports).encode(errors="replace"))
+        except OSError as error:
+            say(f"the report cannot be written to {path}: {error.strerror}")
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Where a rank that publishes nothing was, and since when it has been waiting there.
+
+    Attributes:
+        changes: Of its activity, which is over once this changes.
+        location: Where it was; "" if it did not wait.
+        since: When it was first seen there.
+        cpu_seconds: The processor time that it had used by then; None before the first stack.
+        seen: When it was last seen.
+    """
+
+    changes: tuple[int, int]
+    location: str = ""
+    since: float = 0.0
+    cpu_seconds: float | None = None
+    seen: float = 0.0
+
+    def is_waiting(self, activity: Activity) -> bool:
+        return bool(self.location) and self.changes == activity.changes
+
+    def next(self, dump: str, cpu_seconds: float, now: float) -> _Sample:
+        """Return the sample that follows this one."""
+        waits = is_waiting(dump)
+        if not waits and self.cpu_seconds is not None and is_in_backward(dump):
+            waits = cpu_seconds - self.cpu_seconds <= IDLE * (now - self.seen)
+        location = describe_location(dump) or "a collective" if waits else ""
+        since = self.since if location and location == self.location else now
+        return replace(self, location=location, since=since, cpu_seconds=cpu_seconds, seen=now)
+
+
+def take_snapshot(rank: int, pid: int, activity: Activity, now: float) -> RankSnapshot:
+    """Return where a rank is according to its activity page."""
+    since = activity.operation_since
+    return RankSnapshot(
+        rank,
+        pid,
+        operation=activity.operation,
+        age=now - since if since > 0 else None,
+        is_waiting=activity.is_waiting,
+    )
+
+
+# --- in the launcher: SIGUSR1 -----------------------------------------------------------------
+
+_requested = False
+
+
+def _request_report(number: int, frame: FrameType | None) -> None:
+    global _requested
+    _requested = True
+
+
+def _take_request() -> bool:
+    global _requested
+    requested, _requested = _requested, False
+    return requested
+
+
+@contextlib.contextmanager
+def reports_on_request() -> Iterator[None]:
+    """Make SIGUSR1 to this process print where the ranks are, while it waits for them.
+
+    A handler of the program's own stays in effect. Only the main thread can install one.
+    """
+    before = signal.getsignal(signal.SIGUSR1)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not is_replaceable(before):
+        yield
+        return
+    signal.signal(signal.SIGUSR1, _request_report)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGUSR1) is _request_report:
+            signal.signal(signal.SIGUSR1, before)
+
+
+def ignore_requests() -> None:
+    """Ignore SIGUSR1 in a process that starts ranks for the launcher."""
+    if is_replaceable(signal.getsignal(signal.SIGUSR1)):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def is_replaceable(handler: object) -> bool:
+    """Return whether a handler of SIGUSR1 is the default one or Lockstep's, not the program's."""
+    own = str(getattr(handler, "__module__", "")).startswith("lockstep.")
+    return own or handler is signal.SIG_DFL
+
+
+# --- stacks -----------------------------------------------------------------------------------
 
 
 def is_user_code(file: str) -> bool:
@@ -116,12 +556,8 @@ def is_user_code(file: str) -> bool:
 
 def describe_location(dump: str) -> str:
     """Return where the last stack of `dump` is, such as "in all_reduce, train.py:31"."""
-    frames = []
-    for line in dump.rpartition("(most recent call first)")[2].splitlines():
-        if match := FRAME.match(line):
-            frames.append((match[1], match[2], match[3]))
     called = ""
-    for file, line, function in frames:
+    for file, line, function in _all_frames(dump):
         if is_user_code(file):
             location = f"{os.path.basename(file)}:{line}"
             return f"in {called}, {location}" if called else f"at {location}"
@@ -132,5 +568,32 @@ def describe_location(dump: str) -> str:
 
 def is_waiting(dump: str) -> bool:
     """Return whether that stack is in a call of torch.distributed or the rendezvous check."""
-    frames = dump.rpartition("(most recent call first)")[2].splitlines()
-    return any(part in line for line in frames[:6] for part in WAITING)
+    return any(part in file for file, _, _ in _all_frames(dump)[:6] for part in WAITING)
+
+
+def is_in_backward(dump: str) -> bool:
+    """Return whether the innermost function of that stack is autograd's."""
+    return any(part in file for file, _, _ in _all_frames(dump)[:1] for part in WAITING_IF_IDLE)
+
+
+def _all_frames(dump: str) -> list[tuple[str, str, str]]:
+    """Return file, line and function of the frames of the last stack, the innermost first."""
+    lines = dump.rpartition("(most recent call first)")[2].splitlines()
+    return [(match[1], match[2], match[3]) for line in lines if (match := FRAME.match(line))]
+
+
+def _parse_frames(dump: str) -> list[tuple[str, str, str]]:
+    """Return the frames without those of the launcher that called the program."""
+    frames = _all_frames(dump)
+    while frames and not is_user_code(frames[-1][0]):
+        if any(part in frames[-1][0] for part in INSTALLED):
+            break
+        frames.pop()
+    return frames
+
+
+def _shorten(file: str) -> str:
+    """Return a path without the folder in which packages are installed."""
+    for part in INSTALLED:
+        file = file.rpartition(part)[2]
+    return file

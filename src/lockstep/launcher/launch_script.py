@@ -34,6 +34,7 @@ from lockstep.launcher.fork_server import (
     interpreter_flags,
     looks_like_training,
 )
+from lockstep.launcher.hang_monitor import HangPolicy, reports_on_request
 from lockstep.launcher.listening_socket import LOOPBACK
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.run_folder import (
@@ -81,6 +82,9 @@ class LaunchConfig:
         grace: Seconds that the ranks have to stop after SIGTERM.
         resumed_run: Folder of the run to continue; None for a new run.
         resumes_newest: Continue the newest run of this command that did not succeed.
+        hang_timeout: Seconds after which ranks that wait or are stopped count as hanging; 0
+            for no limit.
+        on_hang: "report" to print a report and wait on, "end" to end the launch after it.
 
     Raises:
         UsageError: The values contradict each other; the message names the option.
@@ -104,6 +108,8 @@ class LaunchConfig:
     grace: float = STOP_GRACE
     resumed_run: Path | None = None
     resumes_newest: bool = False
+    hang_timeout: float = HangPolicy.timeout
+    on_hang: str = "report"
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -120,6 +126,11 @@ class LaunchConfig:
             raise UsageError(f"--master-port {self.master_port}: a port is from 1 to 65535")
         if not 0 <= self.grace < math.inf:
             raise UsageError(f"--grace {self.grace:g}: expected a number of seconds from 0")
+        if not 0 <= self.hang_timeout < math.inf:
+            raise UsageError(
+                f"--hang-timeout {self.hang_timeout:g}: expected a number of seconds, or 0 for no "
+                f"limit"
+            )
         if self.resumes_newest and self.nnodes > 1:
             raise UsageError(
                 f"--resume auto: with --nnodes {self.nnodes} hosts could choose different runs; "
@@ -207,7 +218,7 @@ def launch_script(config: LaunchConfig) -> int:
 
 
 def _launch(config: LaunchConfig, folder: RunFolder) -> int:
-    with _interruptible() as requests:
+    with reports_on_request(), _interruptible() as requests:
         ranks = _start(config, folder)
         try:
             error = ranks.wait(
@@ -350,7 +361,11 @@ def _make_new_folder(parent: Path, name: str) -> Path:
 def _start(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
     first = config.node_rank * config.nprocs
     server = get_fork_server(for_training=_is_training(config))
-    ranks = RankSupervisor(server.open_launch(), range(first, first + config.nprocs))
+    ranks = RankSupervisor(
+        server.open_launch(),
+        range(first, first + config.nprocs),
+        hang_policy=HangPolicy(config.hang_timeout, config.on_hang == "end", folder.path),
+    )
     try:
         port = config.master_port
         if config.node_rank == 0:

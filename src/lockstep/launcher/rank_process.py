@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import fcntl
 import gc
 import io
@@ -28,14 +29,22 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
+from lockstep.comm import activity
 from lockstep.errors import LockstepError
 from lockstep.launcher.channel import Channel, Message, open_channel, read_memfd, write_memfd
-from lockstep.launcher.hang_monitor import dump_stack_on_signal, is_user_code
+from lockstep.launcher.hang_monitor import (
+    STACK_SIGNAL,
+    describe_state,
+    is_replaceable,
+    is_user_code,
+    take_snapshot,
+)
 from lockstep.messages import say
 
 __all__ = [
@@ -43,6 +52,7 @@ __all__ = [
     "describe_error",
     "exit_process",
     "main",
+    "print_place_on_signal",
     "report_to_launcher",
     "run_code",
 ]
@@ -136,7 +146,7 @@ def serve_store(listening: int, port: int) -> int:
 
 def exec_program(message: Message) -> int:
     """Replace this process by another program (`--no-python`)."""
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1):  # which are ignored here
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(message["target"], [message["target"], *message["argv"]], message["environ"])
@@ -227,9 +237,11 @@ def run_and_report(message: Message, report: Channel, work: int) -> int:
     """Run, send the value or the error to the launcher, and return the exit status."""
     global _report, _report_owner
     _report, _report_owner = report, os.getpid()
-    stack = write_memfd(b"")
-    report.send({"kind": "stack"}, [stack])
-    dump_stack_on_signal(stack)
+    stack, page = write_memfd(b""), write_memfd(bytes(activity.PAGE_BYTES))
+    dump_stack_on_signal(stack)  # before the launcher can ask: by default the signal kills
+    report.send({"kind": "stack"}, [stack, page])
+    activity.use_page(page)
+    os.close(page)
     try:
         if message["task"] == "function":
             fn, args = pickle.loads(read_memfd(work))
@@ -330,3 +342,82 @@ def _drop_launcher_frames(frames: TracebackType | None) -> TracebackType | None:
     while kept is not None and kept.tb_frame.f_code.co_filename in hidden:
         kept = kept.tb_next
     return kept or frames
+
+
+# --- where this rank is, on a signal -----------------------------------------------------------
+
+_rank: int | None = None
+_rank_owner = 0
+_prints_stack = False
+
+
+def dump_stack_on_signal(descriptor: int) -> None:
+    """Make this process write its stack to `descriptor` when it receives STACK_SIGNAL.
+
+    SIGUSR1, whose default action would end it, prints the stack on standard error.
+    """
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        # The launcher empties the file, so writing must not go on at the old position.
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
+        faulthandler.register(STACK_SIGNAL, descriptor, all_threads=False)
+    before = signal.getsignal(signal.SIGUSR1)
+    if before is signal.SIG_IGN or is_replaceable(before):
+        _handle_request(signal.SIG_DFL)
+
+
+def print_place_on_signal(rank: int) -> None:
+    """Make SIGUSR1 print where this rank is and its last operation, unless it has a handler.
+
+    The stack is printed at once, also in the middle of C code; the operation as soon as
+    Python runs.
+    """
+    global _rank, _rank_owner
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and is_replaceable(signal.getsignal(signal.SIGUSR1)):
+        _rank, _rank_owner = rank, os.getpid()
+        _handle_request(_print_place)
+
+
+def _print_place(number: int, frame: FrameType | None) -> None:
+    if os.getpid() == _rank_owner:
+        own = activity.read_own_activity()
+        snapshot = take_snapshot(0, _rank_owner, own, time.monotonic())
+        say(f"rank {_rank} (process {_rank_owner}): {describe_state(snapshot)}")
+
+
+def _stay_silent(number: int, frame: FrameType | None) -> None:
+    """Handle SIGUSR1 in a child of a rank."""
+
+
+def _handle_request(
+    handler: signal.Handlers | Callable[[int, FrameType | None], None], *, with_stack: bool = True
+) -> None:
+    """Make SIGUSR1 print the stack, which needs no Python, and then run a Python handler.
+
+    Only the stack is printed if the handler is SIG_DFL. `signal.getsignal` then returns that, so
+    programs that ask it before they install a handler of their own do so.
+    """
+    global _prints_stack
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            faulthandler.unregister(signal.SIGUSR1)  # which sets the handler before it
+        signal.signal(signal.SIGUSR1, handler)
+        _prints_stack = with_stack
+        if with_stack:
+            with contextlib.suppress(OSError, RuntimeError, ValueError):
+                chain = callable(handler)
+                faulthandler.register(
+                    signal.SIGUSR1, sys.__stderr__ or 2, all_threads=False, chain=chain
+                )
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+
+
+def _silence_child() -> None:
+    """Keep SIGUSR1 from ending a forked child, such as a loader worker, or printing there."""
+    if _prints_stack and is_replaceable(signal.getsignal(signal.SIGUSR1)):
+        _handle_request(_stay_silent, with_stack=False)
+
+
+os.register_at_fork(after_in_child=_silence_child)

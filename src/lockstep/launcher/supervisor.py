@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from lockstep.comm.activity import Activity, read_activity
 from lockstep.errors import RankError
 from lockstep.launcher.channel import Channel, Message, open_pair, read_memfd
 from lockstep.launcher.failure_attribution import (
@@ -34,7 +35,13 @@ from lockstep.launcher.failure_attribution import (
     make_rank_error,
 )
 from lockstep.launcher.fork_server import ForkServer
-from lockstep.launcher.hang_monitor import STACK_SIGNAL, HangMonitor, describe_location
+from lockstep.launcher.hang_monitor import (
+    STACK_SIGNAL,
+    HangMonitor,
+    HangPolicy,
+    describe_location,
+    reports_on_request,
+)
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.local_rendezvous import create_store
 from lockstep.launcher.output import RankOutput
@@ -52,7 +59,8 @@ SETTLE_CONSEQUENCE = 2.0  # ... that looks like the consequence of another rank'
 SETTLE_KILLED = 0.2  # ... that the kernel may log in a moment
 POLL = 0.005  # seconds between two checks of process groups that are ending
 TICK = 0.25  # seconds between two checks for unfinished lines of output
-STACK_TIMEOUT = 0.2  # seconds that a rank has to write its stack
+STACK_TIMEOUT = 0.2  # seconds that ranks have to write their stacks
+MAX_STACK = 1 << 16  # bytes that are read of a stack
 
 
 class RankSupervisor:
@@ -62,10 +70,15 @@ class RankSupervisor:
         channel: The fork server's socket for this launch (`ForkServer.open_launch`).
         ranks: The ranks to start here.
         own_fork_server: A fork server for this launch only, closed together with it.
+        hang_policy: What to do about ranks that hang.
     """
 
     def __init__(
-        self, channel: Channel, ranks: range, own_fork_server: ForkServer | None = None
+        self,
+        channel: Channel,
+        ranks: range,
+        own_fork_server: ForkServer | None = None,
+        hang_policy: HangPolicy | None = None,
     ) -> None:
         self.outcomes = {rank: Outcome(rank) for rank in ranks}
         self.values: dict[int, bytes] = {}
@@ -77,9 +90,11 @@ class RankSupervisor:
         self._own_fork_server = own_fork_server
         self._reports: dict[int, Channel] = {}
         self._stacks: dict[int, int] = {}
+        self._activities: dict[int, int] = {}
         self._descriptors: list[int] = []
         self._output_descriptors: set[int] = set()
         self._oom_kills = count_oom_kills()
+        self._hang_monitor = HangMonitor(self, hang_policy)
         self._selector = selectors.DefaultSelector()
         self.add_reader(channel.fileno(), self._on_fork_server_message)
 
@@ -171,8 +186,9 @@ class RankSupervisor:
     ) -> RankError | None:
         """Wait until every rank has succeeded, or one has failed and all were ended.
 
-        Prints which ranks hang, while it waits. If a stop is requested, or a rank stops on its
-        own because the signal reached it directly, the ranks have a grace period to exit.
+        Prints which ranks hang while it waits, and where all ranks are when this process
+        receives SIGUSR1. If a stop is requested, or a rank stops on its own because the signal
+        reached it directly, the ranks have a grace period to exit.
 
         Args:
             deadline: A `time.monotonic()` time; None waits without limit.
@@ -180,22 +196,25 @@ class RankSupervisor:
             is_stop_requested: Whether to ask them to stop; called several times per second.
 
         Returns:
-            None, or the error of the rank that failed first.
+            None, or the error of the rank that failed first, or that hangs if the launch
+            ends then.
 
         Raises:
             TimeoutError: The deadline passed; the ranks are still running.
         """
-        monitor = HangMonitor(self)
-        while self.running:
-            if find_first_failure(self._all) or find_early_exit(self._all):
-                return self._end_after_failure()
-            if is_stop_requested() or any(outcome.has_stopped for outcome in self._all):
-                return self._wait_for_stop(grace, is_stop_requested)
-            monitor.check()
-            self.process_events(_limit(TICK, deadline))
-            has_expired = deadline is not None and time.monotonic() >= deadline
-            if has_expired and self.running and not is_stop_requested():
-                raise TimeoutError
+        with reports_on_request():
+            while self.running:
+                if find_first_failure(self._all) or find_early_exit(self._all):
+                    return self._end_after_failure()
+                if is_stop_requested() or any(outcome.has_stopped for outcome in self._all):
+                    return self._wait_for_stop(grace, is_stop_requested)
+                if hang := self._hang_monitor.check():
+                    self.terminate()
+                    return hang
+                self.process_events(_limit(TICK, deadline))
+                has_expired = deadline is not None and time.monotonic() >= deadline
+                if has_expired and self.running and not is_stop_requested():
+                    raise TimeoutError
         self.close()
         return make_rank_error(self._all)
 
@@ -212,27 +231,47 @@ class RankSupervisor:
 
     def is_stopped(self, rank: int) -> bool:
         """Return whether a running rank is stopped by a signal (SIGSTOP, Ctrl-Z), on Linux."""
-        return _process_state(self.pids.get(rank, 0)) == "T"
+        return _read_stat(self.pids.get(rank, 0))[:1] == ["T"]
+
+    def cpu_seconds(self, rank: int) -> float:
+        """Return the processor time that a rank has used, on Linux; 0 elsewhere."""
+        fields = _read_stat(self.pids.get(rank, 0))
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def locate(self, rank: int) -> str:
         """Return where a running rank is: "in all_reduce, train.py:31", "stopped", or ""."""
         if self.is_stopped(rank):
             return "stopped"
-        return describe_location(self.dump_stack(rank))
+        return describe_location(self.dump_stacks([rank])[rank])
 
-    def dump_stack(self, rank: int) -> str:
-        """Return the stack of a rank's main thread; empty if it does not answer."""
-        descriptor = self._stacks.get(rank)
+    def read_activity(self, rank: int) -> Activity:
+        """Return what a rank published last."""
+        descriptor = self._activities.get(rank)
         if descriptor is None or self._channel is None:
-            return ""
-        before, deadline = os.fstat(descriptor).st_size, time.monotonic() + STACK_TIMEOUT
-        self.send_signal(rank, STACK_SIGNAL, group=False)
-        size = before
-        while time.monotonic() < deadline and (size == before or not size):
+            return Activity()
+        return read_activity(descriptor)
+
+    def dump_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the stacks of the main threads of ranks; empty for those that do not answer."""
+        files = {rank: self._stacks[rank] for rank in ranks if rank in self._stacks}
+        if self._channel is None:
+            files = {}
+        for rank, file in files.items():
+            os.ftruncate(file, 0)  # of an earlier answer
+            self.send_signal(rank, STACK_SIGNAL, group=False)
+        deadline = time.monotonic() + STACK_TIMEOUT
+        sizes: dict[int, int] = {}
+        while time.monotonic() < deadline:
+            before, sizes = sizes, {rank: os.fstat(file).st_size for rank, file in files.items()}
+            if sizes == before and all(sizes.values()):
+                break  # all have answered, and none is still writing
             time.sleep(POLL)
-            size = os.fstat(descriptor).st_size
-        time.sleep(POLL)  # for the rest of it
-        return os.pread(descriptor, 1 << 16, before).decode(errors="replace")
+        return {
+            rank: os.pread(files[rank], MAX_STACK, 0).decode(errors="replace")
+            if rank in files
+            else ""
+            for rank in ranks
+        }
 
     # --- ending ---------------------------------------------------------------------------
 
@@ -297,8 +336,9 @@ class RankSupervisor:
         self._selector.close()
         for report in self._reports.values():
             report.close()
-        for descriptor in (*self._stacks.values(), *self._descriptors):
-            os.close(descriptor)
+        for files in (self._stacks.values(), self._activities.values(), self._descriptors):
+            for descriptor in files:
+                os.close(descriptor)
         for output in self.outputs.values():
             output.close()
         if self._own_fork_server is not None:
@@ -412,7 +452,7 @@ class RankSupervisor:
         outcome = self.outcomes[rank]
         match message["kind"]:
             case "stack":
-                self._stacks[rank] = descriptors[0]
+                self._stacks[rank], self._activities[rank] = descriptors
             case "waiting":
                 outcome.waiting_for = tuple(message["ranks"])
             case "value":
@@ -441,13 +481,13 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-def _process_state(pid: int) -> str:
-    """Return the letter of a process's state, on Linux: R, S, D, T (stopped), Z; "" elsewhere."""
+def _read_stat(pid: int) -> list[str]:
+    """Return what Linux says of a process, from its state: R, S, D, T (stopped) or Z; or []."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _group_exists(group: int) -> bool:

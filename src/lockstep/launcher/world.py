@@ -22,6 +22,7 @@ from lockstep.errors import RendezvousError, UsageError
 from lockstep.launcher import rendezvous
 from lockstep.launcher.environment import RankInfo, read_rank_info
 from lockstep.launcher.malloc import keep_freed_memory
+from lockstep.launcher.rank_process import print_place_on_signal
 from lockstep.messages import escape_control, say
 
 __all__ = [
@@ -116,6 +117,7 @@ def init(
             _unset_variables()
             raise
     _current, _arguments = _describe_world(rank_info, chosen), arguments
+    print_place_on_signal(_current.rank)
     atexit.unregister(shutdown)
     atexit.register(shutdown)
     return _current

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.comm.activity import publish
 from lockstep.randomness import isolated, key, seed_all, seed_torch
 
 __all__ = ["BEFORE", "UnitCalls", "Units", "find_units", "is_in_backward"]
@@ -105,6 +106,8 @@ class Units:
             microbatch: The number of the micro-batch.
             last_call: The number of the last call of the first unit in earlier stages.
         """
+        about = f"step {step}" if step >= 0 else f"evaluation {-1 - step}"
+        publish(f"micro-batch {microbatch} of {about}")
         self._now = UnitCalls((step, microbatch), [[] for _ in self.modules], last_call)
         seed_all(key(self._seed, step, microbatch, BEFORE))
         self._seed_unit(BEFORE)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.activity import Waiting
 from lockstep.errors import LostError, StoppedError, WorkError
 from lockstep.pipeline.boundary import (
     Structure,
@@ -180,8 +181,9 @@ class Sender:
         """Wait until at most `left` values are in transit."""
         while len(self.waiting) > left:
             works, _ = self.waiting.popleft()
-            for work in works:
-                work.wait()
+            with Waiting(f"send to rank {self.peer} (tag {self.tag})"):
+                for work in works:
+                    work.wait()
 
 
 @dataclass
@@ -255,7 +257,8 @@ class Receiver:
 
     def _wait(self, work: Any) -> None:
         try:
-            work.wait()
+            with Waiting(f"receive from rank {self.peer} (tag {self.tag})"):
+                work.wait()
         except RuntimeError as error:
             message = (str(error).splitlines() or [""])[0]
             raise LostError(f"waited for rank {self.peer}: {message}") from error
