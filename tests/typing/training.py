@@ -64,7 +64,10 @@ def train(folder: Path) -> float:
         storage="replicated",
         callbacks=[print_loss, Stopwatch()],
         loggers=[folder / "run", ls.loggers.TensorBoard(folder / "tensorboard")],
+        checkpoint=ls.CheckpointConfig(every_steps=500, stateful={"dropout": nn.Dropout(0.1)}),
     )
+    trainer.resume()
+    resumed_from: int | None = trainer.resumed_from
     loss = 0.0
     with trainer:
         batches = trainer.batches(digits(), batch_size=64, seed=3, epoch=0, num_workers=2)
@@ -72,11 +75,12 @@ def train(folder: Path) -> float:
             loss += trainer.step(batch)
         evaluation = trainer.evaluate(digits(), 64, ema=True)
         trainer.save_weights(folder / "weights.safetensors")
+        trainer.save_checkpoint(folder / "checkpoint")
         state = trainer.state_dict()
     trainer.load_state_dict(state)
     digest: str = trainer.digest()
     ema_model: nn.Module | None = trainer.ema_model
-    print(digest, ema_model, evaluation.metrics["accuracy"])
+    print(digest, ema_model, resumed_from, evaluation.metrics["accuracy"])
     return loss + evaluation.loss
 
 

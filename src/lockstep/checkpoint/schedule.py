@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lockstep.errors import UsageError
 
-__all__ = ["CheckpointConfig", "CheckpointSchedule"]
+__all__ = ["CheckpointConfig", "CheckpointSchedule", "Stateful"]
 
 DEFAULT_SECONDS = 300.0
+
+
+class Stateful(Protocol):
+    """An object whose state is saved and restored: a module, a meter, a trainer."""
+
+    def state_dict(self) -> Any:
+        """Return its state."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Go on from a state that `state_dict` returned."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class CheckpointConfig:
     every_seconds: float | None = None
     keep: int = 3
     folder: str | Path | None = None
-    stateful: Mapping[str, Any] = field(default_factory=dict)
+    stateful: Mapping[str, Stateful] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the values."""

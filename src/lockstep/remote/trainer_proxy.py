@@ -81,6 +81,11 @@ class TrainerProxy:
         microbatches: int,
         arguments: Mapping[str, Any],
     ) -> None:
+        if arguments.get("checkpoint") is not None:
+            raise UsageError(
+                "the trainer of a driver takes no checkpoint=: save trainer.state_dict() in the "
+                "driver, or train with a script and `lockstep run`"
+            )
         self.last: StepResult | None = None
         self._pool, self._microbatches = pool, microbatches
         self._stages = int(getattr(arguments.get("pipeline"), "stages", 1))

@@ -113,7 +113,7 @@ def say_resumed(path: Path | None, steps: int, differences: Sequence[str]) -> No
     if path is None:
         say("the run has not saved a checkpoint: it begins again")
         return
-    say(f"resumed after step {steps} from {path}")
+    say(f"resumed after step {steps} from {os.path.relpath(path)}")
     for each in differences[:SHOWN]:
         say(each)
     if len(differences) > SHOWN:

@@ -13,6 +13,7 @@ or after a call outside of one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -250,7 +251,7 @@ class ResumableRun:
             saved = checkpoints.wait(steps)
             message = f"stopped on {checkpoints.is_stopping} after step {steps}"
             if saved is not None:
-                message += f"; checkpoint: {saved.path}"
+                message += f"; checkpoint: {os.path.relpath(saved.path)}"
                 say(message)
             raise StoppedOnRequest(message)
 
