@@ -98,6 +98,7 @@ class CheckpointWriter:
         attempt: int,
         part: tuple[int, int] = (0, 1),
         path: Path | None = None,
+        begun: float | None = None,
     ) -> None:
         """Copy a state and begin to write it; returns when the copy is made.
 
@@ -107,12 +108,13 @@ class CheckpointWriter:
             attempt: A number that no other checkpoint of this training has.
             part: The number of this rank's part, and the number of parts.
             path: The folder to create; None for "step-N" in the folder of checkpoints.
+            begun: When training began to wait, by `time.perf_counter`; None for now.
 
         Raises:
             UsageError: The state cannot be encoded.
         """
         self.wait()
-        begun = time.perf_counter()
+        begun = time.perf_counter() if begun is None else begun
         tensors: dict[str, torch.Tensor] = {}
         plain = {name: encode(value, tensors, name) for name, value in state.items()}
         copies = self._copy(tensors)

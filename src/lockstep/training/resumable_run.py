@@ -14,8 +14,10 @@ or after a call outside of one.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,10 @@ class ResumableRun:
         self._restored: dict[str, Any] | None = None  # once the script has come to it
         self.resumed_from: int | None = None
 
+    @cached_property
+    def _training(self) -> dict[str, Any]:
+        return describe_training(self._settings)
+
     # --- resuming -------------------------------------------------------------------------
 
     def resume(self, place: str | Path | None, layout: Mapping[str, Any]) -> None:
@@ -94,7 +100,7 @@ class ResumableRun:
         steps = epochs = 0
         if path is not None:
             state = checkpoints.read(path)
-            here = self._state.position_state() | describe_training(self._settings)
+            here = self._state.position_state() | self._training
             require_same_training(state, here)
             differences = find_differences(state, here)
             self._log.load_state_dict(state["script"])
@@ -293,13 +299,14 @@ class ResumableRun:
     def _save(self, checkpoints: RunCheckpoints, path: Path | None = None) -> None:
         checkpoints.writer.wait()
         self._report()
+        begun = time.perf_counter()
         self._saves += 1
         position = self._state.position_state()
-        position |= {"script": self._log.state_dict(position["steps"])}
-        position |= describe_training(self._settings)
+        position |= {"script": self._log.state_dict(position["steps"]), **self._training}
         is_sharded = self._state.placement is not None
         local = self._state.local_state()
-        checkpoints.save(local, position, position["steps"], self._saves, is_sharded, path)
+        steps, number = position["steps"], self._saves
+        checkpoints.save(local, position, steps, number, is_sharded, path, begun)
 
     def _report(self) -> None:
         """Write the checkpoints that were completed to the record; say which failed."""

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,8 @@ __all__ = [
 RESUME = "LOCKSTEP_RESUME"
 RUN = "LOCKSTEP_RUN"
 
-_open: list[RunCheckpoints] = []
-_opened = 0  # how many trainers with checkpoints this process has made
+_latest: RunCheckpoints | None = None
+_opened: Counter[Path] = Counter()  # trainers of this process by run folder
 
 
 def is_resuming() -> bool:
@@ -70,7 +71,7 @@ class RunCheckpoints:
         is_continued: On rank 0, whether the record there is that of another run.
 
     Raises:
-        UsageError: Another trainer of this program has checkpoints and is not finished.
+        UsageError: Another process uses the folder.
         FileError: The folder cannot be created.
     """
 
@@ -81,18 +82,28 @@ class RunCheckpoints:
         run_folder: Path | None,
         is_continued: bool = False,
     ) -> None:
-        global _opened
-        if _open:
-            raise UsageError(
-                "another trainer with checkpoint= is not finished: register one of two trainers "
-                "that train together with the other, CheckpointConfig(stateful={'other': trainer}),"
-                " or call finish() on the first before you make the second"
-            )
+        global _latest
+        if _latest is not None:
+            _latest.close()
+        _latest = self
         self._parallel, self._config = parallel, config
-        chosen = self._tell_all(lambda: f"{is_continued:d}{_choose_folder(config, run_folder)}")
-        self._is_continued, self.run_folder = chosen[0] == "1", Path(chosen[1:])
-        number = "" if not _opened else f"-{_opened + 1}"
-        self.folder = self.run_folder / f"{FOLDER}{number}"
+        self._is_continued = self._has_name = False
+        self.run_folder = Path()
+
+        def open_folder() -> str:
+            given = config.folder or run_folder or os.environ.get(RUN)
+            folder = Path(given).absolute() if given else _make_run_folder()
+            wait_until_free(folder)
+            return json.dumps([bool(given), is_continued, str(folder)])
+
+        self._has_name, self._is_continued, folder = json.loads(self._tell_all(open_folder))
+        self.run_folder = Path(folder)
+        _opened[self.run_folder] += 1
+        number = _opened[self.run_folder]
+        self.folder = self.run_folder / (FOLDER if number == 1 else f"{FOLDER}-{number}")
+        if parallel.rank == 0:
+            remove_incomplete(self.folder)
+        hold_run(self.run_folder)
         self.writer = CheckpointWriter(self.folder, config.keep)
         self.stop = StopRequest()
         self.is_stopping = ""
@@ -101,14 +112,7 @@ class RunCheckpoints:
         self._is_due = False
         self._due_since: int | None = None
         self._told: set[str] = set()
-        if parallel.rank == 0:
-            wait_until_free(self.run_folder)
-            remove_incomplete(self.folder)
-        all_gather_bytes(b"", "opening the folder of checkpoints", parallel.group)
-        hold_run(self.run_folder)
         self.stop.listen()
-        _open.append(self)
-        _opened += 1
 
     def require_new(self) -> None:
         """Raise UsageError, on every rank, if the folder holds a run that was not resumed."""
@@ -135,7 +139,17 @@ class RunCheckpoints:
     # --- when -----------------------------------------------------------------------------
 
     def is_due_after(self, steps: int) -> bool:
-        """Return whether rank 0 wants a checkpoint once `steps` steps are done."""
+        """Return whether rank 0 wants a checkpoint once `steps` steps are done.
+
+        Raises:
+            UsageError: Another trainer has been made: no checkpoint would hold both.
+        """
+        if _latest is not self:
+            raise UsageError(
+                "two trainers with checkpoint= train in turns, and no checkpoint would hold both: "
+                "give it to one, and register the other there: "
+                "CheckpointConfig(stateful={'other': trainer})"
+            )
         if self._parallel.rank != 0 or self.writer.is_busy:
             return False
         return self._schedule.is_due(steps, time.monotonic())
@@ -175,6 +189,7 @@ class RunCheckpoints:
         attempt: int,
         is_sharded: bool,
         path: Path | None = None,
+        begun: float | None = None,
     ) -> None:
         """Copy the state and begin to write it; called on every rank.
 
@@ -185,6 +200,7 @@ class RunCheckpoints:
             attempt: A number that no other checkpoint of the trainer has.
             is_sharded: Whether the ranks of a replica have different parts of the state.
             path: The folder to create, for a checkpoint of the user's own.
+            begun: When training began to wait, by `time.perf_counter`.
         """
         group, rank = self._parallel.group, self._parallel.rank
         stateful = {name: each.state_dict() for name, each in self._config.stateful.items()}
@@ -211,7 +227,7 @@ class RunCheckpoints:
             }
             state |= {"stateful": stateful, **common}
         part = (self._parallel.position, self._parallel.stages) if is_sharded else (0, 1)
-        self.writer.save(state, steps, attempt, part, path)
+        self.writer.save(state, steps, attempt, part, path, begun)
 
     def wait(self, steps: int) -> SavedCheckpoint | None:
         """Wait until the latest checkpoint is complete on every rank.
@@ -241,8 +257,6 @@ class RunCheckpoints:
         """Wait for the writer, and restore the signal's handler."""
         self.writer.wait()
         self.stop.close()
-        if self in _open:
-            _open.remove(self)
 
     def _warn_of_different_objects(self, said: Sequence[Mapping[str, str]]) -> None:
         for name, value in said[0].items():
@@ -272,6 +286,11 @@ class RunCheckpoints:
         return Path(found) if (found := self._tell_all(lambda: self._find(place))) else None
 
     def _find(self, place: str | Path | None) -> str:
+        if place is None and not self._has_name:
+            raise UsageError(
+                "trainer.resume() needs to know which run: trainer.resume('runs/NAME'), or give "
+                "the trainer a folder that stays the same, loggers='runs/NAME'"
+            )
         path, folder = (None, self.folder) if place is None else locate_checkpoint(place)
         if path is not None:
             if problem := verify(path):
@@ -330,12 +349,7 @@ class RunCheckpoints:
         return text
 
 
-def _choose_folder(config: CheckpointConfig, run_folder: Path | None) -> Path:
-    if config.folder is not None:
-        return Path(config.folder).absolute()
-    given = run_folder or os.environ.get(RUN)
-    if given:
-        return Path(given).absolute()
+def _make_run_folder() -> Path:
     stem = Path(sys.argv[0]).stem or "run"
     return (Path("runs") / create_run_folder(Path("runs"), stem)).absolute()
 
