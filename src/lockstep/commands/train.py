@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
 import json
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,7 @@ from lockstep.pipeline.schedules import NAMES
 from lockstep.record.loggers import LOGGER_NAMES
 
 if TYPE_CHECKING:
+    from lockstep.recipes.classification import Options
     from lockstep.record.reader import Run
 
 __all__ = ["command"]
@@ -29,6 +33,7 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
 CHANGEABLE = {"stages", "schedule", "activation_checkpointing", "workers", "logger"}
 CHANGEABLE |= {"checkpoint_every", "quiet", "download"}  # when a run is resumed: no bit changes
 NOT_RECALLED = {"quiet", "download"}  # apply to one process, not to the run
+RECIPE_FILE = "recipe.json"  # of a run: what was asked for, until the record has its first line
 
 
 @click.command()
@@ -176,6 +181,8 @@ def command(
         from lockstep.recipes.resnet50 import NOTICE
 
         click.echo(NOTICE, err=True)
+    if resumed is None:
+        _store_options(folder, recipe, nprocs, given)
     try:
         summary = launch(_rank, (recipe, given, str(folder), resumed is not None), nprocs)[0]
     except SystemExit as stop:
@@ -195,17 +202,71 @@ def _open_resumed(run: str, runs: str) -> Run:
         UsageError: There is no such run, it is not one of a recipe, or it is going.
     """
     from lockstep.launcher.run_folder import find_run, wait_until_free
+
+    folder = find_run(run, Path(runs))
+    _read_recorded(folder)
+    wait_until_free(folder)
+    return _read_recorded(folder)
+
+
+def _read_recorded(folder: Path) -> Run:
+    """Return a run of a recipe, with its options; raise UsageError if it is none."""
     from lockstep.record.columns import as_dict
     from lockstep.record.reader import read_ends
+    from lockstep.record.recorder import RECORD_FILE
 
-    found = read_ends(find_run(run, Path(runs)))
+    has_record = (folder / RECORD_FILE).exists()
+    found = read_ends(folder) if has_record else None
+    if found is None or not found.header:  # it was killed before the record had a line
+        found = _load_options(folder) or read_ends(folder)
     if as_dict(found.latest("options")).get("recipe") not in RECIPES:
         raise UsageError(
-            f"{found.folder} is not a run of `lockstep train`, so its options are not known; "
-            f"continue a run of a script with `lockstep run --resume {found.folder}`"
+            f"{folder} is not a run of `lockstep train`, so its options are not known; continue "
+            f"a run of a script with `lockstep run --resume {folder}`"
         )
-    wait_until_free(found.folder)
-    return read_ends(found.folder)
+    return found
+
+
+def _store_options(folder: Path, recipe: str, nprocs: int, given: dict[str, Any]) -> None:
+    """Store what a run was asked for, before its ranks start.
+
+    The record begins when the ranks have met; until then a killed run would be lost.
+    """
+    from lockstep.files import make_folder, replace_file
+    from lockstep.record.recorder import RECORD_FILE
+    from lockstep.redaction import redact
+
+    content = {"recipe": recipe, "nprocs": nprocs, "options": redact(given)}
+    with contextlib.suppress(OSError):  # the recorder says what is wrong with the folder
+        make_folder(folder)
+        if not (folder / RECORD_FILE).exists():
+            with replace_file(folder / RECIPE_FILE) as file:
+                file.write(json.dumps(content).encode())
+
+
+def _load_options(folder: Path) -> Run | None:
+    """Return a run that has nothing but what `_store_options` stored; None without it."""
+    from lockstep.record.columns import concatenate_blocks
+    from lockstep.record.reader import Run
+
+    try:
+        stored = json.loads((folder / RECIPE_FILE).read_bytes())
+        options = dataclasses.asdict(_resolve_options(stored["recipe"], stored["options"]))
+        header = {"options": options, "layout": {"world_size": int(stored["nprocs"])}}
+    except (OSError, ValueError, KeyError, TypeError, ImportError):
+        return None
+    return Run(folder=folder, header=header, steps=concatenate_blocks([]))
+
+
+def _resolve_options(recipe: str, given: Mapping[str, Any]) -> Options:
+    """Return the options with the recipe's defaults."""
+    from lockstep.recipes.classification import Options
+
+    if recipe not in RECIPES:
+        raise ValueError(f"no recipe {recipe}")
+    module = importlib.import_module(f"lockstep.recipes.{recipe}")
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return Options(recipe=recipe, **{"data": None, **module.defaults(chosen), **chosen})
 
 
 def _recall_options(
@@ -284,15 +345,13 @@ def _check_layout(nprocs: int, stages: int, microbatches: int, schedule: str | N
 def _rank(recipe: str, given: dict[str, Any], folder: str, is_resumed: bool) -> dict[str, Any]:
     """Train on one rank."""
     from lockstep.launcher.run_folder import RESUME
-    from lockstep.recipes.classification import Options, train
+    from lockstep.recipes.classification import train
 
     os.environ.pop(RESUME, None)  # of a script that starts this command
     if is_resumed:
         os.environ[RESUME] = "1"
     module = importlib.import_module(f"lockstep.recipes.{recipe}")
-    chosen = {name: value for name, value in given.items() if value is not None}
-    options = Options(recipe=recipe, **{"data": None, **module.defaults(chosen), **chosen})
-    return train(options, module.load, module.network, folder)
+    return train(_resolve_options(recipe, given), module.load, module.network, folder)
 
 
 def _download(recipe: str, data: str | None) -> None:
