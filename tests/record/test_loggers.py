@@ -221,6 +221,7 @@ def test_new_runs_of_wandb_have_different_ids(wandb, tmp_path):
     for folder in (tmp_path, tmp_path, None):
         feed(attached(ls.loggers.WandB(), folder), killed())
     feed(attached(ls.loggers.WandB(id="mine"), tmp_path), killed())
+    assert all("config" in given for given in wandb.given)
     ids = [given["id"] for given in wandb.given]
     assert len(set(ids)) == 4
     assert ids[-1] == "mine"
@@ -253,13 +254,14 @@ def test_a_dashboard_without_a_stored_id_begins_a_run(wandb, mlflow, tmp_path, c
     assert mlflow.calls[1][0] == "log_params"
 
 
+@pytest.mark.parametrize("resume", ["1", ""])
 def test_the_first_line_of_a_resumed_script_does_not_open_a_second_run(
-    wandb, tmp_path, monkeypatch
+    wandb, tmp_path, monkeypatch, resume
 ):
     """The script runs from its beginning, and is told afterwards where it continues."""
     monkeypatch.setenv("LOCKSTEP_RUN", str(tmp_path))
     feed(ls.loggers.WandB(), killed())
-    monkeypatch.setenv("LOCKSTEP_RESUME", "1")
+    monkeypatch.setenv("LOCKSTEP_RESUME", resume)  # empty: by trainer.resume() in the script
     feed(ls.loggers.WandB(), [records.HEADER, *rest()])
     first, second = wandb.given
     assert (second["id"], second["resume"]) == (first["id"], "allow")

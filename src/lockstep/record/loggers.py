@@ -146,8 +146,8 @@ class DashboardLogger(abc.ABC):
     def _write(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "run":
             self._header = fields
-            if os.environ.get(RESUME):
-                return  # the line "resume" follows
+            if os.environ.get(RESUME) or self.package in self._stored_ids():
+                return  # the folder has a run already, so the line "resume" follows
         if kind == "resume":
             self.resumed_step = int(fields.get("step") or 0)
             self._step = max(0, self.resumed_step - 1)  # of an evaluation before the next step
