@@ -14,6 +14,7 @@ use `chmod` to share one. A link is followed only where the user named it as out
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import stat
@@ -24,6 +25,7 @@ from typing import BinaryIO
 __all__ = [
     "FOLDER_MODE",
     "create_file",
+    "exchange_folders",
     "make_folder",
     "open_for_write",
     "open_or_create",
@@ -109,6 +111,15 @@ def replace_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
             os.unlink(temporary)
         raise
     sync_folder(path.parent)
+
+
+def exchange_folders(first: Path, second: Path) -> bool:
+    """Exchange the names of two folders at once; False where the system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and not rename(
+        here, os.fsencode(first), here, os.fsencode(second), exchange
+    )
 
 
 def _mode_of(path: Path) -> int:

@@ -1,6 +1,7 @@
 import gc
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from lockstep.data.loader import Batches
 from lockstep.errors import DatasetError, SampleError
@@ -180,3 +181,38 @@ def test_a_daemon_may_not_start_workers(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
     with pytest.raises(DatasetError, match="a daemon process cannot start loader workers"):
         Batches(Numbers(), 4, num_workers=1)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.tensor(index) for index in range(40))
+
+
+@pytest.mark.parametrize("data", [Numbers(), Stream()], ids=["map", "iterable"])
+def test_the_rank_loads_what_terminated_workers_leave(
+    data: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """systemd and srun send SIGTERM to the workers too, while the ranks save a checkpoint."""
+    monkeypatch.setattr("lockstep.data.workers.POLL_SECONDS", 0.2)
+    expected = [batch.microbatches[0].data.tolist() for batch in Batches(data, 10)]
+    before, asked = workers(), []
+    batches = Batches(data, 10, num_workers=2, agree=lambda m, what: asked.append(what) or [m])
+    found = []
+    for batch in batches:
+        found.append(batch.microbatches[0].data.tolist())
+        if len(found) == 2:
+            ended = workers() - before
+            # not from this process: torch's workers take a signal of their parent for an order
+            subprocess.run(["kill", "-TERM", *map(str, ended)], check=True)
+            assert until(lambda pids=ended: all(map(dead, pids)))
+    assert found == expected
+    assert asked == ["beginning", "comparing samples of"]  # once, so no rank waits for another
+    assert "was killed by SIGTERM; its rank loads the remaining batches" in capfd.readouterr().err
+    assert batches.state_dict()["position"] == len(expected)
+
+
+def dead(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True

@@ -29,6 +29,8 @@ __all__ = ["decode", "encode"]
 
 MAPPINGS: dict[str, type] = {"$ordered": OrderedDict, "$counter": Counter}
 SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+NUMBERS = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+ARRAY_DTYPES = {numpy.dtype(order + each) for order in "<>" for each in NUMBERS}
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
@@ -53,18 +55,19 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
         return str(value)  # such as torch's version
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, tensors, path)
-    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-        contiguous = torch.from_numpy(numpy.ascontiguousarray(value).reshape(value.shape))
-        return {"$array": _encode_tensor(contiguous, tensors, path)}
-    if isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
-        return {"$number": _encode_tensor(torch.from_numpy(numpy.array(value)), tensors, path)}
+    if (kind is numpy.ndarray or isinstance(value, numpy.generic)) and value.dtype in ARRAY_DTYPES:
+        name = "$array" if isinstance(value, numpy.ndarray) else "$number"
+        native = value.astype(value.dtype.newbyteorder("="), order="C")  # a copy: it is writable
+        tensor = torch.from_numpy(numpy.asarray(native))
+        return {name: _encode_tensor(tensor, tensors, path)}
     if kind is dict:
         return _encode_dict(value, tensors, path)
     if kind is list:
         return [encode(each, tensors, f"{path}/{index}") for index, each in enumerate(value)]
     for name, sequence in SEQUENCES.items():
         if kind is sequence:
-            return {name: encode(list(value), tensors, path)}
+            ordered = list(value) if kind is tuple else sorted(value, key=_sort_key)
+            return {name: encode(ordered, tensors, path)}
     for name, mapping in MAPPINGS.items():
         if kind is mapping:
             return {name: _encode_pairs(value, tensors, path)}
@@ -146,6 +149,11 @@ def _decode_pairs(pairs: list[Any], tensors: Mapping[str, torch.Tensor]) -> dict
     return {decode(key, tensors): decode(each, tensors) for key, each in pairs}
 
 
+def _sort_key(element: Any) -> tuple[str, str]:
+    """Order the elements of a set alike in all processes; their own order depends on hashes."""
+    return type(element).__name__, repr(element)
+
+
 def _is_elsewhere(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
@@ -182,11 +190,12 @@ def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], path: 
         )
     value = value.detach().resolve_conj().resolve_neg()
     reference: dict[str, Any] = {}
-    if not value.is_contiguous():
-        reference["strides"] = _dense_strides(value)
+    strides = _dense_strides(value)
+    if strides != list(torch.empty(value.shape, device="meta").stride()):
+        reference["strides"] = strides
     if value.dtype is torch.complex128:  # safetensors has no such dtype
         value = torch.view_as_real(value.contiguous())
-        reference = {"complex": True}
+        reference["complex"] = True
     if value.dtype not in DTYPES:
         raise UsageError(
             f"{path.replace('/', '.')} has the dtype {value.dtype}, which a checkpoint cannot hold"
@@ -205,10 +214,10 @@ def _dense_strides(value: torch.Tensor) -> list[int]:
 
 def _decode_tensor(content: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     name, reference = (content, {}) if isinstance(content, str) else content
-    saved = tensors[name]
+    saved = tensors[name].clone()
     if reference.get("complex"):
-        return torch.view_as_complex(saved.clone())
+        saved = torch.view_as_complex(saved)
     if "strides" in reference:
         made = torch.empty_strided(saved.shape, reference["strides"], dtype=saved.dtype)
         return made.copy_(saved)
-    return saved.clone()
+    return saved

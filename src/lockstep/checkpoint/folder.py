@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from lockstep.checkpoint.encoding import decode
 from lockstep.checkpoint.tensor_file import checksum_file
@@ -43,6 +43,7 @@ __all__ = [
     "prune",
     "read_checkpoint",
     "remove_incomplete",
+    "set_aside_newer",
     "verify",
 ]
 
@@ -51,6 +52,8 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 KINDS = ("model", "optimizer", "ema")  # tensors with files of their own
 REST = "state"
+
+SUPERSEDED = "superseded"
 
 NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 INCOMPLETE = re.compile(r"\.step-\d+\.\d+")
@@ -110,11 +113,18 @@ def locate_checkpoint(place: str | Path, runs: str | Path = "runs") -> tuple[Pat
     Raises:
         UsageError: There is neither a checkpoint nor a run.
     """
-    for path in (Path(place), Path(runs) / place):
+    places = (Path(place), Path(runs) / place)
+    for path in places:
         if (path / MANIFEST).is_file():
             return path, path.parent
-        if path.is_dir():
-            return None, path if path.name.startswith(FOLDER) else path / FOLDER
+    folders = [
+        path if find_checkpoints(path) else path / FOLDER for path in places if path.is_dir()
+    ]
+    for folder in folders:
+        if find_checkpoints(folder):
+            return None, folder
+    if folders:
+        return None, folders[0]
     raise UsageError(
         f"there is no run and no checkpoint at {place}; `lockstep runs` lists the runs"
     )
@@ -138,7 +148,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             return state
     except OSError as error:
         raise FileError(f"{path} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+    except Exception as error:  # the content of files that `verify` accepts may still be anything
         raise FileError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
 
 
@@ -185,11 +195,44 @@ def prune(folder: Path, keep: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_incomplete(folder: Path) -> None:
-    """Remove what interrupted runs left half-written, while no process writes here."""
+def set_aside_newer(folder: Path, used: Path, step: int) -> list[Path]:
+    """Rename the checkpoints that a run leaves behind when it continues from an older one.
+
+    Args:
+        folder: The run's folder of checkpoints.
+        used: The checkpoint that it continues from, which may be elsewhere.
+        step: The number of steps finished there.
+
+    Returns:
+        Their new paths, the newest first. They no longer count, and are never removed.
+    """
+    found = find_checkpoints(folder)
+    if used in found:
+        later = found[: found.index(used)]
+    else:
+        later = [path for path in found if int(path.name.split("-")[1]) >= step]
+    renamed = []
+    for path in later:
+        aside, number = path.with_name(f"{path.name}.{SUPERSEDED}"), 1
+        while aside.exists():
+            number += 1
+            aside = path.with_name(f"{path.name}.{SUPERSEDED}-{number}")
+        path.rename(aside)
+        renamed.append(aside)
+    return renamed
+
+
+def remove_incomplete(folder: Path, name: str | None = None) -> None:
+    """Remove what interrupted runs left half-written, while no process writes here.
+
+    Args:
+        folder: A folder of checkpoints, or the parent of a checkpoint of the user's own.
+        name: The name of that checkpoint.
+    """
+    aside = INCOMPLETE if name is None else re.compile(rf"\.{re.escape(name)}\.\d+")
     for path in list(folder.iterdir()) if folder.is_dir() else ():
         unfinished = NAME.fullmatch(path.name) and not (path / MANIFEST).exists()
-        if INCOMPLETE.fullmatch(path.name) or unfinished:
+        if aside.fullmatch(path.name) or (name is None and unfinished):
             shutil.rmtree(path, ignore_errors=True)
 
 

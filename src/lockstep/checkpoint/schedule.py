@@ -56,8 +56,19 @@ class CheckpointConfig:
         """Check the values."""
         for name in ("every_steps", "every_seconds", "keep"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UsageError(f"CheckpointConfig({name}={value}): expected a positive number")
+            if value is None and name != "keep":
+                continue
+            kinds = (int, float) if name == "every_seconds" else (int,)
+            if type(value) not in kinds or not value > 0:
+                expected = "number" if name == "every_seconds" else "whole number"
+                raise UsageError(
+                    f"CheckpointConfig({name}={value!r}): expected a positive {expected}"
+                )
+        if not isinstance(self.stateful, Mapping):
+            raise UsageError(
+                "CheckpointConfig(stateful=...): expected objects by name, such as "
+                f"{{'meter': meter}}, not a {type(self.stateful).__name__}"
+            )
         for name, each in self.stateful.items():
             if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
                 raise UsageError(

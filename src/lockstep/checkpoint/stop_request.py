@@ -33,6 +33,9 @@ class StoppedOnRequest(SystemExit):
 class StopRequest:
     """Notes SIGTERM from `listen` to `close`; a second one ends the process as usual.
 
+    A process that a launcher started ignores the second one: launchers pass on a signal that
+    systemd or srun send to every process anyway, and end ranks that take too long.
+
     It leaves a handler of the program's own in place, and does nothing outside the main thread.
     Forked children, such as loader workers, keep their default.
     """
@@ -56,7 +59,8 @@ class StopRequest:
             self._before = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal or os.getpid() != self._owner:
+        is_repeated = bool(self.signal) and "RANK" not in os.environ
+        if is_repeated or os.getpid() != self._owner:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         self.signal = signal.Signals(number).name

@@ -58,9 +58,11 @@ def write_tensors(
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     for piece in _pieces(ordered):
         check()
-        file.write(piece)
         hasher.update(piece)
         size += len(piece)
+        rest = memoryview(piece)
+        while rest:  # an unbuffered file may write less, such as what fits on the disk
+            rest = rest[file.write(rest) :]
     return size, hasher.hexdigest()
 
 

@@ -30,7 +30,7 @@ from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.folder import FORMAT, KINDS, MANIFEST, REST, name_part, prune
 from lockstep.checkpoint.tensor_file import write_tensors
 from lockstep.errors import WorkError
-from lockstep.files import create_file, make_folder, sync_folder
+from lockstep.files import create_file, exchange_folders, make_folder, sync_folder
 from lockstep.messages import say
 
 __all__ = ["CheckpointWriter", "SavedCheckpoint"]
@@ -177,7 +177,7 @@ class CheckpointWriter:
     ) -> None:
         """Write this rank's files, and on rank 0 complete the checkpoint; runs in the thread."""
         folder = self.folder if path is None else path.absolute().parent
-        aside = folder / f".step-{step}.{attempt}"
+        aside = folder / f".{f'step-{step}' if path is None else path.name}.{attempt}"
         final, size, failure = path or folder / f"step-{step}", 0, ""
 
         def check() -> None:
@@ -284,11 +284,11 @@ def _complete(
     sync_folder(aside)
     check()
     if path is not None and path.exists():  # saved twice: the new one takes its place
-        older = aside.with_name(f"{aside.name}-old")
-        os.rename(path, older)
-        os.rename(aside, path)
-        shutil.rmtree(older, ignore_errors=True)
+        if not exchange_folders(aside, path):
+            shutil.rmtree(path)
+            os.rename(aside, path)
         sync_folder(path.parent)
+        shutil.rmtree(aside, ignore_errors=True)
         return path
     final, number = path or aside.parent / f"step-{step}", 1
     while final.exists():

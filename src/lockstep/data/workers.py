@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from lockstep.data.map_dataset import Item
 from lockstep.data.microbatch import align_tensors, map_tensors
 from lockstep.errors import SampleError
+from lockstep.messages import say
 from lockstep.randomness import isolated
 
 __all__ = ["Items", "load_in_process", "load_in_workers", "load_isolated"]
@@ -48,7 +50,9 @@ def load_in_workers(
 ) -> Items:
     """Yield the items, prepared by torch's loader workers.
 
-    The workers are stopped when the generator ends, also after an exception.
+    The workers are stopped when the generator ends, also after an exception. If one of them was
+    ended by SIGTERM, which systemd and srun send to every process of a job to stop it, this process
+    prepares the remaining items itself, so that the training can still save a checkpoint.
 
     Args:
         source: A map-style or iterable source.
@@ -74,15 +78,36 @@ def load_in_workers(
     )
     items = iter(loader)
     _install_signal_handler()
+    count = 0
     try:
         while (item := _wait_for_item(items, timeout)) is not None:
             yield align_tensors(item)  # here: the transfer from a worker changes the alignment
+            count += 1
+        return
     except SampleError:
         raise
     except Exception as error:  # a dead worker can also cause a broken pipe
-        raise _worker_error(error, cast(Any, items)._workers) from None
+        workers_found: Sequence[BaseProcess] = cast(Any, items)._workers
+        failure = _worker_error(error, workers_found)
+        if not _was_terminated(workers_found):
+            raise failure from None
+        ended = next(_exit(worker) for worker in workers_found if worker.exitcode)
     finally:
         cast(Any, items)._shutdown_workers()
+    say(f"loader worker {ended}; its rank loads the remaining batches of the epoch itself")
+    yield from load_isolated(_remaining(source, numbers, count), pin_memory)
+
+
+def _remaining(source: Any, numbers: range | None, count: int) -> Iterable[Item]:
+    """Return the items of a source after the first `count`."""
+    if numbers is None:
+        return cast("Iterable[Item]", dataclasses.replace(source, start=source.start + count))
+    return (source[number] for number in numbers[count:])
+
+
+def _was_terminated(workers: Sequence[BaseProcess]) -> bool:
+    """Return whether SIGTERM ended a worker, and nothing else did."""
+    return {worker.exitcode or 0 for worker in workers} - {0} == {-signal.SIGTERM}
 
 
 def _exit(worker: BaseProcess) -> str:
@@ -155,6 +180,8 @@ def _install_signal_handler() -> None:
         try:
             torch_handler(number, frame)
         except RuntimeError as error:
+            if f"signal: {signal.strsignal(signal.SIGTERM)}" in str(error):
+                return  # the generator notices it when it waits for the next item
             raise _worker_error(error) from None
 
     handler.raises_sample_error = True  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ class Epoch(Batches):
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over what is left of the epoch."""
-        with stopping(self._finish):
+        with stopping(self._finish, self._run.abandon):
             epoch = self._run.begin_epoch(self)
             if epoch is None:
                 return

@@ -25,7 +25,7 @@ from lockstep.checkpoint.stop_request import StoppedOnRequest
 from lockstep.data.content_hash import hash_content
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import Batch
-from lockstep.errors import UsageError
+from lockstep.errors import FileError, UsageError
 from lockstep.messages import say
 from lockstep.training.compatibility import (
     describe_training,
@@ -46,10 +46,16 @@ Finish = Callable[[str, str], None]
 
 
 @contextmanager
-def stopping(finish: Finish) -> Iterator[None]:
-    """Finish the training as stopped, if the body stops on request."""
+def stopping(finish: Finish, abandon: Callable[[], None]) -> Iterator[None]:
+    """Finish the training as stopped, if the body stops on request.
+
+    After a failure, the checkpoint that is being written is given up.
+    """
     try:
         yield
+    except Exception:
+        abandon()
+        raise
     except StoppedOnRequest as stop:
         finish("stopped", str(stop))
         raise
@@ -106,6 +112,7 @@ class ResumableRun:
             self._log.load_state_dict(state["script"])
             self._state.load_local(state)
             self._restored = state
+            checkpoints.set_aside_newer(path, state["steps"])
             steps, epochs = state["steps"], state["history"]["epochs"]
         self.resumed_from = steps
         if self._rank == 0:
@@ -213,6 +220,8 @@ class ResumableRun:
     def trained(self, epoch: OpenEpoch) -> None:
         """Note that the script asks for another batch, and so is done with the last one."""
         epoch.begun_at = -1
+        if self._log.is_outermost(epoch):
+            self._log.complete_batches()  # also those of iterations inside, such as zip's
         self.reach_safe_point(epoch)
 
     def end_epoch(self, epoch: OpenEpoch) -> None:
@@ -225,8 +234,13 @@ class ResumableRun:
         """Return whether this rank wants a checkpoint once `steps` steps are done."""
         return self._checkpoints is not None and self._checkpoints.is_due_after(steps)
 
-    def note_step(self, statuses: Sequence[RankStatus]) -> None:
-        """Take in what the ranks agreed on in a step."""
+    def note_step(self, statuses: Sequence[RankStatus], is_manual: bool) -> None:
+        """Take in a step, and what the ranks agreed on in it.
+
+        A manual step is logged, so that a resumed script does not take it again unnoticed.
+        """
+        if is_manual:
+            self._log.record_manual_step(self._state.position.steps)
         if self._checkpoints is not None:
             stops = [status.stop for status in statuses if status.stop]
             steps = self._state.position.steps
@@ -275,16 +289,16 @@ class ResumableRun:
         if self._checkpoints is not None:
             self._checkpoints.writer.abandon()
 
-    def finish(self, state: str) -> None:
+    def finish(self, state: str) -> FileError | UsageError | None:
         """Save the last checkpoint of a training that is done; called on every rank.
 
-        Raises:
-            UsageError: A resumed script ended before it came to where the other one was.
-            FileError: On every rank, if the checkpoint cannot be written.
+        Returns:
+            On every rank, why it could not be saved, or that a resumed script ended before it
+            came to where the other one was.
         """
         checkpoints = self._checkpoints
         if checkpoints is None:
-            return
+            return None
         try:
             if state == "done":
                 self._log.require_finished()
@@ -292,9 +306,12 @@ class ResumableRun:
                 checkpoints.wait(self._state.position.steps)
             elif state == "failed":
                 self.abandon()
+        except (FileError, UsageError) as error:
+            return error
         finally:
             checkpoints.close()
             self._report()
+        return None
 
     def _save(self, checkpoints: RunCheckpoints, path: Path | None = None) -> None:
         checkpoints.writer.wait()

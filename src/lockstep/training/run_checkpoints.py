@@ -31,6 +31,7 @@ from lockstep.checkpoint.folder import (
     locate_checkpoint,
     read_checkpoint,
     remove_incomplete,
+    set_aside_newer,
     verify,
 )
 from lockstep.checkpoint.schedule import CheckpointConfig, CheckpointSchedule
@@ -94,13 +95,15 @@ class RunCheckpoints:
             given = config.folder or run_folder or os.environ.get(RUN)
             folder = Path(given).absolute() if given else _make_run_folder()
             wait_until_free(folder)
-            return json.dumps([bool(given), is_continued, str(folder)])
+            number = _opened[folder] + 1
+            name = FOLDER if number == 1 else f"{FOLDER}-{number}"
+            has_run = is_continued or bool(find_checkpoints(folder / name))
+            return json.dumps([bool(given), has_run, str(folder), name])
 
-        self._has_name, self._is_continued, folder = json.loads(self._tell_all(open_folder))
-        self.run_folder = Path(folder)
+        told = json.loads(self._tell_all(open_folder))
+        self._has_name, self._is_continued, self.run_folder = told[0], told[1], Path(told[2])
+        self.folder = self.run_folder / told[3]
         _opened[self.run_folder] += 1
-        number = _opened[self.run_folder]
-        self.folder = self.run_folder / (FOLDER if number == 1 else f"{FOLDER}-{number}")
         if parallel.rank == 0:
             remove_incomplete(self.folder)
         hold_run(self.run_folder)
@@ -118,7 +121,7 @@ class RunCheckpoints:
         """Raise UsageError, on every rank, if the folder holds a run that was not resumed."""
         if self._is_continued:
             raise UsageError(
-                f"{self.run_folder} already holds the record of a run: resume it with "
+                f"{self.run_folder} already holds a run: resume it with "
                 f"trainer.resume() or `lockstep run --resume {self.run_folder}`, or choose another "
                 "name for the run"
             )
@@ -132,6 +135,7 @@ class RunCheckpoints:
                     f"save_checkpoint({str(path)!r}): there is something else than a checkpoint; "
                     "give the name of a new folder"
                 )
+            remove_incomplete(path.parent, path.name)
             return ""
 
         self._tell_all(check)
@@ -208,7 +212,9 @@ class RunCheckpoints:
         about = f"saving a checkpoint after step {steps}"
         hashes = {
             "generators": {name: _hash(value) for name, value in generators.items()},
-            "stateful": {name: _hash(value) for name, value in stateful.items()},
+            "stateful": {
+                name: _hash(value, f"stateful/{name}") for name, value in stateful.items()
+            },
         }
         said = [json.loads(each) for each in all_gather_bytes(_pack(hashes), about, group)]
         if path is None:
@@ -241,7 +247,7 @@ class RunCheckpoints:
         self.writer.wait()
         saved = self.writer.latest
         saved = saved if saved is not None and saved.step == steps else None
-        failure = saved.failure if saved is not None else ""
+        failure = f"{saved.path}: {saved.failure}" if saved is not None and saved.failure else ""
         said = all_gather_bytes(
             failure.encode(), f"waiting for the checkpoint of step {steps}", self._parallel.group
         )
@@ -249,7 +255,7 @@ class RunCheckpoints:
             if each:
                 raise FileError(
                     f"rank {rank}: the checkpoint after step {steps} could not be written to "
-                    f"{self.folder}: {each.decode()}"
+                    f"{each.decode()}"
                 )
         return saved
 
@@ -320,6 +326,17 @@ class RunCheckpoints:
             )
         return read_checkpoint(path)
 
+    def set_aside_newer(self, used: Path, steps: int) -> None:
+        """Rename the checkpoints of this run after the one that it continues from."""
+        if self._parallel.rank != 0:
+            return
+        renamed = set_aside_newer(self.folder, used, steps)
+        if renamed:
+            say(
+                f"the run continues from before {len(renamed)} of its checkpoints: renamed to "
+                f"{', '.join(path.name for path in renamed)}; remove them if you do not need them"
+            )
+
     def restore(self, state: Mapping[str, Any], steps: int) -> None:
         """Restore the registered objects and the generators."""
         for name, each in self._config.stateful.items():
@@ -354,9 +371,9 @@ def _make_run_folder() -> Path:
     return (Path("runs") / create_run_folder(Path("runs"), stem)).absolute()
 
 
-def _hash(value: Any) -> str:
+def _hash(value: Any, path: str = "") -> str:
     tensors: dict[str, Any] = {}
-    hasher = xxhash.xxh3_64(_pack(encode(value, tensors, "")))
+    hasher = xxhash.xxh3_64(_pack(encode(value, tensors, path)))
     for tensor in tensors.values():
         if tensor.numel():
             hasher.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

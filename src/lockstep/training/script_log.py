@@ -33,7 +33,8 @@ KINDS = {
     "epoch": "iterates over batches of epoch {epoch}",
     "evaluation": "evaluates on {samples} samples",
     "steps": "calls trainer.step(batch) with batches of its own",
-    "save": "saves weights to {path}",
+    "save": "saves weights",
+    "manual": "takes a manual step outside of a loop over batches",
 }
 
 
@@ -91,16 +92,28 @@ class ScriptLog:
             return
         last = self._entries[-1] if self._entries else {}
         if last.get("kind") != "steps":
-            last = {"kind": "steps", "steps": steps, "losses": b"", "batches": ""}
+            last = {"kind": "steps", "steps": steps, "losses": bytearray(), "batches": ""}
             self._entries.append(last)
         last["steps"] = steps
         last["losses"] += array("d", [loss]).tobytes()
         last["batches"] = _chain(last["batches"], batch)
 
+    def record_manual_step(self, steps: int) -> None:
+        """Log a step whose micro-batches the script computed itself."""
+        if self._entries and self._entries[-1]["kind"] == "manual" and not self._open:
+            self._entries[-1]["steps"] = steps
+        else:
+            self.record("manual", steps)
+
     def record_digest(self, name: str, value: str) -> None:
         """Log a digest, which may be asked for on some ranks only."""
         if not self._open:
             self._digests[f"{len(self._entries)}/{name}"] = value
+
+    def complete_batches(self) -> None:
+        """Note that the script is done with every batch that it has got."""
+        for epoch in self._open:
+            epoch.begun_at = -1
 
     def end_epoch(self, epoch: OpenEpoch, steps: int) -> None:
         """Log the end of an iteration, complete or left by the script."""
@@ -135,6 +148,9 @@ class ScriptLog:
                 "the calls of the interrupted run are answered from the beginning"
             )
         self._answers = [dict(each) for each in state["entries"]]
+        for each in self._answers:
+            if each["kind"] == "steps":
+                each["losses"] = bytearray(each["losses"])  # new steps are added to it
         self._digests = dict(state["digests"])
         self._answered = 0
 
@@ -239,8 +255,9 @@ class ScriptLog:
 
 
 def _describe(entry: Mapping[str, Any]) -> str:
-    known: dict[str, Any] = {"epoch": "?", "samples": "?", "path": "?"}
-    return KINDS[entry["kind"]].format(**known | dict(entry))
+    known: dict[str, Any] = {"epoch": "?", "samples": "?"}
+    said = KINDS[entry["kind"]].format(**known | dict(entry))
+    return f"{said} with the averaged weights" if entry.get("ema") else said
 
 
 def _chain(before: str, batch: str) -> str:

@@ -310,7 +310,7 @@ class Trainer:
                 self._commit(committed)
             return committed.result.loss
 
-        with stopping(self.finish):
+        with stopping(self.finish, self._run.abandon):
             return self._run.call_step(batch, take_step)
 
     def manual_step(self) -> ManualStep:
@@ -357,7 +357,7 @@ class Trainer:
             return vars(evaluation)
 
         asked = {"samples": batches.state_dict()["samples"], "ema": ema}
-        with stopping(self.finish):
+        with stopping(self.finish, self._run.abandon):
             return Evaluation(**self._run.call("evaluation", evaluate, ask=True, **asked))
 
     def finish(self, state: str = "done", message: str | None = None) -> None:
@@ -372,27 +372,27 @@ class Trainer:
         if self._is_finished:
             return
         self._is_finished = True
-        self._run.finish(state)
+        if (failure := self._run.finish(state)) is not None:
+            state, message = "failed", str(failure)
         digests: dict[str, str] = {}
         if self._recorded and (state == "done" or self.parallel.stages == 1):
             digests = {"digest": self.digest(), "optimizer_digest": self.optimizer_digest()}
-        if not self.history.loggers:
-            return
         recorders = [each for each in self.history.loggers if isinstance(each, Recorder)]
-        last = self.history.last
-        self.history.close(
-            state=state,
-            message=message,
-            **digests,
-            seconds=time.perf_counter() - self._began,
-            steps=self.steps,
-            samples=self.history.samples,
-            loss=last.loss if last else None,
-            metrics=last.metrics if last else None,
-        )
+        if self.history.loggers:
+            last = self.history.last
+            self.history.close(
+                **{"state": state, "message": message, **digests},
+                seconds=time.perf_counter() - self._began,
+                steps=self.steps,
+                samples=self.history.samples,
+                loss=last.loss if last else None,
+                metrics=last.metrics if last else None,
+            )
         for recorder in recorders:
             if recorder.failure is not None and state == "done":
-                raise FileError(recorder.failure)
+                failure = FileError(recorder.failure)
+        if failure is not None:
+            raise failure
 
     # --- what it holds ------------------------------------------------------------------
 
@@ -463,7 +463,7 @@ class Trainer:
         def save() -> None:
             save_from_rank0(Path(path), self._state.model_state(ema=ema), self.parallel.group)
 
-        with stopping(self.finish):
+        with stopping(self.finish, self._run.abandon):
             self._run.call("save", save)
 
     # --- checkpoints --------------------------------------------------------------------
@@ -551,13 +551,13 @@ class Trainer:
         with self._attempted() as step:
             with self._optimizer_step.computing(step) as loop:
                 yield loop
-            self._commit(self._optimizer_step.finish(step))
+            self._commit(self._optimizer_step.finish(step), is_manual=True)
 
-    def _commit(self, committed: CommittedStep) -> None:
+    def _commit(self, committed: CommittedStep, is_manual: bool = False) -> None:
         """Count the step, and report it to the record and the callbacks."""
         result, statuses = committed.result, committed.statuses
         self._position.steps += 1
-        self._run.note_step(statuses)
+        self._run.note_step(statuses, is_manual)
         for rank, status in enumerate(statuses):
             for message in status.warnings:
                 self.history.warn(rank, message, show=rank == self.world.rank)

@@ -1,0 +1,199 @@
+"""The folder of checkpoints: damage of any file is found, and the one before it is used."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lockstep.checkpoint.folder import (
+    find_checkpoints,
+    find_newest_valid,
+    locate_checkpoint,
+    prune,
+    read_checkpoint,
+    remove_incomplete,
+    set_aside_newer,
+    verify,
+)
+from lockstep.checkpoint.writer import CheckpointWriter
+from lockstep.errors import FileError, UsageError
+
+STATE = {
+    "model": {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(3, dtype=torch.bfloat16)},
+    "optimizer": {"w": {"exp_avg": torch.ones(2, 3), "step": torch.tensor(4.0)}},
+    "ema": {"w": torch.full((2, 3), 0.5)},
+    "steps": 4,
+    "stateful": {"meter": {"total": 0.1, "parts": (1, [2]), "seen": torch.tensor([7])}},
+}
+
+
+def save(folder, *steps, state=STATE, keep=99):
+    writer = CheckpointWriter(folder, keep)
+    for attempt, step in enumerate(steps):
+        writer.save(state, step, attempt)
+        writer.wait()
+        assert writer.latest.failure == ""
+    return writer.latest.path
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("run") / "checkpoints", 4)
+
+
+@pytest.fixture
+def folder(tmp_path, template):
+    """A folder of checkpoints after 2, 4 and 10 steps."""
+    for step in (2, 4, 10):
+        shutil.copytree(template, tmp_path / "checkpoints" / f"step-{step}")
+    return tmp_path / "checkpoints"
+
+
+def names(paths):
+    return [path.name for path in paths]
+
+
+def test_a_checkpoint_is_read_as_it_was_saved(folder):
+    path = folder / "step-4"
+    assert verify(path) == ""
+    found = read_checkpoint(path)
+    assert found["steps"] == 4
+    assert found["stateful"]["meter"]["parts"] == (1, [2])
+    assert torch.equal(found["optimizer"]["w"]["exp_avg"], torch.ones(2, 3))
+    assert found["optimizer"]["w"]["step"].item() == 4
+    assert torch.equal(found["ema"]["w"], STATE["ema"]["w"])
+    weights = load_file(path / "model.safetensors")
+    assert torch.equal(weights["w"], STATE["model"]["w"])
+    assert {each.name for each in path.iterdir()} == {
+        "manifest.json", "state.json", "model.safetensors", "optimizer.safetensors",
+        "ema.safetensors", "state.safetensors",
+    }  # fmt: skip
+    assert all(each.stat().st_mode & 0o077 == 0 for each in (path, *path.iterdir()))
+
+
+FILES = [
+    "state.json", "model.safetensors", "optimizer.safetensors", "ema.safetensors",
+    "state.safetensors", "manifest.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_byte_is_found_wherever_it_is(folder, name):
+    file = folder / "step-10" / name
+    good = file.read_bytes()
+    if name == "manifest.json":  # a name or a checksum; its other content decides nothing
+        places = [good.index(b"xxh3") + 9, good.index(b"state.json"), good.index(b"files")]
+    else:
+        places = [0, 9, len(good) // 3, len(good) // 2, len(good) - 1]
+    for place in places:
+        file.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        problem = verify(folder / "step-10")
+        assert name in problem or (name == "manifest.json" and problem), place
+        path, problems = find_newest_valid(folder)
+        assert path == folder / "step-4"
+        assert problems == [f"the checkpoint {folder / 'step-10'} is damaged: {problem}"]
+    file.write_bytes(good)
+    assert verify(folder / "step-10") == ""
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kept", [0, 100, None])
+def test_truncated_and_missing_files_are_found(folder, name, kept):
+    file = folder / "step-10" / name
+    if kept is None:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:kept])
+    problem = verify(folder / "step-10")
+    assert name in problem
+    assert find_newest_valid(folder)[0] == folder / "step-4"
+    # without its manifest it does not count as a checkpoint
+    assert ("step-10" in names(find_checkpoints(folder))) == (
+        name != "manifest.json" or kept is not None
+    )
+
+
+def test_a_format_of_a_later_version(folder):
+    manifest = folder / "step-10" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"format": 2}))
+    assert verify(folder / "step-10") == "it has format 2, and this version of lockstep reads 1"
+
+
+def test_when_all_are_damaged(folder):
+    for path in find_checkpoints(folder):
+        (path / "model.safetensors").write_bytes(b"")
+    path, problems = find_newest_valid(folder)
+    assert path is None
+    assert [problem.split("step-")[1].split()[0] for problem in problems] == ["10", "4", "2"]
+    assert find_newest_valid(folder / "missing") == (None, [])
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        b"[", b"3", b'{"a": {"$torch": "ops"}}', b'{"a": {"$device": "x"}}',
+        b'{"a": {"$tensor": "missing"}}', b'{"a": {"$array": 1}}', b'{"a": {"$fraction": "1/0"}}',
+        b'{"a": ' * 5000,
+    ],
+)  # fmt: skip
+def test_a_state_that_makes_no_sense_is_one_error(folder, state):
+    (folder / "step-10" / "state.json").write_bytes(state)
+    with pytest.raises(FileError, match="step-10 cannot be read"):
+        read_checkpoint(folder / "step-10")
+
+
+def test_the_newest_is_that_of_the_latest_attempt(folder):
+    for name in ("step-10-2", "step-9", "step-10-10", "step-x", "step-11.superseded"):
+        shutil.copytree(folder / "step-2", folder / name)
+    (folder / "step-12").mkdir()  # without a manifest
+    found = names(find_checkpoints(folder))
+    assert found == ["step-10-10", "step-10-2", "step-10", "step-9", "step-4", "step-2"]
+    prune(folder, 2)
+    assert names(find_checkpoints(folder)) == ["step-10-10", "step-10-2"]
+
+
+def test_what_was_not_completed_is_removed_and_nothing_else(folder):
+    for name in (".step-11.3", "step-12", ".step-x", "mine"):
+        (folder / name).mkdir()
+    (folder / ".step-11.3" / "model.safetensors").touch()
+    remove_incomplete(folder)
+    left = {path.name for path in folder.iterdir()}
+    assert left == {"step-2", "step-4", "step-10", ".step-x", "mine"}
+    remove_incomplete(folder / "missing")
+    for name in (".best.7", ".best.7.x", ".bests.7"):
+        (folder / name).mkdir()
+    remove_incomplete(folder, "best")
+    assert {path.name for path in folder.iterdir()} == left | {".best.7.x", ".bests.7"}
+
+
+def test_checkpoints_of_what_is_not_continued_are_set_aside(folder, tmp_path):
+    renamed = set_aside_newer(folder, folder / "step-2", 2)
+    assert names(renamed) == ["step-10.superseded", "step-4.superseded"]
+    assert names(find_checkpoints(folder)) == ["step-2"]
+    assert locate_checkpoint(renamed[0]) == (renamed[0], folder)
+    shutil.copytree(folder / "step-2", folder / "step-4")
+    assert names(set_aside_newer(folder, tmp_path / "other" / "step-3", 3)) == [
+        "step-4.superseded-2"
+    ]
+    assert set_aside_newer(folder, folder / "step-2", 2) == []
+
+
+def test_a_checkpoint_is_found_by_path_run_or_name(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "night"
+    run.mkdir(parents=True)
+    shutil.move(folder, run / "checkpoints")
+    folder = run / "checkpoints"
+    assert locate_checkpoint(folder / "step-4") == (folder / "step-4", folder)
+    assert locate_checkpoint(run) == (None, folder)
+    assert locate_checkpoint(folder) == (None, folder)
+    assert [each.resolve() for each in locate_checkpoint("night")[1:]] == [folder]
+    (tmp_path / "night").mkdir()  # such as the data of that name
+    assert locate_checkpoint("night")[1].resolve() == folder
+    (tmp_path / "runs" / "checkpoints-old").mkdir()
+    assert locate_checkpoint("checkpoints-old")[1].name == "checkpoints"
+    with pytest.raises(UsageError, match="there is no run and no checkpoint at nowhere"):
+        locate_checkpoint("nowhere")
