@@ -374,14 +374,14 @@ class Trainer:
         self._is_finished = True
         if (failure := self._run.finish(state)) is not None:
             state, message = "failed", str(failure)
-        digests: dict[str, str] = {}
+        outcome: dict[str, Any] = {"state": state, "message": message}
         if self._recorded and (state == "done" or self.parallel.stages == 1):
-            digests = {"digest": self.digest(), "optimizer_digest": self.optimizer_digest()}
+            outcome |= {"digest": self.digest(), "optimizer_digest": self.optimizer_digest()}
         recorders = [each for each in self.history.loggers if isinstance(each, Recorder)]
         if self.history.loggers:
             last = self.history.last
             self.history.close(
-                **{"state": state, "message": message, **digests},
+                **outcome,
                 seconds=time.perf_counter() - self._began,
                 steps=self.steps,
                 samples=self.history.samples,
