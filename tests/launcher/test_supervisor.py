@@ -198,6 +198,14 @@ def test_how_ranks_end_after_sigterm(tmp_path, stop, status, said):
     assert exit_status(tmp_path) == status
 
 
+def test_without_a_grace_period_ranks_are_killed(tmp_path):
+    with stopping(tmp_path, STOP.format(stop="pass"), "--grace", "0") as launcher:
+        launcher.terminate()
+        assert launcher.wait(PATIENCE) == 143
+        late = "lockstep: ranks 0 and 1 did not stop within 0 s and were killed\n"
+        assert launcher.stderr.read() == WAITING.format(0) + late
+
+
 def test_a_rank_that_does_not_stop_in_time_is_named(tmp_path):
     source = STOP.format(stop="rank or sys.exit(75)")
     with stopping(tmp_path, source, "--grace", "0.5") as launcher:

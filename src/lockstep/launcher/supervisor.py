@@ -297,11 +297,13 @@ class RankSupervisor:
     ) -> RankError | None:
         """Wait until the ranks have stopped, then end those that have not."""
         deadline = time.monotonic() + grace
-        while self.running and time.monotonic() < deadline:
+        while self.running:
             if is_stop_requested() and not self.was_asked_to_stop:
                 self._ask_to_stop(grace)
             if not self.was_asked_to_stop and find_first_failure(self._all):
                 return self._end_after_failure()
+            if time.monotonic() >= deadline:
+                break
             self.process_events(_limit(TICK, deadline))
         if self.running:
             self._end_late_ranks(grace)
