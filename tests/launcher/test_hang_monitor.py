@@ -59,6 +59,12 @@ def test_the_rendezvous_check_counts_as_waiting():
     assert is_waiting(f"Current thread (most recent call first):\n{frames}")
 
 
+def test_a_stack_without_user_code_has_a_location_too():
+    frames = f'  File "{rendezvous_check.__file__}", line 7 in check_ranks\n'
+    dump = f"Current thread (most recent call first):\n{frames}"
+    assert describe_location(dump) == f"in check_ranks, {rendezvous_check.__file__}:7"
+
+
 def test_the_last_dump_counts():
     later = 'Current thread (most recent call first):\n  File "/home/me/train.py", line 7 in f\n'
     assert describe_location(DUMP + later) == "at train.py:7"
@@ -291,6 +297,18 @@ def test_a_rank_that_sleeps_in_backward_waits_and_one_that_computes_there_does_n
             ranks.cpu += cpu
             answer = answer or pass_time(clock, monitor, 1)
         assert (answer is not None) is hangs
+
+
+def test_a_rank_that_sleeps_in_a_call_of_wait_waits(clock, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("work = start()\nwork.wait()\nselect(files)\n")
+    for line, hangs in ((2, True), (3, False)):
+        ranks = FakeRanks()
+        ranks.stacks[0] = f'x (most recent call first):\n  File "{script}", line {line} in step\n'
+        monitor = HangMonitor(ranks, HangPolicy(40.0, ends_launch=True))
+        answer = pass_time(clock, monitor, 90)
+        assert (answer is not None) is hangs
+        assert answer is None or "while rank 0 has waited 42 s in train.py:2" in str(answer)
 
 
 def test_ranks_that_publish_are_never_asked(clock):

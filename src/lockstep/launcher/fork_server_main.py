@@ -36,8 +36,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lockstep.launcher.channel import Channel, Message, open_channel
-from lockstep.launcher.hang_monitor import ignore_requests
-from lockstep.launcher.rank_process import ForkedProcess, exit_process
+from lockstep.launcher.rank_process import ForkedProcess, exit_process, ignore_requests
 
 __all__ = ["Server", "main", "serve_in_fork"]
 

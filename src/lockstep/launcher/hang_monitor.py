@@ -16,17 +16,15 @@ once; a rank prints its own place.
 
 from __future__ import annotations
 
-import contextlib
+import linecache
 import os
 import re
 import signal
 import sysconfig
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 from lockstep.comm.activity import Activity
@@ -46,11 +44,8 @@ __all__ = [
     "describe_state",
     "find_hang",
     "format_report",
-    "ignore_requests",
-    "is_replaceable",
     "is_user_code",
     "is_waiting",
-    "reports_on_request",
     "take_snapshot",
 ]
 
@@ -64,12 +59,15 @@ IDLE = 0.02  # share of a core below which a process counts as asleep
 
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 LAUNCHER = os.path.dirname(os.path.abspath(__file__))
-NOT_USER_CODE = (sysconfig.get_path("stdlib"), "<frozen", "<string>", LAUNCHER)
+PACKAGE = os.path.dirname(LAUNCHER)
+NOT_USER_CODE = (sysconfig.get_path("stdlib"), "<frozen", "<string>", PACKAGE)
 INSTALLED = ("/site-packages/", "/dist-packages/")  # of any environment
 # Where a rank is that waits for others: in a collective or in the rendezvous check.
 WAITING = ("torch/distributed/", os.path.join(LAUNCHER, "rendezvous_check"))
-# Where a rank is that waits for others or computes: DistributedDataParallel waits in backward.
-WAITING_IF_IDLE = ("torch/autograd/",)
+# Where a rank is that waits for others or computes: DistributedDataParallel waits in backward,
+# and `work.wait()` is a function without a frame.
+MAY_WAIT = ("torch/autograd/",)
+WAIT_CALL = ".wait("
 REPORT_FILE = "hang.txt"
 
 
@@ -320,8 +318,6 @@ class HangMonitor:
         Returns:
             The error of the rank that hangs, if the policy is to end the launch.
         """
-        if _take_request():
-            self._print_places()
         now = time.monotonic()
         if now >= self._next_remark:
             self._remark()
@@ -389,7 +385,7 @@ class HangMonitor:
                 snapshot = replace(
                     snapshot,
                     is_waiting=True,
-                    operation=sample.location.removeprefix("in "),
+                    operation=sample.location.partition(" ")[2],
                     age=now - sample.since,
                 )
             if (since := self._stopped_since.get(rank)) is not None:
@@ -428,7 +424,8 @@ class HangMonitor:
         error.rank = hang.culprit
         return error
 
-    def _print_places(self) -> None:
+    def print_places(self) -> None:
+        """Print where every rank is."""
         snapshots, stacks = self._locate_all()
         say(f"where the ranks are:\n{format_report(snapshots, stacks, self._returned())}")
 
@@ -480,9 +477,9 @@ class _Sample:
     def next(self, dump: str, cpu_seconds: float, now: float) -> _Sample:
         """Return the sample that follows this one."""
         waits = is_waiting(dump)
-        if not waits and self.cpu_seconds is not None and is_in_backward(dump):
+        if not waits and self.cpu_seconds is not None and may_wait(dump):
             waits = cpu_seconds - self.cpu_seconds <= IDLE * (now - self.seen)
-        location = describe_location(dump) or "a collective" if waits else ""
+        location = describe_location(dump) if waits else ""
         since = self.since if location and location == self.location else now
         return replace(self, location=location, since=since, cpu_seconds=cpu_seconds, seen=now)
 
@@ -499,53 +496,6 @@ def take_snapshot(rank: int, pid: int, activity: Activity, now: float) -> RankSn
     )
 
 
-# --- in the launcher: SIGUSR1 -----------------------------------------------------------------
-
-_requested = False
-
-
-def _request_report(number: int, frame: FrameType | None) -> None:
-    global _requested
-    _requested = True
-
-
-def _take_request() -> bool:
-    global _requested
-    requested, _requested = _requested, False
-    return requested
-
-
-@contextlib.contextmanager
-def reports_on_request() -> Iterator[None]:
-    """Make SIGUSR1 to this process print where the ranks are, while it waits for them.
-
-    A handler of the program's own stays in effect. Only the main thread can install one.
-    """
-    before = signal.getsignal(signal.SIGUSR1)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not is_replaceable(before):
-        yield
-        return
-    signal.signal(signal.SIGUSR1, _request_report)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGUSR1) is _request_report:
-            signal.signal(signal.SIGUSR1, before)
-
-
-def ignore_requests() -> None:
-    """Ignore SIGUSR1 in a process that starts ranks for the launcher."""
-    if is_replaceable(signal.getsignal(signal.SIGUSR1)):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def is_replaceable(handler: object) -> bool:
-    """Return whether a handler of SIGUSR1 is the default one or Lockstep's, not the program's."""
-    own = str(getattr(handler, "__module__", "")).startswith("lockstep.")
-    return own or handler is signal.SIG_DFL
-
-
 # --- stacks -----------------------------------------------------------------------------------
 
 
@@ -557,13 +507,14 @@ def is_user_code(file: str) -> bool:
 def describe_location(dump: str) -> str:
     """Return where the last stack of `dump` is, such as "in all_reduce, train.py:31"."""
     called = ""
-    for file, line, function in _all_frames(dump):
+    frames = _all_frames(dump)
+    for file, line, function in frames:
         if is_user_code(file):
             location = f"{os.path.basename(file)}:{line}"
             return f"in {called}, {location}" if called else f"at {location}"
         if "wrapper" not in function:
             called = function
-    return ""
+    return f"in {frames[0][2]}, {_shorten(frames[0][0])}:{frames[0][1]}" if frames else ""
 
 
 def is_waiting(dump: str) -> bool:
@@ -571,9 +522,12 @@ def is_waiting(dump: str) -> bool:
     return any(part in file for file, _, _ in _all_frames(dump)[:6] for part in WAITING)
 
 
-def is_in_backward(dump: str) -> bool:
-    """Return whether the innermost function of that stack is autograd's."""
-    return any(part in file for file, _, _ in _all_frames(dump)[:1] for part in WAITING_IF_IDLE)
+def may_wait(dump: str) -> bool:
+    """Return whether that stack is where a rank waits for others, unless it computes there."""
+    for file, line, _ in _all_frames(dump)[:1]:
+        is_in_backward = any(part in file for part in MAY_WAIT)
+        return is_in_backward or WAIT_CALL in linecache.getline(file, int(line))
+    return False
 
 
 def _all_frames(dump: str) -> list[tuple[str, str, str]]:

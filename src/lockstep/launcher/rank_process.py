@@ -41,7 +41,6 @@ from lockstep.launcher.channel import Channel, Message, open_channel, read_memfd
 from lockstep.launcher.hang_monitor import (
     STACK_SIGNAL,
     describe_state,
-    is_replaceable,
     is_user_code,
     take_snapshot,
 )
@@ -51,6 +50,8 @@ __all__ = [
     "ForkedProcess",
     "describe_error",
     "exit_process",
+    "ignore_requests",
+    "is_replaceable",
     "main",
     "print_place_on_signal",
     "report_to_launcher",
@@ -376,6 +377,18 @@ def print_place_on_signal(rank: int) -> None:
     if is_main and is_replaceable(signal.getsignal(signal.SIGUSR1)):
         _rank, _rank_owner = rank, os.getpid()
         _handle_request(_print_place)
+
+
+def ignore_requests() -> None:
+    """Ignore SIGUSR1 in a process that starts ranks for the launcher."""
+    if is_replaceable(signal.getsignal(signal.SIGUSR1)):
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def is_replaceable(handler: object) -> bool:
+    """Return whether a handler of SIGUSR1 is the default one or Lockstep's, not the program's."""
+    own = str(getattr(handler, "__module__", "")).startswith("lockstep.")
+    return own or handler is signal.SIG_DFL
 
 
 def _print_place(number: int, frame: FrameType | None) -> None:

@@ -17,9 +17,11 @@ import contextlib
 import os
 import selectors
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import FrameType
 
 from lockstep.comm.activity import Activity, read_activity
 from lockstep.errors import RankError
@@ -40,14 +42,14 @@ from lockstep.launcher.hang_monitor import (
     HangMonitor,
     HangPolicy,
     describe_location,
-    reports_on_request,
 )
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.local_rendezvous import create_store
 from lockstep.launcher.output import RankOutput
+from lockstep.launcher.rank_process import is_replaceable
 from lockstep.messages import say
 
-__all__ = ["GRACE", "STOP_GRACE", "TICK", "RankSupervisor"]
+__all__ = ["GRACE", "STOP_GRACE", "TICK", "RankSupervisor", "reports_on_request"]
 
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 # Seconds that ranks have to stop on request. Kubernetes and Slurm kill everything after 30:
@@ -59,8 +61,40 @@ SETTLE_CONSEQUENCE = 2.0  # ... that looks like the consequence of another rank'
 SETTLE_KILLED = 0.2  # ... that the kernel may log in a moment
 POLL = 0.005  # seconds between two checks of process groups that are ending
 TICK = 0.25  # seconds between two checks for unfinished lines of output
-STACK_TIMEOUT = 0.2  # seconds that ranks have to write their stacks
+STACK_TIMEOUT = 1.0  # seconds that ranks have to write their stacks
 MAX_STACK = 1 << 16  # bytes that are read of a stack
+
+_requested = False
+
+
+def _request_report(number: int, frame: FrameType | None) -> None:
+    global _requested
+    _requested = True
+
+
+def _take_request() -> bool:
+    global _requested
+    requested, _requested = _requested, False
+    return requested
+
+
+@contextlib.contextmanager
+def reports_on_request() -> Iterator[None]:
+    """Make SIGUSR1 to this process print where the ranks are, while it waits for them.
+
+    A handler of the program's own stays in effect. Only the main thread can install one.
+    """
+    before = signal.getsignal(signal.SIGUSR1)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not is_replaceable(before):
+        yield
+        return
+    signal.signal(signal.SIGUSR1, _request_report)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGUSR1) is _request_report:
+            signal.signal(signal.SIGUSR1, before)
 
 
 class RankSupervisor:
@@ -208,6 +242,8 @@ class RankSupervisor:
                     return self._end_after_failure()
                 if is_stop_requested() or any(outcome.has_stopped for outcome in self._all):
                     return self._wait_for_stop(grace, is_stop_requested)
+                if _take_request():
+                    self._hang_monitor.print_places()
                 if hang := self._hang_monitor.check():
                     self.terminate()
                     return hang

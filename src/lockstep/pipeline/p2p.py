@@ -181,7 +181,7 @@ class Sender:
         """Wait until at most `left` values are in transit."""
         while len(self.waiting) > left:
             works, _ = self.waiting.popleft()
-            with Waiting(f"send to rank {self.peer} (tag {self.tag})"):
+            with Waiting(f"send of activations or gradients to rank {self.peer}"):
                 for work in works:
                     work.wait()
 
@@ -199,6 +199,7 @@ class Receiver:
     rng_state: RngState = INITIAL_RNG_STATE
     """The state that came with the last value."""
     _posted: tuple[Any, torch.Tensor] | None = None
+    _leaf: int = -1
 
     def post(self) -> None:
         """Post the receive of the next page, so that the transfer overlaps with computation."""
@@ -229,6 +230,7 @@ class Receiver:
         self.post()
         assert self._posted is not None
         work, cover = self._posted
+        self._leaf = leaf
         self._wait(work)
         self._posted = None
         page = memoryview(cover.numpy())  # type: ignore[arg-type]
@@ -257,7 +259,7 @@ class Receiver:
 
     def _wait(self, work: Any) -> None:
         try:
-            with Waiting(f"receive from rank {self.peer} (tag {self.tag})"):
+            with Waiting(f"receive of micro-batch {self._leaf} from rank {self.peer}"):
                 work.wait()
         except RuntimeError as error:
             message = (str(error).splitlines() or [""])[0]
