@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from functools import partial
 
 import pytest
 
@@ -41,24 +42,21 @@ def test_a_signal_is_noted(request_):
 
 
 def test_a_second_one_ends_the_process_unless_a_launcher_started_it(request_, monkeypatch):
-    def twice():
+    def twice(closes):
+        stop = StopRequest()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        stop.listen()
         terminate()
+        if closes:  # the rank exits, and its launcher passes the signal on only now
+            stop.close()
         terminate()
         os._exit(3)
 
-    def listen_and(function):
-        def child():
-            stop = StopRequest()
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            stop.listen()
-            function()
-
-        return child
-
-    monkeypatch.delenv("RANK", raising=False)
-    assert in_child(listen_and(twice)) == -signal.SIGTERM
-    monkeypatch.setenv("RANK", "0")
-    assert in_child(listen_and(twice)) == 3
+    for closes in (False, True):
+        monkeypatch.delenv("RANK", raising=False)
+        assert in_child(partial(twice, closes)) == -signal.SIGTERM
+        monkeypatch.setenv("RANK", "0")
+        assert in_child(partial(twice, closes)) == 3
 
 
 def test_forked_children_keep_the_default(request_, monkeypatch):

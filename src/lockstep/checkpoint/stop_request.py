@@ -53,9 +53,13 @@ class StopRequest:
             self._before = signal.signal(signal.SIGTERM, self._note)
 
     def close(self) -> None:
-        """Restore the handler."""
+        """Restore the handler, except in a rank that is about to exit because of the signal.
+
+        Its launcher may pass the signal on only now.
+        """
         if self._before is not None and os.getpid() == self._owner:
-            signal.signal(signal.SIGTERM, self._before)
+            if not self.signal or "RANK" not in os.environ:
+                signal.signal(signal.SIGTERM, self._before)
             self._before = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
