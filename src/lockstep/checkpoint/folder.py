@@ -82,7 +82,7 @@ def verify(path: Path) -> str:
         if version > FORMAT:
             return f"it has format {version}, and this version of lockstep reads {FORMAT}"
         for name, expected in files.items():
-            with (path / name).open("rb") as file:
+            with (path / name).open("rb", buffering=0) as file:
                 if checksum_file(file) != expected["xxh3"]:
                     return f"the checksum of {name} differs"
     except OSError as error:

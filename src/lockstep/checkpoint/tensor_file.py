@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from io import FileIO
 from typing import BinaryIO
 
 import torch
@@ -18,6 +19,7 @@ import xxhash
 
 __all__ = ["DTYPES", "checksum_file", "write_tensors"]
 
+CHUNK = 1 << 20  # bytes that are read and hashed at a time, within a cache
 PIECE = 8 << 20  # bytes that are written and hashed at a time
 
 DTYPES = {
@@ -66,11 +68,12 @@ def write_tensors(
     return size, hasher.hexdigest()
 
 
-def checksum_file(file: BinaryIO) -> str:
+def checksum_file(file: FileIO) -> str:
     """Return the checksum of a file's content from its position to its end."""
     hasher = xxhash.xxh3_128()
-    while piece := file.read(PIECE):
-        hasher.update(piece)
+    buffer = memoryview(bytearray(CHUNK))  # one for all chunks: page faults are slow
+    while size := file.readinto(buffer):
+        hasher.update(buffer[:size])
     return hasher.hexdigest()
 
 
