@@ -242,8 +242,7 @@ class RankSupervisor:
                     return self._end_after_failure()
                 if is_stop_requested() or any(outcome.has_stopped for outcome in self._all):
                     return self._wait_for_stop(grace, is_stop_requested)
-                if _take_request():
-                    self._hang_monitor.print_places()
+                self._answer_request()
                 if hang := self._hang_monitor.check():
                     self.terminate()
                     return hang
@@ -340,6 +339,7 @@ class RankSupervisor:
                 return self._end_after_failure()
             if time.monotonic() >= deadline:
                 break
+            self._answer_request()
             self.process_events(_limit(TICK, deadline))
         if self.running:
             self._end_late_ranks(grace)
@@ -389,6 +389,11 @@ class RankSupervisor:
         message = {"kind": "signal", "rank": rank, "number": int(number), "group": group}
         with contextlib.suppress(OSError):
             self._channel.send(message)
+
+    def _answer_request(self) -> None:
+        """Print where the ranks are, if SIGUSR1 asked for it."""
+        if _take_request():
+            self._hang_monitor.print_places()
 
     def _end_ranks(self, ranks: Sequence[int], number: int) -> None:
         for rank in ranks:
