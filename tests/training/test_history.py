@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from lockstep.errors import UsageError
 from lockstep.model.evaluation import Evaluation
 from lockstep.record.loggers import TensorBoard
 from lockstep.training.history import History, StepResult, compute_rank_times, open_loggers
@@ -116,3 +117,15 @@ def test_a_dashboard_beside_a_recorder_knows_the_folder_of_the_run(tmp_path):
     assert theirs.run_folder == tmp_path / "other"
     alone = open_loggers(TensorBoard(tmp_path / "tb"))
     assert alone[0].run_folder is None
+
+
+def test_a_run_is_not_resumed_by_a_trainer_without_checkpoints(tmp_path, monkeypatch):
+    (recorder,) = open_loggers(tmp_path / "run")
+    recorder.write("run")
+    recorder.close()
+    monkeypatch.setenv("LOCKSTEP_RESUME", "1")
+    with pytest.raises(UsageError, match=r"run is resumed, but its trainer has no checkpoints"):
+        open_loggers(tmp_path / "run")
+    (recorder,) = open_loggers(tmp_path / "run", may_resume=True)
+    assert recorder.is_continued
+    recorder.close()

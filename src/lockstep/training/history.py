@@ -261,6 +261,9 @@ def open_loggers(
     """Return the loggers that are given; a folder gets a recorder.
 
     With `may_resume`, a record that is there can be continued.
+
+    Raises:
+        UsageError: A run is resumed by a trainer without checkpoints.
     """
     given: Sequence[Any] = loggers if isinstance(loggers, (list, tuple)) else [loggers]
     resume = may_resume or None
@@ -269,6 +272,11 @@ def open_loggers(
         for each in given
     ]
     for each in found:
+        if isinstance(each, Recorder) and each.is_continued and not may_resume:
+            raise UsageError(
+                f"{each.folder} is resumed, but its trainer has no checkpoints and would begin "
+                "again: pass checkpoint=ls.CheckpointConfig(), or start a new run"
+            )
         if isinstance(each, DashboardLogger) and each.run_folder is None:
             each.run_folder = find_folder(found)
     return found
