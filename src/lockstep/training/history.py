@@ -273,6 +273,7 @@ def open_loggers(
     ]
     for each in found:
         if isinstance(each, Recorder) and each.is_continued and not may_resume:
+            each.close()
             raise UsageError(
                 f"{each.folder} is resumed, but its trainer has no checkpoints and would begin "
                 "again: pass checkpoint=ls.CheckpointConfig(), or start a new run"
