@@ -16,11 +16,6 @@ once; a rank prints its own place.
 
 from __future__ import annotations
 
-import linecache
-import os
-import re
-import signal
-import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,42 +27,33 @@ from lockstep.errors import RankError
 from lockstep.files import replace_file
 from lockstep.formatting import format_duration
 from lockstep.launcher.failure_attribution import Outcome, format_ranks
+from lockstep.launcher.stacks import (
+    describe_location,
+    is_user_code,
+    is_waiting,
+    may_wait,
+    parse_frames,
+    shorten_path,
+)
 from lockstep.messages import escape_control, say
 
 __all__ = [
-    "STACK_SIGNAL",
     "Hang",
     "HangMonitor",
     "HangPolicy",
     "RankSnapshot",
-    "describe_location",
     "describe_state",
     "find_hang",
     "format_report",
-    "is_user_code",
-    "is_waiting",
     "take_snapshot",
 ]
 
-# A real-time signal, which programs and schedulers do not use.
-STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 FIRST_CHECK = 5.0  # seconds to the first early remark; each later interval is twice as long
 PAGE_INTERVALS = 16  # reads of the activity pages within the timeout ...
 STACK_INTERVALS = 8  # ... and samples of stacks, of ranks that publish nothing
 MAX_PAGE_INTERVAL = 5.0  # seconds
 IDLE = 0.02  # share of a core below which a process counts as asleep
 
-FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
-LAUNCHER = os.path.dirname(os.path.abspath(__file__))
-PACKAGE = os.path.dirname(LAUNCHER)
-NOT_USER_CODE = (sysconfig.get_path("stdlib"), "<frozen", "<string>", PACKAGE)
-INSTALLED = ("/site-packages/", "/dist-packages/")  # of any environment
-# Where a rank is that waits for others: in a collective or in the rendezvous check.
-WAITING = ("torch/distributed/", os.path.join(LAUNCHER, "rendezvous_check"))
-# Where a rank is that waits for others or computes: DistributedDataParallel waits in backward,
-# and `work.wait()` is a function without a frame.
-MAY_WAIT = ("torch/autograd/",)
-WAIT_CALL = ".wait("
 REPORT_FILE = "hang.txt"
 
 
@@ -269,10 +255,10 @@ def format_report(
     lines = []
     for each in sorted(snapshots, key=lambda each: each.rank):
         lines.append(f"rank {each.rank} (process {each.pid}): {describe_state(each)}")
-        frames = _parse_frames(stacks.get(each.rank, ""))
+        frames = parse_frames(stacks.get(each.rank, ""))
         for file, line, function in frames:
             mark = ">" if is_user_code(file) else " "
-            lines.append(f"  {mark} {_shorten(file)}:{line} in {function}")
+            lines.append(f"  {mark} {shorten_path(file)}:{line} in {function}")
         if not frames and each.stopped_for is None:
             lines.append("    does not answer (it runs no Python, or holds up all signals)")
     lines += [f"rank {rank}: has returned" for rank in returned]
@@ -494,60 +480,3 @@ def take_snapshot(rank: int, pid: int, activity: Activity, now: float) -> RankSn
         age=now - since if since > 0 else None,
         is_waiting=activity.is_waiting,
     )
-
-
-# --- stacks -----------------------------------------------------------------------------------
-
-
-def is_user_code(file: str) -> bool:
-    """Return whether a file belongs to the user: not Python's, not installed, not ours."""
-    return not file.startswith(NOT_USER_CODE) and not any(part in file for part in INSTALLED)
-
-
-def describe_location(dump: str) -> str:
-    """Return where the last stack of `dump` is, such as "in all_reduce, train.py:31"."""
-    called = ""
-    frames = _all_frames(dump)
-    for file, line, function in frames:
-        if is_user_code(file):
-            location = f"{os.path.basename(file)}:{line}"
-            return f"in {called}, {location}" if called else f"at {location}"
-        if "wrapper" not in function:
-            called = function
-    return f"in {frames[0][2]}, {_shorten(frames[0][0])}:{frames[0][1]}" if frames else ""
-
-
-def is_waiting(dump: str) -> bool:
-    """Return whether that stack is in a call of torch.distributed or the rendezvous check."""
-    return any(part in file for file, _, _ in _all_frames(dump)[:6] for part in WAITING)
-
-
-def may_wait(dump: str) -> bool:
-    """Return whether that stack is where a rank waits for others, unless it computes there."""
-    for file, line, _ in _all_frames(dump)[:1]:
-        is_in_backward = any(part in file for part in MAY_WAIT)
-        return is_in_backward or WAIT_CALL in linecache.getline(file, int(line))
-    return False
-
-
-def _all_frames(dump: str) -> list[tuple[str, str, str]]:
-    """Return file, line and function of the frames of the last stack, the innermost first."""
-    lines = dump.rpartition("(most recent call first)")[2].splitlines()
-    return [(match[1], match[2], match[3]) for line in lines if (match := FRAME.match(line))]
-
-
-def _parse_frames(dump: str) -> list[tuple[str, str, str]]:
-    """Return the frames without those of the launcher that called the program."""
-    frames = _all_frames(dump)
-    while frames and not is_user_code(frames[-1][0]):
-        if any(part in frames[-1][0] for part in INSTALLED):
-            break
-        frames.pop()
-    return frames
-
-
-def _shorten(file: str) -> str:
-    """Return a path without the folder in which packages are installed."""
-    for part in INSTALLED:
-        file = file.rpartition(part)[2]
-    return file

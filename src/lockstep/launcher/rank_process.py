@@ -38,12 +38,8 @@ from typing import Any, NoReturn
 from lockstep.comm import activity
 from lockstep.errors import LockstepError
 from lockstep.launcher.channel import Channel, Message, open_channel, read_memfd, write_memfd
-from lockstep.launcher.hang_monitor import (
-    STACK_SIGNAL,
-    describe_state,
-    is_user_code,
-    take_snapshot,
-)
+from lockstep.launcher.hang_monitor import describe_state, take_snapshot
+from lockstep.launcher.stacks import STACK_SIGNAL, is_user_code
 from lockstep.messages import say
 
 __all__ = [

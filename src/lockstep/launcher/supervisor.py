@@ -37,16 +37,12 @@ from lockstep.launcher.failure_attribution import (
     make_rank_error,
 )
 from lockstep.launcher.fork_server import ForkServer
-from lockstep.launcher.hang_monitor import (
-    STACK_SIGNAL,
-    HangMonitor,
-    HangPolicy,
-    describe_location,
-)
+from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.local_rendezvous import create_store
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.rank_process import is_replaceable
+from lockstep.launcher.stacks import STACK_SIGNAL, describe_location
 from lockstep.messages import say
 
 __all__ = ["GRACE", "STOP_GRACE", "TICK", "RankSupervisor", "reports_on_request"]

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from lockstep.errors import UsageError
-from lockstep.launcher.hang_monitor import is_user_code
+from lockstep.launcher.stacks import is_user_code
 from lockstep.messages import say
 from lockstep.record.environment import describe_environment
 
