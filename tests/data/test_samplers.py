@@ -13,7 +13,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.loader import Batches
-from lockstep.data.samplers import draw_batches, draw_indices, validate_sampler
+from lockstep.data.samplers import KnownSamplers, draw_batches, draw_indices, validate_sampler
 from lockstep.errors import DatasetError
 
 
@@ -120,3 +120,48 @@ def test_a_data_loader_is_no_dataset(loader: DataLoader[int], words: str) -> Non
     """It was read as an iterable dataset, each of whose samples is a batch."""
     with pytest.raises(DatasetError, match=words):
         Batches(loader, 4)
+
+
+class Counting:
+    """A sampler with a private generator."""
+
+    def __init__(self, seed, generator=None):
+        self.generator = generator or torch.Generator().manual_seed(seed)
+
+    def __iter__(self):
+        return iter(torch.randperm(9, generator=self.generator).tolist())
+
+
+def test_samplers_are_restored_by_the_order_of_their_first_use():
+    known, first, second = KnownSamplers(), Counting(1), Counting(2)
+    for sampler in (first, None, range(9), second, first):
+        known.use(sampler)
+    list(first), list(second), list(first)
+    state = known.state_dict()
+    expected = [list(first), list(second)]
+    again = KnownSamplers()
+    again.load_state_dict(state)
+    others = [Counting(7), Counting(8), Counting(9)]
+    again.use(others[0])
+    assert again.state_dict() == state  # also before the second one is used
+    for sampler in (range(9), others[1], others[0], others[2]):
+        again.use(sampler)
+    assert [list(each) for each in others] == [*expected, list(Counting(9))]
+
+
+def test_a_generator_that_samplers_share_continues():
+    """A sampler per epoch, with one generator; those that no longer exist are not saved."""
+    generator, known = torch.Generator().manual_seed(1), KnownSamplers()
+    for _ in range(3):
+        sampler = Counting(0, generator)
+        known.use(sampler)
+        list(sampler)
+    state = known.state_dict()
+    assert list(state) == [2]
+    expected = list(sampler)
+    other, again = torch.Generator().manual_seed(5), KnownSamplers()
+    again.load_state_dict(state)
+    for _ in range(3):
+        sampler = Counting(0, other)
+        again.use(sampler)
+    assert list(sampler) == expected

@@ -148,6 +148,11 @@ def test_of_zipped_iterations_each_continues_at_the_same_batch(step):
     second = script.resume()
     assert second.begin(0).resumed["position"] == 3
     assert second.begin(7, samples=9).resumed["position"] == 3
+    # the second one is not begun again if the first one yields nothing more
+    fourth = script.resume()
+    opened = fourth.begin(0)
+    fourth.log.end_epoch(opened, script.steps)
+    assert not fourth.log.is_answering
     # the first one ends, and with it the second
     script.log.end_epoch(a, script.steps)
     script.log.end_epoch(b, script.steps)

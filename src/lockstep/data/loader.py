@@ -164,7 +164,7 @@ class Batches:
         are prepared again. `order` is a digest of the order of the epoch, and `sampler` the
         state of the sampler's private generators before it drew the order.
         """
-        given = self._user_sampler()
+        given = self.user_sampler()
         drawn_from = self._drawn_from
         if drawn_from is None:
             drawn_from = {} if given is None else sampler_state(given)
@@ -192,6 +192,10 @@ class Batches:
         self._saved = dict(state)
         self._order, self._drawn_from = state.get("order", ""), state.get("sampler", {})
 
+    def user_sampler(self) -> Any:
+        """Return the sampler or batch sampler of the user, or None."""
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
+
     def _identity(self) -> dict[str, int | bool | None]:
         return {
             "samples": _length(self.dataset),
@@ -208,7 +212,7 @@ class Batches:
             self.batch_size is None and self.sampler is None
         ):
             raise DatasetError("a batch_sampler yields whole batches: omit batch_size and sampler")
-        given = self._user_sampler()
+        given = self.user_sampler()
         if self._iterable and given is not None:
             raise DatasetError(
                 f"{self._name} is iterable, and iterable datasets cannot take a sampler"
@@ -223,10 +227,6 @@ class Batches:
                 "a daemon process cannot start loader workers; use num_workers=0, "
                 "or start the ranks with daemon=False"
             )
-
-    def _user_sampler(self) -> Any:
-        """Return the sampler or batch sampler of the user, or None."""
-        return self.sampler if self.batch_sampler is None else self.batch_sampler
 
     def _items(self, start: int) -> Items:
         """Return the items of the batches from `start` on."""
@@ -283,7 +283,7 @@ class Batches:
     def _plan_epoch(self, start: int) -> EpochOrder:
         """Determine the order of the epoch, and check that it is the same on all ranks."""
         try:
-            epoch = self._make_order() if self._user_sampler() is None else self._draw_order()
+            epoch = self._make_order() if self.user_sampler() is None else self._draw_order()
             self._order = epoch.digest().hex()
             self._require_saved_order(start)
         except BaseException:
@@ -296,7 +296,7 @@ class Batches:
 
     def _draw_order(self) -> EpochOrder:
         """Draw the order from the sampler, from its saved state if there is one."""
-        sampler = self._user_sampler()
+        sampler = self.user_sampler()
         if self._saved is not None:
             restore_sampler_state(sampler, self._saved.get("sampler", {}))
         else:
@@ -311,7 +311,7 @@ class Batches:
         saved, self._saved = self._saved, None
         if saved is None or saved.get("order", "") in ("", self._order):
             return
-        sampler = self._user_sampler()
+        sampler = self.user_sampler()
         cause = (
             "the dataset or the version of torch has changed"
             if sampler is None

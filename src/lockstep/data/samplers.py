@@ -15,7 +15,8 @@ from __future__ import annotations
 import copy
 import json
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from lockstep.errors import DatasetError
 from lockstep.randomness import isolated, key, seed_all
 
 __all__ = [
+    "KnownSamplers",
     "SamplerStates",
     "draw_batches",
     "draw_indices",
@@ -242,6 +244,43 @@ class SamplerStates:
         self._latest, self._saved = {}, {}
         for each in state:
             self._saved[each["number"]] = DrawnOrder(each["epoch"], each["before"], each["after"])
+
+
+class KnownSamplers:
+    """The samplers that a script has used, numbered by their first use.
+
+    A resumed script makes its samplers anew, and draws no order from them for epochs that are
+    complete. Each is set to the state of the one with its number as soon as it is used.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[Callable[[], Any]] = []  # weak references
+        self._saved: dict[int, State] = {}  # of samplers that have not been used again
+
+    def use(self, sampler: Any) -> None:
+        """Number a sampler, and restore its state if it is used for the first time.
+
+        Raises:
+            DatasetError: A generator has another type than the saved one.
+        """
+        is_known = any(each() is sampler for each in self._known)
+        if sampler is None or is_known or not sampler_state(sampler):
+            return
+        restore_sampler_state(sampler, self._saved.pop(len(self._known), {}))
+        try:
+            self._known.append(weakref.ref(sampler))
+        except TypeError:
+            self._known.append(lambda: sampler)
+
+    def state_dict(self) -> dict[int, State]:
+        """Return the states by number, of samplers that still exist."""
+        known = ((number, each()) for number, each in enumerate(self._known))
+        found = {number: sampler_state(each) for number, each in known if each is not None}
+        return self._saved | found
+
+    def load_state_dict(self, state: Mapping[int, State]) -> None:
+        """Restore the states of the samplers that are used from now on."""
+        self._saved = dict(state)
 
 
 def _named(state: State) -> str:

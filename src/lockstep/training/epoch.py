@@ -42,6 +42,7 @@ class Epoch(Batches):
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over what is left of the epoch."""
         with stopping(self._finish, self._run.abandon):
+            self._run.use_sampler(self)
             epoch = self._run.begin_epoch(self)
             if epoch is None:
                 return

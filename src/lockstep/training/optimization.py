@@ -110,6 +110,13 @@ class Optimization:
         """What has the optimizer's state dict: the optimizer, or what holds its pieces together."""
         return self.sharded or self.optimizer
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters in the order in which the state dict numbers them."""
+        if self.sharded is not None:
+            return self.sharded.parameters
+        return [each for group in self.optimizer.param_groups for each in group["params"]]
+
     def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
         """Name the optimizer's state after its parameters: "conv.weight/exp_avg" and so on."""
         if self.sharded is not None:

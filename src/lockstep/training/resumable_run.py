@@ -25,6 +25,7 @@ from lockstep.checkpoint.stop_request import StoppedOnRequest
 from lockstep.data.content_hash import hash_content
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import Batch
+from lockstep.data.samplers import KnownSamplers
 from lockstep.errors import FileError, UsageError
 from lockstep.messages import say
 from lockstep.training.compatibility import (
@@ -82,7 +83,7 @@ class ResumableRun:
     ) -> None:
         self._state, self._history, self._settings = state, history, settings
         self._rank, self._checkpoints = rank, checkpoints
-        self._log = ScriptLog()
+        self._log, self._samplers = ScriptLog(), KnownSamplers()
         self._saves = 0
         self._restored: dict[str, Any] | None = None  # once the script has come to it
         self.resumed_from: int | None = None
@@ -110,6 +111,7 @@ class ResumableRun:
             require_same_training(state, here)
             differences = find_differences(state, here)
             self._log.load_state_dict(state["script"])
+            self._samplers.load_state_dict(state["known_samplers"])
             self._state.load_local(state)
             self._restored = state
             checkpoints.set_aside_newer(path, state["steps"])
@@ -142,7 +144,8 @@ class ResumableRun:
         state, self._restored = self._restored, None
         if state is not None and self._checkpoints is not None:
             self._state.load_local(state)
-            self._state.load_position(state)
+            # Its samplers have their states by now, or get them when they are used.
+            self._state.load_position({**state, "samplers": []})
             self._checkpoints.restore(state, state["steps"])
 
     def _note_answer(self, steps: int) -> None:
@@ -170,6 +173,17 @@ class ResumableRun:
         self._log.record(kind, self._state.position.steps, result=result, **asked)
         self.reach_safe_point(ask=ask)
         return result
+
+    def evaluate(self, batches: Batches, call: Callable[[], Any], *, ema: bool) -> Any:
+        """Evaluate, or return the result of the interrupted run."""
+        self.use_sampler(batches)
+        samples = batches.state_dict()["samples"]
+        return self.call("evaluation", call, ask=True, samples=samples, ema=ema)
+
+    def use_sampler(self, batches: Batches) -> None:
+        """Restore the state of the sampler of batches if it is used for the first time."""
+        if self._checkpoints is not None:
+            self._samplers.use(batches.user_sampler())
 
     def call_step(self, batch: Any, step: Callable[[], float]) -> float:
         """Take a step, or return the loss of the interrupted run; also for batches from outside."""
@@ -320,6 +334,7 @@ class ResumableRun:
         self._saves += 1
         position = self._state.position_state()
         position |= {"script": self._log.state_dict(position["steps"]), **self._training}
+        position |= {"known_samplers": self._samplers.state_dict()}
         is_sharded = self._state.placement is not None
         local = self._state.local_state()
         steps, number = position["steps"], self._saves

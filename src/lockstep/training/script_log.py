@@ -121,6 +121,7 @@ class ScriptLog:
             return  # it was inside another one that has ended
         if self.is_outermost(epoch):
             self._open = []
+            self._answers = []  # of iterations inside, which the script did not begin again
             state = epoch.batches.state_dict()
             kept = {name: state[name] for name in ("samples", "batch_size", "seed", "shuffle")}
             entry = {"kind": "epoch", "epoch": state["epoch"], "complete": True, "state": kept}

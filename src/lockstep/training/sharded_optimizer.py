@@ -291,6 +291,11 @@ class ShardedOptimizer:
                 found[key] = home[0] if entry.kind == "scalar" else home[0].item()
         return found
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The whole parameters in the order in which the state dict numbers them."""
+        return [self._parameters[index] for numbers in self._groups for index in numbers]
+
     def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
         """Name the whole state after the parameters: "conv.weight/exp_avg" and so on."""
         return {

@@ -237,8 +237,7 @@ class TrainingState:
 
     def _order(self) -> list[str]:
         """Return the names of the parameters as the optimizer numbers them."""
-        groups = self._optimization.optimizer.param_groups
-        return [self._names[each] for group in groups for each in group["params"]]
+        return [self._names[each] for each in self._optimization.parameters]
 
     def _owned(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries that this rank owns of a state by names of parameters and buffers."""

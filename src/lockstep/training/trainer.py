@@ -356,9 +356,8 @@ class Trainer:
             self.history.add_evaluation(evaluation)
             return vars(evaluation)
 
-        asked = {"samples": batches.state_dict()["samples"], "ema": ema}
         with stopping(self.finish, self._run.abandon):
-            return Evaluation(**self._run.call("evaluation", evaluate, ask=True, **asked))
+            return Evaluation(**self._run.evaluate(batches, evaluate, ema=ema))
 
     def finish(self, state: str = "done", message: str | None = None) -> None:
         """End the run: write the last line of the record and close it.

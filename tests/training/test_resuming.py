@@ -1,0 +1,409 @@
+"""A resumed script takes the same branches and gives the same bits, in any layout."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
+
+import lockstep as ls
+from lockstep.checkpoint.folder import find_checkpoints
+from lockstep.record.reader import read_run
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+SAMPLES, BATCH, EPOCHS = 32, 12, 3  # 3 batches per epoch, the last one smaller
+
+
+# --- what is trained -----------------------------------------------------------------------------
+
+
+class Pairs(Dataset):
+    """Samples that draw noise when they are loaded."""
+
+    def __init__(self, samples=SAMPLES, seed=1):
+        generator = torch.Generator().manual_seed(seed)
+        self.inputs = torch.randn(samples, 6, generator=generator)
+        self.targets = torch.randint(0, 3, (samples,), generator=generator)
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index] + 0.1 * torch.randn(6), self.targets[index]
+
+
+class Stream(IterableDataset):
+    """A stream without a length."""
+
+    def __iter__(self):
+        pairs = Pairs()
+        return (pairs[index] for index in range(SAMPLES))
+
+
+class Scale(nn.Module):
+    """Has a buffer that no state dict of the model has."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(2), persistent=False)
+
+    def forward(self, inputs):
+        if self.training:
+            self.calls += 1
+        return inputs * (1 + self.calls[0] / 100)
+
+
+def network():
+    torch.manual_seed(4)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), Scale(), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3)
+    )  # fmt: skip
+
+
+class Loss(nn.Module):
+    """Keeps a running mean of itself, and weights by it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, outputs, targets):
+        loss = nn.functional.cross_entropy(outputs, targets)
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * loss.detach())
+        return loss * (1 + self.mean)
+
+
+class Meter:
+    """A registered object."""
+
+    def __init__(self):
+        self.total, self.parts = 0.0, []
+
+    def add(self, value):
+        self.total += value
+        self.parts.append(value)
+
+    def state_dict(self):
+        return {"total": self.total, "parts": list(self.parts)}
+
+    def load_state_dict(self, state):
+        self.total, self.parts = state["total"], list(state["parts"])
+
+
+# --- the laboratory ------------------------------------------------------------------------------
+
+
+class Interrupted(BaseException):
+    """Ends a script as if its process were killed: nothing is saved or closed after it."""
+
+
+class Lab:
+    """Where a script runs, and how it is interrupted or resumed.
+
+    Attributes:
+        folder: The folder of the run.
+        layout: Arguments of the trainer that change no bit.
+        stop: The number of steps after which the script is interrupted; 0 for never.
+        is_resumed: Whether the script is run again.
+        workers: The number of loader workers.
+    """
+
+    def __init__(self, folder, layout, stop, is_resumed, workers):
+        self.folder, self.layout, self.stop = folder, layout, stop
+        self.is_resumed, self.workers = is_resumed, workers
+
+    def trainer(self, model, loss=None, optimizer=SGD, *, stateful=None, callbacks=(), **options):
+        """Return a trainer that saves a checkpoint after every step."""
+        trainer = ls.Trainer(
+            model, loss or nn.CrossEntropyLoss(), optimizer, microbatches=4,
+            callbacks=[*callbacks, self.interrupt], loggers=self.folder, **options, **self.layout,
+            checkpoint=ls.CheckpointConfig(every_steps=1, keep=2, stateful=stateful or {}),
+        )  # fmt: skip
+        self._writer = trainer._run._checkpoints.writer
+        if self.is_resumed:
+            trainer.resume()
+        return trainer
+
+    def interrupt(self, result):
+        if self.stop and result.step + 1 == self.stop:
+            self._writer.wait()  # so that the step before is the one that is resumed from
+            raise Interrupted
+
+
+def play(script, folder, layout, stop=0, is_resumed=False, workers=0):
+    """Run a script on this rank; return what it returns, or None if it was interrupted."""
+    torch.manual_seed(11)
+    random.seed(12)
+    numpy.random.seed(13)
+    try:
+        return script(Lab(folder, layout, stop, is_resumed, workers))
+    except Interrupted:
+        return None
+
+
+def play_all(cases):
+    """Play cases of one world, one after another."""
+    return [play(*case) for case in cases]
+
+
+def finish(trainer, *more):
+    trainer.finish()
+    return trainer.digest(), trainer.optimizer_digest(), trainer.steps, *more
+
+
+# --- scripts -------------------------------------------------------------------------------------
+
+
+def with_everything(lab):
+    """Early stopping on averaged weights, draws between the calls, a learning rate by hand."""
+    meter, draws = Meter(), Meter()
+    trainer = lab.trainer(
+        network(), Loss(), ls.OptimizerConfig(ADAMW, scheduler=partial(
+            lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=60)),
+        ema_decay=0.9, max_grad_norm=1.0, metrics={"accuracy": ls.accuracy},
+        stateful={"meter": meter, "draws": draws},
+    )  # fmt: skip
+    best, bad, seen = math.inf, 0, []
+    for epoch in range(9):
+        meter.load_state_dict({"total": float(epoch), "parts": []})  # it is reset every epoch
+        draws.add(torch.rand(()).item())
+        for batch in trainer.batches(Pairs(), BATCH, epoch=epoch, num_workers=lab.workers):
+            loss = trainer.step(batch)
+            meter.add(loss * torch.rand(()).item() + random.random() + numpy.random.rand())
+        evaluation = trainer.evaluate(Pairs(16, seed=5), 8, ema=True)
+        seen.append((evaluation.loss, evaluation.metrics["accuracy"], trainer.digest()[:8]))
+        draws.add(random.random())
+        if evaluation.loss < best - 0.01:
+            best = evaluation.loss
+            trainer.save_weights(f"{lab.folder}/best.safetensors", ema=True)
+        else:
+            bad += 1
+        if bad == 2:
+            break
+        trainer.optimizer.param_groups[0]["weight_decay"] *= 0.5
+    return finish(trainer, best, seen, meter.state_dict(), draws.state_dict(), numpy.random.rand())
+
+
+def with_a_plateau(lab):
+    """A schedule of epochs, a sampler with a generator of its own, and a stream."""
+    data = Pairs()
+    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(3))
+    plateau = partial(lr_scheduler.ReduceLROnPlateau, patience=0, threshold=0.5)
+    optimizer = ls.OptimizerConfig(SGD, scheduler=plateau, scheduler_interval="epoch")
+    trainer = lab.trainer(network(), None, optimizer)
+    for epoch in range(EPOCHS):
+        if epoch == 1:
+            batches = trainer.batches(Stream(), BATCH, epoch=epoch, num_workers=lab.workers)
+        else:
+            batches = trainer.batches(data, BATCH, epoch=epoch, sampler=sampler)
+        for batch in batches:
+            trainer.step(batch)
+    return finish(trainer, trainer.optimizer.param_groups[0]["lr"])
+
+
+def with_raw_batches(lab):
+    """Steps on batches of the script's own, evaluations between them, and two digests."""
+    generator = torch.Generator().manual_seed(2)
+    trainer = lab.trainer(network(), None, ADAMW)
+    losses, digests = [], [trainer.digest()]
+    for number in range(8):
+        inputs = torch.randn(BATCH, 6, generator=generator)
+        targets = torch.randint(0, 3, (BATCH,), generator=generator)
+        losses.append(trainer.step((inputs, targets)))
+        if number % 3 == 1:
+            losses.append(trainer.evaluate(Pairs(8), 8).loss)
+            digests.append(trainer.digest())
+    return finish(trainer, losses, digests, torch.rand(()).item())
+
+
+class Judge(nn.Module):
+    """A module that a step calls and that its trainer does not train."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+def with_manual_steps(lab):
+    """Steps that the script computes itself, with a module and a loss that have buffers."""
+    model, judge, loss = network(), Judge(), Loss()
+    trainer = lab.trainer(model, loss, extra_modules=[judge])
+    for epoch in range(EPOCHS):
+        for batch in trainer.batches(Pairs(), BATCH, epoch=epoch):
+            with trainer.manual_step() as step:
+                for inputs, targets in step.microbatches(batch):
+                    outputs = model(inputs + 0.1 * torch.randn_like(inputs))
+                    step.backward(loss(outputs, targets) + judge(outputs).square().mean())
+    buffers = [value.tolist() for value in (*judge.buffers(), *loss.buffers())]
+    return finish(trainer, buffers)
+
+
+def with_two_trainers(lab):
+    """A GAN: the judge's trainer is registered with the generator's."""
+    torch.manual_seed(7)
+    generator, judge = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), Judge()
+    of_judge = ls.Trainer(judge, None, ADAMW, microbatches=4, extra_modules=[generator])
+    trainer = lab.trainer(
+        generator, None, ADAMW, extra_modules=[judge], stateful={"judge": of_judge}
+    )
+    for epoch in range(EPOCHS):
+        for batch in trainer.batches(Pairs(), BATCH, epoch=epoch):
+            with of_judge.manual_step() as step:
+                for inputs, targets in step.microbatches(batch):
+                    fake = judge(generator(inputs).detach()).square().mean()
+                    real = judge(nn.functional.one_hot(targets, 3).float()) - 1
+                    step.backward(fake + real.square().mean())
+            with trainer.manual_step() as step:
+                for inputs, _ in step.microbatches(batch):
+                    step.backward((judge(generator(inputs)) - 1).square().mean())
+    return finish(trainer, of_judge.digest(), of_judge.optimizer_digest(), of_judge.steps)
+
+
+def with_loops_of_all_kinds(lab):
+    """Loops in step, a loop that is left, a loop inside a loop, batches that are skipped."""
+    meter = Meter()
+    trainer = lab.trainer(network(), None, SGD, stateful={"meter": meter})
+    first, second = Pairs(), Pairs(32, seed=9)
+    pairs = zip(
+        trainer.batches(first, BATCH, epoch=0),
+        trainer.batches(second, BATCH, epoch=10, num_workers=lab.workers),
+        strict=False,
+    )
+    for one, two in pairs:
+        meter.add(trainer.step(one))
+        if len(meter.parts) != 3:
+            meter.add(trainer.step(two))
+    for batch in trainer.batches(first, BATCH, epoch=1):
+        meter.add(trainer.step(batch))
+        if trainer.steps == 7:
+            break
+    for batch in trainer.batches(first, BATCH, epoch=2):
+        meter.add(trainer.evaluate(second, 10).loss)
+        for inner in trainer.batches(Pairs(16, seed=8), 8, epoch=20):
+            meter.add(trainer.step(inner))
+        trainer.step(batch)
+    return finish(trainer, meter.state_dict())
+
+
+class OfEpochs:
+    """A callback with a state, which is registered."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_epoch(self, result):
+        self.seen.append((result.epoch, result.loss, result.samples))
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def with_half_precision(lab):
+    """bfloat16 by autocast, activation checkpointing, parameter groups, a schedule of epochs."""
+
+    def groups(name, parameter):
+        return {"weight_decay": 0.1 if parameter.dim() > 1 else 0.0}
+
+    callback = OfEpochs()
+    optimizer = ls.OptimizerConfig(
+        ADAMW, parameter_groups=groups, scheduler_interval="epoch",
+        scheduler=partial(lr_scheduler.CosineAnnealingLR, T_max=4),
+    )  # fmt: skip
+    trainer = lab.trainer(
+        network(), None, optimizer, autocast_dtype=torch.bfloat16, activation_checkpointing=True,
+        callbacks=[callback], stateful={"callback": callback},
+    )  # fmt: skip
+    for epoch in range(EPOCHS):
+        for batch in trainer.batches(TensorDataset(*vars(Pairs()).values()), BATCH, epoch=epoch):
+            trainer.step(batch)
+    return finish(trainer, callback.seen)
+
+
+# --- every boundary, from layout to layout -------------------------------------------------------
+
+ONE_F_ONE_B = {"pipeline": ls.PipelineConfig(stages=2, schedule="1f1b", balance=[3, 3])}
+PROFILED = {"pipeline": ls.PipelineConfig(stages=2)}
+SHARED = {"storage": "shared"}
+ONE, TWO, THREE, FOUR = ((n, None, {}) for n in (1, 2, 3, 4))
+GLOO, SHARED_BY_2, SHARED_BY_1 = (2, "gloo", {}), (2, None, SHARED), (1, None, SHARED)
+STAGES, MEASURED, PAIRS_OF_STAGES = (2, None, ONE_F_ONE_B), (2, None, PROFILED), (4, None, PROFILED)
+ANY = [STAGES, ONE, MEASURED, TWO, PAIRS_OF_STAGES, THREE, SHARED_BY_2, FOUR, GLOO]
+SCRIPTS: list[tuple[Any, Any, int, list[int]]] = [  # script, layouts, steps, interrupted after
+    (with_everything, ANY, 9, [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+    (with_a_plateau, [TWO, STAGES, SHARED_BY_2], 9, [2, 4, 5, 6, 7, 9]),
+    (with_raw_batches, [ONE, MEASURED, TWO], 8, [1, 3, 4, 8]),
+    (with_manual_steps, [TWO, SHARED_BY_1, ONE, SHARED_BY_2], 9, [3, 4, 8, 9]),
+    (with_two_trainers, [ONE, SHARED_BY_2, TWO], 9, [2, 4, 9]),
+    (with_loops_of_all_kinds, [STAGES, TWO, SHARED_BY_2], 16, [2, 3, 5, 6, 7, 8, 9, 10, 16]),
+    (with_half_precision, [STAGES, THREE, ONE], 9, [3, 4, 9]),
+]
+
+
+def in_worlds(ranks, cases):
+    """Play cases, those of one world in one launch; return rank 0's results by number."""
+    worlds: dict[Any, list[int]] = {}
+    for number, (world, _) in enumerate(cases):
+        worlds.setdefault(world, []).append(number)
+    found: dict[int, Any] = {}
+    for (n, backend), numbers in worlds.items():
+        everywhere = ranks(
+            play_all, n, [cases[number][1] for number in numbers], backend=backend, timeout=90
+        )
+        for each in everywhere[1:]:
+            assert str(each) == str(everywhere[0])  # what ranks return is equal everywhere
+        found |= zip(numbers, everywhere[0], strict=True)
+    return [found[number] for number in range(len(cases))]
+
+
+def read_losses(folder):
+    """Return the losses in a record, in which every step occurs once."""
+    steps = read_run(Path(folder)).steps
+    assert steps.step.tolist() == list(range(len(steps)))
+    return [value.hex() for value in steps.loss.tolist()]
+
+
+@pytest.mark.parametrize("script", range(len(SCRIPTS)), ids=[each[0].__name__ for each in SCRIPTS])
+def test_interrupted_anywhere_and_resumed_in_another_layout(ranks, tmp_path, script):
+    function, layouts, count, stops = SCRIPTS[script]
+    (expected,) = ranks(play, 1, function, str(tmp_path / "whole"), {})
+    assert expected[2] == count
+    losses = read_losses(tmp_path / "whole")
+    begun, resumed = [], []
+    for number, stop in enumerate(stops):
+        folder = str(tmp_path / str(stop))
+        n, backend, layout = layouts[number % len(layouts)]
+        begun.append(((n, backend), (function, folder, layout, stop, False, number % 2)))
+        n, backend, layout = layouts[(number + 1 + number // len(layouts)) % len(layouts)]
+        resumed.append(((n, backend), (function, folder, layout, 0, True, (number + 1) % 2)))
+    assert in_worlds(ranks, begun) == [None] * len(stops)
+    for stop, found in zip(stops, in_worlds(ranks, resumed), strict=True):
+        where = f"{function.__name__} after {stop} steps"
+        assert found == expected, where
+        folder = tmp_path / str(stop)
+        assert read_losses(folder) == losses, where
+        lines = map(json.loads, (folder / "record.jsonl").read_text().splitlines())
+        (line,) = [line for line in lines if line["kind"] == "resume"]
+        assert line["step"] < stop, where  # some of its work was lost
+        assert len(find_checkpoints(folder / "checkpoints")) <= 2
+        best = tmp_path / "whole" / "best.safetensors"
+        if best.exists():
+            assert (folder / "best.safetensors").read_bytes() == best.read_bytes()
