@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import random
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import lockstep as ls
+from lockstep.checkpoint import writer as writer_module
 from lockstep.checkpoint.folder import find_checkpoints
+from lockstep.comm.collectives import all_gather_bytes
+from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.errors import RankError
 from lockstep.record.reader import read_run
+from lockstep.training import step as step_module
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -64,10 +74,26 @@ class Scale(nn.Module):
         return inputs * (1 + self.calls[0] / 100)
 
 
+class Probe(nn.Module):
+    """A part of the model that tells the trap where the training is."""
+
+    trap: Any = None
+
+    def forward(self, inputs):
+        if self.trap is None:
+            return inputs
+        outputs = inputs * 1
+        self.trap.reach("forward" if self.training else "evaluation")
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: self.trap.reach("backward"))
+        return outputs
+
+
 def network():
     torch.manual_seed(4)
     return nn.Sequential(
-        nn.Linear(6, 8), nn.BatchNorm1d(8), Scale(), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3)
+        nn.Linear(6, 8), nn.BatchNorm1d(8), Scale(), nn.Dropout(0.2), Probe(), nn.ReLU(),
+        nn.Linear(8, 3),
     )  # fmt: skip
 
 
@@ -118,19 +144,25 @@ class Lab:
         stop: The number of steps after which the script is interrupted; 0 for never.
         is_resumed: Whether the script is run again.
         workers: The number of loader workers.
+        trap: Kills all ranks at some moment; None for never.
     """
 
-    def __init__(self, folder, layout, stop, is_resumed, workers):
+    def __init__(self, folder, layout, stop, is_resumed, workers, trap=None):
         self.folder, self.layout, self.stop = folder, layout, stop
-        self.is_resumed, self.workers = is_resumed, workers
+        self.is_resumed, self.workers, self.trap = is_resumed, workers, trap
+        self.every = 1 if trap is None else 3
 
     def trainer(self, model, loss=None, optimizer=SGD, *, stateful=None, callbacks=(), **options):
-        """Return a trainer that saves a checkpoint after every step."""
+        """Return a trainer that saves a checkpoint after every step, or every third one."""
         trainer = ls.Trainer(
             model, loss or nn.CrossEntropyLoss(), optimizer, microbatches=4,
             callbacks=[*callbacks, self.interrupt], loggers=self.folder, **options, **self.layout,
-            checkpoint=ls.CheckpointConfig(every_steps=1, keep=2, stateful=stateful or {}),
+            checkpoint=ls.CheckpointConfig(
+                every_steps=self.every, keep=2, stateful=stateful or {}
+            ),
         )  # fmt: skip
+        if self.trap is not None:
+            self.trap.set(trainer)
         self._writer = trainer._run._checkpoints.writer
         if self.is_resumed:
             trainer.resume()
@@ -142,13 +174,13 @@ class Lab:
             raise Interrupted
 
 
-def play(script, folder, layout, stop=0, is_resumed=False, workers=0):
+def play(script, folder, layout, stop=0, is_resumed=False, workers=0, trap=None):
     """Run a script on this rank; return what it returns, or None if it was interrupted."""
     torch.manual_seed(11)
     random.seed(12)
     numpy.random.seed(13)
     try:
-        return script(Lab(folder, layout, stop, is_resumed, workers))
+        return script(Lab(folder, layout, stop, is_resumed, workers, trap))
     except Interrupted:
         return None
 
@@ -340,7 +372,7 @@ def with_half_precision(lab):
 
 # --- every boundary, from layout to layout -------------------------------------------------------
 
-ONE_F_ONE_B = {"pipeline": ls.PipelineConfig(stages=2, schedule="1f1b", balance=[3, 3])}
+ONE_F_ONE_B = {"pipeline": ls.PipelineConfig(stages=2, schedule="1f1b", balance=[3, 4])}
 PROFILED = {"pipeline": ls.PipelineConfig(stages=2)}
 SHARED = {"storage": "shared"}
 ONE, TWO, THREE, FOUR = ((n, None, {}) for n in (1, 2, 3, 4))
@@ -407,3 +439,146 @@ def test_interrupted_anywhere_and_resumed_in_another_layout(ranks, tmp_path, scr
         best = tmp_path / "whole" / "best.safetensors"
         if best.exists():
             assert (folder / "best.safetensors").read_bytes() == best.read_bytes()
+
+
+# --- killed at any moment -----------------------------------------------------------------------
+
+POINTS = [
+    "forward", "backward", "evaluation", "exchange", "reduction", "update", "committed",
+    "copying", "writing", "renaming", "renamed",
+]  # fmt: skip
+
+
+class Trap:
+    """Kills all ranks and their loader workers at a point of the first step from some step on."""
+
+    def __init__(self, step=0, point="never"):
+        self.step, self.point = step, point
+        self._trainer: Any = None
+        self._pids: list[int] = []
+
+    def set(self, trainer):
+        """Set the trap in this process, which trains once."""
+        self._trainer = trainer
+        here = str(os.getpid()).encode()
+        self._pids = [int(each) for each in all_gather_bytes(here, "a test", dist.group.WORLD)]
+        Probe.trap = self
+        writer = trainer._run._checkpoints.writer
+        for owner, name, before, after in (
+            (step_module, "exchange_statuses", "exchange", ""),
+            (GradientReducer, "reduce", "reduction", ""),
+            (trainer._optimization, "step", "update", "committed"),
+            (writer, "_copy", "copying", ""),
+            (writer_module, "_write_files", "writing", ""),
+            (writer_module, "_complete", "renaming", "renamed"),
+        ):
+            setattr(owner, name, self._watch(getattr(owner, name), before, after))
+
+    def reach(self, point):
+        """Note that the training has come to a point."""
+        if point != self.point or self._trainer is None or self._trainer.steps < self.step:
+            return
+        others = [psutil.Process(pid) for pid in self._pids if pid != os.getpid()]
+        workers = [each for pid in self._pids for each in psutil.Process(pid).children()]
+        for each in (*others, *workers):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _watch(self, function, before, after):
+        def call(*arguments, **options):
+            self.reach(before)
+            result = function(*arguments, **options)
+            self.reach(after)
+            return result
+
+        return call
+
+
+class Places:
+    """The batches that were trained, in order."""
+
+    def __init__(self):
+        self.places = []
+
+    def state_dict(self):
+        return {"places": list(self.places)}
+
+    def load_state_dict(self, state):
+        self.places = list(state["places"])
+
+
+def of_a_user(lab):
+    """Loader workers, a schedule, averaged weights, batch norm, early stopping."""
+    trained = Places()
+    schedule = partial(lr_scheduler.StepLR, step_size=2, gamma=0.7)
+    trainer = lab.trainer(
+        network(), Loss(),
+        ls.OptimizerConfig(ADAMW, scheduler=schedule, scheduler_interval="epoch"),
+        ema_decay=0.9, max_grad_norm=1.0, stateful={"trained": trained},
+    )  # fmt: skip
+    best, bad = math.inf, 0
+    for epoch in range(12):
+        for batch in trainer.batches(Pairs(48), BATCH, epoch=epoch, num_workers=lab.workers):
+            trainer.step(batch)
+            trained.places.append((batch.epoch, batch.identity.position))
+        loss = trainer.evaluate(Pairs(16, seed=5), 8, ema=True).loss
+        if loss < best - 0.001:
+            best = loss
+            trainer.save_weights(f"{lab.folder}/best.safetensors", ema=True)
+        else:
+            bad += 1
+        if bad == 3:
+            break
+    return finish(trainer, best, trained.places)
+
+
+def of_a_recipe(lab):
+    """Tensors in memory, a warm-up and decay by steps, an evaluation after every epoch."""
+    trained = Places()
+    schedule = partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=28)
+    data = TensorDataset(*vars(Pairs(48)).values())
+    with lab.trainer(
+        network(), None, ls.OptimizerConfig(SGD, scheduler=schedule),
+        metrics={"accuracy": ls.accuracy}, stateful={"trained": trained},
+    ) as trainer:  # fmt: skip
+        for epoch in range(7):
+            for batch in trainer.batches(data, BATCH, epoch=epoch):
+                trainer.step(batch)
+                trained.places.append((batch.epoch, batch.identity.position))
+            trainer.evaluate(data, 16)
+    return finish(trainer, trained.places)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("script", "seed", "moments"), [(of_a_user, 18, 15), (of_a_recipe, 81, 15)]
+)
+def test_everything_is_killed_at_random_moments(ranks, tmp_path, script, seed, moments):
+    """Each run is resumed in another layout, and a third of them is killed again before."""
+    draw = random.Random(seed)
+    whole = str(tmp_path / "whole")
+    (expected,) = ranks(play, 1, script, whole, {}, 0, False, 0, Trap())
+    losses = read_losses(whole)
+    places = expected[-1]
+    assert places == sorted(set(places))
+    assert len(places) == expected[2] > 16
+    for number in range(moments):
+        folder = str(tmp_path / str(number))
+        point = POINTS[number % len(POINTS)]
+        step = draw.randrange(0, expected[2] - 6)
+        kills = [(step, point)]
+        if number % 3 == 0:
+            kills.append((draw.randrange(step, expected[2] - 4), draw.choice(POINTS)))
+        layouts = draw.sample(ANY, len(kills) + 1)
+        for again, (kill, (n, backend, layout)) in enumerate(zip(kills, layouts, strict=False)):
+            workers, trap = draw.randrange(3), Trap(*kill)
+            with pytest.raises(RankError, match="SIGKILL"):
+                ranks(play, n, script, folder, layout, 0, again > 0, workers, trap, backend=backend)
+        n, backend, layout = layouts[-1]
+        workers = draw.randrange(3)
+        found = ranks(play, n, script, folder, layout, 0, True, workers, Trap(), backend=backend)
+        where = f"{script.__name__}, {number}: {kills} in {layouts}"
+        assert all(each == expected for each in found), where
+        assert read_losses(folder) == losses, where

@@ -1,0 +1,390 @@
+"""What resuming refuses and says; stopping on request; failures beside a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep as ls
+from lockstep.checkpoint import writer as writer_module
+from lockstep.checkpoint.folder import find_checkpoints
+from lockstep.checkpoint.stop_request import StoppedOnRequest
+from lockstep.errors import LockstepError
+from lockstep.record.reader import read_run
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+DEADLINE = 60.0
+
+
+def data(samples=48):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 6, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=generator))
+
+
+def network(width=8):
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, width), nn.Dropout(0.2), nn.Linear(width, 3))
+
+
+def build(folder, *, place=None, resume=True, model=None, optimizer=SGD, loss=None, **options):
+    """Return a trainer that saves after every second step, resumed unless told otherwise."""
+    every = options.pop("every", 2)
+    stateful = options.pop("stateful", {})
+
+    def wait(result):
+        """Wait for the last checkpoint, so that those that are due do not depend on the disk."""
+        trainer._run._checkpoints.writer.wait()
+
+    if not options.pop("is_asynchronous", False):
+        options["callbacks"] = [wait]
+    trainer = ls.Trainer(
+        model or network(), loss or nn.CrossEntropyLoss(), optimizer, **options,
+        checkpoint=ls.CheckpointConfig(every_steps=every, keep=9, folder=folder, stateful=stateful),
+    )  # fmt: skip
+    if resume:
+        trainer.resume(place)
+    return trainer
+
+
+def train(trainer, epochs=2, size=16, **options):
+    """Train epochs of 3 steps, each with an evaluation; return the outcome."""
+    for epoch in range(epochs):
+        for batch in trainer.batches(data(), size, epoch=epoch, **options):
+            trainer.step(batch)
+        trainer.evaluate(data(16), 16)
+    trainer.finish()
+    return trainer.digest(), trainer.optimizer_digest(), trainer.steps
+
+
+def message(function):
+    """Return the type and text of the error that a function raises on this rank."""
+    try:
+        function()
+    except LockstepError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def copies(tmp_path, names):
+    return {name: shutil.copytree(tmp_path / "run", tmp_path / name) for name in names}
+
+
+def test_what_cannot_be_resumed_is_named_on_every_rank(ranks, tmp_path):
+    ranks(lambda: train(build(tmp_path / "run", resume=False), 1), 1)
+
+    def raw(trainer):
+        trainer.step(next(iter(data(16))))
+
+    def evaluate_first(trainer):
+        trainer.evaluate(data(16), 16)
+
+    def resume_late(folder):
+        trainer = build(folder, place=None)
+        list(trainer.batches(data(), 16))
+        trainer.resume()
+
+    def in_turns(folder):
+        first = build(folder / "a", resume=False)
+        second = build(folder / "b", resume=False)
+        batch = next(iter(first.batches(data(), 16)))
+        second.step(batch)
+        first.step(batch)
+
+    adam = partial(torch.optim.Adam, lr=0.1)
+    cases: dict[str, tuple[Any, str]] = {
+        "seed": (lambda f: build(f, seed=1), "UsageError: the checkpoint was saved with seed=0"),
+        "microbatches": (lambda f: build(f, microbatches=4), "with microbatches=8, this trainer"),
+        "model": (lambda f: build(f, model=network(9)), "in the checkpoint it is"),
+        "optimizer": (lambda f: build(f, optimizer=adam), "optimizer is torch.optim.adam.Adam"),
+        "average": (lambda f: build(f, ema_decay=0.9), "ema_decay is 0.9, in the checkpoint"),
+        "other call": (
+            lambda f: evaluate_first(build(f)),
+            "the script evaluates on 16 samples where the interrupted run iterates over batches",
+        ),
+        "raw": (lambda f: raw(build(f)), "the script calls trainer.step(batch) with batches of"),
+        "other batches": (lambda f: train(build(f), size=8), "had batch size 16, these batches"),
+        "too early": (lambda f: build(f).finish(), "UsageError: the script ended before it came"),
+        "late": (resume_late, "UsageError: resume before the first call of batches()"),
+        "not resumed": (
+            lambda f: train(build(f, resume=False)), "already holds a run: resume it with"
+        ),
+        "nowhere": (lambda f: build(f, place="no/where"), "there is no run and no checkpoint at"),
+        "in turns": (in_turns, "UsageError: two trainers with checkpoint= train in turns"),
+        "unsaved": (
+            lambda f: train(build(f / "new", resume=False, stateful={"odd": Odd()})),
+            "UsageError: stateful.odd.parts.0 is a builtins.object, which a checkpoint cannot",
+        ),
+        "in the way": (
+            lambda f: build(f).save_checkpoint(f / "checkpoints"), "something else than a chec"
+        ),
+        "without": (
+            lambda f: ls.Trainer(network(), nn.CrossEntropyLoss(), SGD).resume(),
+            "trainer.resume() needs the folder and the objects of checkpoints: pass",
+        ),
+    }  # fmt: skip
+    folders = copies(tmp_path, cases)
+
+    def try_all():
+        return {name: message(lambda: run(folders[name])) for name, (run, _) in cases.items()}  # noqa: B023
+
+    for found in ranks(try_all, 2):
+        for name, (_, words) in cases.items():
+            assert words in found[name], name
+
+
+class Odd:
+    """Has a state that cannot be saved."""
+
+    def state_dict(self):
+        return {"parts": [object()]}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_damaged_and_older_checkpoints(ranks, tmp_path, capfd):
+    expected = ranks(lambda: train(build(tmp_path / "run", resume=False)), 1)[0]
+    names = {"one", "older", "all", "own", "longer"}
+    folders = copies(tmp_path, names)
+    steps = [path.name for path in find_checkpoints(folders["one"] / "checkpoints")]
+    assert steps == ["step-6-2", "step-6", "step-4", "step-2"]
+    for name in steps[:2]:
+        (folders["one"] / "checkpoints" / name / "model.safetensors").write_bytes(b"x")
+    for name in steps:
+        (folders["all"] / "checkpoints" / name / "state.json").unlink()
+
+    def resume():
+        outcomes = {"one": train(build(folders["one"]))}
+        older = folders["older"] / "checkpoints"
+        outcomes["older"] = train(build(folders["older"], place=older / "step-2"))
+        trainer = build(folders["own"], place=folders["own"] / "checkpoints" / "step-4")
+        for batch in trainer.batches(data(), 16, epoch=0):
+            raise AssertionError(batch)  # epoch 0 is complete
+        trainer.evaluate(data(16), 16)
+        for batch in trainer.batches(data(), 16, epoch=1):
+            trainer.step(batch)
+            if trainer.steps == 5:
+                trainer.save_checkpoint(folders["own"] / "mine")
+                trainer.save_checkpoint(folders["own"] / "mine")
+        return outcomes, message(lambda: build(folders["all"]))
+
+    for outcomes, said in ranks(resume, 2):
+        assert outcomes == {"one": expected, "older": expected}
+        assert said.startswith(
+            f"FileError: every checkpoint in {folders['all']}/checkpoints is dam"
+        )
+    shown = capfd.readouterr().err
+    assert "step-6-2 is damaged: the checksum of model.safetensors differs; the one before" in shown
+    assert "renamed to step-6-2.superseded, step-6.superseded; remove them if you" in shown
+    older = {path.name for path in (folders["older"] / "checkpoints").iterdir()}
+    assert {"step-6-2.superseded", "step-6.superseded", "step-4.superseded", "step-6"} < older
+
+    def from_own():
+        return train(build(tmp_path / "new", place=folders["own"] / "mine"))
+
+    assert ranks(from_own, 3)[2] == expected
+    longer = ranks(lambda: train(build(folders["longer"]), 3), 1)[0]
+    assert longer == ranks(lambda: train(build(tmp_path / "whole", resume=False), 3), 1)[0]
+
+
+def test_differences_are_said_and_recorded(ranks, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    ranks(lambda: train(build(folder, resume=False, loggers=folder), 1), 1)
+
+    def resume():
+        quicker = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+        trainer = build(folder, optimizer=quicker, loggers=folder, max_grad_norm=9.0)
+        rate = trainer.optimizer.param_groups[0]["lr"]
+        train(trainer, 2)
+        return rate
+
+    assert ranks(resume, 2) == [0.1, 0.1]
+    lines = map(json.loads, (folder / "record.jsonl").read_text().splitlines())
+    (line,) = [line for line in lines if line["kind"] == "resume"]
+    assert line["step"] == 3
+    assert "max_grad_norm is 9.0, it was None" in line["differences"]
+    assert any("lr is 0.5, it was 0.1 (the checkpoint's is used)" in x for x in line["differences"])
+
+
+# --- failures beside a checkpoint ---------------------------------------------------------------
+
+
+def fail_while_writing(folder, how):
+    """Train until the fifth step fails while the checkpoint of the fourth is being written."""
+    written = threading.Event()
+
+    def write_until_given_up(*arguments):
+        written.set()
+        check, end = arguments[-1], time.monotonic() + DEADLINE
+        while time.monotonic() < end:
+            check()
+
+    class Failing(nn.Module):
+        def forward(self, outputs, targets):
+            if trainer.steps == 4 and ls.rank() == 0:
+                assert written.wait(DEADLINE)
+                if how == "raises":
+                    raise ValueError("no")
+                outputs = outputs * float("nan")
+            return nn.functional.cross_entropy(outputs, targets)
+
+    trainer = build(folder, resume=False, loss=Failing(), is_asynchronous=True)
+    try:
+        for epoch in range(2):
+            for batch in trainer.batches(data(), 16, epoch=epoch):
+                trainer.step(batch)
+                if trainer.steps == 3 and ls.rank() == 0:
+                    trainer._run._checkpoints.writer.wait()
+                    writer_module._complete = write_until_given_up
+    except Exception as error:
+        return type(error).__name__, sorted(
+            each.name for each in (folder / "checkpoints").iterdir()
+        )
+    return "nothing was raised", []
+
+
+@pytest.mark.parametrize("how", ["not finite", "raises"])
+def test_a_checkpoint_that_is_written_while_a_step_fails_is_given_up(ranks, tmp_path, how):
+    assert ranks(fail_while_writing, 1, tmp_path / how, how) == [("LossError", ["step-2"])]
+
+
+def test_a_full_disk_ends_no_training(ranks, tmp_path):
+    def run():
+        trainer = build(tmp_path / "run", model=network(4000), loggers=tmp_path / "run")
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for batch in trainer.batches(data(), 16):
+            trainer._run._checkpoints.writer.wait()  # for the checkpoint before this batch
+            full = trainer.steps == 1
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000 if full else before[0], before[1]))
+            trainer.step(batch)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        trainer.finish()
+        return trainer.steps
+
+    def fill():
+        trainer = build(tmp_path / "full", model=network(4000), loggers=tmp_path / "full")
+        train_one(trainer)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+        said = message(trainer.finish)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        return said
+
+    def train_one(trainer):
+        for batch in trainer.batches(data(16), 16):
+            trainer.step(batch)
+
+    assert ranks(run, 2) == [3, 3]
+    assert [each.name for each in find_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-3"]
+    lines = map(json.loads, (tmp_path / "run" / "record.jsonl").read_text().splitlines())
+    (warning,) = [line["message"] for line in lines if line["kind"] == "warning"]
+    assert warning.startswith("no checkpoint after step 2 (File too large); the training continues")
+    assert read_run(tmp_path / "run").state == "done"
+    for said in ranks(fill, 2):  # the last one is an error on every rank, once all is recorded
+        assert said.startswith(
+            "FileError: rank 0: the checkpoint after step 1 could not be written"
+        )
+    assert read_run(tmp_path / "full").state == "failed"
+
+
+# --- stopping on request ------------------------------------------------------------------------
+
+
+class Drawn(Dataset):
+    """Samples that draw noise when they are loaded."""
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        inputs, target = data()[index]
+        return inputs + 0.1 * torch.randn(6), target
+
+
+def stop_while(folder, layout, when, is_resumed):
+    """Train; a SIGTERM comes to one rank in the fifth step, or as `when` says."""
+    own = os.getpid()
+
+    def terminate():
+        sender = 0 if when == "writing" else ls.world_size() - 1
+        if trainer.resumed_from is None and ls.rank() == sender:
+            os.kill(own, signal.SIGTERM)
+
+    class Sender(nn.Module):
+        """Sends the signal while it computes."""
+
+        def forward(self, inputs):
+            is_now = trainer.steps == 4 and when in ("step", "workers")
+            if when == "evaluation":
+                is_now = trainer.steps == 3 and not self.training
+            if is_now:
+                terminate()
+                if when == "workers" and trainer.resumed_from is None:
+                    workers = [str(each.pid) for each in psutil.Process().children()]
+                    assert len(workers) == 2
+                    subprocess.run(["kill", "-TERM", *workers], check=True)
+            return inputs
+
+    def send_and_write(*arguments, **options):
+        terminate()
+        return write_files(*arguments, **options)
+
+    write_files = writer_module._write_files
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3), Sender())
+    trainer = build(folder, resume=is_resumed, model=model, loggers=folder, **layout)
+    if when == "writing":
+        writer_module._write_files = send_and_write
+    try:
+        for epoch in range(2):
+            workers = 2 if when == "workers" else 0
+            for batch in trainer.batches(Drawn(), 16, epoch=epoch, num_workers=workers):
+                trainer.step(batch)
+            trainer.evaluate(data(16), 16)
+    except StoppedOnRequest as stop:
+        return stop.code, trainer.steps, str(stop)
+    finally:
+        writer_module._write_files = write_files
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    trainer.finish()
+    return trainer.digest(), trainer.optimizer_digest(), trainer.steps
+
+
+STAGES = {"pipeline": ls.PipelineConfig(stages=2, balance=[2, 2])}
+
+
+def test_on_sigterm_every_rank_saves_and_exits_with_status_75(ranks, tmp_path):
+    cases = [("step", 5), ("evaluation", 3), ("writing", None), ("workers", 5)]
+    layouts: list[Any] = [{}, STAGES, {}, {}]
+
+    def stop_all(is_resumed, order):
+        return [
+            stop_while(tmp_path / when, layouts[number * order], when, is_resumed)
+            for number, (when, _) in enumerate(cases)
+        ]
+
+    whole = ranks(stop_while, 1, tmp_path / "whole", {}, "never", False)[0]
+    for found in ranks(stop_all, 2, False, 1):
+        for (when, step), (status, steps, said) in zip(cases, found, strict=True):
+            assert status == 75, when
+            assert steps == step or step is None, when
+            assert said.startswith(f"stopped on SIGTERM after step {steps}")
+    for when, _ in cases:
+        assert read_run(tmp_path / when).state == "stopped"
+    for found in ranks(stop_all, 3, True, 0):
+        assert found == [whole] * len(cases)
