@@ -254,9 +254,9 @@ def with_raw_batches(lab):
         inputs = torch.randn(BATCH, 6, generator=generator)
         targets = torch.randint(0, 3, (BATCH,), generator=generator)
         losses.append(trainer.step((inputs, targets)))
+        digests.append(trainer.digest())
         if number % 3 == 1:
             losses.append(trainer.evaluate(Pairs(8), 8).loss)
-            digests.append(trainer.digest())
     return finish(trainer, losses, digests, torch.rand(()).item())
 
 
@@ -407,10 +407,11 @@ def in_worlds(ranks, cases):
 
 
 def read_losses(folder):
-    """Return the losses in a record, in which every step occurs once."""
-    steps = read_run(Path(folder)).steps
-    assert steps.step.tolist() == list(range(len(steps)))
-    return [value.hex() for value in steps.loss.tolist()]
+    """Return the losses of steps and epochs in a record, in which every step occurs once."""
+    run = read_run(Path(folder))
+    assert run.steps.step.tolist() == list(range(len(run.steps)))
+    epochs = [{**line, "t": 0, "seconds": 0, "memory_bytes": []} for line in run.epochs]
+    return [value.hex() for value in run.steps.loss.tolist()], epochs
 
 
 @pytest.mark.parametrize("script", range(len(SCRIPTS)), ids=[each[0].__name__ for each in SCRIPTS])

@@ -169,7 +169,7 @@ def test_loops_inside_a_loop_are_part_of_its_body():
     script.next(inner)
     script.call("evaluation", samples=3, result={})
     script.raw_step("x")
-    script.log.record_digest("digest", "abc")
+    script.log.record_digest("digest", "abc", 3)
     script.done(inner)
     assert len(script.log.state_dict(3)["entries"]) == 2  # both are going on
     script.log.end_epoch(inner, script.steps)
@@ -249,19 +249,34 @@ def test_a_manual_step_outside_of_a_loop_is_not_forgotten():
 
 def test_digests_are_answered_where_they_were_asked_for():
     first = Script()
-    first.log.record_digest("digest", "start")
+    first.log.record_digest("digest", "start", 0)
     first.train(0)
-    first.log.record_digest("digest", "after 0")
-    first.log.record_digest("optimizer_digest", "moments")
+    first.log.record_digest("digest", "after 0", 4)
+    first.log.record_digest("optimizer_digest", "moments", 4)
     first.train(1)
-    first.log.record_digest("digest", "after 1")
+    first.log.record_digest("digest", "after 1", 8)
     log = (second := first.resume()).log
-    assert log.answer_digest("digest") == "start"
+    assert log.answer_digest("digest", 0) == "start"
     second.begin(0)
-    assert log.answer_digest("digest") == "after 0"
-    assert log.answer_digest("optimizer_digest") == "moments"
+    assert log.answer_digest("digest", 4) == "after 0"
+    assert log.answer_digest("optimizer_digest", 4) == "moments"
     second.begin(1)
-    assert log.answer_digest("digest") is None  # the state is restored: it is computed again
+    assert log.answer_digest("digest", 8) is None  # the state is restored: it is computed again
+
+
+def test_digests_between_raw_steps_are_told_apart():
+    first = Script()
+    first.log.record_digest("digest", "0", 0)
+    for batch in "abc":
+        first.raw_step(batch)
+        first.log.record_digest("digest", str(first.steps), first.steps)
+    first.call("evaluation", samples=3, result={})
+    log = first.resume().log
+    found = [log.answer_digest("digest", 0)]
+    for batch in "abc":
+        _, steps = log.answer_step(batch)
+        found.append(log.answer_digest("digest", steps))
+    assert found == ["0", "1", "2", "3"]
 
 
 def trained():

@@ -204,8 +204,9 @@ class ResumableRun:
 
     def call_digest(self, name: str, digest: Callable[[], str]) -> str:
         """Return a digest of now, or that of the interrupted run at this place."""
-        value = self._log.answer_digest(name) or digest()
-        self._log.record_digest(name, value)
+        steps = self._state.position.steps
+        value = self._log.answer_digest(name, steps) or digest()
+        self._log.record_digest(name, value, steps)
         return value
 
     def require_repeatable_step(self) -> None:

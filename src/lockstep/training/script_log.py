@@ -105,10 +105,10 @@ class ScriptLog:
         else:
             self.record("manual", steps)
 
-    def record_digest(self, name: str, value: str) -> None:
-        """Log a digest, which may be asked for on some ranks only."""
+    def record_digest(self, name: str, value: str, steps: int) -> None:
+        """Log a digest after `steps` steps, which may be asked for on some ranks only."""
         if not self._open:
-            self._digests[f"{len(self._entries)}/{name}"] = value
+            self._digests[self._place(name, steps)] = value
 
     def complete_batches(self) -> None:
         """Note that the script is done with every batch that it has got."""
@@ -205,11 +205,15 @@ class ScriptLog:
         self._steps_answered, self._batches = 0, ""
         return loss, steps
 
-    def answer_digest(self, name: str) -> str | None:
+    def answer_digest(self, name: str, steps: int) -> str | None:
         """Return a digest of the interrupted run, if it was asked for at this place."""
         if self._open or not self._answers:
             return None
-        return self._digests.get(f"{len(self._entries)}/{name}")
+        return self._digests.get(self._place(name, steps))
+
+    def _place(self, name: str, steps: int) -> str:
+        """Name a place between two calls; `steps` tells those between raw steps apart."""
+        return f"{len(self._entries) + (self._steps_answered > 0)}/{steps}/{name}"
 
     def begin_epoch(self, batches: Any) -> tuple[OpenEpoch | None, Entry | None]:
         """Begin an iteration over batches.
