@@ -41,10 +41,13 @@ ls.init()
 optimizer = partial(torch.optim.AdamW, lr=1e-4)
 config = ls.CheckpointConfig(every_steps=2)
 trainer = ls.Trainer(model(), torch.nn.functional.mse_loss, optimizer, checkpoint=config)
+is_first = True
 for number in range(4 if trainer.resumed_from is None else 8):
     trainer.step(batch(number))
-    if ls.rank() == 0 and trainer.steps in (1, 5):
+    if is_first and trainer.steps > (trainer.resumed_from or 0):
+        is_first = False
         print("first step", flush=True)
+trainer.finish()
 """
 
 
@@ -117,7 +120,7 @@ def first_step(ranks, script, folder, resumed):
     begun = time.perf_counter()
     with subprocess.Popen([*command, str(script)], stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            if "first step" in line:
+            if "first step" in line:  # of any rank: all end a step together
                 seconds = time.perf_counter() - begun
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed")
@@ -130,9 +133,9 @@ def first_step(ranks, script, folder, resumed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=30, help="0 measures resuming only")
     options = parser.parse_args()
-    for optimizer in OPTIMIZERS:
+    for optimizer in OPTIMIZERS if options.pairs else ():
         with tempfile.TemporaryDirectory() as folder:
             arguments = (optimizer, options.pairs, folder)
             ranks = ls.launch(measure, arguments, nprocs=options.ranks)

@@ -102,6 +102,7 @@ def test_remote_calls_meet_through_the_environment_of_a_launch():
     assert ls.launch(on_the_launchers_store, nprocs=3, timeout=TIMEOUT) == [42] * 3
 
 
+@pytest.mark.stress  # the published program, which its other tests call
 def test_the_program_prints_a_time_for_each_number_of_splits():
     command = [sys.executable, "-m", "examples.rpc_pipeline"]
     small_work = ["--splits", "2", "--batches", "1", "--batch-size", "4", "--size", "40"]

@@ -216,6 +216,15 @@ def test_a_rank_that_does_not_stop_in_time_is_named(tmp_path):
         )
 
 
+@pytest.fixture
+def hangups_are_heard():
+    """Undo what nohup does to this process and to those that it starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangups_are_heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_second_signal_skips_the_grace_period(tmp_path, number):
     with stopping(tmp_path, STOP.format(stop="pass"), "--grace", "600") as launcher:

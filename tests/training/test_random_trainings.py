@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-SHORT = range(40)
+SHORT = range(24)
 LONG = range(1_000, 2_800)
 AT_A_TIME = 200
 

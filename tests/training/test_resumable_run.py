@@ -126,7 +126,7 @@ def test_what_cannot_be_resumed_is_named_on_every_rank(ranks, tmp_path):
         "nowhere": (lambda f: build(f, place="no/where"), "there is no run and no checkpoint at"),
         "in turns": (in_turns, "UsageError: two trainers with checkpoint= train in turns"),
         "unsaved": (
-            lambda f: train(build(f / "new", resume=False, stateful={"odd": Odd()})),
+            lambda f: build(f / "new", resume=False, stateful={"odd": Odd()}),
             "UsageError: stateful.odd.parts.0 is a builtins.object, which a checkpoint cannot",
         ),
         "in the way": (

@@ -84,6 +84,8 @@ class ResumableRun:
         self._state, self._history, self._settings = state, history, settings
         self._rank, self._checkpoints = rank, checkpoints
         self._log, self._samplers = ScriptLog(), KnownSamplers()
+        if checkpoints is not None:
+            checkpoints.require_encodable(state.local_state())
         self._saves = 0
         self._restored: dict[str, Any] | None = None  # once the script has come to it
         self.resumed_from: int | None = None

@@ -183,6 +183,16 @@ class RunCheckpoints:
         """Whether a checkpoint is to be saved at the next place where a script can continue."""
         return self._is_due or bool(self.is_stopping)
 
+    def require_encodable(self, local: Mapping[str, Any]) -> None:
+        """Raise UsageError if a checkpoint cannot hold a state, before hours of training.
+
+        Args:
+            local: What this rank has of the model and the optimizer.
+        """
+        stateful = {name: each.state_dict() for name, each in self._config.stateful.items()}
+        for name, value in {**local, "stateful": stateful}.items():
+            encode(value, {}, name)
+
     # --- saving -----------------------------------------------------------------------------
 
     def save(

@@ -93,7 +93,9 @@ OURS = [name for name in CONTENDERS if name.startswith("lockstep") or name == "d
 THEIRS = [name for name in CONTENDERS if name not in (COPIES, *OURS)]
 
 
-@pytest.mark.parametrize(("names", "splits"), [(THEIRS, (1, 4)), (OURS, (4,))])
+@pytest.mark.parametrize(
+    ("names", "splits"), [pytest.param(THEIRS, (1, 4), marks=pytest.mark.stress), (OURS, (4,))]
+)
 def test_every_contender_has_correct_losses_and_ours_share_a_digest(monkeypatch, names, splits):
     monkeypatch.setattr(comparison, "BLOCK", 0.01)
     get_fork_server(for_training=True)
