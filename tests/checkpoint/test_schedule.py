@@ -29,7 +29,15 @@ def test_by_steps():
 def test_by_time():
     steps = [(step, 3.0 * step) for step in range(1, 12)]
     assert due(CheckpointConfig(every_seconds=10), steps) == [4, 8]
-    assert due(CheckpointConfig(), [(1, 299.0), (2, 300.0), (3, 599.0), (4, 600.0)]) == [2, 4]
+
+
+def test_without_an_interval_writing_takes_little_of_the_time():
+    schedule = CheckpointSchedule(CheckpointConfig(), 0.0)
+    for cost, seconds in [(0.0, 10), (0.01, 10), (0.5, 100), (1.5, 300), (60.0, 300)]:
+        assert not schedule.is_due(1, seconds - 0.1, cost)
+        assert schedule.is_due(1, seconds, cost)
+    schedule = CheckpointSchedule(CheckpointConfig(every_steps=4), 0.0)
+    assert not schedule.is_due(1, 1e6)
 
 
 def test_by_whichever_comes_first():

@@ -11,7 +11,8 @@ from lockstep.errors import UsageError
 
 __all__ = ["CheckpointConfig", "CheckpointSchedule", "Stateful"]
 
-DEFAULT_SECONDS = 300.0
+LEAST_SECONDS, MOST_SECONDS = 10.0, 300.0  # between two checkpoints if no interval is given
+COST = 1 / 200  # of the time is what writing may take then
 
 
 class Stateful(Protocol):
@@ -34,7 +35,7 @@ class CheckpointConfig:
     Attributes:
         every_steps: Steps between two checkpoints; None for no such interval.
         every_seconds: Seconds between two checkpoints; None for no such interval. If both
-            are None, it is 300.
+            are None, it is 200 times what writing one takes: at least 10, at most 300.
         keep: How many of the latest checkpoints are kept.
         folder: The folder of the run, which gets a folder `checkpoints`. Default: the folder of
             the trainer's record, or that of `lockstep run`, or a new one in `runs`.
@@ -87,15 +88,22 @@ class CheckpointSchedule:
 
     def __init__(self, config: CheckpointConfig, now: float) -> None:
         self._steps, self._seconds = config.every_steps, config.every_seconds
-        if self._steps is None and self._seconds is None:
-            self._seconds = DEFAULT_SECONDS
         self._last_step, self._last_time = 0, now
 
-    def is_due(self, steps: int, now: float) -> bool:
-        """Return whether a checkpoint is due once `steps` steps are done."""
+    def is_due(self, steps: int, now: float, cost: float = 0.0) -> bool:
+        """Return whether a checkpoint is due.
+
+        Args:
+            steps: The number of finished steps.
+            now: The time, by the same clock.
+            cost: Seconds that writing the latest checkpoint took.
+        """
         if self._steps is not None and steps // self._steps > self._last_step // self._steps:
             return True
-        return self._seconds is not None and now - self._last_time >= self._seconds
+        seconds = self._seconds
+        if self._steps is None and seconds is None:
+            seconds = min(MOST_SECONDS, max(LEAST_SECONDS, cost / COST))
+        return seconds is not None and now - self._last_time >= seconds
 
     def saved(self, steps: int, now: float) -> None:
         """Count a checkpoint that was saved, or loaded, after `steps` steps."""

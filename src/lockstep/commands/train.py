@@ -113,7 +113,7 @@ RECIPE_FILE = "recipe.json"  # of a run: what was asked for, until the record ha
 @click.option("--download", is_flag=True, help="Download missing data from a public mirror.")
 @click.option(
     "--checkpoint-every", metavar="N", type=POSITIVE,
-    help="Steps between two checkpoints.  [default: as many as take 300 s]",
+    help="Steps between two checkpoints.  [default: as many as take 10 to 300 s, by their cost]",
 )  # fmt: skip
 @click.option(
     "--resume", metavar="RUN",

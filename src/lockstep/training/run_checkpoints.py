@@ -156,7 +156,9 @@ class RunCheckpoints:
             )
         if self._parallel.rank != 0 or self.writer.is_busy:
             return False
-        return self._schedule.is_due(steps, time.monotonic())
+        latest = self.writer.latest
+        cost = latest.seconds if latest is not None else 0.0
+        return self._schedule.is_due(steps, time.monotonic(), cost)
 
     def note_step(self, is_due: bool, stop: str, steps: int) -> None:
         """Take in what the ranks agreed on in a step: a checkpoint is due, or they stop."""
