@@ -29,7 +29,17 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONG = ("tests/csrc/", "tests/training/test_random", "tests/training/test_saved", "tests/examples/")
+LONG = (
+    "tests/csrc/",
+    "tests/commands/test_check",
+    "tests/commands/test_train",
+    "tests/examples/",
+    "tests/training/test_bugs",
+    "tests/training/test_random",
+    "tests/training/test_resum",
+    "tests/training/test_saved",
+    "tests/training/test_trainer",
+)
 """Files whose few tests take long: where several run at a time, these must not come last."""
 
 

@@ -48,7 +48,8 @@ def test_unsupported_contender_reports_error_and_others_continue():
     assert len(able.outcome.times) == comparison.MIN_CALLS
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.stress)])
+@pytest.mark.stress
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_every_contender_trains_the_same_model(ranks):
     names = list(CONTENDERS) if ranks == 2 else ["fsdp-lockstep", "trainer", "shared"]
     outcomes = {
