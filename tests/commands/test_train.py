@@ -343,12 +343,15 @@ def test_a_run_whose_name_is_taken_does_not_change_the_options_of_the_other(tmp_
 def test_a_run_that_is_done_prints_its_summary_again(tmp_path, undisturbed):
     folder = tmp_path / "copy"
     shutil.copytree(undisturbed["run"], folder)
+    places = Path(undisturbed["run"]), folder
     status, output = resume(folder, "--json", "-n", 2)
     assert status == 0
     summary = json.loads(output.splitlines()[-1])
     assert {name: summary[name] for name in SAME} == {name: undisturbed[name] for name in SAME}
     assert summary["resumed_from_step"] == 90
     assert len(read_run(folder).steps) == 90
+    kept = [{path.name for path in (place / "checkpoints").iterdir()} for place in places]
+    assert kept[0] == kept[1]  # nothing new to save
 
 
 def test_a_run_that_is_asked_to_stop_says_how_to_go_on(tmp_path, undisturbed):

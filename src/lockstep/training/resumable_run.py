@@ -87,6 +87,7 @@ class ResumableRun:
         if checkpoints is not None:
             checkpoints.require_encodable(state.local_state())
         self._saves = 0
+        self._saved = (-1, -1)  # steps and size of the log in the latest checkpoint
         self._restored: dict[str, Any] | None = None  # once the script has come to it
         self.resumed_from: int | None = None
 
@@ -149,6 +150,7 @@ class ResumableRun:
             # Its samplers have their states by now, or get them when they are used.
             self._state.load_position({**state, "samplers": []})
             self._checkpoints.restore(state, state["steps"])
+            self._saved = state["steps"], self._log.size
 
     def _note_answer(self, steps: int) -> None:
         self._state.position.steps = steps
@@ -305,6 +307,7 @@ class ResumableRun:
         """Give up the checkpoint that is being written, because a failure was diagnosed."""
         if self._checkpoints is not None:
             self._checkpoints.writer.abandon()
+            self._saved = (-1, -1)
 
     def finish(self, state: str) -> FileError | UsageError | None:
         """Save the last checkpoint of a training that is done; called on every rank.
@@ -319,7 +322,8 @@ class ResumableRun:
         try:
             if state == "done":
                 self._log.require_finished()
-                self._save(checkpoints)
+                if self._saved != (self._state.position.steps, self._log.size):
+                    self._save(checkpoints)
                 checkpoints.wait(self._state.position.steps)
             elif state == "failed":
                 self.abandon()
@@ -340,6 +344,8 @@ class ResumableRun:
         position |= {"known_samplers": self._samplers.state_dict()}
         is_sharded = self._state.placement is not None
         local = self._state.local_state()
+        if path is None:
+            self._saved = position["steps"], self._log.size
         steps, number = position["steps"], self._saves
         checkpoints.save(local, position, steps, number, is_sharded, path, begun)
 

@@ -77,6 +77,11 @@ class ScriptLog:
         """Whether the script is in the body of a loop over batches."""
         return bool(self._open)
 
+    @property
+    def size(self) -> int:
+        """The number of entries."""
+        return len(self._entries)
+
     def is_outermost(self, epoch: OpenEpoch) -> bool:
         """Return whether an iteration is the one in whose body all others are."""
         return bool(self._open) and self._open[0] is epoch
