@@ -18,7 +18,7 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.comm.activity import Activity, State
 from lockstep.errors import RankError
-from lockstep.launcher import hang_monitor, stacks, supervisor
+from lockstep.launcher import hang_monitor, supervisor
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.hang_monitor import (
     HangMonitor,
@@ -28,16 +28,7 @@ from lockstep.launcher.hang_monitor import (
     format_report,
     take_snapshot,
 )
-from lockstep.launcher.stacks import NOT_USER_CODE
-
-DUMP = """\
-Current thread 0x00007f (most recent call first):
-  File "{torch}/torch/distributed/distributed_c10d.py", line 3168 in all_reduce
-  File "{torch}/torch/distributed/c10d_logger.py", line 83 in wrapper
-  File "/home/me/train.py", line 31 in step
-  File "/home/me/train.py", line 60 in <module>
-  File "{launcher}/rank_process.py", line 9 in run_code
-""".format(torch=f"{NOT_USER_CODE[0]}/site-packages", launcher=stacks.LAUNCHER)
+from stack_dumps import DUMP
 
 BACKWARD = """\
 Current thread 0x00007f (most recent call first):

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from lockstep.launcher import rendezvous_check, stacks
-from lockstep.launcher.stacks import NOT_USER_CODE, describe_location, is_waiting
-
-DUMP = """\
-Current thread 0x00007f (most recent call first):
-  File "{torch}/torch/distributed/distributed_c10d.py", line 3168 in all_reduce
-  File "{torch}/torch/distributed/c10d_logger.py", line 83 in wrapper
-  File "/home/me/train.py", line 31 in step
-  File "/home/me/train.py", line 60 in <module>
-  File "{launcher}/rank_process.py", line 9 in run_code
-""".format(torch=f"{NOT_USER_CODE[0]}/site-packages", launcher=stacks.LAUNCHER)
+from lockstep.launcher import rendezvous_check
+from lockstep.launcher.stacks import describe_location, is_waiting
+from stack_dumps import DUMP
 
 
 def test_the_location_is_the_call_and_the_line_of_user_code():

@@ -258,7 +258,7 @@ def test_a_dashboard_without_a_stored_id_begins_a_run(wandb, mlflow, tmp_path, c
 def test_the_first_line_of_a_resumed_script_does_not_open_a_second_run(
     wandb, tmp_path, monkeypatch, resume
 ):
-    """The script runs from its beginning, and is told afterwards where it continues."""
+    """The script runs from its beginning, and the logger learns afterwards where it continues."""
     monkeypatch.setenv("LOCKSTEP_RUN", str(tmp_path))
     feed(ls.loggers.WandB(), killed())
     monkeypatch.setenv("LOCKSTEP_RESUME", resume)  # empty: by trainer.resume() in the script

@@ -1,8 +1,10 @@
 """Stacks of ranks, as Python's fault handler writes them on a signal, and what they say.
 
-Current thread 0x00007f (most recent call first):
-File ".../torch/distributed/distributed_c10d.py", line 3168 in all_reduce
-File "/home/ann/train.py", line 31 in main          -> "in all_reduce, train.py:31"
+    Current thread 0x00007f (most recent call first):
+      File ".../torch/distributed/distributed_c10d.py", line 3168 in all_reduce
+      File "/home/ann/train.py", line 31 in main          -> "in all_reduce, train.py:31"
+
+The location names the innermost call that is not the user's, and the user's line.
 """
 
 from __future__ import annotations

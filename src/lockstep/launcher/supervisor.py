@@ -6,6 +6,7 @@
 
 While ranks stop on request, their data loader workers must live: a rank may need another
 batch before it can save a checkpoint.
+
 Settling is short: a rank that lost its connection often reports before the kernel announces
 that the other end was killed. Nothing here runs in the background: the ranks are supervised
 while a caller waits for them.

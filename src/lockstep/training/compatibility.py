@@ -1,8 +1,10 @@
 """Compatibility: whether a training can continue from a checkpoint with the same bits.
 
-must be equal     seed, micro-batches, the model's modules and tensors, the optimizer
-is mentioned      torch, processor, other settings, source files: the bits may differ
-may differ        ranks, stages, storage, backend, loader workers
+    must be equal     seed, micro-batches, the model's modules and tensors, the optimizer
+    is mentioned      torch, processor, other settings, source files: the bits may differ
+    may differ        ranks, stages, storage, backend, loader workers
+
+Settings are compared as the descriptions that ranks compare with each other.
 """
 
 from __future__ import annotations

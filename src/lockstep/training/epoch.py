@@ -15,7 +15,7 @@ __all__ = ["Epoch"]
 
 
 class Epoch(Batches):
-    """The global batches of one epoch; history and schedule are told of its beginning and end.
+    """The global batches of one epoch; begins and ends it in the history and the schedule.
 
     Args:
         run: Answers for what was trained before; saves checkpoints between two batches.
