@@ -83,7 +83,7 @@ def measure(optimizer, pairs, folder):
         begun = time.perf_counter()
         for number, each in enumerate(batches):
             if save and number == 1:
-                checkpoints._is_due = True  # of the next step, the same on every rank
+                checkpoints._due_since = trainer.steps  # the same on every rank
             trainer.step(each)
         seconds = time.perf_counter() - begun
         checkpoints.writer.wait()

@@ -16,6 +16,7 @@ import hashlib
 import random
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import numpy
@@ -78,14 +79,17 @@ def _generators(device: torch.device | None) -> list[torch.Generator]:
     return found
 
 
-def global_states(device: torch.device | None = None) -> dict[str, Any]:
-    """Return the states of the global generators of torch, Python and numpy, by name.
+def global_states(device: torch.device | None = None, *, everything: bool = True) -> dict[str, Any]:
+    """Return the states of the global generators by name, as tensors, tuples and arrays.
 
-    With `device` a GPU, its generator's too. The values are tensors, tuples and arrays.
+    Those of torch, on the CPU and on `device` where it is a GPU; with `everything` also
+    `random` and numpy.
     """
     found = zip(("torch", "cuda"), _generators(device), strict=False)
-    states = {kind: generator.get_state() for kind, generator in found}
-    return {**states, "random": random.getstate(), "numpy": numpy.random.get_state()}
+    states: dict[str, Any] = {kind: generator.get_state() for kind, generator in found}
+    if everything:
+        states |= {"random": random.getstate(), "numpy": numpy.random.get_state()}
+    return states
 
 
 def set_global_states(states: Mapping[str, Any], device: torch.device | None = None) -> None:
@@ -110,23 +114,9 @@ def remembered(
 ) -> Callable[[], None]:
     """Return what puts the generators back to where they are now, as often as it is called.
 
-    Those of torch, on the CPU and on `device` where it is a GPU; with `everything` also
-    `random` and numpy.
+    `device` and `everything` as for `global_states`.
     """
-    generators = _generators(device)
-    states = [generator.get_state() for generator in generators]
-    python_state = random.getstate() if everything else None
-    numpy_state = numpy.random.get_state() if everything else None
-
-    def restore() -> None:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        if python_state is not None:
-            random.setstate(python_state)
-        if numpy_state is not None:
-            numpy.random.set_state(numpy_state)
-
-    return restore
+    return partial(set_global_states, global_states(device, everything=everything), device)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 
-from lockstep.checkpoint.stop_request import STOPPED_STATUS, StoppedOnRequest, StopRequest
+from lockstep.checkpoint.stop_request import StoppedOnRequest, StopRequest
+from lockstep.launcher.failure_attribution import STOPPED
 
 
 @pytest.fixture
@@ -92,5 +93,5 @@ def test_other_threads_do_not_listen():
 def test_the_exit_status():
     with pytest.raises(SystemExit) as caught:
         raise StoppedOnRequest("stopped after step 7")
-    assert caught.value.code == STOPPED_STATUS == 75
+    assert caught.value.code == STOPPED == 75
     assert str(caught.value) == "stopped after step 7"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from fractions import Fraction
 from pathlib import PurePath
@@ -190,9 +190,11 @@ def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], path: 
         )
     value = value.detach().resolve_conj().resolve_neg()
     reference: dict[str, Any] = {}
-    strides = _dense_strides(value)
-    if strides != list(torch.empty(value.shape, device="meta").stride()):
-        reference["strides"] = strides
+    contiguous = _contiguous_strides(value.shape)
+    if value.stride() != contiguous:
+        strides = torch.empty_like(value, device="meta").stride()  # in its memory format
+        if strides != contiguous:
+            reference["strides"] = list(strides)
     if value.dtype is torch.complex128:  # safetensors has no such dtype
         value = torch.view_as_real(value.contiguous())
         reference["complex"] = True
@@ -207,9 +209,13 @@ def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], path: 
     return {"$tensor": [name, reference] if reference else name}
 
 
-def _dense_strides(value: torch.Tensor) -> list[int]:
-    """Return the strides of a new tensor in the same memory format."""
-    return list(torch.empty_like(value, device="meta").stride())
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a new contiguous tensor, as torch sets them."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def _decode_tensor(content: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -30,6 +30,7 @@ from safetensors import safe_open
 from lockstep.checkpoint.encoding import decode
 from lockstep.checkpoint.tensor_file import checksum_file
 from lockstep.errors import FileError, UsageError
+from lockstep.launcher.run_folder import RUNS
 
 __all__ = [
     "FOLDER",
@@ -103,7 +104,7 @@ def find_newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
-def locate_checkpoint(place: str | Path, runs: str | Path = "runs") -> tuple[Path | None, Path]:
+def locate_checkpoint(place: str | Path, runs: str | Path = RUNS) -> tuple[Path | None, Path]:
     """Return the checkpoint at `place` if it is one, and the folder of its checkpoints.
 
     Args:

@@ -2,7 +2,7 @@
 
     Slurm, Kubernetes ── SIGTERM ──> flag ──> the step is finished ──> checkpoint ──> status 75
 
-What a rank knows of a request, the others hear with the statuses of the next step.
+The other ranks learn of the request from the statuses of the next step.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import threading
 from types import FrameType
 from typing import Any
 
-__all__ = ["STOPPED_STATUS", "StopRequest", "StoppedOnRequest"]
+from lockstep.launcher.failure_attribution import STOPPED
 
-STOPPED_STATUS = 75  # EX_TEMPFAIL of sysexits.h: try again
+__all__ = ["StopRequest", "StoppedOnRequest"]
 
 
 class StoppedOnRequest(SystemExit):
     """The training stopped on request, after saving a checkpoint; the exit status is 75."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(STOPPED_STATUS)
+        super().__init__(STOPPED)
         self.message = message
 
     def __str__(self) -> str:

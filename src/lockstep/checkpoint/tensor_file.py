@@ -17,6 +17,8 @@ from typing import BinaryIO
 import torch
 import xxhash
 
+from lockstep.comm.collectives import as_bytes
+
 __all__ = ["DTYPES", "checksum_file", "write_tensors"]
 
 CHUNK = 1 << 20  # bytes that are read and hashed at a time, within a cache
@@ -81,7 +83,7 @@ def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]
     yield _header(tensors)
     for tensor in tensors.values():
         if tensor.numel():
-            octets = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            octets = as_bytes(tensor).numpy().data
             for begin in range(0, len(octets), PIECE):
                 yield octets[begin : begin + PIECE]
 

@@ -30,17 +30,17 @@ from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.folder import FORMAT, KINDS, MANIFEST, REST, name_part, prune
 from lockstep.checkpoint.tensor_file import write_tensors
 from lockstep.errors import WorkError
-from lockstep.files import create_file, exchange_folders, make_folder, sync_folder
+from lockstep.files import create_file, exchange_folders, make_folder, replace_file, sync_folder
 from lockstep.messages import say
 
 __all__ = ["CheckpointWriter", "SavedCheckpoint"]
 
 PART_TIMEOUT = 600.0  # seconds that rank 0 waits for the files of the other stages
+POLL = 0.02  # seconds between two looks for them
 REMARK_AFTER = 60.0  # seconds of waiting for the disk
+
 Check = Callable[[], None]
 """Raises if the checkpoint is abandoned."""
-
-POLL = 0.02  # seconds between two looks for them
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class CheckpointWriter:
         except _Abandoned:
             shutil.rmtree(aside, ignore_errors=True)
             return
-        except Exception as error:  # training goes on, whatever happens here
+        except Exception as error:  # a failed checkpoint must not end the training
             said = error.strerror if isinstance(error, OSError) else str(error)
             failure = said or type(error).__name__
             shutil.rmtree(aside, ignore_errors=True)
@@ -240,14 +240,8 @@ def _write_files(
 
 
 def _write_file(path: Path, text: bytes) -> None:
-    """Write a file aside and rename it, so that readers see all of it or nothing."""
-    aside = path.with_name(f".{path.name}")
-    descriptor = create_file(aside)
-    with os.fdopen(descriptor, "wb") as file:
+    with replace_file(path) as file:
         file.write(text)
-        file.flush()
-        os.fsync(descriptor)
-    os.rename(aside, path)
 
 
 def _await_parts(aside: Path, count: int, check: Check) -> dict[str, dict[str, Any]]:

@@ -44,6 +44,7 @@ __all__ = [
     "describe_launch",
     "find_run",
     "hold_run",
+    "is_resuming",
     "read_description",
     "release_run",
     "wait_until_free",
@@ -60,6 +61,11 @@ LOCK_FILE = "run.lock"
 EXIT_TIMEOUT = 10.0  # seconds that an interrupted run's processes have to exit
 POLL = 0.02  # seconds between two attempts to take the lock
 MOST_NAMED = 8  # processes in a message
+
+
+def is_resuming() -> bool:
+    """Return whether this process belongs to a launch that continues a run."""
+    return bool(os.environ.get(RESUME))
 
 
 @dataclass(frozen=True)

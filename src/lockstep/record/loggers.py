@@ -37,7 +37,7 @@ from typing import Any, Protocol
 
 from lockstep.errors import UsageError
 from lockstep.files import replace_file
-from lockstep.launcher.run_folder import RESUME, RUN
+from lockstep.launcher.run_folder import RUN, is_resuming
 from lockstep.messages import say
 from lockstep.record.recorder import TIME_CATEGORIES
 
@@ -146,7 +146,7 @@ class DashboardLogger(abc.ABC):
     def _write(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "run":
             self._header = fields
-            if os.environ.get(RESUME) or self.package in self._stored_ids():
+            if is_resuming() or self.package in self._stored_ids():
                 return  # the folder has a run already, so the line "resume" follows
         if kind == "resume":
             self.resumed_step = int(fields.get("step") or 0)

@@ -33,7 +33,7 @@ import orjson
 
 from lockstep.errors import FileError, UsageError
 from lockstep.files import create_file, make_folder
-from lockstep.launcher.run_folder import RESUME
+from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import say
 from lockstep.redaction import redact
 
@@ -88,7 +88,7 @@ class Recorder:
         self.is_continued = False
         """Whether the lines follow those of an earlier process."""
         passed = 0.0
-        resume = bool(os.environ.get(RESUME)) if resume is None else resume
+        resume = is_resuming() if resume is None else resume
         if resume and self.path.exists():
             self._descriptor, last = _open_file(self.path)
             self.is_continued, passed = last is not None, last or 0.0

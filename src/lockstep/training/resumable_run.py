@@ -54,7 +54,7 @@ def stopping(finish: Finish, abandon: Callable[[], None]) -> Iterator[None]:
     """
     try:
         yield
-    except Exception:
+    except Exception:  # of any kind: the state that was copied before it is not trusted
         abandon()
         raise
     except StoppedOnRequest as stop:
@@ -225,10 +225,11 @@ class ResumableRun:
     def begin_epoch(self, batches: Batches) -> OpenEpoch | None:
         """Begin an iteration over batches; None if it was completed before."""
         epoch, entry = self._log.begin_epoch(batches)
-        if entry is not None and entry["complete"]:
+        if epoch is None:
+            assert entry is not None, "only an iteration that was complete has an answer"
             self._note_answer(entry["steps"])
-        elif entry is not None:
-            batches.load_state_dict(entry["state"])
+        elif epoch.resumed is not None:
+            batches.load_state_dict(epoch.resumed)
             self._restore()
         return epoch
 

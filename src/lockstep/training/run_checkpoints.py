@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from lockstep.checkpoint.encoding import encode
@@ -37,29 +36,19 @@ from lockstep.checkpoint.folder import (
 from lockstep.checkpoint.schedule import CheckpointConfig, CheckpointSchedule
 from lockstep.checkpoint.stop_request import StopRequest
 from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
+from lockstep.checksum import checksum
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.errors import FileError, UsageError
-from lockstep.launcher.run_folder import hold_run, wait_until_free
+from lockstep.launcher.run_folder import RUN, RUNS, hold_run, wait_until_free
 from lockstep.messages import say
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.randomness import global_states, set_global_states
 from lockstep.record.recorder import create_run_folder
 
-__all__ = [
-    "RunCheckpoints",
-    "is_resuming",
-]
-
-RESUME = "LOCKSTEP_RESUME"
-RUN = "LOCKSTEP_RUN"
+__all__ = ["RunCheckpoints"]
 
 _latest: RunCheckpoints | None = None
 _opened: Counter[Path] = Counter()  # trainers of this process by run folder
-
-
-def is_resuming() -> bool:
-    """Return whether the launcher was asked to resume a run."""
-    return bool(os.environ.get(RESUME))
 
 
 class RunCheckpoints:
@@ -112,7 +101,6 @@ class RunCheckpoints:
         self.is_stopping = ""
         """The signal that some rank received, once all ranks know of it."""
         self._schedule = CheckpointSchedule(config, time.monotonic())
-        self._is_due = False
         self._due_since: int | None = None
         self._told: set[str] = set()
         self.stop.listen()
@@ -162,9 +150,8 @@ class RunCheckpoints:
 
     def note_step(self, is_due: bool, stop: str, steps: int) -> None:
         """Take in what the ranks agreed on in a step: a checkpoint is due, or they stop."""
-        self._is_due = self._is_due or is_due
         self.is_stopping = self.is_stopping or stop
-        if self._is_due and self._due_since is None:
+        if is_due and self._due_since is None:
             self._due_since = steps
         if self._due_since is not None and steps - self._due_since == 200:
             say(
@@ -183,7 +170,7 @@ class RunCheckpoints:
     @property
     def is_wanted(self) -> bool:
         """Whether a checkpoint is to be saved at the next place where a script can continue."""
-        return self._is_due or bool(self.is_stopping)
+        return self._due_since is not None or bool(self.is_stopping)
 
     def require_encodable(self, local: Mapping[str, Any]) -> None:
         """Raise UsageError if a checkpoint cannot hold a state, before hours of training.
@@ -230,7 +217,7 @@ class RunCheckpoints:
         }
         said = [json.loads(each) for each in all_gather_bytes(_pack(hashes), about, group)]
         if path is None:
-            self._is_due, self._due_since = False, None
+            self._due_since = None
             self._schedule.saved(steps, time.monotonic())
         self._warn_of_different_objects([each["stateful"] for each in said])
         if self._parallel.replica != 0 or not (is_sharded or rank == 0):
@@ -331,7 +318,7 @@ class RunCheckpoints:
         Raises:
             FileError: This rank cannot read it.
         """
-        if not find_checkpoints(path.parent) and not path.exists():
+        if not path.exists():
             raise FileError(
                 f"rank {self._parallel.rank} does not see the checkpoint {path}: ranks on several "
                 "hosts need a folder that all of them share"
@@ -380,15 +367,14 @@ class RunCheckpoints:
 
 def _make_run_folder() -> Path:
     stem = Path(sys.argv[0]).stem or "run"
-    return (Path("runs") / create_run_folder(Path("runs"), stem)).absolute()
+    return (Path(RUNS) / create_run_folder(Path(RUNS), stem)).absolute()
 
 
 def _hash(value: Any, path: str = "") -> str:
     tensors: dict[str, Any] = {}
     hasher = xxhash.xxh3_64(_pack(encode(value, tensors, path)))
     for tensor in tensors.values():
-        if tensor.numel():
-            hasher.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        hasher.update(checksum(tensor).to_bytes(8, "little"))
     return hasher.hexdigest()
 
 

@@ -47,7 +47,7 @@ class OpenEpoch:
         begun_at: The number of finished steps when the latest batch was yielded; -1 before.
     """
 
-    def __init__(self, batches: Any, resumed: Mapping[str, Any] | None) -> None:
+    def __init__(self, batches: Any, resumed: dict[str, Any] | None) -> None:
         self.batches, self.resumed, self.begun_at = batches, resumed, -1
 
     def entry(self, steps: int) -> Entry:

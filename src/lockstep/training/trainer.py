@@ -24,6 +24,7 @@ from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.loader import Agree, Batches
 from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
+from lockstep.launcher.run_folder import is_resuming
 from lockstep.launcher.world import world
 from lockstep.model.agreement import require_same_settings
 from lockstep.model.deferred_init import BlockLike
@@ -51,7 +52,7 @@ from lockstep.training.model_setup import build_executor, build_model, distribut
 from lockstep.training.optimization import Optimization, OptimizerConfig, OptimizerFactory
 from lockstep.training.rank_status import StepTrace, make_timeline_rows
 from lockstep.training.resumable_run import ResumableRun, stopping
-from lockstep.training.run_checkpoints import RunCheckpoints, is_resuming
+from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.state import Position, TrainingState
 from lockstep.training.step import CommittedStep, OptimizerStep
 from lockstep.training.weights_file import save_from_rank0, save_last_good

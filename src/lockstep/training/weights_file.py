@@ -13,6 +13,7 @@ from safetensors.torch import save
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.errors import FileError
 from lockstep.files import make_folder, replace_file
+from lockstep.launcher.run_folder import RUNS
 from lockstep.record.recorder import create_run_folder
 
 __all__ = ["save_from_rank0", "save_last_good", "save_weights"]
@@ -68,7 +69,7 @@ def save_last_good(
     outcome = ""
     if dist.get_rank(group) == 0:
         try:
-            folder = folder or Path("runs") / create_run_folder(Path("runs"), "stopped")
+            folder = folder or Path(RUNS) / create_run_folder(Path(RUNS), "stopped")
             save_weights(folder / LAST_GOOD, state)
             outcome = f"the weights before this step are in {folder / LAST_GOOD}"
         except Exception as error:  # whatever it is, the other ranks wait for the outcome
