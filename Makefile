@@ -24,8 +24,9 @@ install: $(BIN)/lockstep ## put lockstep into .venv
 demo: install ## train on real handwritten digits with two processes
 	@$(BIN)/lockstep train digits -n 2
 
+# Hundreds of interpreters start: without cached bytecode each compiles the package again.
 test: install ## run the whole test suite, JOBS=2 files at a time
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 soak: install ## run the long tests: races, sanitizers, random trainings (up to 30 minutes)
 	@$(BIN)/python -m pytest -m stress

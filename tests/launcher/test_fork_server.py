@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import threading
 
@@ -12,6 +13,9 @@ from lockstep.launcher.fork_server import (
     get_fork_server_pid,
     looks_like_training,
 )
+
+
+_folder: tempfile.TemporaryDirectory[str]  # kept until the rank exits
 
 
 def parent() -> int:
@@ -85,6 +89,23 @@ def test_ranks_draw_different_random_numbers_but_the_same_torch_seed():
     assert len({python for python, _, _ in drawn}) == 3
     assert len({numpy for _, numpy, _ in drawn}) == 3
     assert len({seed for _, _, seed in drawn}) == 1
+
+
+def test_a_rank_finalizes_what_it_made_and_nothing_of_its_parent(tmp_path):
+    def make() -> None:
+        global _folder
+        _folder = tempfile.TemporaryDirectory(dir=tmp_path, prefix="rank-")
+        (tmp_path / "made").touch()
+
+    with tempfile.TemporaryDirectory(dir=tmp_path, prefix="parent-") as folder:
+        ls.launch(make, start_method="fork")
+        assert (tmp_path / "made").exists()
+        assert [each.name for each in tmp_path.glob("*-*")] == [os.path.basename(folder)]
+
+
+def test_ranks_that_train_find_the_trainer_imported():
+    get_fork_server(for_training=True)
+    assert ls.launch(lambda: "lockstep.training.trainer" in sys.modules) == [True]
 
 
 def test_looks_like_training():

@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -221,6 +222,10 @@ def _set_up_interpreter(message: Message) -> None:
         # libgomp read the variable before the fork.
         sys.modules["torch"].set_num_threads(int(threads))
     tempfile.tempdir = None  # TMPDIR may have been read before the fork
+    # What the parent made is not this process's to finalize, such as a temporary folder; torch
+    # alone has hundreds of finalizers, 50 ms of copied pages in every rank that exits.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # otherwise every rank draws the same numbers
 
