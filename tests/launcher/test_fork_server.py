@@ -14,7 +14,6 @@ from lockstep.launcher.fork_server import (
     looks_like_training,
 )
 
-
 _folder: tempfile.TemporaryDirectory[str]  # kept until the rank exits
 
 
