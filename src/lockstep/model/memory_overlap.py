@@ -5,7 +5,8 @@
     c                  |-----|     do not overlap
 
 Two parameters with the same memory (`b.weight.data = a.weight.data`) are tied until one of them
-is moved.
+is moved. A tensor can also overlap itself: `torch.ones(1, 4).expand(8, 4)` has 32 elements in the
+memory of 4, and no operation may write into it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-__all__ = ["find_overlaps", "find_parameter_overlaps"]
+from lockstep.errors import UsageError
+
+__all__ = ["allocate_repeated", "find_overlaps", "find_parameter_overlaps"]
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """Shape, strides in elements, bytes per element."""
@@ -68,6 +71,54 @@ def find_parameter_overlaps(
         for one, other in find_overlaps(tensors)
         if isinstance(tensors[one], nn.Parameter) or isinstance(tensors[other], nn.Parameter)
     ]
+
+
+@torch.no_grad()
+def allocate_repeated(modules: Mapping[str, nn.Module]) -> None:
+    """Give expanded and lazily conjugated tensors memory in which every element has its place.
+
+    They are written when ranks, checkpoints and averages exchange values. They stay the same
+    objects.
+
+    Args:
+        modules: Modules by the prefix of their tensors' names.
+
+    Raises:
+        UsageError: An expanded parameter is to be trained, or an expanded tensor has its memory
+            in common with another one.
+    """
+    named = {
+        ".".join(filter(None, (root, name))): tensor
+        for root, model in modules.items()
+        for name, tensor in _tensors_of(model, attributes=False)
+    }
+    names, tensors = list(named), list(named.values())
+    repeated = [number for number, each in enumerate(tensors) if _is_repeated(each)]
+    overlaps = find_overlaps(tensors) if repeated else []
+    for number in repeated:
+        name, tensor = names[number], tensors[number]
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad and 0 in tensor.stride():
+            raise UsageError(
+                f"the parameter {name} is an expanded tensor, of which an optimizer cannot step "
+                "the elements one by one: make the tensor before expand() the parameter, and "
+                "expand it in forward"
+            )
+        for pair in overlaps:
+            others = {names[each] for each in pair if tensors[each] is not tensor}
+            if number in pair and others:
+                raise UsageError(
+                    f"{name} is an expanded tensor over the memory of {min(others)}, and would "
+                    "no longer change with it: expand it in forward, or give it memory of its "
+                    "own (.contiguous())"
+                )
+        tensor.data = tensor.data.resolve_conj().resolve_neg().contiguous()
+
+
+def _is_repeated(tensor: torch.Tensor) -> bool:
+    """Return whether elements lie in the same place, or differ from what is in memory."""
+    shape, strides, _ = _geometry(tensor)
+    is_expanded = any(n > 1 and not stride for n, stride in zip(shape, strides, strict=True))
+    return bool(tensor.numel()) and (is_expanded or tensor.is_conj() or tensor.is_neg())
 
 
 def _tensors_of(model: nn.Module, attributes: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,7 +24,7 @@ from lockstep.model.agreement import broadcast_weights
 from lockstep.model.compilation import check_static
 from lockstep.model.deferred_init import BlockLike, build, build_sequence, move_to_device
 from lockstep.model.forward import Metric
-from lockstep.model.memory_overlap import find_parameter_overlaps
+from lockstep.model.memory_overlap import allocate_repeated, find_parameter_overlaps
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.pipeline.partition import find_block_names
@@ -137,9 +137,11 @@ def distribute_weights(
     Raises:
         DisagreementError: Parameters have memory in common on some ranks only.
         LayoutError: Parameters have memory in common, which this layout does not keep.
+        UsageError: An expanded tensor cannot have memory of its own.
     """
     plan = partitioner.plan_without_data() if parallel.stages > 1 else None
     modules = parallel.modules_with(module)
+    allocate_repeated(modules)
     for name, each in modules.items():
         move_to_device(each, parallel.device)
         if name or plan is None:

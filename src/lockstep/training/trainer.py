@@ -55,8 +55,8 @@ from lockstep.training.resumable_run import ResumableRun, stopping
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.state import Position, TrainingState
 from lockstep.training.step import CommittedStep, OptimizerStep
+from lockstep.training.unsupported_modules import reject_unsupported_modules
 from lockstep.training.weights_file import save_from_rank0, save_last_good
-from lockstep.training.wrapped_modules import reject_wrapped_modules
 
 __all__ = ["Trainer"]
 
@@ -157,7 +157,7 @@ class Trainer:
         }
         self.world = world()
         # First: wrappers keep their rank in an attribute, which the comparison would name.
-        reject_wrapped_modules(compared | {"model": model})
+        reject_unsupported_modules(compared | {"model": model})
         description = describe_environment()
         for name, value in compared.items():
             description |= describe(name, value)
@@ -182,7 +182,7 @@ class Trainer:
         self.model, partitioner = build_model(model, self.parallel, seed, stages)
         self.module: nn.Module = getattr(self.model, "_orig_mod", self.model)
         modules = {"model": self.module} | self.parallel.other_modules()
-        reject_wrapped_modules(modules)  # also those that callables made
+        reject_unsupported_modules(modules)  # also those that callables made
         description = {"torch.compile(model)": str(self.model is not self.module)}
         description |= describe_module("model", self.module)
         require_same_settings(description, "build the same model on every rank")

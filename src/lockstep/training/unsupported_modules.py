@@ -1,0 +1,115 @@
+"""Rejects modules that a Trainer cannot train, or not with the same bits in every layout.
+
+wrapped        DistributedDataParallel and the like average gradients a second time, over ranks
+               that may compute different numbers of micro-batches
+TorchScript    a graph is optimized after its first calls, which changes the bits of gradients
+lazy           parameters have no shape until the first batch
+sparse,        tensors are not elements in memory, which ranks could compare, average and save
+quantized
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lockstep.data_parallel.distributed import DistributedDataParallel
+from lockstep.errors import UsageError
+
+__all__ = ["reject_unsupported_modules"]
+
+
+def reject_unsupported_modules(values: Mapping[str, Any]) -> None:
+    """Check that modules, and all modules in them, can be trained.
+
+    Args:
+        values: Modules and lists of modules by the names that messages use; other values are
+            ignored.
+
+    Raises:
+        UsageError: A module cannot be trained.
+    """
+    for root, module in _iterate_modules(values):
+        module = getattr(module, "_orig_mod", module)
+        for path, part in module.named_modules(prefix=root):
+            _reject_torchscript(path, part)
+            if isinstance(part, _get_wrappers()):
+                raise UsageError(
+                    f"{path} is wrapped in {type(part).__name__}, which exchanges gradients by "
+                    f"itself, as the Trainer does: pass {path}.module to the Trainer"
+                )
+            if isinstance(part, _get_sharded()):
+                raise UsageError(
+                    f"{path} is sharded by fully_shard, which exchanges gradients by itself, as "
+                    "the Trainer does: pass the model to the Trainer without it (storage='shared' "
+                    "keeps parameters and optimizer state once per host)"
+                )
+            for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+                if tensor is not None:
+                    _reject_tensor(f"{path}.{name}", tensor, part)
+
+
+def _reject_torchscript(path: str, part: object) -> None:
+    if isinstance(part, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        raise UsageError(
+            f"{path} is compiled by TorchScript, which optimizes a graph after its first calls, "
+            "so the bits of a gradient would depend on the number of ranks: pass the module as "
+            "it was before torch.jit.script or torch.jit.trace, or use torch.compile"
+        )
+
+
+def _reject_tensor(path: str, tensor: torch.Tensor, part: nn.Module) -> None:
+    kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+    if is_lazy(tensor):
+        raise UsageError(
+            f"the {kind} {path} has no shape yet, because {type(part).__name__} takes it from "
+            "its first input: call the model with one batch before you make the Trainer, or use "
+            "a module that is given its sizes"
+        )
+    if tensor.layout is not torch.strided:
+        raise UsageError(
+            f"the {kind} {path} is a sparse tensor ({tensor.layout}), which the Trainer does not "
+            "keep equal on all ranks: register its indices and values as buffers and build the "
+            "sparse tensor from them in forward"
+        )
+    if tensor.is_quantized:
+        raise UsageError(
+            f"the {kind} {path} is a quantized tensor ({tensor.dtype}), which the Trainer does "
+            "not keep equal on all ranks: register the integers of int_repr(), and the scale, "
+            "and dequantize them in forward"
+        )
+
+
+def _iterate_modules(values: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+    for name, value in values.items():
+        if isinstance(value, nn.Module):
+            yield name, value
+        elif isinstance(value, torch.jit.ScriptFunction):  # a loss
+            _reject_torchscript(name, value)
+        elif isinstance(value, (list, tuple)):
+            yield from _iterate_modules(
+                {f"{name}[{number}]": each for number, each in enumerate(value)}
+            )
+
+
+def _get_wrappers() -> tuple[type, ...]:
+    """Return the classes that keep the wrapped model in the attribute `module`."""
+    known = (DistributedDataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
+    return (*known, *_get_fsdp_class("FullyShardedDataParallel"))
+
+
+def _get_sharded() -> tuple[type, ...]:
+    """Return the classes that `fully_shard` adds as a base to the classes of its modules."""
+    return _get_fsdp_class("FSDPModule")
+
+
+def _get_fsdp_class(name: str) -> tuple[type, ...]:
+    """Return a class of FSDP; () if FSDP was never imported, because the import takes seconds."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    found = getattr(module, name, None)
+    return (found,) if isinstance(found, type) else ()
