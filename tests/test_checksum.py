@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import lockstep as ls
 from lockstep.checksum import checksum, name_optimizer_tensors
+from lockstep.errors import UsageError
 
 VALUES = torch.arange(12, dtype=torch.float32).reshape(3, 4)
 
@@ -95,6 +96,36 @@ def test_numbers_count_and_other_values_do_not():
     assert ls.digest({"n": 1}) != ls.digest({"n": 2})
     assert ls.digest({"n": 1.0}) != ls.digest({"n": 1})
     assert ls.digest({**STATE, "text": "x"}) == ls.digest(STATE)
+
+
+def test_a_module_has_the_digest_of_its_state_dict():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    assert ls.digest(module) == ls.digest(module.state_dict())
+    compiled = torch.nn.Module()
+    compiled.add_module("_orig_mod", module)  # as torch.compile does
+    assert ls.digest(compiled) == ls.digest(module)
+
+
+class WithDigest:
+    def digest(self) -> str:
+        raise AssertionError("not called")
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        (VALUES, "^ls.digest takes a module or its state dict, not an object of type Tensor$"),
+        ([VALUES], "^ls.digest takes a module or its state dict, not an object of type list$"),
+        (WithDigest(), "not an object of type WithDigest: call its method digest()"),
+        (torch.nn.Linear(2, 2, device="meta"), "^weight has no values on this rank: call trainer"),
+        ({"model": STATE, "steps": 3}, r"pass state\['model'\], or call trainer.digest\(\) or"),
+    ],
+    ids=["tensor", "list", "trainer", "meta", "nested"],
+)
+def test_what_has_no_digest_is_named(state, sentence):
+    """A nested state dict had the digest of its numbers, whatever its tensors were."""
+    with pytest.raises(UsageError, match=sentence):
+        ls.digest(state)
 
 
 def test_bfloat16_and_complex_have_bytes_too():

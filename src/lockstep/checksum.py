@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import xxhash
 
+from lockstep.errors import UsageError
+
 __all__ = ["checksum", "digest", "name_optimizer_tensors"]
 
 
@@ -52,23 +54,54 @@ def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 # --- digests of states ---------------------------------------------------------------------------
 
 
-def digest(state: Mapping[str, Any]) -> str:
+def digest(state: Mapping[str, Any] | torch.nn.Module) -> str:
     """Return the SHA-256 over names, dtypes, shapes and bytes of a state dict, in sorted order.
 
-    Tensors of any device, layout and dtype; numbers count as tensors of no
-    dimension (float64 or int64). What is neither (extra state) is left out.
+    Args:
+        state: A state dict, or a module, whose state dict is taken. Tensors of any device, layout
+            and dtype; numbers count as tensors of no dimension (float64 or int64). What is
+            neither (extra state) is left out.
+
+    Raises:
+        UsageError: It is something else, or a tensor is on the meta device.
     """
     sha = hashlib.sha256()
-    for name in sorted(state):
-        value = state[name]
-        if isinstance(value, (bool, int, float)):
-            value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-        if not isinstance(value, torch.Tensor):
-            continue
-        value = value.detach().cpu().contiguous()
+    tensors = _named_tensors(state)
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
         sha.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
         sha.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
+
+
+def _named_tensors(state: object) -> dict[str, torch.Tensor]:
+    """Return the tensors and numbers of a state dict or module, by name."""
+    if isinstance(state, torch.nn.Module):
+        state = getattr(state, "_orig_mod", state).state_dict()  # without torch.compile's prefix
+    if not isinstance(state, Mapping):
+        kind = type(state).__name__
+        own = ": call its method digest()" if hasattr(state, "digest") else ""
+        raise UsageError(
+            f"ls.digest takes a module or its state dict, not an object of type {kind}{own}"
+        )
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            if value.is_meta:
+                raise UsageError(
+                    f"{name} has no values on this rank: call trainer.digest() on every rank"
+                )
+            found[name] = value
+        elif isinstance(value, (bool, int, float)):
+            dtype = torch.float64 if isinstance(value, float) else None
+            found[name] = torch.tensor(value, dtype=dtype)
+    nested = next((name for name, value in state.items() if isinstance(value, Mapping)), None)
+    if nested is not None and not any(isinstance(each, torch.Tensor) for each in state.values()):
+        raise UsageError(
+            f"ls.digest takes the state dict of a module, and {nested!r} is a state dict itself: "
+            f"pass state[{nested!r}], or call trainer.digest() or trainer.optimizer_digest()"
+        )
+    return found
 
 
 def name_optimizer_tensors(

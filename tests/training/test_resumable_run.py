@@ -132,6 +132,9 @@ def test_what_cannot_be_resumed_is_named_on_every_rank(ranks, tmp_path):
         "in the way": (
             lambda f: build(f).save_checkpoint(f / "checkpoints"), "something else than a chec"
         ),
+        "no folder": (
+            lambda f: build(f).save_checkpoint(f / "new" / "mine"), "FileError: save_checkpoint("
+        ),
         "without": (
             lambda f: ls.Trainer(network(), nn.CrossEntropyLoss(), SGD).resume(),
             "trainer.resume() needs the folder and the objects of checkpoints: pass",

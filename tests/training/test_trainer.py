@@ -716,21 +716,52 @@ def test_misuse_of_the_step_object_is_explained():
 
 
 def test_weights_that_cannot_be_written_fail_on_every_rank(ranks, tmp_path):
-    (tmp_path / "file").touch()
+    (tmp_path / "model.pt").mkdir()
 
     def save():
         trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
-        try:
-            trainer.save_weights(tmp_path / "file" / "model.safetensors")
-        except FileError as error:
-            return str(error)
+        said = []
+        for path in (tmp_path / "model.pt", tmp_path / "new" / "folder" / "model.pt"):
+            try:
+                trainer.save_weights(path)
+            except FileError as error:
+                said.append(str(error))
+        return said
 
-    for message in ranks(save, 2):
-        assert "the weights could not be written" in message
+    for in_the_way, missing in ranks(save, 2):
+        assert "model.pt: the weights could not be written (Is a directory)" in in_the_way
+        assert missing.endswith(f"the folder {tmp_path}/new/folder does not exist: create it first")
+    assert not (tmp_path / "new").exists()
 
 
-def test_a_disk_that_fills_leaves_the_old_weights(ranks, tmp_path):
-    path = tmp_path / "model.safetensors"
+@pytest.mark.usefixtures("alone")
+def test_the_suffix_of_a_weights_file_decides_its_format(tmp_path):
+    """`torch.load` rejected "model.pt", which was safetensors."""
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model[2].weight = nn.Parameter(torch.randn(9)[:9].view(3, 3).t())  # a view of more memory
+    model[2].bias = model[0].bias  # tied
+    trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
+    for name in ("model.pt", "model.pth", "model.bin", "model.ckpt", "model.safetensors"):
+        trainer.save_weights(tmp_path / name)
+        if name.endswith(".safetensors"):
+            state = load_file(tmp_path / name)
+        else:
+            state = torch.load(tmp_path / name, weights_only=True)
+        assert list(state) == list(model.state_dict()) or name == "model.safetensors"
+        assert ls.digest(state) == trainer.digest() == ls.digest(trainer.model)
+        model.load_state_dict(state)
+    before = sorted(tmp_path.iterdir())
+    for name in ("model", "model.weights"):
+        with pytest.raises(
+            UsageError, match=r"write model.safetensors for safetensors, or model.pt for torch.load"
+        ):
+            trainer.save_weights(tmp_path / name)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+def test_a_disk_that_fills_leaves_the_old_weights(ranks, tmp_path, name):
+    path = tmp_path / name
 
     def save():
         trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
@@ -748,5 +779,5 @@ def test_a_disk_that_fills_leaves_the_old_weights(ranks, tmp_path):
 
     ((message, saved),) = ranks(save, 1)
     assert "File too large" in message
-    assert ls.digest(load_file(path)) == saved
-    assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
+    assert ls.digest(torch.load(path) if name == "model.pt" else load_file(path)) == saved
+    assert [each.name for each in tmp_path.iterdir()] == [name]

@@ -115,9 +115,19 @@ class RunCheckpoints:
             )
 
     def require_free(self, path: Path) -> None:
-        """Raise UsageError, on every rank, if something other than a checkpoint is at `path`."""
+        """Raise an error, on every rank, if no checkpoint can be saved at `path`.
+
+        Raises:
+            UsageError: Something other than a checkpoint is there.
+            FileError: The folder that it would be in does not exist.
+        """
 
         def check() -> str:
+            if not path.parent.is_dir():
+                raise FileError(
+                    f"save_checkpoint({str(path)!r}): the folder {path.parent} does not exist: "
+                    "create it first"
+                )
             if path.exists() and not (path / MANIFEST).is_file():
                 raise UsageError(
                     f"save_checkpoint({str(path)!r}): there is something else than a checkpoint; "

@@ -452,10 +452,11 @@ class Trainer:
         self._state.load_state_dict(state)
 
     def save_weights(self, path: str | Path, *, ema: bool = False) -> None:
-        """Write the weights as safetensors, from rank 0; the file is whole or not there.
+        """Write the weights from rank 0; the file is whole or not there.
 
-        Call it on every rank: all return when the file is written, and all raise
-        FileError when it cannot be. Under `lockstep check` nothing is written.
+        The suffix decides the format: .safetensors, or .pt, .pth, .bin or .ckpt for `torch.load`.
+        Call it on every rank: all return when the file is written, or all raise FileError (also
+        where its folder does not exist). Under `lockstep check` nothing is written.
         """
         if check.current_session() is not None:
             return

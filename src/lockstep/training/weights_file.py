@@ -1,7 +1,8 @@
-"""Saving: weights in a file that is whole or not there."""
+"""Weights in a file that is whole or not there: safetensors, or the format of `torch.load`."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,32 +12,41 @@ import torch.distributed as dist
 from safetensors.torch import save
 
 from lockstep.comm.collectives import all_gather_bytes
-from lockstep.errors import FileError
-from lockstep.files import make_folder, replace_file
+from lockstep.errors import FileError, UsageError
+from lockstep.files import replace_file
 from lockstep.launcher.run_folder import RUNS
 from lockstep.record.recorder import create_run_folder
 
 __all__ = ["save_from_rank0", "save_last_good", "save_weights"]
 
 LAST_GOOD = "last-good.safetensors"
+SAFETENSORS = ".safetensors"
+PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+"""Suffixes of files that `torch.load` reads."""
 
 
 def save_weights(path: Path, state: Mapping[str, Any]) -> None:
-    """Write the tensors of a state dict as safetensors; an older file stays until the end.
+    """Write a state dict in the format of the file's suffix; an older file stays until the end.
 
     Parameters that share memory are written under each of their names, so that
-    `model.load_state_dict(safetensors.torch.load_file(path))` works for any model.
-    Raises FileError where the file cannot be written.
+    `model.load_state_dict` takes what `safetensors.torch.load_file(path)` or
+    `torch.load(path, weights_only=True)` returns, for any model. Extra state is left out of
+    safetensors.
+
+    Raises:
+        FileError: The file cannot be written, or its folder does not exist.
     """
-    tensors = {
+    values = {
         name: value.detach().cpu().contiguous().clone()
-        for name, value in state.items()
         if isinstance(value, torch.Tensor)
+        else value
+        for name, value in state.items()
     }
     try:
-        make_folder(path.parent)
+        if not path.parent.is_dir():
+            raise FileError(f"{path}: the folder {path.parent} does not exist: create it first")
         with replace_file(path) as file:
-            file.write(save(tensors))
+            file.write(_serialize(values, path.suffix))
     except OSError as error:
         raise FileError(
             f"{path}: the weights could not be written ({error.strerror}); "
@@ -44,8 +54,17 @@ def save_weights(path: Path, state: Mapping[str, Any]) -> None:
         ) from error
 
 
+def _serialize(values: dict[str, Any], suffix: str) -> bytes:
+    if suffix not in PICKLED:
+        return save({name: each for name, each in values.items() if isinstance(each, torch.Tensor)})
+    content = io.BytesIO()  # torch's own errors of a disk that fills do not name the cause
+    torch.save(values, content)
+    return content.getvalue()
+
+
 def save_from_rank0(path: Path, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     """Let rank 0 write the file; return on all ranks when it is there, or raise on all."""
+    _require_format(path)
     failure = b""
     if dist.get_rank(group) == 0:
         try:
@@ -75,3 +94,12 @@ def save_last_good(
         except Exception as error:  # whatever it is, the other ranks wait for the outcome
             outcome = f"and the weights before this step could not be saved: {error}"
     return all_gather_bytes(outcome.encode(), "stopping", group)[0].decode()
+
+
+def _require_format(path: Path) -> None:
+    """Raise UsageError unless the suffix of a file names one of the formats."""
+    if path.suffix not in (SAFETENSORS, *PICKLED):
+        raise UsageError(
+            f"save_weights({str(path)!r}): the suffix decides the format: write "
+            f"{path.stem + SAFETENSORS} for safetensors, or {path.stem}.pt for torch.load"
+        )
