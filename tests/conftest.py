@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import hypothesis
 import pytest
 
 import lockstep
@@ -19,6 +20,10 @@ from lockstep.launcher.fork_server import get_fork_server, get_fork_server_pid
 
 TESTS = str(Path(__file__).parent)
 PATIENCE = 5.0  # seconds that something may take to disappear after a test
+
+# No test fails because the machine is busy.
+hypothesis.settings.register_profile("lockstep", deadline=None)
+hypothesis.settings.load_profile("lockstep")
 
 # Variables that pytest changes from test to test, and one that torch's compiler sets when loaded.
 PYTESTS_OWN = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION", "COLUMNS", "TORCHINDUCTOR_CACHE_DIR")

@@ -111,7 +111,7 @@ def containers(inner):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.recursive(st.one_of(SCALARS, tensors()), containers, max_leaves=12))
 def test_states_keep_types_order_and_bits(value):
     require_same(value, round_trip(value))

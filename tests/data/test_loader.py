@@ -85,7 +85,7 @@ def at_width(replicas: int, dataset: Any, batch_size: int | None, **options: Any
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 70), st.integers(1, 30), st.integers(1, 9), st.booleans(), st.booleans())
 def test_every_width_sees_the_same_order(
     n: int, batch_size: int, microbatches: int, shuffle: bool, in_memory: bool
@@ -209,7 +209,7 @@ def test_a_batch_sampler_gives_the_batches() -> None:
     assert len(Batches(Numbers(10), batch_sampler=BatchSampler(range(10), 4, False))) == 3
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4), st.data())
 def test_a_state_goes_on_at_another_width(
     n: int, batch_size: int, before: int, after: int, data: st.DataObject

@@ -214,7 +214,7 @@ def spoken(frames: list[Frame], sending: bytes) -> tuple[bytes, list[int], list[
     return content, starts, wholes
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(FRAMES, FRAMES, st.data())
 def test_only_what_was_sent_is_received_and_only_in_order(frames, others, data):
     """Change, drop, move, repeat or insert any stretch: frames before it arrive, nothing else."""

@@ -97,7 +97,7 @@ def test_every_changed_bit_is_refused():
             assert isinstance(there, Agreement) == (number == 3), (number, bit)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_composed_recorded_messages_are_refused(data):
     """Any stretch of earlier handshakes, of both ends, in place of any stretch of this one."""
@@ -181,7 +181,6 @@ def test_the_keys_depend_on_both_identities_and_on_the_session(monkeypatch):
     assert len(keys) == 16
 
 
-@settings(deadline=None)
 @given(st.binary(min_size=len(GREETING), max_size=300))
 def test_garbage_is_refused_by_its_first_bytes(said):
     assume(not said.startswith(GREETING))
@@ -190,7 +189,6 @@ def test_garbage_is_refused_by_its_first_bytes(said):
     assert str(listener.outcome) == "it is not a process of this version of Lockstep"
 
 
-@settings(deadline=None)
 @given(st.binary(min_size=116 - len(GREETING), max_size=300))
 def test_garbage_after_a_greeting_is_refused(said):
     listener = End(answer(Credentials(KEY, DRIVER, SESSION)))
@@ -198,7 +196,6 @@ def test_garbage_after_a_greeting_is_refused(said):
     assert isinstance(listener.outcome, Refused)
 
 
-@settings(deadline=None)
 @given(st.binary(min_size=1, max_size=300))
 def test_a_listener_without_a_proof_is_refused(said):
     caller = End(call(Credentials(KEY, FIRST, SESSION), DRIVER))

@@ -11,7 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import processes
@@ -235,7 +235,6 @@ def test_the_first_is_reported_at_once_and_the_others_together():
     )
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), max_size=300))
 def test_every_refusal_is_counted_and_lines_are_rare(gaps):
     refusals, now, lines = RefusalLog(), 0.0, []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.remote.objects import ObjectStore, TokenCounter
@@ -43,7 +43,6 @@ def test_tokens_of_different_processes_differ():
     assert len(set(made)) == 300
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_an_object_exists_exactly_as_long_as_it_is_held(data):
     """Holders lend and drop at will; each one's news come in order, mixed with the others'."""
