@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from lockstep.data.consistency import DIFFERENCES, EpochSummary, require_same_epoch
 from lockstep.errors import DisagreementError
 
-HERE = EpochSummary(1, 1000, 32, 8, 7, 2, 0, 32, bytes(range(16)))
+HERE = EpochSummary(1, 1000, 32, 0, 8, 7, 2, 0, 32, bytes(range(16)))
 whole = st.integers(-1, 2**63 - 1)
 
 
-@given(st.builds(EpochSummary, *[whole] * 8, st.binary(min_size=16, max_size=16)))
+@given(st.builds(EpochSummary, *[whole] * 9, st.binary(min_size=16, max_size=16)))
 def test_a_description_survives_the_exchange(description: EpochSummary) -> None:
     assert EpochSummary.unpack(description.pack()) == description
     assert len(description.pack()) == len(HERE.pack())
@@ -30,6 +30,7 @@ def test_equal_summaries_pass_and_one_that_differs_raises() -> None:
         ({"ready": 0}, "rank 2 could not determine its order"),
         ({"samples": 900}, "rank 2 has a dataset of 900 samples, rank 0 one of 1000"),
         ({"batch_size": 64}, "rank 2 has batch size 64, rank 0 32"),
+        ({"drop_last": 1}, "rank 2 has drop_last=1, rank 0 drop_last=0"),
         ({"microbatches": 4}, "rank 2 splits a batch into 4 micro-batches, rank 0 into 8"),
         ({"seed": 8}, "rank 2 has seed 8, rank 0 7"),
         ({"epoch": 3}, "rank 2 is in epoch 3, rank 0 in epoch 2"),

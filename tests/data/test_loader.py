@@ -13,6 +13,7 @@ from torch.utils.data import (
     BatchSampler,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
@@ -266,6 +267,7 @@ def test_a_finished_epoch_has_nothing_left() -> None:
         (Batches(Numbers(10), 4, seed=3), "belongs to seed 3, but these batches have 0"),
         (Batches(Numbers(10), 4, epoch=2), "belongs to epoch 2, but these batches have 0"),
         (Batches(Numbers(10), 4, shuffle=False), "belongs to shuffle False"),
+        (Batches(Numbers(10), 4, drop_last=True), "belongs to drop last True"),
     ],
 )
 def test_a_state_of_something_else_is_refused(other: Batches, words: str) -> None:
@@ -302,10 +304,13 @@ def test_samples_that_cannot_be_collated_are_named(num_workers: int) -> None:
     ("arguments", "words"),
     [
         ({"dataset": Numbers(0)}, "Numbers is empty"),
-        ({"batch_size": 0}, "batch size is 0; it must be at least 1"),
-        ({"batch_size": None}, "batch size is None"),
-        ({"batch_sampler": [[1]]}, "omit batch_size and sampler"),
-        ({"batch_sampler": [[1]], "batch_size": None, "sampler": [1]}, "omit batch_size and"),
+        ({"batch_size": 0}, "batch size is 0; it must be an integer from 1"),
+        ({"batch_size": 4.0}, "batch size is 4.0; it must be an integer"),
+        ({"batch_size": "4"}, "batch size is '4'; it must be an integer"),
+        ({"batch_size": None}, "batch size is missing: pass batch_size=, the number of samples"),
+        ({"batch_sampler": [[1]]}, "omit batch_size, sampler and drop_last"),
+        ({"batch_sampler": [[1]], "batch_size": None, "sampler": [1]}, "omit batch_size, sampler"),
+        ({"batch_sampler": [[1]], "batch_size": None, "drop_last": True}, "omit batch_size, sampl"),
         ({"dataset": 7}, "int is not a dataset"),
         ({"dataset": iter([1]), "sampler": [1]}, "iterable datasets cannot take a sampler"),
         ({"num_workers": -1}, "num_workers must not be negative"),
@@ -391,3 +396,37 @@ def test_waiting_is_measured() -> None:
 def test_the_length_counts_the_short_last_batch() -> None:
     for n, expected in ((7, 2), (8, 2), (9, 3)):
         assert len(Batches(Numbers(n), 4)) == expected == len(list(Batches(Numbers(n), 4)))
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(self.length))
+
+
+def test_the_short_last_batch_can_be_left_out() -> None:
+    for n in (7, 8, 9):
+        for dataset in (Numbers(n), TensorDataset(torch.arange(n)), Stream(n)):
+            options = {"sampler": list(range(n))[::-1]} if isinstance(dataset, Numbers) else {}
+            batches = Batches(dataset, 4, drop_last=True, **options)
+            whole = list(Batches(dataset, 4, **options))[: n // 4]
+            left = list(batches)
+            assert [batch.size for batch in left] == [4] * (n // 4)
+            assert [batch.microbatches for batch in left] == [b.microbatches for b in whole]
+            assert isinstance(dataset, Stream) or len(batches) == n // 4
+            resumed = Batches(dataset, 4, drop_last=True, **options)
+            resumed.load_state_dict({**batches.state_dict(), "position": n // 4 - 1})
+            assert [batch.size for batch in resumed] == [4]
+    older = {**Batches(Numbers(9), 4).state_dict()}
+    del older["drop_last"]
+    Batches(Numbers(9), 4).load_state_dict(older)
+
+
+@pytest.mark.parametrize("options", [{}, {"sampler": [0, 1]}])
+def test_an_epoch_without_a_whole_batch_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(DatasetError, match="drop_last=True leaves no batch of 4 samples"):
+        list(Batches(Numbers(3), 4, drop_last=True, **options))
+    with pytest.raises(DatasetError, match="the dataset Stream has fewer than 4 samples"):
+        list(Batches(Stream(3), 4, drop_last=True))

@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
     DistributedSampler,
     RandomSampler,
     WeightedRandomSampler,
 )
 
-from lockstep.data.loader import Batches
 from lockstep.data.samplers import KnownSamplers, draw_batches, draw_indices, validate_sampler
 from lockstep.errors import DatasetError
 
@@ -99,27 +97,6 @@ def test_a_sampler_of_one_ranks_part_is_refused_below_others() -> None:
         DatasetError, match="DistributedSampler yields a different part on each rank"
     ):
         validate_sampler(BatchSampler(inner, 1, drop_last=False))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("loader", "words"),
-    [
-        (
-            DataLoader(list(range(8)), 2),
-            "^DataLoader is not a dataset: pass its dataset.* arguments$",
-        ),
-        (
-            DataLoader(
-                list(range(8)), 2, sampler=DistributedSampler(range(8), num_replicas=2, rank=0)
-            ),
-            "omit its DistributedSampler, because Lockstep splits every batch over the ranks",
-        ),
-    ],
-)
-def test_a_data_loader_is_no_dataset(loader: DataLoader[int], words: str) -> None:
-    """It was read as an iterable dataset, each of whose samples is a batch."""
-    with pytest.raises(DatasetError, match=words):
-        Batches(loader, 4)
 
 
 class Counting:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lockstep as ls
 from lockstep.checkpoint import writer as writer_module
@@ -229,9 +229,9 @@ def with_everything(lab):
 
 
 def with_a_plateau(lab):
-    """A schedule of epochs, a sampler with a generator of its own, and a stream."""
-    data = Pairs()
-    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(3))
+    """A schedule of epochs, a DataLoader with a generator of its own, and a stream."""
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(Pairs(), BATCH, shuffle=True, generator=generator)
     plateau = partial(lr_scheduler.ReduceLROnPlateau, patience=0, threshold=0.5)
     optimizer = ls.OptimizerConfig(SGD, scheduler=plateau, scheduler_interval="epoch")
     trainer = lab.trainer(network(), None, optimizer)
@@ -239,7 +239,7 @@ def with_a_plateau(lab):
         if epoch == 1:
             batches = trainer.batches(Stream(), BATCH, epoch=epoch, num_workers=lab.workers)
         else:
-            batches = trainer.batches(data, BATCH, epoch=epoch, sampler=sampler)
+            batches = trainer.batches(loader, epoch=epoch)
         for batch in batches:
             trainer.step(batch)
     return finish(trainer, trainer.optimizer.param_groups[0]["lr"])

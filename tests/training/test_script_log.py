@@ -16,6 +16,7 @@ class Batches:
         self.epoch, self.position = epoch, 0
         self.identity = {
             "samples": samples, "batch_size": batch_size, "seed": seed, "shuffle": shuffle,
+            "drop_last": False,
         }  # fmt: skip
 
     def state_dict(self):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep as ls
 from lockstep.errors import (
@@ -713,6 +713,29 @@ def test_misuse_of_the_step_object_is_explained():
         with pytest.raises(UsageError, match=sentence):
             misuse()
     assert trainer.steps == 0
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_data_loader_trains_and_evaluates_like_its_dataset():
+    """It was read as a dataset whose samples are batches."""
+    digests, evaluations = [], []
+    loader = DataLoader(rows(), 16, shuffle=True, drop_last=True)
+    for arguments, options in [((rows(), 16), {"drop_last": True}), ((loader,), {})]:
+        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        for epoch in range(2):
+            for batch in trainer.batches(*arguments, epoch=epoch, **options):
+                trainer.step(batch)
+        assert trainer.steps == 2 * (45 // 16)
+        digests.append(trainer.digest())
+        held_out = [rows(), 16] if options else [DataLoader(rows(), 16)]
+        evaluations.append(trainer.evaluate(*held_out))
+        with pytest.raises(UsageError, match="batch size is missing: pass batch_size="):
+            trainer.batches(rows())
+        with pytest.raises(UsageError, match="batch size is missing: pass batch_size="):
+            trainer.evaluate(rows())
+    assert digests[0] == digests[1]
+    assert evaluations[0] == evaluations[1]
+    assert evaluations[0].samples == 45
 
 
 def test_weights_that_cannot_be_written_fail_on_every_rank(ranks, tmp_path):

@@ -3,7 +3,7 @@
 Ranks that train on different data would add gradients that belong to no batch, or wait for
 each other at the end of the shorter epoch. Therefore the ranks exchange, and each compares:
 
-- a summary of the epoch in 80 bytes, once per epoch: dataset length, settings, order;
+- a summary of the epoch in 88 bytes, once per epoch: dataset length, settings, order;
 - hashes of a few samples of the first batch (`lockstep.data.repeatability`);
 - the identity of the batch, with the messages of each step, before gradients are added.
 """
@@ -27,13 +27,14 @@ __all__ = [
     "require_same_samples",
 ]
 
-FORMAT = struct.Struct("<8q16s")  # little-endian: hosts may differ
+FORMAT = struct.Struct("<9q16s")  # little-endian: hosts may differ
 UNKNOWN = -1
 
 DIFFERENCES = {
     "ready": "could not determine its order of the samples; see its own error message",
     "samples": "has a dataset of {theirs} samples, rank {other} one of {ours}",
     "batch_size": "has batch size {theirs}, rank {other} {ours}",
+    "drop_last": "has drop_last={theirs}, rank {other} drop_last={ours}",
     "microbatches": "splits a batch into {theirs} micro-batches, rank {other} into {ours}",
     "seed": "has seed {theirs}, rank {other} {ours}",
     "epoch": "is in epoch {theirs}, rank {other} in epoch {ours}",
@@ -51,6 +52,7 @@ class EpochSummary:
     ready: int = 0
     samples: int = UNKNOWN
     batch_size: int = UNKNOWN
+    drop_last: int = UNKNOWN
     microbatches: int = UNKNOWN
     seed: int = UNKNOWN
     epoch: int = UNKNOWN

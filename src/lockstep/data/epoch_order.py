@@ -49,9 +49,22 @@ class EpochOrder:
     repeats: torch.Tensor | None = None
 
     @classmethod
-    def from_indices(cls, indices: torch.Tensor, batch_size: int) -> EpochOrder:
-        """Split an order into batches of `batch_size`; the last batch may be smaller."""
-        return cls(indices, range(0, len(indices), batch_size))
+    def from_indices(
+        cls, indices: torch.Tensor, batch_size: int, drop_last: bool = False
+    ) -> EpochOrder:
+        """Split an order into batches of `batch_size`.
+
+        The last batch may be smaller; with `drop_last`, a smaller one is left out.
+
+        Raises:
+            DatasetError: With `drop_last` there is no batch.
+        """
+        samples = len(indices) - len(indices) % batch_size if drop_last else len(indices)
+        if drop_last and samples == 0:
+            raise DatasetError(
+                f"drop_last=True leaves no batch of {batch_size} samples: there are {len(indices)}"
+            )
+        return cls(indices[:samples], range(0, samples, batch_size))
 
     @classmethod
     def from_batches(cls, batches: Iterable[Sequence[int]]) -> EpochOrder:

@@ -43,6 +43,7 @@ class IterableSource(IterableDataset[Item]):
     keys: tuple[int, int]  # seed, epoch
     start: int = 0
     collate: Collate | None = None
+    drop_last: bool = False
 
     def __iter__(self) -> Iterator[Item]:
         """Iterate the whole stream and yield the batches of this worker."""
@@ -80,7 +81,7 @@ class IterableSource(IterableDataset[Item]):
             if len(pending) == self.batch_size:
                 yield position // self.batch_size, pending
                 pending = []
-        if pending:
+        if pending and not self.drop_last:
             yield position // self.batch_size, pending
 
     def _item(self, batch: int, samples: list[Any]) -> Item:

@@ -44,7 +44,6 @@ from lockstep.data.samplers import (
     draw_indices,
     restore_sampler_state,
     sampler_state,
-    validate_dataset,
     validate_sampler,
 )
 from lockstep.data.workers import Items, load_in_process, load_in_workers, load_isolated
@@ -61,9 +60,9 @@ class Batches:
     """The global batches of one epoch, as one rank sees them.
 
     Iterating yields `Batch` objects with the micro-batches of this rank's replica. Each sample
-    occurs once; the last batch may be smaller; nothing is padded, dropped or repeated. What
-    `dataset[i]` draws from the global generators of torch, Python and numpy depends only on
-    (seed, epoch, i).
+    occurs once; the last batch may be smaller, or is left out with `drop_last`; nothing is padded
+    or repeated. What `dataset[i]` draws from the global generators of torch, Python and numpy
+    depends only on (seed, epoch, i).
 
     Args:
         dataset: A map-style dataset, or an iterable one, which is split by position; all ranks
@@ -81,6 +80,7 @@ class Batches:
         num_workers: The number of processes that load and collate. Tensors in memory use none.
         collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
         pin_memory: Whether to copy tensors to pinned memory if there is a GPU.
+        drop_last: Whether to leave out the last batch if it is smaller.
         timeout: The longest wait for a batch from the workers, in seconds.
         agree: Exchanges a few bytes with all ranks, so that they can compare their data.
         sampler_states: The states of samplers from epoch to epoch.
@@ -110,15 +110,16 @@ class Batches:
         num_workers: int = 0,
         collate_fn: Collate | None = None,
         pin_memory: bool = False,
+        drop_last: bool = False,
         timeout: float = 600.0,
         agree: Agree | None = None,
         sampler_states: SamplerStates | None = None,
     ) -> None:
-        validate_dataset(dataset)
         self.dataset, self.batch_size = dataset, batch_size
         self.seed, self.epoch, self.shuffle = seed, epoch, shuffle
         self.sampler, self.batch_sampler = sampler, batch_sampler
         self.num_workers, self.collate_fn, self.timeout = num_workers, collate_fn, timeout
+        self.drop_last = drop_last
         self.pin_memory = pin_memory and torch.cuda.is_available()
         self.agree = agree
         self.position = 0
@@ -141,7 +142,8 @@ class Batches:
         if self.batch_sampler is not None:
             return len(cast("Sequence[Any]", self.batch_sampler))
         samples = len(cast("Sequence[Any]", self.dataset if self.sampler is None else self.sampler))
-        return -(-samples // cast(int, self.batch_size))
+        size = cast(int, self.batch_size)
+        return samples // size if self.drop_last else -(-samples // size)
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over the epoch, from the loaded position or from the beginning."""
@@ -155,7 +157,8 @@ class Batches:
                 yield batch
                 begun = perf_counter()
         if self.position == 0:
-            raise DatasetError(f"the dataset {self._name} has no samples")
+            few = f"fewer than {self.batch_size} samples" if self.drop_last else "no samples"
+            raise DatasetError(f"the dataset {self._name} has {few}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch as JSON values, valid for any layout.
@@ -183,9 +186,10 @@ class Batches:
                 next iteration raises it if the order differs.
         """
         for name, here in self._identity().items():
-            if state[name] != here:
+            saved = state.get(name, False)  # older states have no drop_last
+            if saved != here:
                 raise DatasetError(
-                    f"the saved position belongs to {name.replace('_', ' ')} {state[name]}, "
+                    f"the saved position belongs to {name.replace('_', ' ')} {saved}, "
                     f"but these batches have {here}"
                 )
         self.position = self._start = int(state["position"])
@@ -203,15 +207,24 @@ class Batches:
             "seed": self.seed,
             "epoch": self.epoch,
             "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
         }
 
     def _check(self) -> None:
-        if self.batch_sampler is None and (self.batch_size is None or self.batch_size < 1):
-            raise DatasetError(f"the global batch size is {self.batch_size}; it must be at least 1")
+        size = self.batch_size
+        if self.batch_sampler is None and size is None:
+            raise DatasetError(
+                "the global batch size is missing: pass batch_size=, the number of samples of a "
+                "batch over all ranks"
+            )
+        if size is not None and (not hasattr(size, "__index__") or size < 1):
+            raise DatasetError(f"the global batch size is {size!r}; it must be an integer from 1")
         if self.batch_sampler is not None and not (
-            self.batch_size is None and self.sampler is None
+            size is None and self.sampler is None and not self.drop_last
         ):
-            raise DatasetError("a batch_sampler yields whole batches: omit batch_size and sampler")
+            raise DatasetError(
+                "a batch_sampler yields whole batches: omit batch_size, sampler and drop_last"
+            )
         given = self.user_sampler()
         if self._iterable and given is not None:
             raise DatasetError(
@@ -269,7 +282,8 @@ class Batches:
     def _stream(self, start: int) -> IterableSource:
         keys = (self.seed, self.epoch)
         size = cast(int, self.batch_size)
-        return IterableSource(self.dataset, size, self._share, keys, start, self.collate_fn)
+        dataset, collate = self.dataset, self.collate_fn
+        return IterableSource(dataset, size, self._share, keys, start, collate, self.drop_last)
 
     def _prepare(self, source: MapSource | IterableSource, numbers: range | None) -> Items:
         if self.num_workers > 0:
@@ -329,10 +343,9 @@ class Batches:
             return draw_batches(self.batch_sampler, self.seed, self.epoch)
         size = cast(int, self.batch_size)
         if self.sampler is not None:
-            return draw_indices(self.sampler, size, self.seed, self.epoch)
-        return EpochOrder.from_indices(
-            epoch_permutation(len(self.dataset), self.seed, self.epoch, self.shuffle), size
-        )
+            return draw_indices(self.sampler, size, self.seed, self.epoch, self.drop_last)
+        order = epoch_permutation(len(self.dataset), self.seed, self.epoch, self.shuffle)
+        return EpochOrder.from_indices(order, size, self.drop_last)
 
     def _compare_epoch(self, start: int, epoch: EpochOrder | None) -> None:
         if self.agree is None:
@@ -342,6 +355,7 @@ class Batches:
             ready=1,
             samples=UNKNOWN if samples is None else samples,
             batch_size=UNKNOWN if self.batch_size is None else self.batch_size,
+            drop_last=int(self.drop_last),
             microbatches=self._share.microbatches,
             seed=self.seed,
             epoch=self.epoch,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from lockstep.data.epoch_order import EpochOrder
 from lockstep.data.generators import generator_state, private_generators, set_generator_state
@@ -36,7 +36,6 @@ __all__ = [
     "restore_sampler_state",
     "sampler_chain",
     "sampler_state",
-    "validate_dataset",
     "validate_sampler",
 ]
 
@@ -63,20 +62,9 @@ def validate_sampler(sampler: Any) -> None:
         )
 
 
-def validate_dataset(dataset: Any) -> None:
-    """Raise DatasetError for a DataLoader in place of a dataset."""
-    if not isinstance(dataset, DataLoader):
-        return
-    part = any(isinstance(each, DistributedSampler) for each in sampler_chain(dataset))
-    raise DatasetError(
-        f"{type(dataset).__name__} is not a dataset: pass its dataset, the batch size over "
-        "all ranks, and its sampler, num_workers and collate_fn as arguments"
-        + part
-        * "; omit its DistributedSampler, because Lockstep splits every batch over the ranks"
-    )
-
-
-def draw_indices(sampler: Iterable[int], batch_size: int, seed: int, epoch: int) -> EpochOrder:
+def draw_indices(
+    sampler: Iterable[int], batch_size: int, seed: int, epoch: int, drop_last: bool = False
+) -> EpochOrder:
     """Draw the order of an epoch from a sampler, with global generators seeded.
 
     Raises:
@@ -89,7 +77,7 @@ def draw_indices(sampler: Iterable[int], batch_size: int, seed: int, epoch: int)
     if not indices:
         raise DatasetError(f"the sampler {type(sampler).__name__} yielded no sample")
     return EpochOrder.from_indices(
-        torch.tensor(indices, dtype=torch.int64), batch_size
+        torch.tensor(indices, dtype=torch.int64), batch_size, drop_last
     ).with_repeats()
 
 

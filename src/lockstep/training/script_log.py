@@ -18,7 +18,7 @@ that were trained are not executed again. Of several loops at once (`zip`) the f
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import xxhash
@@ -36,6 +36,9 @@ KINDS = {
     "save": "saves weights",
     "manual": "takes a manual step outside of a loop over batches",
 }
+
+IDENTITY = ("samples", "batch_size", "seed", "shuffle", "drop_last")
+"""What batches are resumed with must have been their own; entries of their state."""
 
 
 class OpenEpoch:
@@ -128,7 +131,7 @@ class ScriptLog:
             self._open = []
             self._answers = []  # of iterations inside, which the script did not begin again
             state = epoch.batches.state_dict()
-            kept = {name: state[name] for name in ("samples", "batch_size", "seed", "shuffle")}
+            kept = {name: state[name] for name in IDENTITY}
             entry = {"kind": "epoch", "epoch": state["epoch"], "complete": True, "state": kept}
             self._entries.append(entry | {"steps": steps})
         else:
@@ -276,10 +279,10 @@ def _chain(before: str, batch: str) -> str:
 
 def _require_same_batches(batches: Any, state: Mapping[str, Any]) -> None:
     here = batches.state_dict()
-    names: Sequence[str] = ("samples", "batch_size", "seed", "shuffle")
-    for name in names:
-        if state[name] != here[name]:
+    for name in IDENTITY:
+        then = state.get(name, False)  # older logs have no drop_last
+        if then != here[name]:
             raise UsageError(
                 f"epoch {here['epoch']}: the interrupted run had {name.replace('_', ' ')} "
-                f"{state[name]}, these batches have {here[name]}"
+                f"{then}, these batches have {here[name]}"
             )

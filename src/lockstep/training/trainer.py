@@ -22,6 +22,7 @@ from lockstep.check import session as check
 from lockstep.checkpoint.schedule import CheckpointConfig
 from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import all_gather_bytes
+from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Agree, Batches
 from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
 from lockstep.launcher.run_folder import is_resuming
@@ -268,11 +269,11 @@ class Trainer:
     ) -> Batches:
         """Return the global batches of one epoch; each rank loads its own micro-batches.
 
-        `batch_size` counts the samples of a global batch, over all ranks. `seed` is
-        the trainer's where none is given. For the options (shuffle, sampler,
-        batch_sampler, num_workers, collate_fn, pin_memory) see
-        `lockstep.data.loader.Batches`. The epoch ends, for schedules and callbacks,
-        when the last batch has been trained.
+        `dataset` is a dataset, or a DataLoader, whose options are taken. `batch_size`, also a
+        DataLoader's, counts the samples of a global batch, over all ranks. `seed` is the
+        trainer's where none is given. For the options (shuffle, sampler, batch_sampler,
+        drop_last, num_workers, collate_fn, pin_memory) see `lockstep.data.loader.Batches`. The
+        epoch ends, for schedules and callbacks, when the last batch has been trained.
         """
         self._run.require_begun()
         self._position.epoch = epoch
@@ -281,14 +282,12 @@ class Trainer:
             self.history,
             self._optimization,
             self.finish,
-            dataset,
-            batch_size,
+            **resolve_data(dataset, batch_size, options),
             **self.parallel.share(),
             seed=self.seed if seed is None else seed,
             epoch=epoch,
             agree=self._make_agree(f"epoch {epoch}"),
             sampler_states=self._state.samplers,
-            **options,
         )
 
     def step(self, batch: Any) -> float:
@@ -336,18 +335,17 @@ class Trainer:
         return ManualStep(self._manual_step())
 
     def evaluate(
-        self, dataset: Any, batch_size: int, *, ema: bool = False, **options: Any
+        self, dataset: Any, batch_size: int | None = None, *, ema: bool = False, **options: Any
     ) -> Evaluation:
         """Return mean loss and metrics over a dataset, each sample counted once.
 
         With `ema`, of the averaged weights. Options as for `batches`.
         """
         copy = self._state.select_module() if ema else None
+        options = {"seed": self.seed, **options}
         batches = Batches(
-            dataset,
-            batch_size,
+            **{"shuffle": False} | resolve_data(dataset, batch_size, options),
             **self.parallel.share(),
-            **{"shuffle": False, "seed": self.seed, **options},
             agree=self._make_agree("an evaluation"),
         )
 
