@@ -45,7 +45,7 @@ from lockstep.comm.tree import Fold, Node, nodes_of
 from lockstep.data.microbatch import split_evenly
 from lockstep.data_parallel.readiness import GradientReadiness, GradientState
 from lockstep.data_parallel.shards import Shards
-from lockstep.errors import GradientError
+from lockstep.errors import GradientError, LayoutError
 
 __all__ = ["BUCKET_BYTES", "GradientReducer"]
 
@@ -350,6 +350,13 @@ class GradientReducer:
     def _plan(self, indices: Sequence[int]) -> list[Bucket]:
         """Plan buckets of these parameters; with shards, of those that have no bucket yet."""
         if self._shards is not None:
+            for name, parameter in (self._parameters[index] for index in indices):
+                if native_backend(parameter.device, parameter.dtype, self._group) is None:
+                    raise LayoutError(
+                        f"parameter {name} ({parameter.dtype}) was frozen when the Trainer was "
+                        'made and has a gradient now, which storage="shared" cannot step: train '
+                        'with storage="replicated"'
+                    )
             return self._shards.cover(indices)
         parameters = [self._parameters[index][1] for index in indices]
         numels = [parameter.numel() for parameter in parameters]

@@ -42,8 +42,8 @@ def forward(
 
     Args:
         model: The model.
-        loss: The loss function; None if the model returns its loss, as a tensor, under the
-            key "loss", or as the attribute `.loss`.
+        loss: The loss function; None if the model returns its loss. Either returns it as a
+            tensor, under the key "loss", as the attribute `.loss`, or first in a tuple.
         metrics: Functions of (outputs, targets) by name.
         data: With a loss function, a tuple or list (inputs, ..., targets). Without one, a
             sequence of arguments, a mapping of keyword arguments, or one input.
@@ -85,6 +85,7 @@ def compute_loss(
             f"{place}: the loss {_name(loss)} failed on outputs {_describe(outputs)} and targets "
             f"{_describe(targets)}: {type(error).__name__}: {_first_line(error)}"
         ) from error
+    value = _find_loss(value, place)
     with torch.no_grad():
         values = {name: metric(outputs, targets) for name, metric in metrics.items()}
     for name, number in values.items():
@@ -99,7 +100,8 @@ def compute_loss(
 def check_scalar(loss: object, place: str) -> None:
     """Raise LossError unless a loss is a tensor with one number."""
     if not isinstance(loss, torch.Tensor):
-        raise LossError(f"{place}: the loss is a {type(loss).__name__}, not a tensor")
+        advice = ": pass the loss in it" if isinstance(loss, (tuple, list, Mapping)) else ""
+        raise LossError(f"{place}: the loss is a {type(loss).__name__}, not a tensor{advice}")
     if loss.numel() != 1:
         raise LossError(
             f"{place}: the loss has shape {tuple(loss.shape)}; it must be a scalar, so leave "
@@ -131,16 +133,45 @@ def call_model(model: nn.Module, data: Any, place: str) -> Any:
 
 def extract_loss(output: Any, place: str) -> Any:
     """Return the loss from the output of a model; LossError if there is none."""
-    if isinstance(output, torch.Tensor):
-        return output
-    if isinstance(output, Mapping) and "loss" in output:
-        return output["loss"]
-    if hasattr(output, "loss"):
-        return output.loss
-    raise LossError(
-        f"{place}: the trainer has no loss function, so the model must return its loss: a tensor, "
-        f'a mapping with "loss" or an object with .loss, not a {type(output).__name__}'
-    )
+    loss = _find_loss(output, place)
+    if loss is output and not isinstance(output, torch.Tensor):
+        raise LossError(
+            f"{place}: the trainer has no loss function, so the model must return its loss: a "
+            'tensor, a mapping with "loss", an object with .loss or a tuple that begins with the '
+            f"loss, not {_describe_output(output)}"
+        )
+    return loss
+
+
+def _find_loss(value: Any, place: str) -> Any:
+    """Return the loss from the result of a model or loss function; the value if it has none."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, Mapping) and "loss" in value:
+        loss = value["loss"]
+    elif hasattr(value, "loss"):
+        loss = value.loss
+    elif isinstance(value, (tuple, list)) and value and _is_number(value[0]):
+        loss = value[0]
+        if any(_is_number(each) and each.requires_grad for each in value[1:]):
+            raise LossError(
+                f"{place}: any of several numbers in a {type(value).__name__} could be the loss: "
+                'return their sum alone, or a mapping with "loss"'
+            )
+    else:
+        return value
+    if loss is None:
+        raise LossError(
+            f"{place}: a {type(value).__name__} has the loss None: put the targets into the "
+            "batch under the name by which the model takes them (such as labels), or pass a loss "
+            "function of (outputs, targets) to the Trainer"
+        )
+    return loss
+
+
+def _is_number(value: Any) -> bool:
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return is_float and value.numel() == 1
 
 
 def _name(loss: object) -> str:
@@ -149,6 +180,15 @@ def _name(loss: object) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
+
+
+def _describe_output(value: Any) -> str:
+    kind = f"a {type(value).__name__}"
+    if isinstance(value, Mapping):
+        return f"{kind} of {', '.join(map(repr, value))}"
+    if isinstance(value, (tuple, list)) and value:
+        return f"{kind} that begins with {_describe(value[0])}"
+    return kind
 
 
 def _describe(value: Any) -> str:

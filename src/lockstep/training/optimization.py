@@ -82,11 +82,7 @@ class Optimization:
             )
         _check_fused(self.optimizer)
         self.scheduler = config.scheduler(self.optimizer) if config.scheduler else None
-        self.average = (
-            AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(ema_decay))
-            if ema_decay is not None
-            else None
-        )
+        self.average = None if ema_decay is None else _make_average(module, ema_decay)
         self._module, self._interval = module, interval
         self.sharded: ShardedOptimizer | None = None
 
@@ -191,6 +187,39 @@ class Optimization:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.average and state["average"]:
             self.average.load_state_dict(state["average"])
+
+
+def _make_average(module: nn.Module, decay: float) -> AveragedModel:
+    """Return a copy of a module whose parameters follow those of the module.
+
+    Integers and 8-bit floats, which are frozen and have no mean in their own dtype, are copied.
+    """
+    update = get_ema_multi_avg_fn(decay)
+
+    @torch.no_grad()
+    def average(averaged: Any, current: Any, count: Any) -> None:
+        dtype = averaged[0].dtype
+        if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
+            update(averaged, current, count)
+        else:
+            for copy, parameter in zip(averaged, current, strict=True):
+                copy.copy_(parameter)
+
+    # What forward computes and keeps in an attribute, such as the weight of
+    # torch.nn.utils.weight_norm, cannot be copied with its graph.
+    computed = [
+        (vars(part), name, value)
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+    ]
+    for attributes, name, value in computed:
+        attributes[name] = value.detach()
+    try:
+        return AveragedModel(module, multi_avg_fn=average)
+    finally:
+        for attributes, name, value in computed:
+            attributes[name] = value
 
 
 def _restore_scalars(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from lockstep.comm.memory_format import in_format_of, in_layout_of, in_memory_order, is_dense
-from lockstep.comm.native_all_reduce import native_backend
+from lockstep.comm.native_all_reduce import DTYPES, native_backend
 from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES, GradientReducer
 from lockstep.data_parallel.shards import PIECE, Piece, Shards
 from lockstep.errors import LayoutError, UsageError
@@ -178,7 +178,7 @@ class ShardedOptimizer:
         found: dict[torch.dtype, dict[str, _Entry]] = {}
         for index in sorted(self._groups[group], key=lambda n: not self._parameters[n].numel()):
             parameter = self._parameters[index]
-            if parameter.dtype in found:
+            if parameter.dtype in found or parameter.dtype not in DTYPES:
                 continue
             probe = nn.Parameter(in_memory_order(parameter.detach())[:3].clone())
             probe.grad = torch.zeros_like(probe)
@@ -399,11 +399,13 @@ def share_parameters(
     if parallel.replicas == 1:
         return GradientReducer(named, parallel.group, modules=modules), None
     for name, parameter in named:
-        if native_backend(parameter.device, parameter.dtype, parallel.group) is None:
+        # Frozen parameters are held and not stepped, so they may have any dtype.
+        dtype = parameter.dtype if parameter.requires_grad else torch.float32
+        if native_backend(parameter.device, dtype, parallel.group) is None:
             raise LayoutError(
                 f'storage="shared" needs the backend "lockstep", whose ranks are on one host, and '
-                f"floating parameters on the CPU; {name} ({parameter.dtype} on {parameter.device}) "
-                f'is not served by it here: train with storage="replicated"'
+                f"on the CPU parameters that are floating or frozen; {name} ({parameter.dtype} on "
+                f'{parameter.device}) is not served by it here: train with storage="replicated"'
             )
         _require_plain_layout(name, parameter)
     parameters = [parameter for _, parameter in named]
