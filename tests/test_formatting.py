@@ -10,6 +10,7 @@ from lockstep.errors import UsageError
 from lockstep.formatting import (
     format_bytes,
     format_duration,
+    format_loss,
     format_metric,
     format_number,
     format_size,
@@ -40,6 +41,17 @@ def test_durations(seconds, said):
 )  # fmt: skip
 def test_numbers_have_three_digits(value, said):
     assert format_number(value) == said
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (2.16664, "2.1666"), (0.0851, "0.0851"), (0.001234, "0.00123"), (2.4e-07, "2.4e-07"),
+        (-0.5, "-0.5000"), (0.0, "0"), (12345.6, "12,346"), (float("nan"), "?"),
+    ],
+)  # fmt: skip
+def test_a_small_loss_keeps_its_digits(loss, said):
+    assert format_loss(loss) == said
 
 
 @pytest.mark.parametrize(

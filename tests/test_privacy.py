@@ -62,6 +62,7 @@ ENVIRONMENT = {
     "NCCL_NET_PASSWORD": "planted-password",
     "NCCL_CONF_FILE": "https://me:planted-userinfo@host/nccl.conf",
     "OMP_NUM_THREADS": "1",
+    "NCCL_DEBUG": "WARN",
 }
 FILES = {
     "launch.json", "run.lock", "rank-0.log", "rank-1.log", "record.jsonl",
@@ -116,14 +117,14 @@ def test_no_secret_is_in_anything_that_a_run_writes(place):
     assert [str(path) for path, content in contents.items() if b"planted" in content] == []
     (record,) = place.glob("runs/*/record.jsonl")
     header = json.loads(contents[record].splitlines()[0])
-    assert header["command"][1:] == [
+    assert header["command"][-4:] == [
         "--api-key", "[redacted]", "--secret=[redacted]", "key.token=[redacted]",
     ]  # fmt: skip
     assert header["options"] == {
         "api_key": "[redacted]",
         "logger": [{"login": {"password": "[redacted]"}}],
     }
-    assert header["environment"]["variables"]["OMP_NUM_THREADS"] == "1"
+    assert header["environment"]["variables"]["NCCL_DEBUG"] == "WARN"
     assert b"failed after: " in contents[record].splitlines()[-1]
     assert b"[redacted]" in contents[place / "writer.txt"]
 
@@ -179,6 +180,7 @@ def test_only_variables_that_matter_are_recorded():
         ENVIRONMENT | UNLISTED | {"CUDA_VISIBLE_DEVICES": "0", "HOME": "/"}
     ) == {
         "CUDA_VISIBLE_DEVICES": "0",
+        "NCCL_DEBUG": "WARN",
         "NCCL_CONF_FILE": "https://[redacted]@host/nccl.conf",
         "NCCL_NET_PASSWORD": "[redacted]",
         "OMP_NUM_THREADS": "1",

@@ -11,6 +11,7 @@ __all__ = [
     "format_bytes",
     "format_count",
     "format_duration",
+    "format_loss",
     "format_metric",
     "format_metric_value",
     "format_number",
@@ -53,6 +54,11 @@ def format_number(value: float) -> str:
     if abs(value) >= 99.95:
         return f"{value:,.0f}"
     return f"{value:#.3g}"
+
+
+def format_loss(value: float) -> str:
+    """Format a loss: "0.5775" with four decimals, "2.4e-07" with three significant digits."""
+    return f"{value:.4f}" if 0.01 <= abs(value) < 1000 else format_number(value)
 
 
 def format_count(count: float) -> str:

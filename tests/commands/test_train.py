@@ -76,7 +76,14 @@ def test_the_digests_are_among_the_last_lines(tmp_path):
     assert status == 0
     weights = load_file(tmp_path / "mine" / "weights.safetensors")
     assert ls.digest(weights) in output.splitlines()[-2]
-    assert (tmp_path / "mine" / "record.jsonl").exists()
+    assert "optimizer state and of the weights" in output.splitlines()[-1]
+    header = read_run(tmp_path / "mine").header
+    assert (
+        header["optimizer"].items() >= {"class": "SGD", "momentum": 0.5, "nesterov": False}.items()
+    )
+    assert "lr" not in header["optimizer"], "it is part of every step"
+    assert header["layout"]["storage"] == "replicated"
+    assert header["model"]["gradient_bytes"] == 4 * 21840
 
 
 def test_the_network_is_the_tutorials():

@@ -203,3 +203,26 @@ def test_folders_that_cannot_be_written(folder):
 def test_the_lock_is_for_its_owner_alone(folder):
     hold_run(folder)
     assert stat.S_IMODE((folder / "run.lock").stat().st_mode) == 0o600
+
+
+def test_the_command_of_a_rank_is_that_of_its_launcher(tmp_path):
+    argv = ["job/train.py", "--lr", "0.1"]
+    assert run_folder.command_words({}, argv) == argv
+    described = run_folder.describe_launch("script", argv[0], argv[1:], 2, 1)
+    run_folder.write_description(tmp_path, described)
+    launched = {run_folder.RUN: str(tmp_path)}
+    assert run_folder.command_words(launched, ["other"]) == ["lockstep", "run", "-n", "2", *argv]
+    described = run_folder.describe_launch("module", "job.train", argv[1:], 4, 2)
+    run_folder.write_description(tmp_path, described)
+    assert run_folder.command_words(launched | {"MASTER_ADDR": "host0"}, argv) == [
+        *("lockstep", "run", "-n", "4", "--nnodes", "2", "--master-addr", "host0"),
+        *("-m", "job.train", "--lr", "0.1"),
+    ]
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    torchrun |= {"MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
+    expected = ["torchrun", "--nproc-per-node", "2", "--nnodes", "2", *argv]
+    assert run_folder.command_words(torchrun, argv) == expected
+    mpi = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    assert run_folder.command_words(mpi, argv) == ["mpiexec", "-n", "2", "python", *argv]
+    (tmp_path / "launch.json").write_text("{")
+    assert run_folder.command_words(launched, argv) == argv, "a damaged file ends no training"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lockstep.errors import FileError, UsageError
+from lockstep.launcher import world
 from lockstep.record import recorder as recorder_module
 from lockstep.record.environment import describe_environment
 from lockstep.record.reader import read_run
@@ -32,6 +33,34 @@ def test_the_first_line_has_version_and_name(tmp_path):
     assert line["name"] == "night"
     assert line["recipe"] == "digits"
     assert line["started"].endswith("+00:00")
+
+
+def test_the_last_line_has_how_long_the_process_waited_for_a_core(tmp_path, monkeypatch):
+    waits = iter([100.0, 100.0 + 1e6, None, None])
+    monkeypatch.setattr(recorder_module, "_read_core_wait", lambda: next(waits))
+    for name, has_wait in (("known", True), ("unknown", False)):
+        with Recorder(tmp_path / name) as recorder:
+            recorder.write("end", state="done")
+        (line,) = lines_of(tmp_path / name)
+        assert ("core_wait" in line) == has_wait
+        assert not has_wait or line["core_wait"] > 1, "a fraction of the recorder's own time"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counted by Linux")
+def test_waiting_for_a_core_is_counted():
+    assert recorder_module._read_core_wait() >= 0
+
+
+def test_only_variables_that_a_user_set_are_recorded(monkeypatch):
+    monkeypatch.setattr(world, "_variables_set", ["GLOO_SOCKET_IFNAME"])
+    given = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO"}
+    given["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = describe_environment()["variables"]
+    assert {name: found[name] for name in given if name in found} == {"NCCL_DEBUG": "INFO"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert describe_environment()["variables"]["OMP_NUM_THREADS"] == "2"
 
 
 def test_times_ascend(tmp_path):

@@ -50,6 +50,59 @@ def test_the_faster_run_is_named_in_either_order(run):
     )
 
 
+def speed_sentence(first, second):
+    (sentence, *_) = sentences(first, second)
+    assert sentence.startswith("fast is 1.20 times as fast as slow (95% interval 1.")
+    return sentence.partition("), ")[2]
+
+
+def test_the_verdict_names_what_else_may_have_made_a_run_slower(run):
+    fast, slow = run("fast"), run("slow", seconds=0.012)
+    assert speed_sentence(slow, fast) == (
+        "but they ran once each, at the same time: the load of the machine may be the reason."
+    )
+    busy = {"started": "2026-11-21T08:30:00+00:00"}
+    slow = run("slow", seconds=0.012, header=busy, end={"core_wait": 0.31})
+    assert speed_sentence(fast, slow) == (
+        "but the machine was busy: they ran at different times, and rank 0 of slow waited for a "
+        "core 31.0% of the time."
+    )
+    there = {"environment": records.HEADER["environment"] | {"hostname": "there"}}
+    slow = run("slow", seconds=0.012, header=there)
+    assert speed_sentence(slow, fast) == (
+        "but they ran on different machines (there and elsewhere)."
+    )
+    slow = run("slow", seconds=0.012, header={"started": "at night"}, end=None)
+    assert "at different times" in speed_sentence(fast, slow)
+
+
+def test_runs_that_differ_in_their_learning_rate_say_so(tmp_path):
+    """Of a script, whose record has no options: the rate is in its steps alone."""
+
+    def write(name, rates):
+        lines = [records.step(n, lr=rate, loss=rate + n) for n, rate in enumerate(rates)]
+        header = {key: value for key, value in records.HEADER.items() if key != "options"}
+        return read_run(records.write(tmp_path / name, [header, *lines, records.END]))
+
+    constant, lower = write("a", [0.05] * 20), write("b", [0.01] * 20)
+    found = compare_runs([constant, lower])
+    assert found.settings == {"learning rate": ["0.05", "0.01"]}
+    said = "These settings differ and can change results: learning rate (0.05 and 0.01)."
+    assert said in found.pairs[0].sentences
+    falling = [0.1 - 0.005 * n for n in range(20)]
+    schedule, other = write("c", falling), write("d", [*falling[:7], 0.06, *falling[8:]])
+    assert compare_runs([schedule, other]).settings == {
+        "learning rate": ["0.1 to 0.005", "0.1 to 0.005, other values from step 7"]
+    }
+    assert comparison.comparison_html(compare_runs([schedule, other])).count("<h3>Learning") == 1
+    assert compare_runs([schedule, write("e", falling)]).settings == {}
+
+
+def test_optimizer_states_that_differ_with_equal_weights_are_reported(run):
+    said = sentences(run("a"), run("b", end={"optimizer_digest": "00" * 32}))
+    assert said[2] == "Their optimizer states differ, although their weights are the same."
+
+
 def test_equal_speeds_do_not_differ_significantly(run):
     assert "do not differ significantly in speed" in sentences(run("a"), run("b"))[0]
 

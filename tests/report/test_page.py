@@ -163,6 +163,31 @@ def test_a_phone_shows_everything_without_horizontal_scrolling(chromium, pages, 
     context.close()
 
 
+def test_a_phone_shows_the_table_of_epochs_without_scrolling_it(chromium, pages):
+    context = chromium.new_context(viewport={"width": 360, "height": 740}, is_mobile=True)
+    reader = Reader(context, pages)
+    reader.open("report")
+    table = reader.page.locator("#epochs")
+    assert table.locator("th").count() == 7
+    shown = [name.inner_text() for name in table.locator("th").all() if name.is_visible()]
+    assert shown == ["epoch", "loss", "accuracy", "held-out loss", "held-out accuracy"]
+    inner, outer = "e => e.scrollWidth", "e => e.parentElement.clientWidth"
+    assert table.evaluate(inner) <= table.evaluate(outer)
+    assert reader.page.locator(".turn").is_visible()
+    reader.page.set_viewport_size({"width": 740, "height": 360})
+    assert all(name.is_visible() for name in table.locator("th").all())
+    assert not reader.page.locator(".turn").is_visible()
+    context.close()
+
+
+def test_the_axes_have_names(reader):
+    reader.open("report")
+    for chart, name in (("loss", "loss of the batch"), ("seconds", "time")):
+        assert reader.page.locator(f"#chart-{chart} .yname").inner_text() == name
+        assert reader.page.locator(f"#chart-{chart} .xname").inner_text() == "step"
+    assert reader.page.locator(".timeline .xname").inner_text() == "time since the beginning"
+
+
 def test_a_page_requests_nothing_but_itself(reader, pages):
     names = ("report", "compare")
     for name in names:

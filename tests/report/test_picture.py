@@ -3,6 +3,7 @@
 import io
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -51,6 +52,23 @@ def test_a_text_that_is_too_wide_is_made_smaller():
     assert size < 20
     assert text_width("w" * 50, size) == pytest.approx(100, rel=0.01)
     assert font_size(Label(0, 0, "w", 20, "#000", width=100)) == 20
+
+
+@pytest.mark.parametrize("anchor", ["start", "middle", "end"])
+def test_bold_letters_do_not_run_into_each_other(anchor):
+    """The stroke that makes letters bold needs room between them."""
+
+    def measure(bold):
+        picture = Picture(400, 60, "#ffffff", "")
+        place = {"start": 50, "middle": 200, "end": 350}[anchor]
+        picture.add(Label(place, 45, "illicitly", 36, "#000000", anchor, bold))
+        ink = 255 - np.asarray(opened(picture).convert("L"), np.int64)
+        columns = np.flatnonzero(ink.sum(axis=0) > 100)
+        return columns[-1] - columns[0] + 1 - len(columns), ink.sum()
+
+    (blank, light), (bold_blank, dark) = measure(bold=False), measure(bold=True)
+    assert bold_blank > 0.95 * blank
+    assert dark > 1.2 * light
 
 
 def test_text_is_escaped_in_svg():

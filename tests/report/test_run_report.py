@@ -89,6 +89,64 @@ def test_the_page_is_complete(run):
     assert "rank 1, after 50.0 ms: rank 1 &lt;b&gt;limps&lt;/b&gt; &amp; waits" in page
 
 
+def test_the_learning_rate_is_shown_and_drawn_where_it_changes(run, tmp_path):
+    for form in (report_html(run), report_markdown(run)):
+        assert "The learning rate is 0.05 in all steps." in form
+    assert 'id="chart-lr"' not in report_html(run)
+    lines = [records.step(n, lr=min(0.01 * (n + 1), 0.09 - 0.0025 * n)) for n in range(20)]
+    changing = read_run(records.write(tmp_path / "lr", [records.HEADER, *lines, records.END]))
+    page = report_html(changing)
+    assert "The learning rate goes from 0.01 to 0.0425, with a maximum of 0.0725." in page
+    assert 'id="chart-lr"' in page
+
+
+def test_a_small_loss_is_not_shown_as_zero(tmp_path):
+    lines = [records.HEADER, records.step(0, loss=2.4e-7), records.epoch(0, 2.4e-7), records.END]
+    run = read_run(records.write(tmp_path, lines))
+    for form in (report_html(run), report_markdown(run)):
+        assert "2.4e-07" in form
+        assert "0.0000" not in form
+
+
+def test_both_digests_are_named(run):
+    page, text = report_html(run), report_markdown(run)
+    for what, name in (("weights", "digest"), ("optimizer state", "optimizer_digest")):
+        assert f"Digest of the {what} <code" in page
+        assert f"| digest of the {what} | {records.END[name]} |" in text
+
+
+def test_the_bytes_that_replicas_receive_are_those_of_the_plan(tmp_path):
+    """8 micro-batches on 3 replicas: they hold 2, 2 and 1 nodes of the tree."""
+    layout = records.HEADER["layout"] | {"world_size": 3, "replicas": 3}
+    rows = [[0.006, 0.002, 0.001, 0.0]] * 3
+    found = []
+    for storage in ("replicated", "shared"):
+        model = records.HEADER["model"] | {"gradient_bytes": 3000}
+        header = records.HEADER | {"layout": layout | {"storage": storage}, "model": model}
+        lines = [header, *(records.step(n, ranks=rows) for n in range(5))]
+        run = read_run(records.write(tmp_path / storage, lines))
+        found.append(wait_matrix(run).num_bytes.tolist())
+    assert found[0] == [[0, 3000, 2000], [3000, 0, 2000], [3000, 3000, 0]]
+    assert found[1] == [[0, 2000, 1000], [2000, 0, 1000], [2000, 2000, 0]]
+    assert "| 2 | 1.00 ms, 2.00 kB | 0 s, 2.00 kB |  | 4.00 kB |" in report_markdown(run)
+    assert "receives, by the plan of the all-reduce" in report_html(run)
+
+
+def test_a_busy_machine_is_reported(tmp_path):
+    lines = [*records.whole()[:-1], records.END | {"core_wait": 0.31}]
+    run = read_run(records.write(tmp_path, lines))
+    assert "Rank 0 waited for a core 31.0% of the time" in report_markdown(run)
+
+
+def test_a_script_is_shown_with_its_command(tmp_path):
+    for words, shown in (
+        (["job/train.py", "--lr", "0.1"], "python job/train.py --lr 0.1"),
+        (["lockstep", "run", "-n", "2", "train.py"], "lockstep run -n 2 train.py"),
+    ):
+        run = read_run(records.write(tmp_path, records.whole(command=words)))
+        assert f'<pre id="command">{shown}</pre>' in report_html(run)
+
+
 def test_replicas_are_drawn_from_the_sums_of_their_steps(run):
     page = report_html(run)
     assert "Steps 10 to 15 took 150 ms; the ranks were idle for 35.6% of it" in page

@@ -25,7 +25,7 @@ DIFFERENCES = {
     "initial": "`{parameter}` differs before the first step",
     "between": "`{parameter}` was changed between two steps",
     "data": "the data differ",
-    "input": "module `{module}` gets different inputs, alalthough all modules before it agree",
+    "input": "module `{module}` gets different inputs, although all modules before it agree",
     "output": "module `{module}` computes different outputs from the same inputs",
     "forward": "module `{module}` computes different outputs from the same inputs",
     "loss": "the loss differs, although the model computes the same",

@@ -43,7 +43,7 @@ def command(
     Shows which run is faster, with a 95% interval, or that the difference is not
     significant; whether the final weights are bit-identical, and if not, the first
     step at which the losses differ and the first tensor that differs; and the
-    differences in command, layout, options, model and environment.
+    differences in command, layout, options, learning rate, model and environment.
     """
     if len(runs) < 2:
         raise UsageError(f"compare needs two or more runs, but only {runs[0]} was given")
@@ -77,7 +77,7 @@ def print_text(found: Comparison) -> None:
     for run in found.runs:
         for remark in run.remarks:
             click.echo(escape_control(f"{run.name}: {remark}"), err=True)
-    print_table(*comparison_table(found), optional=("state", "layout", "digest"))
+    print_table(*comparison_table(found), optional=("state", "layout", "digest of weights"))
     if found.settings:
         click.echo("\nDifferences in settings:")
         print_table(["", *found.names], [[name, *row] for name, row in found.settings.items()])

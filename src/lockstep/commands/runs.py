@@ -103,7 +103,7 @@ def runs_table(runs: list[ListedRun]) -> tuple[list[str], list[list[str]]]:
 
 
 def _table_row(run: ListedRun, metrics: list[str]) -> list[str]:
-    from lockstep.formatting import format_metric_value, format_number
+    from lockstep.formatting import format_loss, format_metric_value, format_number
     from lockstep.report.summary_text import STATE_NAMES
 
     if run.summary is None:
@@ -111,7 +111,7 @@ def _table_row(run: ListedRun, metrics: list[str]) -> list[str]:
     summary = run.summary
     values = ((name, summary.metrics.get(name, math.nan)) for name in metrics)
     cells = [format_metric_value(*each) if math.isfinite(each[1]) else "" for each in values]
-    loss = f"{summary.loss:.4f}" if math.isfinite(summary.loss) else ""
+    loss = format_loss(summary.loss) if math.isfinite(summary.loss) else ""
     speed = format_number(summary.speed) if math.isfinite(summary.speed) else ""
     layout = summary.layout.split(", ")[0]  # the report shows the rest
     figures = [loss, *cells, speed, summary.digest[:8]]

@@ -16,6 +16,7 @@ import click
 from click.core import ParameterSource
 
 from lockstep.errors import FileError, LayoutError, UsageError
+from lockstep.formatting import format_loss
 from lockstep.messages import say
 from lockstep.pipeline.schedules import NAMES
 from lockstep.record.loggers import LOGGER_NAMES
@@ -385,13 +386,13 @@ def _format_summary(summary: dict[str, Any]) -> str:
         "trained": f"{summary['recipe']} on {ranks}: {summary['epochs']} epochs, "
         f"{summary['steps']} steps, {summary['samples']:,} samples",
         "accuracy": f"{summary['accuracy']:.2%} of {summary['held_out']:,} held-out samples, "
-        f"loss {summary['loss']:.4f}",
+        f"loss {format_loss(summary['loss'])}",
         "resumed": f"after step {summary['resumed_from_step']}",
         "speed": f"{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s",
         "run": summary["run"],
         "optimizer": summary["optimizer_digest"],
         "digest": f"{summary['digest']}",
-        "": "The digests are the same for every layout.",
+        "": "Digests of the optimizer state and of the weights, the same for every layout.",
     }
     if summary["resumed_from_step"] is None:
         del rows["resumed"]

@@ -25,14 +25,14 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.files import open_or_create, replace_file
-from lockstep.launcher.environment import LAUNCHER
+from lockstep.launcher.environment import LAUNCHER, read_rank_info
 from lockstep.redaction import redact
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "RUNS",
     "LaunchDescription",
     "claim_newest_run",
+    "command_words",
     "describe_launch",
     "find_run",
     "hold_run",
@@ -125,6 +126,41 @@ def describe_launch(
     return LaunchDescription(
         **{**fields, "arguments": tuple(fields["arguments"])}, is_redacted=is_redacted
     )
+
+
+def command_words(environ: Mapping[str, str], argv: Sequence[str]) -> list[str]:
+    """Return the command that started this rank's program, as words that are typed in a shell.
+
+    That of `lockstep run` is read from the run folder. For other launchers it is put together
+    from their variables, without options that these do not tell.
+
+    Args:
+        environ: The environment variables of the rank.
+        argv: The arguments of its program, as `sys.argv`.
+
+    Returns:
+        The words; `argv` alone in a program that no launcher started.
+    """
+    launched = None
+    if environ.get(RUN):
+        with contextlib.suppress(UsageError):  # damaged
+            launched = read_description(Path(environ[RUN]))
+    if launched is not None:
+        hosts = []
+        if launched.nnodes > 1:
+            hosts = ["--nnodes", str(launched.nnodes), "--master-addr", environ["MASTER_ADDR"]]
+        kind = {"module": ["-m"], "program": ["--no-python"]}.get(launched.kind, [])
+        ranks = ["-n", str(launched.nprocs)]
+        return ["lockstep", "run", *ranks, *hosts, *kind, launched.target, *launched.arguments]
+    here = read_rank_info(environ)
+    if here.launcher == "torchrun":
+        words = ["torchrun", "--nproc-per-node", str(here.local_world_size)]
+        if not here.is_single_host:
+            words += ["--nnodes", str(here.world_size // here.local_world_size)]
+        return [*words, *argv]
+    if here.launcher in ("mpiexec", "srun"):
+        return [here.launcher, "-n", str(here.world_size), "python", *argv]
+    return list(argv)
 
 
 def write_description(folder: Path, description: LaunchDescription) -> None:

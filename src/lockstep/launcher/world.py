@@ -199,6 +199,11 @@ def _set_variable(variable: str, value: str) -> None:
         _variables_set.append(variable)
 
 
+def variables_set() -> tuple[str, ...]:
+    """Return the names of the environment variables that init() has set in this process."""
+    return tuple(_variables_set)
+
+
 def _unset_variables() -> None:
     """Unset the environment variables that init() has set."""
     while _variables_set:

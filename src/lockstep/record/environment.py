@@ -46,14 +46,24 @@ NAMES = {
     "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES",
 }  # fmt: skip
 
+# What `lockstep run`, `ls.launch` and torchrun give to every rank unless the user has set it.
+LAUNCHER_VALUES = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+
 
 def describe_environment() -> dict[str, Any]:
-    """Return the field `environment` of a record's first line. Imports torch."""
+    """Return the field `environment` of a record's first line. Imports torch.
+
+    Its variables are those that the user has set: what Lockstep and torchrun set themselves
+    would be a difference between runs that only their launchers make.
+    """
     import psutil
     import torch
 
     import lockstep
+    from lockstep.launcher.world import variables_set
 
+    own = variables_set()
+    variables = recorded_variables(os.environ)
     return {
         "lockstep": lockstep.__version__,
         "torch": torch.__version__,
@@ -65,7 +75,11 @@ def describe_environment() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "hostname": os.uname().nodename,
         "gpus": gpu_names(),
-        "variables": recorded_variables(os.environ),
+        "variables": {
+            name: value
+            for name, value in variables.items()
+            if name not in own and LAUNCHER_VALUES.get(name) != value
+        },
     }
 
 

@@ -378,7 +378,7 @@ def _flatten_header(header: Mapping[str, Any]) -> dict[str, Any]:
         if name in header:
             value = header[name]
             found[name] = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-    for part in ("layout", "options", "model", "environment"):
+    for part in ("layout", "options", "model", "optimizer", "environment"):
         for name, value in (header.get(part) or {}).items():
             found[f"{part}.{name}"] = value if isinstance(value, (int, float)) else str(value)
     return found

@@ -30,7 +30,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from lockstep.formatting import format_duration, format_metric, format_number
+from lockstep.formatting import format_duration, format_loss, format_metric, format_number
 from lockstep.record.recorder import TIME_CATEGORIES
 
 __all__ = ["Progress", "ProgressMeter"]
@@ -213,7 +213,7 @@ class Progress:
     def _figures(self, now: float) -> list[str]:
         means = [format_metric(name, value) for name, value in self.meter.metrics().items()]
         return [
-            f"loss {self.meter.loss():.4f}",
+            f"loss {format_loss(self.meter.loss())}",
             *means,
             f"{format_number(self.meter.samples_per_second(now))} samples/s",
         ]
@@ -392,7 +392,7 @@ class ProgressMeter:
 def _format_quality(loss: float | None, metrics: dict[str, float] | None) -> str:
     """Format a loss and metrics, separated by commas."""
     means = [format_metric(name, value) for name, value in (metrics or {}).items()]
-    return ", ".join(means if loss is None else [f"loss {loss:.4f}", *means])
+    return ", ".join(means if loss is None else [f"loss {format_loss(loss)}", *means])
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

@@ -53,8 +53,9 @@ class Recorder:
     """The logger that writes the record of one run, on rank 0.
 
     `write` adds the field `t` to each line, the seconds since the recorder was created, and
-    `version`, `name` and `started` to the line "run". Writing the line of a step takes about
-    5 microseconds.
+    `version`, `name` and `started` to the line "run". The line "end" gets `core_wait`, the
+    fraction of its time that this process waited for a core, where the system counts it. Writing
+    the line of a step takes about 5 microseconds.
 
     A record that is continued keeps its first line: the line "run" of the resumed run is not
     written, and its line "resume" gets the field `resumed`, the time of day. `t` continues at
@@ -94,7 +95,9 @@ class Recorder:
             self.is_continued, passed = last is not None, last or 0.0
         else:
             self._descriptor = _create_file(self.path)
-        self._began = time.perf_counter() - passed
+        self._opened = time.perf_counter()
+        self._began = self._opened - passed
+        self._core_wait = _read_core_wait() or 0.0
 
     def write(self, kind: str, /, **fields: Any) -> None:
         """Append one line. Never raises: a full disk ends the record, not the run."""
@@ -105,6 +108,9 @@ class Recorder:
             line["ranks"] = [[round(part, 6) for part in row] for row in fields["ranks"]]
         elif kind == "run":
             line = self._header(fields)
+        elif kind == "end" and (wait := _read_core_wait()) is not None:
+            passed = max(time.perf_counter() - self._opened, 1e-9)
+            line["core_wait"] = round((wait - self._core_wait) / passed, 4)
         elif kind == "resume":
             line |= {"resumed": _now()} | self._changed_options()
         try:
@@ -252,6 +258,14 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         return None
     return found if isinstance(found, dict) and "kind" in found else None
+
+
+def _read_core_wait() -> float | None:
+    """Return the seconds that the main thread could have run but had no core; None if unknown."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # not Linux, or a kernel that does not count it
+        return None
 
 
 def _now() -> str:

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.comm.tree import nodes_of
 from lockstep.formatting import (
     format_bytes,
     format_duration,
+    format_loss,
     format_metric_value,
     format_number,
     format_percent,
@@ -80,23 +82,32 @@ class WaitMatrix:
     """Who waited for whom, as means per step.
 
     `seconds[r, s]` is how long rank r waited for rank s, and `num_bytes[r, s]` how many bytes
-    it received from it; both have the shape [ranks, ranks].
+    it received from it; both have the shape [ranks, ranks]. `is_planned` is true if the bytes
+    are those of the plan of the all-reduce of the gradients, and not recorded ones.
     """
 
     steps: int
     seconds: Column
     num_bytes: Column
+    is_planned: bool = False
 
     @property
     def names(self) -> list[str]:
         """The names of the columns of `rows`."""
-        return ["rank", *(f"for rank {rank}" for rank in range(self._shown_ranks))]
+        received = ["received"] if self.num_bytes.any() else []
+        return ["rank", *(f"for rank {rank}" for rank in range(self._shown_ranks)), *received]
 
     @property
     def rows(self) -> list[list[str]]:
-        """The matrix as text, each row beginning with its rank."""
+        """The matrix as text: each row begins with its rank and ends with its received bytes."""
         ranks = range(self._shown_ranks)
-        return [[f"{rank}", *(self._cell(rank, source) for source in ranks)] for rank in ranks]
+        rows = [[f"{rank}", *(self._cell(rank, source) for source in ranks)] for rank in ranks]
+        if self.num_bytes.any():
+            rows = [
+                [*row, format_bytes(float(self.num_bytes[rank].sum()))]
+                for rank, row in enumerate(rows)
+            ]
+        return rows
 
     @property
     def _shown_ranks(self) -> int:
@@ -138,7 +149,30 @@ def _waits_of_steps(run: Run) -> WaitMatrix | None:
     seconds = np.zeros((ranks, ranks))
     np.add.at(seconds.T, slowest, rows[:, :, waiting])
     np.fill_diagonal(seconds, 0.0)
-    return WaitMatrix(steps, seconds / steps, np.zeros((ranks, ranks)))
+    return WaitMatrix(steps, seconds / steps, _gradient_bytes(run, ranks), is_planned=True)
+
+
+def _gradient_bytes(run: Run, ranks: int) -> Column:
+    """Return the bytes of gradients that each replica receives from each other per step.
+
+    A replica adds one slice of the gradients: it receives that slice of every node of the tree
+    that another replica holds, and from each of them a slice of the sums.
+    """
+    found = np.zeros((ranks, ranks))
+    layout, model = run.layout, as_dict(run.header.get("model"))
+    num_bytes, leaves = number_or(model.get("gradient_bytes")), layout.get("microbatches")
+    if not isinstance(leaves, int) or leaves < 1 or layout.get("replicas") != ranks:
+        return found
+    if not math.isfinite(num_bytes):
+        return found
+    gathered = 0 if layout.get("storage") == "shared" else 1  # the sums stay where they are used
+    small, larger = divmod(leaves, ranks)
+    starts = [rank * small + min(rank, larger) for rank in range(ranks + 1)]
+    for source in range(ranks):
+        nodes = nodes_of(range(starts[source], starts[source + 1]), leaves)
+        found[:, source] = (len(nodes) + gathered) * num_bytes / ranks
+    np.fill_diagonal(found, 0.0)
+    return found
 
 
 @dataclass(frozen=True)
@@ -221,7 +255,7 @@ def resume_table(run: Run) -> list[list[str]]:
 
 def _quality_cells(line: dict[str, Any], metrics: list[str]) -> list[str]:
     loss, values = number_or(line.get("loss")), numbers_of(line.get("metrics"))
-    cells = [f"{loss:.4f}" if math.isfinite(loss) else ""]
+    cells = [format_loss(loss) if math.isfinite(loss) else ""]
     for name in metrics:
         value = values.get(name, math.nan)
         cells.append(format_metric_value(name, value) if math.isfinite(value) else "")

@@ -157,6 +157,7 @@ def _trim_zeros(label: str) -> str:
     )
 
 
+LOSS_NAME, RATE_NAME = "loss of the batch", "rate of the first parameter group"
 MAX_POINTS = 400  # of a curve
 MAX_METRICS = 6  # that have a chart
 MAX_MARKS = 50  # of a chart
@@ -208,7 +209,8 @@ class Chart:
     """Curves over the steps.
 
     `log` is the logarithmic axis, None if the chart has none. `marks` are positions on the
-    axis of the steps at which something happened.
+    axis of the steps at which something happened. `y_name` names the values; the labels of the
+    ticks have their unit.
     """
 
     key: str
@@ -218,13 +220,14 @@ class Chart:
     linear: Axis
     log: Axis | None
     label: Callable[[float], str]
+    y_name: str = ""
     marks: tuple[Tick, ...] = ()
 
 
 def run_charts(run: Run) -> list[Chart]:
     """Return the charts of one run: loss, metrics, and the duration of a step."""
     losses = [_step_series("training", run, run.steps.loss), _evaluation_series(run, None)]
-    loss = _chart("loss", "Loss", losses)
+    loss = _chart("loss", "Loss", losses, y_name=LOSS_NAME)
     charts = [replace(loss, marks=_resume_marks(run, loss.x))]
     for name in _metric_names([run]):
         label = format_percent if is_ratio(name) else format_number
@@ -234,20 +237,33 @@ def run_charts(run: Run) -> list[Chart]:
         ]
         charts.append(_chart(f"metric-{name}", _metric_title(name), series, label, log=False))
     seconds = [_step_series("per step", run, run.steps.seconds)]
-    charts.append(_chart("seconds", "Duration of a step", seconds, format_duration))
+    charts.append(_chart("seconds", "Duration of a step", seconds, format_duration, y_name="time"))
+    if _changes(run.steps.lr):
+        rates = [_step_series("of the step", run, run.steps.lr)]
+        charts.append(_chart("lr", "Learning rate", rates, y_name=RATE_NAME))
     return [drawn for drawn in charts if drawn.series]
 
 
 def comparison_charts(runs: list[Run], names: list[str]) -> list[Chart]:
     """Return the charts of several runs, each with one curve per run."""
-    charts = [_chart("loss", "Loss", _overlay(runs, names, lambda run: run.steps.loss))]
+    losses = _overlay(runs, names, lambda run: run.steps.loss)
+    charts = [_chart("loss", "Loss", losses, y_name=LOSS_NAME)]
     for name in _metric_names(runs):
         label = format_percent if is_ratio(name) else format_number
         series = _overlay(runs, names, partial(_metric_column, name))
         charts.append(_chart(f"metric-{name}", _metric_title(name), series, label, log=False))
     seconds = _overlay(runs, names, lambda run: run.steps.seconds)
-    charts.append(_chart("seconds", "Duration of a step", seconds, format_duration))
+    charts.append(_chart("seconds", "Duration of a step", seconds, format_duration, y_name="time"))
+    if any(_changes(run.steps.lr) for run in runs):
+        rates = _overlay(runs, names, lambda run: run.steps.lr)
+        charts.append(_chart("lr", "Learning rate", rates, y_name=RATE_NAME))
     return [drawn for drawn in charts if drawn.series]
+
+
+def _changes(values: Column) -> bool:
+    """Return whether finite values differ from each other."""
+    known = values[np.isfinite(values)]
+    return bool(len(known)) and bool(known.min() < known.max())
 
 
 def _resume_marks(run: Run, x: Axis) -> tuple[Tick, ...]:
@@ -280,6 +296,7 @@ def _chart(
     label: Callable[[float], str] = format_number,
     *,
     log: bool = True,
+    y_name: str = "mean of the batch",
 ) -> Chart:
     """Put series into one chart, with axes that hold them all; empty series are left out."""
     kept = tuple(one for one in series if np.isfinite(one.curve.mean).any())
@@ -299,6 +316,7 @@ def _chart(
         linear=linear_axis(low, high, label),
         log=log_axis(float(positive.min()), high, label) if has_log else None,
         label=label,
+        y_name=y_name,
     )
 
 

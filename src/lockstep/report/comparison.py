@@ -1,10 +1,13 @@
 """Comparison of runs: speed, digests, losses, weights and settings.
 
-Each run is compared with the first one. Saved weights are compared tensor by tensor.
+Each run is compared with the first one. The sentence that calls one of two runs faster also says
+what may be the reason besides the runs themselves: another time, another machine, a busy machine.
+Saved weights are compared tensor by tensor.
 """
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 from collections.abc import Iterator
@@ -17,7 +20,13 @@ from safetensors import SafetensorError, safe_open
 
 import lockstep
 from lockstep.errors import FileError
-from lockstep.formatting import format_duration, format_metric_value, format_number
+from lockstep.formatting import (
+    format_duration,
+    format_loss,
+    format_metric_value,
+    format_number,
+    format_percent,
+)
 from lockstep.messages import escape_control
 from lockstep.record.reader import Run
 from lockstep.report.breakdown import resume_table
@@ -25,8 +34,15 @@ from lockstep.report.chart import comparison_charts
 from lockstep.report.markdown import escape_markdown, markdown_table
 from lockstep.report.page import draw_panel, render_template
 from lockstep.report.significance import Significance, compare_speeds, step_times
-from lockstep.report.summary import Summary, summarize
-from lockstep.report.summary_text import STATE_NAMES, command_line, flatten_settings, format_setting
+from lockstep.report.summary import Summary, last_time, number_or, summarize
+from lockstep.report.summary_text import (
+    BUSY,
+    STATE_NAMES,
+    command_line,
+    flatten_settings,
+    format_setting,
+    learning_rate_text,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +60,10 @@ __all__ = [
     "comparison_table",
     "first_weights_difference",
 ]
+
+
+RATE = "learning rate"
+MAX_NAMED = 6  # settings in a sentence
 
 
 @dataclass(frozen=True)
@@ -92,9 +112,11 @@ def compare_runs(runs: list[Run]) -> Comparison:
         losses = _compare_losses(runs[0], run)
         same = _same_digest(runs[0], run)
         sentences = [
-            _speed_sentence(names[0], name, speed),
+            _speed_sentence(names[0], name, speed, _speed_caveat(runs[0], run, names[0], name)),
             _digest_sentence(names[0], name, same),
+            *_optimizer_sentences(runs[0], run),
             *_loss_sentences(losses),
+            *_settings_sentences(runs[0], run, is_same=same is not False and losses.step is None),
             *_weights_sentences(runs[0], run),
         ]
         pairs.append(PairComparison(name, speed, same, losses, sentences))
@@ -116,13 +138,23 @@ def _unique_names(runs: list[Run]) -> list[str]:
 
 def _compare_losses(first: Run, second: Run) -> LossDifference:
     """Find the first step at which the losses of two runs differ."""
+    return LossDifference(*_first_difference(first, second, "loss"))
+
+
+def _first_difference(first: Run, second: Run, name: str) -> tuple[int, int | None, float, float]:
+    """Compare a column of two runs at the steps that both have.
+
+    Returns:
+        How many steps were compared, the first one at which the values differ, None if there is
+        none, and both values there.
+    """
     _, ours, theirs = np.intersect1d(first.steps.step, second.steps.step, return_indices=True)
-    a, b = first.steps.loss[ours], second.steps.loss[theirs]
+    a, b = getattr(first.steps, name)[ours], getattr(second.steps, name)[theirs]
     apart = np.flatnonzero(~((a == b) | (np.isnan(a) & np.isnan(b))))
     if not len(apart):
-        return LossDifference(len(ours))
+        return len(ours), None, math.nan, math.nan
     at = apart[0]
-    return LossDifference(len(ours), int(first.steps.step[ours[at]]), float(a[at]), float(b[at]))
+    return len(ours), int(first.steps.step[ours[at]]), float(a[at]), float(b[at])
 
 
 def _same_digest(first: Run, second: Run) -> bool | None:
@@ -131,8 +163,8 @@ def _same_digest(first: Run, second: Run) -> bool | None:
     return digests[0] == digests[1] if all(digests) else None
 
 
-def _speed_sentence(first: str, second: str, speed: Significance) -> str:
-    """Return the sentence about the difference in speed."""
+def _speed_sentence(first: str, second: str, speed: Significance, caveat: str) -> str:
+    """Return the sentence about the difference in speed, with its caveat."""
     if not speed.is_known:
         return f"{second} and {first} have too few steps to decide which is faster."
     span = f"95% interval {_format_factor(speed.low)} to {_format_factor(speed.high)}"
@@ -142,7 +174,37 @@ def _speed_sentence(first: str, second: str, speed: Significance) -> str:
     faster, slower = (second, first) if speed.ratio > 1 else (first, second)
     if speed.ratio < 1:
         span = f"95% interval {_format_factor(1 / speed.high)} to {_format_factor(1 / speed.low)}"
-    return f"{faster} is {_format_factor(much)} times as fast as {slower} ({span})."
+    return f"{faster} is {_format_factor(much)} times as fast as {slower} ({span}), {caveat}."
+
+
+def _speed_caveat(first: Run, second: Run, *names: str) -> str:
+    """Return what may be the reason of a difference in speed besides the runs themselves."""
+    hosts = [run.environment.get("hostname") for run in (first, second)]
+    times = [_time_span(run) for run in (first, second)]
+    if hosts[0] != hosts[1]:
+        return f"but they ran on different machines ({hosts[0] or '?'} and {hosts[1] or '?'})"
+    waits = [number_or((run.end or {}).get("core_wait"), 0.0) for run in (first, second)]
+    busy = [
+        f"rank 0 of {name} waited for a core {format_percent(wait)} of the time"
+        for name, wait in zip(names, waits, strict=True)
+        if wait > BUSY
+    ]
+    when = "at different times"
+    if None not in times and max(t[0] for t in times if t) < min(t[1] for t in times if t):
+        when = "at the same time"
+    if busy:
+        return f"but the machine was busy: they ran {when}, and {' and '.join(busy)}"
+    return f"but they ran once each, {when}: the load of the machine may be the reason"
+
+
+def _time_span(run: Run) -> tuple[float, float] | None:
+    """Return when a run began and ended, in seconds since 1970; None if that is not known."""
+    try:
+        began = datetime.datetime.fromisoformat(run.header["started"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    last = last_time(run)
+    return began, began + number_or((run.end or {}).get("t"), last if math.isfinite(last) else 0.0)
 
 
 def _format_factor(value: float) -> str:
@@ -157,6 +219,41 @@ def _digest_sentence(first: str, second: str, same: bool | None) -> str:
     if same:
         return f"{second} and {first} have bit-identical final weights: the digests are equal."
     return f"{second} and {first} have different final weights: the digests differ."
+
+
+def _optimizer_sentences(first: Run, second: Run) -> list[str]:
+    """Return the sentence about the optimizer states, if only these differ."""
+    digests = [(run.end or {}).get("optimizer_digest") for run in (first, second)]
+    if not all(digests) or digests[0] == digests[1] or not _same_digest(first, second):
+        return []
+    return ["Their optimizer states differ, although their weights are the same."]
+
+
+# The beginnings of the settings that can change results, and options that do not.
+DECISIVE = ("optimizer.", "options.", "model.", "layout.microbatches", "layout.threads")
+INDECISIVE = {
+    "options.activation_checkpointing", "options.checkpoint_every", "options.download",
+    "options.logger", "options.lr", "options.quiet", "options.schedule", "options.stages",
+    "options.workers",
+}  # fmt: skip
+
+
+def _settings_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
+    """Return the sentence about the settings that explain different results."""
+    if is_same:
+        return []
+    found = [
+        f"{name} ({' and '.join(values)})"
+        for name, values in _setting_differences([first, second]).items()
+        if all(values)  # a record of another version may lack one
+        and (name == RATE or (name.startswith(DECISIVE) and name not in INDECISIVE))
+    ]
+    if not found:
+        return []
+    hidden = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return [
+        f"These settings differ and can change results: {', '.join(found[:MAX_NAMED])}{hidden}."
+    ]
 
 
 def _loss_sentences(losses: LossDifference) -> list[str]:
@@ -188,16 +285,27 @@ def _weights_sentences(first: Run, second: Run) -> list[str]:
 
 
 def _setting_differences(runs: list[Run]) -> dict[str, list[str]]:
-    """Return the differing values of command, layout, options, model and environment."""
+    """Return the differing values of command, layout, options, model, optimizer, environment."""
     each = [_flat_settings(run) for run in runs]
     names = dict.fromkeys(name for found in each for name in found)
-    table = {name: [found.get(name, "") for found in each] for name in names}
+    table = {RATE: _rate_texts(runs)}
+    table |= {name: [found.get(name, "") for found in each] for name in names}
     return {name: values for name, values in table.items() if len(set(values)) > 1}
+
+
+def _rate_texts(runs: list[Run]) -> list[str]:
+    """Return the learning rates of runs, and the first step at which a schedule differs."""
+    found = [learning_rate_text(run) for run in runs]
+    for at, run in enumerate(runs[1:], 1):
+        step = _first_difference(runs[0], run, "lr")[1]
+        if step is not None and found[at] == found[0]:
+            found[at] += f", other values from step {step:,}"
+    return found
 
 
 def _flat_settings(run: Run) -> dict[str, str]:
     found: dict[str, str] = {"command": command_line(run)}
-    for part in ("layout", "options", "model", "environment"):
+    for part in ("layout", "options", "model", "optimizer", "environment"):
         value: Any = run.latest(part)
         if isinstance(value, dict):
             found |= dict(flatten_settings(value, "" if part == "environment" else f"{part}."))
@@ -212,14 +320,27 @@ def _flat_settings(run: Run) -> dict[str, str]:
 def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return the figures of the runs side by side: column names and rows of text."""
     metrics = list(dict.fromkeys(name for one in comparison.summaries for name in one.metrics))
-    names = ["run", "state", "layout", *metrics, "loss", "samples/s", "per step", "digest"]
+    names = [
+        "run",
+        "state",
+        "layout",
+        *metrics,
+        "loss",
+        "samples/s",
+        "per step",
+        "digest of weights",
+    ]
     rows = []
     for name, one, speed in zip(
         comparison.names, comparison.summaries, comparison.speeds, strict=True
     ):
         cells = [format_metric_value(each, one.metrics.get(each, math.nan)) for each in metrics]
-        loss = f"{one.loss:.4f}" if math.isfinite(one.loss) else "?"
-        figures = [*cells, loss, format_number(speed), format_duration(one.step_seconds)]
+        figures = [
+            *cells,
+            format_loss(one.loss),
+            format_number(speed),
+            format_duration(one.step_seconds),
+        ]
         rows.append([name, STATE_NAMES[one.state], one.layout, *figures, one.digest[:12]])
     return names, rows
 

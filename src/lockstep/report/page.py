@@ -53,6 +53,7 @@ class Panel:
 
     key: str
     title: str
+    y_name: str
     x: tuple[Tick, ...]
     scales: tuple[Scale, ...]
     legend: tuple[Series, ...]
@@ -67,6 +68,7 @@ def draw_panel(chart: Chart) -> Panel:
     return Panel(
         key=chart.key,
         title=chart.title,
+        y_name=chart.y_name,
         x=chart.x.ticks,
         scales=tuple(scales),
         legend=chart.series,

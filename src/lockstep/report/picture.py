@@ -20,6 +20,7 @@ Point = tuple[float, float]
 PIXELS_PER_POINT = 2  # in a PNG
 OVERSAMPLING = 2  # draw larger and scale down: smooth edges
 FONT_MARGIN = 1.12  # a viewer's font may be this much wider than Pillow's
+BOLD_STROKE, BOLD_SPACING = 0.02, 0.04  # fractions of the size of a bold label
 FONT = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
 
 
@@ -172,18 +173,24 @@ def _paint(brush: ImageDraw.ImageDraw, shape: Shape, scale: int) -> None:
 
 
 def _paint_text(brush: ImageDraw.ImageDraw, label: Label, scale: int) -> None:
-    """Paint a label; Pillow's font has a single weight, so bold text gets a thin stroke."""
-    anchor = {"start": "ls", "middle": "ms", "end": "rs"}[label.anchor]
-    size = _fitting_size(label)
-    brush.text(
-        (label.x * scale, label.y * scale),
-        _printable(label.text),
-        label.fill,
-        ImageFont.load_default(size * scale),
-        anchor,
-        stroke_width=size * scale / 45 if label.bold else 0,
-        stroke_fill=label.fill,
-    )
+    """Paint a label; Pillow's font has a single weight, so bold letters get a thin stroke.
+
+    Strokes make letters wider, so bold letters are set one by one with more space between
+    them; in the spacing of the regular weight they would run into each other.
+    """
+    size = _fitting_size(label) * scale
+    font, text = ImageFont.load_default(size), _printable(label.text)
+    if not label.bold:
+        anchor = {"start": "ls", "middle": "ms", "end": "rs"}[label.anchor]
+        brush.text((label.x * scale, label.y * scale), text, label.fill, font, anchor)
+        return
+    width = font.getlength(text) + BOLD_SPACING * size * (len(text) - 1)
+    left = label.x * scale - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[label.anchor]
+    for at, letter in enumerate(text):
+        kerned = font.getlength(text[: at + 1]) - font.getlength(letter)
+        place = (left + kerned + BOLD_SPACING * size * at, label.y * scale)
+        stroke = BOLD_STROKE * size
+        brush.text(place, letter, label.fill, font, "ls", stroke_width=stroke)
 
 
 def _fitting_size(label: Label) -> float:

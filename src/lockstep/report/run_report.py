@@ -6,13 +6,13 @@ Run ──┬─> summary, summary_text, breakdown ──┬─> report_html(run
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import lockstep
 from lockstep.formatting import (
     format_duration,
+    format_loss,
     format_metric_value,
     format_number,
     format_percent,
@@ -42,6 +42,7 @@ from lockstep.report.summary_text import (
     checkpoint_sentence,
     command_line,
     headline,
+    learning_rate_sentence,
     resume_sentence,
     settings_groups,
     state_sentence,
@@ -77,6 +78,7 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
         tiles=_tiles(run, summary),
         duration_panel=panels.pop("seconds", None),
         panels=list(panels.values()),
+        learning_rate_sentence=learning_rate_sentence(run),
         timing_sentences=timing_sentences(run),
         times=times[:MAX_RANKS],
         num_hidden_ranks=max(0, len(times) - MAX_RANKS),
@@ -101,10 +103,12 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
 
 
 def _waits_sentence(waits: WaitMatrix) -> str:
-    return (
-        "Each row is one rank: how long it waits for each other rank per step, and how many "
-        f"bytes it receives from it (means of {format_quantity(waits.steps, 'step')})."
-    )
+    what = "each row is one rank: how long it waits for each other rank in a step"
+    if waits.num_bytes.any() and waits.is_planned:
+        what += ", and how many bytes of gradients it receives, by the plan of the all-reduce"
+    elif waits.num_bytes.any():
+        what += ", and how many bytes of activations and their gradients it receives"
+    return f"Means of {format_quantity(waits.steps, 'step')}; {what}."
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ def _tiles(run: Run, summary: Summary) -> list[Tile]:
         for name, value in list(summary.metrics.items())[:2]
     ]
     figures = [
-        Tile(f"loss, {place}", f"{summary.loss:.4f}" if math.isfinite(summary.loss) else "?"),
+        Tile(f"loss, {place}", format_loss(summary.loss)),
         Tile("samples per second", format_number(summary.speed)),
         Tile("per step (median)", format_duration(summary.step_seconds)),
         Tile("duration of the run", format_duration(summary.seconds)),
@@ -141,8 +145,11 @@ def report_markdown(run: Run) -> str:
     figures = [(tile.name, tile.value) for tile in _tiles(run, summary)]
     if summary.digest:
         figures.append(("digest of the weights", summary.digest))
+    if summary.optimizer_digest:
+        figures.append(("digest of the optimizer state", summary.optimizer_digest))
     lines += ["", *markdown_table(("figure", "value"), figures)]
     sentences = [*timing_sentences(run), *timeline_sentences(typical_timeline(run), None)]
+    sentences = [*filter(None, [learning_rate_sentence(run)]), *sentences]
     lines += ["", *(f"- {escape_markdown(sentence)}" for sentence in sentences)]
     lines += _time_table(run)
     lines += _waits_table(run)

@@ -21,7 +21,13 @@ from lockstep.report.breakdown import time_by_rank, time_shares
 from lockstep.report.chart import Axis, Chart, Series, run_charts
 from lockstep.report.picture import Area, Box, Dot, Label, Line, Picture, Point, text_width
 from lockstep.report.summary import Summary, summarize
-from lockstep.report.summary_text import STATE_NAMES, headline, state_sentence
+from lockstep.report.summary_text import (
+    STATE_NAMES,
+    command_line,
+    headline,
+    learning_rate_text,
+    state_sentence,
+)
 
 __all__ = ["draw_slide"]
 
@@ -50,9 +56,9 @@ def draw_slide(run: Run) -> Picture:
     )
     half = (room - 48) / 2
     for number, chart in enumerate(run_charts(run)[:2]):  # loss and a metric, or the steps' time
-        _draw_chart(picture, chart, MARGIN + number * (half + 48), 192, half, 266)
-    _draw_time(picture, run, MARGIN, 506, half + 90)
-    _draw_digest(picture, summary, MARGIN + half + 160, 506, half - 112)
+        _draw_chart(picture, chart, MARGIN + number * (half + 48), 192, half, 282)
+    _draw_time(picture, run, MARGIN, 514, half + 90)
+    _draw_digest(picture, run, summary, MARGIN + half + 160, 514, half - 112)
     return picture
 
 
@@ -69,10 +75,14 @@ def _draw_chart(
     picture: Picture, chart: Chart, x: float, y: float, width: float, height: float
 ) -> None:
     """Draw a chart into the box at (x, y)."""
-    left, top, bottom = x + 52, y + 24, y + height - 24
+    left, top, bottom = x + 52, y + 44, y + height - 32
     axis = chart.linear
     picture.add(Label(x, y + 4, chart.title, 17, INK, bold=True))
     _draw_legend(picture, chart, x + width, y + 4)
+    picture.add(
+        Label(x, y + 24, chart.y_name, 12, SOFT),
+        Label((left + x + width) / 2, bottom + 34, "step", 12, SOFT, "middle"),
+    )
     for tick in axis.ticks:
         at = bottom - tick.position * (bottom - top)
         picture.add(
@@ -168,9 +178,15 @@ def _draw_time(picture: Picture, run: Run, x: float, y: float, width: float) -> 
         picture.add(Label(x + width, down, f"{len(rows) - MAX_RANKS} more ranks", 12, SOFT, "end"))
 
 
-def _draw_digest(picture: Picture, summary: Summary, x: float, y: float, width: float) -> None:
-    """Draw the digest of the weights in two columns."""
+def _draw_digest(
+    picture: Picture, run: Run, summary: Summary, x: float, y: float, width: float
+) -> None:
+    """Draw the digest of the weights in two columns, and the line at the bottom."""
+    rate = learning_rate_text(run)
+    notes = [command_line(run), f"learning rate {rate}" if rate else ""]
+    room = WIDTH - 2 * MARGIN - 150
     picture.add(
+        Label(MARGIN, HEIGHT - 22, " · ".join(filter(None, notes)), 12, SOFT, width=room),
         Label(x, y, "Digest of the weights" if summary.digest else "", 17, INK, bold=True),
         Label(WIDTH - MARGIN, HEIGHT - 22, "lockstep report", 12, SOFT, "end"),
     )

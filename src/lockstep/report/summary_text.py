@@ -15,6 +15,7 @@ from lockstep.formatting import (
     format_bytes,
     format_count,
     format_duration,
+    format_loss,
     format_metric,
     format_number,
     format_percent,
@@ -32,7 +33,14 @@ from lockstep.report.summary import (
     number_or,
 )
 
-__all__ = ["STATE_NAMES", "SettingsGroup", "command_line", "flatten_settings", "format_setting"]
+__all__ = [
+    "BUSY",
+    "STATE_NAMES",
+    "SettingsGroup",
+    "command_line",
+    "flatten_settings",
+    "format_setting",
+]
 __all__ += [
     "checkpoint_sentence",
     "headline",
@@ -40,8 +48,10 @@ __all__ += [
     "state_sentence",
     "timeline_sentences",
 ]
-__all__ += ["resume_sentence", "timing_sentences", "warning_sentence"]
+__all__ += ["learning_rate_sentence", "learning_rate_text", "resume_sentence", "timing_sentences"]
+__all__ += ["warning_sentence"]
 
+BUSY = 0.05  # fraction of the time that rank 0 waits for a core, above which it is reported
 STATE_NAMES = {"done": "done", "failed": "failed", "running": "still running", "died": "died"}
 STATE_NAMES |= {"stopped": "stopped"}
 
@@ -59,7 +69,7 @@ def _quality_sentence(run: Run, summary: Summary) -> str:
     if planned > summary.epochs:
         after = f"{summary.epochs} of {format_quantity(planned, 'epoch')}"
     found = [format_metric(*item) for item in summary.metrics.items() if math.isfinite(item[1])]
-    found += [f"loss {summary.loss:.4f}"] if math.isfinite(summary.loss) else []
+    found += [f"loss {format_loss(summary.loss)}"] if math.isfinite(summary.loss) else []
     if not found:
         return f"{what}: no step was recorded."
     place = "on held-out samples" if summary.held_out else "in training"
@@ -139,6 +149,12 @@ def timing_sentences(run: Run) -> list[str]:
         )
     elif run.layout_steps.ranks.shape[1] > 1:
         found.append("No rank is slower than the others.")
+    wait = number_or((run.end or {}).get("core_wait"), 0.0)
+    if wait > BUSY:
+        found.append(
+            f"Rank 0 waited for a core {format_percent(wait)} of the time: other programs, or more "
+            "ranks than cores, made the run slower."
+        )
     if step is not None and len(run.layout_steps) > 1:
         much = f", {format_number(step.medians)} times the median" if step.medians > 1.5 else ""
         cause = (
@@ -172,6 +188,29 @@ def timeline_sentences(recorded: Timeline | None, simulated: Timeline | None) ->
     return found
 
 
+def learning_rate_text(run: Run) -> str:
+    """Return the learning rate of a run: "0.05", "0.1 to 0.001", "" if it was not recorded."""
+    rates = run.steps.lr[np.isfinite(run.steps.lr)]
+    if not len(rates):
+        return ""
+    first, last, top = f"{rates[0]:.4g}", f"{rates[-1]:.4g}", f"{rates.max():.4g}"
+    if rates.min() == rates.max():
+        return first
+    return f"{first} to {last}" if top in (first, last) else f"{first} to {top} to {last}"
+
+
+def learning_rate_sentence(run: Run) -> str:
+    """Return the sentence about the learning rate; "" if it was not recorded."""
+    text = learning_rate_text(run)
+    if not text:
+        return ""
+    first, *others = text.split(" to ")
+    if not others:
+        return f"The learning rate is {first} in all steps."
+    top = f", with a maximum of {others[0]}" if len(others) > 1 else ""
+    return f"The learning rate goes from {first} to {others[-1]}{top}."
+
+
 def warning_sentence(line: dict[str, Any]) -> str:
     """Return the line of a warning as a sentence."""
     at, rank = number_or(line.get("t")), line.get("rank")
@@ -187,6 +226,8 @@ def command_line(run: Run) -> str:
     if not isinstance(command, list) or not command:
         return ""
     first, *rest = map(str, command)
+    if first.endswith(".py") and os.path.basename(first) != "__main__.py":
+        return shlex.join(["python", first, *rest])
     if os.path.basename(first) == "__main__.py":
         return shlex.join(["python", "-m", os.path.basename(os.path.dirname(first)), *rest])
     return shlex.join([os.path.basename(first) if first.endswith("/lockstep") else first, *rest])
@@ -201,7 +242,7 @@ class SettingsGroup:
 
 
 def settings_groups(run: Run) -> list[SettingsGroup]:
-    """Return environment, layout, options, model and variables, as far as they are recorded."""
+    """Return what is recorded of environment, layout, options, model, optimizer and variables."""
     environment = dict(run.environment)
     variables = as_dict(environment.pop("variables", None))
     memory = number_or(environment.pop("memory_bytes", None))
@@ -213,6 +254,8 @@ def settings_groups(run: Run) -> list[SettingsGroup]:
         "Layout": run.layout,
         "Options": as_dict(run.latest("options")),
         "Model": as_dict(run.header.get("model")),
+        "Optimizer": {"learning rate": learning_rate_text(run)}
+        | as_dict(run.header.get("optimizer")),
         "Environment variables": variables,
     }
     flat = {name: dict(flatten_settings(values)) for name, values in groups.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
-
 from lockstep.errors import UsageError
+from lockstep.launcher.run_folder import command_words
 from lockstep.launcher.world import World
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
@@ -20,6 +20,7 @@ from lockstep.record.environment import describe_environment
 from lockstep.record.loggers import DashboardLogger, Logger
 from lockstep.record.recorder import Recorder
 from lockstep.redaction import redact
+from lockstep.training.optimization import Optimization
 from lockstep.training.rank_status import RankStatus
 
 __all__ = [
@@ -288,10 +289,13 @@ def find_folder(loggers: Sequence[Logger]) -> Path | None:
     return next((each.folder for each in loggers if isinstance(each, Recorder)), None)
 
 
-def describe_run(world: World, parallel: ParallelContext, module: nn.Module) -> dict[str, Any]:
+def describe_run(
+    world: World, parallel: ParallelContext, optimization: Optimization
+) -> dict[str, Any]:
     """Return the fields of the first line."""
+    module = optimization.module
     return {
-        "command": sys.argv,
+        "command": command_words(os.environ, sys.argv),
         "layout": {
             "world_size": world.world_size,
             "replicas": parallel.replicas,
@@ -300,13 +304,18 @@ def describe_run(world: World, parallel: ParallelContext, module: nn.Module) -> 
             "threads": parallel.threads,
             "backend": world.backend,
             "device": str(world.device),
+            "storage": "replicated" if optimization.sharded is None else "shared",
         },
         "environment": describe_environment(),
         "model": {
             "class": type(module).__name__,
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
             "buffers": sum(buffer.numel() for buffer in module.buffers()),
+            "gradient_bytes": sum(
+                each.nbytes for each in module.parameters() if each.requires_grad
+            ),
         },
+        "optimizer": optimization.options(),
     }
 
 

@@ -83,7 +83,7 @@ class Optimization:
         _check_fused(self.optimizer)
         self.scheduler = config.scheduler(self.optimizer) if config.scheduler else None
         self.average = None if ema_decay is None else _make_average(module, ema_decay)
-        self._module, self._interval = module, interval
+        self.module, self._interval = module, interval
         self.sharded: ShardedOptimizer | None = None
 
     @property
@@ -91,10 +91,23 @@ class Optimization:
         """The learning rate of the first parameter group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def options(self) -> dict[str, Any]:
+        """Return the class of the optimizer and its default options, without the learning rate.
+
+        The learning rate is part of every step.
+        """
+        schedule = {} if self.scheduler is None else {"scheduler": type(self.scheduler).__name__}
+        plain = {
+            name: value
+            for name, value in self.optimizer.defaults.items()
+            if name != "lr" and isinstance(value, (bool, int, float, str, tuple))
+        }
+        return {"class": type(self.optimizer).__name__, **schedule, **plain}
+
     def describe(self) -> Description:
         """Describe the optimizer and the schedule."""
         names: dict[torch.Tensor, str] = {
-            each: name for name, each in self._module.named_parameters()
+            each: name for name, each in self.module.named_parameters()
         }
         found = describe_optimizer("optimizer", self.optimizer, names)
         if self.scheduler is None:
@@ -122,7 +135,7 @@ class Optimization:
     def local_state(self) -> dict[str, Any]:
         """Return the state of the parameters on this rank: "conv.weight/exp_avg", "/average"."""
         names: dict[torch.Tensor, str] = {
-            each: name for name, each in self._module.named_parameters()
+            each: name for name, each in self.module.named_parameters()
         }
         here = {name for each, name in names.items() if not each.is_meta}
         found = {
@@ -148,7 +161,7 @@ class Optimization:
         else:
             self.sharded.step(about)
         if self.average is not None:
-            self.average.update_parameters(self._module)
+            self.average.update_parameters(self.module)
         if self.scheduler is not None and self._interval == "step":
             self.scheduler.step()
 

@@ -246,7 +246,7 @@ class Trainer:
             checkpoints.stop if checkpoints is not None else None,
         )
         if loggers:
-            self.history.write("run", **describe_run(self.world, self.parallel, self.module))
+            self.history.write("run", **describe_run(self.world, self.parallel, self._optimization))
         self._fingerprinter: Fingerprinter | None = None
         if session is not None:
             has_whole_gradients = self._optimization.sharded is None
@@ -501,7 +501,7 @@ class Trainer:
             FileError: Every checkpoint is damaged.
         """
         if check.current_session() is None:
-            self._run.resume(place, describe_run(self.world, self.parallel, self.module))
+            self._run.resume(place, describe_run(self.world, self.parallel, self._optimization))
 
     def __enter__(self) -> Trainer:
         """Return itself."""
