@@ -350,7 +350,7 @@ class OfEpochs:
 
 
 def with_half_precision(lab):
-    """bfloat16 by autocast, activation checkpointing, parameter groups, a schedule of epochs."""
+    """float16 by autocast, activation checkpointing, parameter groups, a schedule of epochs."""
 
     def groups(name, parameter):
         return {"weight_decay": 0.1 if parameter.dim() > 1 else 0.0}
@@ -361,13 +361,15 @@ def with_half_precision(lab):
         scheduler=partial(lr_scheduler.CosineAnnealingLR, T_max=4),
     )  # fmt: skip
     trainer = lab.trainer(
-        network(), None, optimizer, autocast_dtype=torch.bfloat16, activation_checkpointing=True,
+        network(), None, optimizer, autocast_dtype=torch.float16, activation_checkpointing=True,
         callbacks=[callback], stateful={"callback": callback},
     )  # fmt: skip
+    scale = trainer.parallel.loss_scale
+    scale.interval = 2
     for epoch in range(EPOCHS):
         for batch in trainer.batches(TensorDataset(*vars(Pairs()).values()), BATCH, epoch=epoch):
             trainer.step(batch)
-    return finish(trainer, callback.seen)
+    return finish(trainer, callback.seen, scale.state_dict())
 
 
 # --- every boundary, from layout to layout -------------------------------------------------------

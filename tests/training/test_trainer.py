@@ -551,7 +551,11 @@ def test_without_init_the_trainer_says_so():
     ("wrong", "error", "sentence"),
     [
         ({"microbatches": 0}, LayoutError, "at least one"),
-        ({"autocast_dtype": torch.float16}, UsageError, "bfloat16 or torch.float32"),
+        (
+            {"autocast_dtype": torch.float64},
+            UsageError,
+            "float16 or torch.float32, not torch.float64",
+        ),
         (
             {"optimizer": ls.OptimizerConfig(SGD, scheduler=object, scheduler_interval="week")},
             UsageError,

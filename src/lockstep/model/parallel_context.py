@@ -17,6 +17,7 @@ from lockstep.data.microbatch import Batch, map_tensors, split_batch
 from lockstep.errors import LayoutError, UsageError
 from lockstep.launcher.world import World
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
+from lockstep.model.loss_scale import LossScale
 from lockstep.model.loss_weight import WeightFunction, infer_weight_function
 
 __all__ = ["ParallelContext"]
@@ -24,7 +25,10 @@ __all__ = ["ParallelContext"]
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """The layout, the loss and the arithmetic of a trainer, as seen by this rank."""
+    """The layout, the loss and the arithmetic of a trainer, as seen by this rank.
+
+    Only `loss_scale` changes from step to step, on all ranks alike.
+    """
 
     microbatches: int
     rank: int
@@ -41,6 +45,7 @@ class ParallelContext:
     peers: dist.ProcessGroup | None
     extra_modules: tuple[nn.Module, ...] = ()
     activation_checkpointing: bool = False
+    loss_scale: LossScale | None = None
 
     @classmethod
     def from_world(
@@ -85,6 +90,7 @@ class ParallelContext:
             peers=_peers(world, stages),
             extra_modules=tuple(extra_modules),
             activation_checkpointing=activation_checkpointing,
+            loss_scale=LossScale() if autocast_dtype == torch.float16 else None,
         )
 
     def make_checkpointing(self, blocks: Mapping[str, nn.Module]) -> ActivationCheckpointing:
@@ -155,8 +161,11 @@ def _check(replicas: int, microbatches: int, autocast_dtype: torch.dtype | None)
             f"start at most {microbatches} ranks, or train with microbatches={replicas} or more "
             "(which changes the bits)"
         )
-    if autocast_dtype not in (None, torch.float32, torch.bfloat16):
-        raise UsageError(f"autocast_dtype is torch.bfloat16 or torch.float32, not {autocast_dtype}")
+    if autocast_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+        raise UsageError(
+            "autocast_dtype is torch.bfloat16, torch.float16 or torch.float32, not "
+            f"{autocast_dtype}"
+        )
 
 
 def _check_stages(ranks: int, stages: int, extra_modules: Sequence[nn.Module]) -> None:

@@ -237,6 +237,11 @@ class StepContext:
                 "frozen, or the loss was computed under torch.no_grad()"
             )
 
+    def scale_loss(self, loss: torch.Tensor, share: float) -> torch.Tensor:
+        """Return what backward begins at: the loss by its share of the batch, and its scale."""
+        scale = self.parallel.loss_scale
+        return loss * share if scale is None else scale.scale(loss, share)
+
     def _shares(self, batch: Batch) -> tuple[dict[int, float], int]:
         parallel = self.parallel
         sizes = {

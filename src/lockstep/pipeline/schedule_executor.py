@@ -183,8 +183,7 @@ class ScheduleExecutor:
             computed = ComputedMicrobatch(microbatch, share, [loss.detach()], metrics)
             self.step.computed.append(computed)
             with torch.autocast(self._parallel.device.type, enabled=False):
-                result: torch.Tensor = loss * share
-            return result
+                return self.step.scale_loss(loss, share)
 
         return scaled
 

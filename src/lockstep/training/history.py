@@ -45,7 +45,9 @@ class StepResult:
     """One optimizer step. Times in seconds; `ranks` as `compute_rank_times` gives them.
 
     `loss` is the batch's loss before the step, `metrics` means over its samples,
-    `norm` the whole gradient's 2-norm before clipping.
+    `norm` the whole gradient's 2-norm before clipping. `loss_scale` is the scale of the
+    loss, and `is_skipped` whether gradients overflowed, so that the weights did not change;
+    None without float16 autocast.
     """
 
     step: int
@@ -57,6 +59,8 @@ class StepResult:
     seconds: float = 0.0
     ranks: list[list[float]] = field(default_factory=list)
     norm: float = 0.0
+    loss_scale: float | None = None
+    is_skipped: bool | None = None
 
 
 @dataclass(frozen=True)

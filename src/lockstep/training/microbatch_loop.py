@@ -113,7 +113,7 @@ class MicrobatchLoop:
         self._current.losses.append(loss.detach())
         self._current.metrics.update(metrics or {})
         with torch.autocast(self.step.parallel.device.type, enabled=False):
-            scaled = loss * self._current.share
+            scaled = self.step.scale_loss(loss, self._current.share)
             watched = self._watch_backward(scaled) if final else nullcontext()
             with watched, self._checkpointing.explain_errors():
                 scaled.backward(retain_graph=retain_graph)

@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from lockstep.comm.collectives import all_gather_bytes
@@ -137,11 +138,13 @@ def distribute_weights(
     Raises:
         DisagreementError: Parameters have memory in common on some ranks only.
         LayoutError: Parameters have memory in common, which this layout does not keep.
-        UsageError: An expanded tensor cannot have memory of its own.
+        UsageError: An expanded tensor cannot have memory of its own, or a parameter has a dtype
+            that cannot be trained.
     """
     plan = partitioner.plan_without_data() if parallel.stages > 1 else None
     modules = parallel.modules_with(module)
     allocate_repeated(modules)
+    _check_dtypes(module, parallel)
     for name, each in modules.items():
         move_to_device(each, parallel.device)
         if name or plan is None:
@@ -150,6 +153,17 @@ def distribute_weights(
             placement = Placement.from_model(parallel, plan.partition, module)
             broadcast_weights(each, parallel.group, parallel.device, placement.is_local)
     _check_memory(modules, parallel, shared)
+
+
+def _check_dtypes(module: nn.Module, parallel: ParallelContext) -> None:
+    for name, parameter in module.named_parameters():
+        half = parameter.dtype is torch.float16 and parameter.requires_grad
+        if half and parallel.loss_scale is not None:
+            raise UsageError(
+                f"the parameter {name} is float16, and autocast_dtype=torch.float16 needs float32 "
+                "parameters, whose gradients can be divided by the loss scale: call .float() on "
+                "the model"
+            )
 
 
 def _check_memory(

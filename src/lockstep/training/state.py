@@ -174,6 +174,7 @@ class TrainingState:
 
     def position_state(self) -> dict[str, Any]:
         """Return where the training is: plain values, the same on every rank."""
+        scale = self._parallel.loss_scale
         return {
             "history": self._history.state_dict(),
             "samplers": self.samplers.state_dict(),
@@ -181,6 +182,7 @@ class TrainingState:
             "epoch": self.position.epoch,
             "seed": self.position.seed,
             "microbatches": self._parallel.microbatches,
+            "loss_scale": scale.state_dict() if scale is not None else None,
         }
 
     def load_position(self, state: Mapping[str, Any]) -> None:
@@ -190,6 +192,9 @@ class TrainingState:
         position, steps = self.position, state["steps"]
         position.steps, position.epoch = steps, state["epoch"]
         position.attempt = Attempt(position.attempt.trainer, steps, steps - 1)
+        scale, saved = self._parallel.loss_scale, state.get("loss_scale")
+        if scale is not None and saved is not None:
+            scale.load_state_dict(saved)
 
     def local_state(self) -> dict[str, Any]:
         """Return what this rank has of the state, for a checkpoint; not a collective call.

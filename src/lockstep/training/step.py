@@ -6,7 +6,8 @@
 (4) reduce      gradients along the tree, over the ranks
 (5) clip        by the norm of the whole gradient, which must be finite too
 (6) merge       buffers
-(7) update      the optimizer, the average of the weights, the schedule: the step is committed
+(7) update      the optimizer, the average of the weights, the schedule: the step is committed;
+                nothing of it if float16 gradients overflowed
 
 An exception before (7) leaves parameters, buffers and optimizer state as they were.
 """
@@ -197,11 +198,14 @@ class OptimizerStep:
         nodes, peers = self._nodes(leaves), self._peers(statuses)
         self._reduce(step, status, nodes, peers)
         norm = self._clip(step)
+        scale = self.parallel.loss_scale
+        is_skipped = None if scale is None else not math.isfinite(norm)
         with self._restored_buffers():
             self._merge_buffers(leaves, nodes, peers)
             reduced = time.perf_counter()
             rate = self.optimization.rate
-            self.optimization.step(step.label.about)
+            if not is_skipped:
+                self.optimization.step(step.label.about)
         updated = time.perf_counter()
         step.is_agreed = False
         result = StepResult(
@@ -216,7 +220,11 @@ class OptimizerStep:
                 statuses, exchanged - begun, reduced - exchanged, updated - reduced
             ),
             norm=norm,
+            loss_scale=None if scale is None else scale.value,
+            is_skipped=is_skipped,
         )
+        if scale is not None:
+            scale.update(bool(is_skipped))
         return CommittedStep(result, statuses, (exchanged, reduced, updated))
 
     # --- (2) exchange --------------------------------------------------------------------------
@@ -303,13 +311,20 @@ class OptimizerStep:
             step.fingerprinter.record_reduction(losses)
 
     def _clip(self, step: StepContext) -> float:
-        """Scale the gradients down to the limit, and return their norm before."""
-        sharded = self.optimization.sharded
+        """Scale the gradients down to the limit, and return their norm before.
+
+        It is finite, unless a smaller loss scale may make it so.
+        """
+        scale, sharded = self.parallel.loss_scale, self.optimization.sharded
         if sharded is not None:
             present = sharded.local_gradients()
+            if scale is not None:
+                scale.unscale_(present)
             squares = gradient_norm.compute_squares(present)
         else:
             present = [each.grad for each in self.executor.parameters if each.grad is not None]
+            if scale is not None:
+                scale.unscale_(present)
             owned = [each.grad for each in self.executor.owned_parameters if each.grad is not None]
             squares = gradient_norm.compute_squares(
                 owned, self.parallel.replica, self.parallel.replicas
@@ -321,8 +336,9 @@ class OptimizerStep:
             each for message in messages for each in array("d", message)
         )
         gradient_norm.clip_gradients_(present, norm, self.max_grad_norm)
-        if not math.isfinite(norm):
-            raise GradientError(f"step {step.number}: the norm of the gradient is {norm}")
+        if not math.isfinite(norm) and (scale is None or not scale.can_decrease):
+            at_scale = "" if scale is None else f" with a loss scale of {scale.value:g}"
+            raise GradientError(f"step {step.number}: the norm of the gradient is {norm}{at_scale}")
         return norm
 
     # --- (6) merge -----------------------------------------------------------------------------

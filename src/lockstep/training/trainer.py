@@ -94,7 +94,7 @@ class Trainer:
         max_grad_norm: The largest 2-norm of the whole gradient; None for no clipping.
         ema_decay: The decay of an exponential moving average of the weights, `ema_model`; None
             for no average.
-        autocast_dtype: `torch.bfloat16` for mixed precision by autocast.
+        autocast_dtype: `torch.bfloat16`, or `torch.float16` with a loss scale, for autocast.
         activation_checkpointing: Keep the inputs of each block and recompute its activations in
             backward, for a second forward of each block. Changes no bit.
         extra_modules: Modules that a step calls besides the model and does not train (a GAN's
