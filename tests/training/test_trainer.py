@@ -742,6 +742,66 @@ def test_a_data_loader_trains_and_evaluates_like_its_dataset():
     assert evaluations[0].samples == 45
 
 
+@pytest.mark.usefixtures("alone")
+def test_calls_that_do_not_fit_say_what_to_write():
+    trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
+    batch = rows(16).tensors
+    step = r"^trainer.step takes one batch, .*: write `loss = trainer.step\(batch\)`, or `with tr"
+    several = r"; for several batches write `for batch in trainer.batches\(...\): trainer.step\(b"
+    with pytest.raises(UsageError, match=several):
+        trainer.step(DataLoader(rows(), 16))
+    for call, sentence in [
+        (lambda: trainer.step(), step),
+        (lambda: trainer.step(*batch), step),
+        (lambda: trainer.step(inputs=batch), step),
+        (lambda: trainer.manual_step(batch), "takes no batch: write `with trainer.manual_step"),
+        (lambda: trainer.batches(), r"write `for batch in trainer.batches\(dataset, batch_size\)"),
+        (lambda: trainer.evaluate(rows(), 16, 16), r"write `trainer.evaluate\(dataset, batch_size"),
+    ]:
+        with pytest.raises(UsageError, match=sentence):
+            call()
+    assert trainer.steps == 0
+    for name, hint in {"fit": "write `for batch in", "save": "write `trainer.save_weights"}.items():
+        with pytest.raises(AttributeError, match=f"^a trainer has no attribute '{name}': {hint}"):
+            getattr(trainer, name)
+    with pytest.raises(AttributeError, match=r"^a trainer has no attribute 'stpe'$"):
+        trainer.stpe(batch)
+    with pytest.raises(TypeError, match="'input2'"):  # of the model's call, not of the trainer's
+        ls.Trainer(nn.Bilinear(6, 6, 3), None, SGD).step(batch[0])
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_plateau_is_given_the_loss_of_each_epoch_or_of_the_scripts_choice():
+    """With the default interval the first step raised TypeError, after the weights changed."""
+    plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=0.9)
+    losses = []
+    config = ls.OptimizerConfig(SGD, scheduler=plateau)
+    trainer = ls.Trainer(
+        small_model(), nn.CrossEntropyLoss(), config,
+        callbacks=SimpleNamespace(on_epoch=lambda result: losses.append(result.loss)),
+    )  # fmt: skip
+    rates = []
+    for epoch in range(3):
+        for batch in trainer.batches(rows(), 16, epoch=epoch):
+            trainer.step(batch)
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1, 0.01, 0.001])
+    assert trainer.scheduler.best == losses[0]
+    by_hand = partial(plateau, mode="max")
+    config = ls.OptimizerConfig(SGD, scheduler=by_hand, scheduler_interval="manual")
+    trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), config)
+    for value, rate in [(0.5, 0.1), (0.4, 0.01)]:
+        for batch in trainer.batches(rows(), 16):
+            trainer.step(batch)
+        trainer.scheduler.step(value)
+        assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+    for options in ({"scheduler": plateau, "scheduler_interval": "step"}, {"scheduler": by_hand}):
+        with pytest.raises(
+            UsageError, match=r"leave scheduler_interval=.* call trainer.scheduler."
+        ):
+            ls.Trainer(small_model(), None, ls.OptimizerConfig(SGD, **options))
+
+
 def test_weights_that_cannot_be_written_fail_on_every_rank(ranks, tmp_path):
     (tmp_path / "model.pt").mkdir()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import lockstep as ls
 from lockstep.data.datasets import digits
@@ -49,8 +50,8 @@ def train(folder: Path) -> float:
         ls.OptimizerConfig(
             partial(torch.optim.AdamW, lr=1e-3),
             parameter_groups=decay,
-            scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1),
-            scheduler_interval="epoch",
+            scheduler=partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=3),
+            scheduler_interval="manual",
         ),
         microbatches=4,
         loss_weight=ls.target_weight(nn.CrossEntropyLoss()),
@@ -74,6 +75,10 @@ def train(folder: Path) -> float:
         for batch in batches:
             loss += trainer.step(batch)
         evaluation = trainer.evaluate(digits(), 64, ema=True)
+        for batch in trainer.batches(DataLoader(digits(), 64, drop_last=True), epoch=1):
+            loss += trainer.step(batch)
+        evaluation = trainer.evaluate(DataLoader(digits(), 64))
+        trainer.scheduler.step(evaluation.loss)
         trainer.save_weights(folder / "weights.safetensors")
         trainer.save_checkpoint(folder / "checkpoint")
         state = trainer.state_dict()

@@ -130,6 +130,8 @@ def split_batch(
         raise DatasetError(
             f"a batch of type {type(batch).__name__} cannot be split into micro-batches; "
             "pass tensors, or tuples, lists or mappings of tensors"
+            + "; for several batches write `for batch in trainer.batches(...): trainer.step(batch)`"
+            * (hasattr(batch, "__iter__") or hasattr(batch, "__getitem__"))
         )
     (first, size), *others = sizes.items()
     for name, other in others:

@@ -35,7 +35,15 @@ from lockstep.model.forward import check_scalar
 from lockstep.model.loss_weight import compute_shares, count_ignored_targets, is_sum
 from lockstep.model.parallel_context import ParallelContext
 
-__all__ = ["Attempt", "ComputedMicrobatch", "MicrobatchResult", "Span", "StepContext", "StepLabel"]
+__all__ = [
+    "Attempt",
+    "ComputedMicrobatch",
+    "MicrobatchResult",
+    "Span",
+    "StepContext",
+    "StepLabel",
+    "begin_attempts",
+]
 
 
 @dataclass
@@ -70,6 +78,18 @@ class Attempt:
     def __str__(self) -> str:
         """Return the description that every exchange of the attempt compares."""
         return f"in step {self.step} of trainer {self.trainer} (attempt {self.number})"
+
+
+_trainers = 0  # that this process has made, or that other ranks of its worlds have
+
+
+def begin_attempts(group: dist.ProcessGroup | None) -> Attempt:
+    """Return what the first attempt follows, with the trainer's number, the same on every rank."""
+    global _trainers
+    said = all_gather_bytes(str(_trainers).encode(), "making a trainer", group)
+    number = max(int(each) for each in said)
+    _trainers = number + 1
+    return Attempt(number, step=0, number=-1)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,10 @@ class MicrobatchLoop:
             with parallel.autocast():
                 yield data
             if not self._current.losses:
-                raise UsageError(f"{step.place(leaf)}: step.backward(loss) was not called")
+                raise UsageError(
+                    f"{step.place(leaf)}: step.backward(loss) was not called: write it instead of "
+                    "loss.backward()"
+                )
             self.buffers.collect(leaf, microbatch.size / step.samples)
             self.gradients.accumulate(leaf)
             step.computed.append(self._current)

@@ -45,13 +45,16 @@ class OptimizerConfig:
         parameter_groups: Returns the optimizer options of a parameter from its name and the
             parameter, such as {"weight_decay": 0.0}; equal options form a group.
         scheduler: A factory that is called with the optimizer.
-        scheduler_interval: Whether the scheduler steps after every "step" or every "epoch".
+        scheduler_interval: Whether the scheduler steps after every "step", after every "epoch", or
+            only when your own code calls `trainer.scheduler.step()` ("manual"). By default
+            "step", or "epoch" for `ReduceLROnPlateau`, which is given the mean loss of the
+            epoch's training.
     """
 
     factory: OptimizerFactory
     parameter_groups: ParameterGroups | None = None
     scheduler: SchedulerFactory | None = None
-    scheduler_interval: Literal["step", "epoch"] = "step"
+    scheduler_interval: Literal["step", "epoch", "manual"] | None = None
 
 
 class Optimization:
@@ -70,8 +73,8 @@ class Optimization:
                 "the optimizer is given as a factory, such as "
                 "partial(torch.optim.SGD, lr=0.1), not as an optimizer that exists already"
             )
-        if interval not in ("step", "epoch"):
-            raise UsageError(f'scheduler_interval is "step" or "epoch", not {interval!r}')
+        if interval not in ("step", "epoch", "manual", None):
+            raise UsageError(f'scheduler_interval is "step", "epoch" or "manual", not {interval!r}')
         if ema_decay is not None and not 0 <= ema_decay < 1:
             raise UsageError(f"ema_decay={ema_decay}: the decay of an average is in [0, 1)")
         self.optimizer = factory(_grouped(module.named_parameters(), config.parameter_groups))
@@ -83,7 +86,15 @@ class Optimization:
         _check_fused(self.optimizer)
         self.scheduler = config.scheduler(self.optimizer) if config.scheduler else None
         self.average = None if ema_decay is None else _make_average(module, ema_decay)
-        self.module, self._interval = module, interval
+        is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
+        self.module, self._interval = module, interval or ("epoch" if is_plateau else "step")
+        is_maximum = getattr(self.scheduler, "mode", "min") == "max"
+        if is_plateau and (self._interval == "step" or (is_maximum and self._interval == "epoch")):
+            raise UsageError(
+                "ReduceLROnPlateau is given the mean training loss of each epoch: leave "
+                'scheduler_interval="step" and mode="max" out, or write '
+                'scheduler_interval="manual" and call trainer.scheduler.step(value) yourself'
+            )
         self.sharded: ShardedOptimizer | None = None
 
     @property

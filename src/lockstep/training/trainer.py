@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lockstep.check import session as check
@@ -35,9 +34,10 @@ from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.model.forward import Metric
 from lockstep.model.loss_weight import WeightFunction
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.step_context import Attempt, StepContext
+from lockstep.model.step_context import StepContext, begin_attempts
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.recorder import Recorder
+from lockstep.training.call_hints import explain_calls
 from lockstep.training.epoch import Epoch
 from lockstep.training.history import (
     Callback,
@@ -64,6 +64,7 @@ __all__ = ["Trainer"]
 Storage = Literal["replicated", "shared"]
 
 
+@explain_calls
 class Trainer:
     """Trains a model on all ranks of the world, with the same bits in every layout.
 
@@ -153,7 +154,7 @@ class Trainer:
             "extra_modules": extra_modules,
             "storage": storage,
             "checkpoint": None if checkpoint is None else list(checkpoint.stateful),
-            "scheduler_interval": optimizer.scheduler_interval,
+            "scheduler_interval": optimizer.scheduler_interval or "step",
             **{f"pipeline.{name}": value for name, value in vars(stages).items()},
         }
         self.world = world()
@@ -209,7 +210,7 @@ class Trainer:
             seed,
             storage == "shared",
         )
-        self._position = Position(_begin_attempts(self.parallel.group), seed)
+        self._position = Position(begin_attempts(self.parallel.group), seed)
         self._began = time.perf_counter()
         may_resume = checkpoint is not None
         loggers = open_loggers(loggers, may_resume) if self.world.rank == 0 else []
@@ -572,18 +573,6 @@ class Trainer:
         return lambda message, doing: all_gather_bytes(
             message, f"{doing} {what}", self.parallel.group
         )
-
-
-_trainers = 0  # that this process has made, or that other ranks of its worlds have
-
-
-def _begin_attempts(group: dist.ProcessGroup | None) -> Attempt:
-    """Return what the first attempt follows, with the trainer's number, the same on every rank."""
-    global _trainers
-    said = all_gather_bytes(str(_trainers).encode(), "making a trainer", group)
-    number = max(int(each) for each in said)
-    _trainers = number + 1
-    return Attempt(number, step=0, number=-1)
 
 
 def _check_options(max_grad_norm: float | None, storage: str, pipeline: PipelineConfig) -> None:

@@ -1,0 +1,83 @@
+"""What a trainer answers to calls that do not fit: one sentence that says what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn, TypeVar
+
+from lockstep.errors import UsageError
+
+__all__ = ["explain_calls"]
+
+Class = TypeVar("Class")
+
+LOOP = "for batch in trainer.batches(dataset, batch_size): trainer.step(batch)"
+MANUAL_STEP = "with trainer.manual_step() as step:"
+
+CALLS = {
+    "step": "trainer.step takes one batch, such as (inputs, targets), and returns its loss: write "
+    f"`loss = trainer.step(batch)`, or `{MANUAL_STEP}` for a loop of your own over micro-batches",
+    "manual_step": f"trainer.manual_step() takes no batch: write `{MANUAL_STEP}` and pass the "
+    "batch to step.microbatches(batch)",
+    "batches": "trainer.batches takes a dataset and the batch size over all ranks, or a "
+    f"DataLoader: write `{LOOP}`",
+    "evaluate": "trainer.evaluate takes a dataset and the batch size over all ranks, or a "
+    "DataLoader: write `trainer.evaluate(dataset, batch_size)`",
+}
+"""What to write where the arguments of a method do not fit."""
+
+INSTEAD = {
+    "train": f"write `{LOOP}`; the model is in training mode in a step",
+    "fit": f"write `{LOOP}`",
+    "eval": "write `trainer.evaluate(dataset, batch_size)`; the model is in evaluation mode there",
+    "validate": "write `trainer.evaluate(dataset, batch_size)`",
+    "test": "write `trainer.evaluate(dataset, batch_size)`",
+    "predict": "call `trainer.model`",
+    "forward": "call `trainer.model`",
+    "parameters": "write `trainer.model.parameters()`",
+    "backward": f"`trainer.step(batch)` runs it; for a loop of your own write `{MANUAL_STEP}` and "
+    "`step.backward(loss)`",
+    "zero_grad": "gradients of a step are cleared by the next one; leave it out",
+    "save": "write `trainer.save_weights(path)`, or `trainer.save_checkpoint(path)` to resume",
+    "load": "write `trainer.resume(path)` for a checkpoint, or load weights into the model before "
+    "the trainer is made",
+    "average": "write `trainer.ema_model`",
+    "ema": "write `trainer.ema_model`",
+    "lr": "write `trainer.optimizer.param_groups[0]['lr']`",
+}
+"""What to write instead of names that other libraries have."""
+
+
+def explain_calls(trainer: type[Class]) -> type[Class]:
+    """Let the methods and wrong names of a trainer's class raise errors that say what to write.
+
+    Signatures and types stay as they are. Arguments that do not fit raise UsageError, which
+    TypeError would be otherwise; a name that does not exist stays an AttributeError.
+    """
+    methods: dict[str, Callable[..., Any]] = {
+        name: _explain_arguments(getattr(trainer, name), sentence)
+        for name, sentence in CALLS.items()
+    }
+    for name, method in (methods | {"__getattr__": _refuse_name}).items():
+        setattr(trainer, name, method)  # type checkers do not see it: to them, no name exists
+    return trainer
+
+
+def _explain_arguments(method: Callable[..., Any], sentence: str) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return method(*args, **options)
+        except TypeError as error:
+            traceback = error.__traceback__
+            if traceback is not None and traceback.tb_next is None:  # the method did not begin
+                raise UsageError(sentence) from None
+            raise
+
+    return call
+
+
+def _refuse_name(trainer: object, name: str) -> NoReturn:
+    hint = f": {INSTEAD[name]}" if name in INSTEAD else ""
+    raise AttributeError(f"a trainer has no attribute {name!r}{hint}", name=name, obj=trainer)
