@@ -91,6 +91,11 @@ class EpochOrder:
         last = batch + 1 == len(self.starts)
         return range(self.starts[batch], len(self.indices) if last else self.starts[batch + 1])
 
+    def find_smaller(self, size: int, start: int = 0) -> int | None:
+        """Return the first batch from `start` on with fewer samples than `size`, or None."""
+        numbers = range(start, len(self))
+        return next((number for number in numbers if len(self.span(number)) < size), None)
+
     def digest(self) -> bytes:
         """Return a hash of 16 bytes, equal on two ranks if their batches are equal."""
         starts = torch.tensor(self.starts, dtype=torch.int64)

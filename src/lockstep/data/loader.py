@@ -48,6 +48,7 @@ from lockstep.data.samplers import (
 )
 from lockstep.data.workers import Items, load_in_process, load_in_workers, load_isolated
 from lockstep.errors import DatasetError, LayoutError
+from lockstep.formatting import format_quantity
 from lockstep.randomness import key
 
 __all__ = ["Agree", "Batches"]
@@ -124,7 +125,7 @@ class Batches:
         self.agree = agree
         self.position = 0
         self._start = 0
-        self._order = ""
+        self._order, self._single_sample = "", ""
         self._comparing = 0.0  # seconds that the ranks spent on comparing the next batch
         self._sampler_states = sampler_states or SamplerStates()
         self._drawn_from: dict[str, Any] | None = (
@@ -247,6 +248,10 @@ class Batches:
             self._compare_epoch(start, None)
             return self._prepare(self._stream(start), None)
         epoch = self._plan_epoch(start)
+        # A batch has micro-batches of one sample if it has fewer than two for each.
+        if (found := epoch.find_smaller(2 * self._share.microbatches, start)) is not None:
+            samples = format_quantity(len(epoch.span(found)), "sample")
+            self._single_sample = f"batch {found} of epoch {self.epoch} ({samples})"
         numbers = range(start, len(epoch))
         tensors = None
         if self.collate_fn is None:
@@ -370,6 +375,7 @@ class Batches:
             raise item.error(f"{item.message} ({self._who}, batch {self.position})")
         size, parts, _ = item
         pieces = self._share.pieces(size)
+        single_sample, self._single_sample = self._single_sample, ""
         return Batch(
             size=size,
             leaves=count_microbatches(size, self._share.microbatches),
@@ -380,6 +386,7 @@ class Batches:
             epoch=self.epoch,
             seconds=seconds,
             identity=BatchIdentity(self.epoch, self.position, self._order),
+            single_sample=single_sample,
         )
 
 

@@ -95,6 +95,8 @@ class Batch:
         epoch: The epoch of the batch.
         seconds: How long this rank waited for the data.
         identity: What identifies the batch, equal on all ranks.
+        single_sample: The first batch, from this one on, in which a micro-batch holds one sample;
+            "" if there is none, or if this is not the first batch of an iteration.
     """
 
     size: int
@@ -103,6 +105,7 @@ class Batch:
     epoch: int = 0
     seconds: float = 0.0
     identity: BatchIdentity = field(default_factory=BatchIdentity)
+    single_sample: str = ""
 
 
 def split_batch(

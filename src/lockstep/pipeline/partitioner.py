@@ -226,7 +226,8 @@ class Partitioner:
                 "schedule": self.schedule or DEFAULT_SCHEDULE,
                 "stages_per_rank": self._stages_per_rank,
             }
-        costs = profile_blocks(blocks, data, parallel, partial(print, file=sys.stderr))
+        report = partial(print, file=sys.stderr)
+        costs = profile_blocks(blocks, data, parallel, report, microbatch.size)
         count = -(-parallel.microbatches // parallel.replicas)
         if self.schedule is None:
             found = choose_schedule(costs, parallel.stages, count)

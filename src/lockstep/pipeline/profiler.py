@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 
 from lockstep.data.microbatch import map_tensors
 from lockstep.errors import LayoutError, StateError
+from lockstep.model.batch_norm import freeze_batch_norm
 from lockstep.model.buffers import Buffers
 from lockstep.model.forward import call_model
 from lockstep.model.parallel_context import ParallelContext
@@ -48,12 +50,15 @@ def profile_blocks(
     data: Any,
     parallel: ParallelContext,
     report: Callable[[str], None] = lambda line: None,
+    samples: int = 0,
 ) -> Costs:
     """Return the costs of the blocks for one micro-batch, in seconds and bytes.
 
     Args:
         blocks: The blocks by name, in order.
         data: The arguments of the first block.
+        samples: The number of samples of the micro-batch, on one of which batch norm cannot
+            train: it is measured in evaluation mode then. 0 if it is unknown.
         parallel: The layout.
         report: Prints a line of progress.
 
@@ -65,7 +70,8 @@ def profile_blocks(
     begun = time.perf_counter()
     report(f"measuring {len(blocks)} blocks with one micro-batch, once, to balance the stages")
     checkpointing = parallel.make_checkpointing(blocks).enable(buffers)
-    with isolated(parallel.device, everything=True), buffers.preserve(), checkpointing:
+    modes = freeze_batch_norm(blocks.values()) if samples == 1 else nullcontext()
+    with isolated(parallel.device, everything=True), buffers.preserve(), checkpointing, modes:
         for number in range(PASSES):
             if number > 1 and time.perf_counter() - begun > TIME_LIMIT:
                 break

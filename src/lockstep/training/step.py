@@ -33,6 +33,7 @@ from lockstep.data.microbatch import Batch, split_evenly
 from lockstep.data_parallel import gradient_norm
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import GradientError, LossError, StateError, StoppedError, UsageError
+from lockstep.model.batch_norm import check_batch_norm
 from lockstep.model.buffers import Buffers
 from lockstep.model.compilation import static_shapes
 from lockstep.model.evaluation import Evaluation
@@ -124,6 +125,7 @@ class OptimizerStep:
 
     Attributes:
         parallel: The layout, the loss and the arithmetic.
+        model: The model, or what compiled it.
         executor: Computes the micro-batches.
         optimization: Turns gradients into new weights.
         settings: The settings that ranks compare in every step.
@@ -133,6 +135,7 @@ class OptimizerStep:
     """
 
     parallel: ParallelContext
+    model: nn.Module
     executor: Executor
     optimization: Optimization
     settings: LiveSettings
@@ -143,7 +146,10 @@ class OptimizerStep:
     def run(self, step: StepContext, batch: Any) -> CommittedStep:
         """Do (1) with the trainer's own loss, and (2) to (7)."""
         batch = self.executor.prepare(batch)
-        with self.computing(step):
+        # A micro-batch without weight is not computed, so a failure is not certain.
+        checked = batch if self.parallel.loss_weight is None else None
+        position = self.executor.position
+        with self.computing(step), check_batch_norm(self.model, checked, position):
             self.executor.compute(batch)
         return self.finish(step)
 

@@ -239,6 +239,7 @@ class Trainer:
             trace = StepTrace(clock_offset(self.parallel.group))
         self._optimizer_step = OptimizerStep(
             self.parallel,
+            self.model,
             self._executor,
             self._optimization,
             self._live_settings,
