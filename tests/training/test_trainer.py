@@ -559,7 +559,7 @@ def test_without_init_the_trainer_says_so():
         (
             {"optimizer": ls.OptimizerConfig(SGD, scheduler=object, scheduler_interval="week")},
             UsageError,
-            '"step" or "epoch"',
+            '"step", "epoch" or "manual"',
         ),
         ({"storage": "sharded"}, UsageError, '"replicated" or "shared", not'),
         ({"callbacks": [1]}, UsageError, "a int is neither a function of a StepResult"),
@@ -761,6 +761,12 @@ def test_calls_that_do_not_fit_say_what_to_write():
         with pytest.raises(UsageError, match=sentence):
             call()
     assert trainer.steps == 0
+    trainer.step(batch)
+    digest = trainer.digest()
+    with pytest.raises(UsageError, match=r"trainer.optimizer.step\(\) would step it once more"):
+        trainer.optimizer.step()
+    assert trainer.digest() == digest
+    trainer.step(batch)
     for name, hint in {"fit": "write `for batch in", "save": "write `trainer.save_weights"}.items():
         with pytest.raises(AttributeError, match=f"^a trainer has no attribute '{name}': {hint}"):
             getattr(trainer, name)

@@ -93,7 +93,9 @@ class EpochOrder:
 
     def find_smaller(self, size: int, start: int = 0) -> int | None:
         """Return the first batch from `start` on with fewer samples than `size`, or None."""
-        numbers = range(start, len(self))
+        numbers: Sequence[int] = range(start, len(self))
+        if isinstance(self.starts, range):  # only the last batch can differ
+            numbers = [*numbers[:1], *numbers[-1:]]
         return next((number for number in numbers if len(self.span(number)) < size), None)
 
     def digest(self) -> bytes:

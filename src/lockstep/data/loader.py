@@ -250,8 +250,8 @@ class Batches:
         epoch = self._plan_epoch(start)
         # A batch has micro-batches of one sample if it has fewer than two for each.
         if (found := epoch.find_smaller(2 * self._share.microbatches, start)) is not None:
-            samples = format_quantity(len(epoch.span(found)), "sample")
-            self._single_sample = f"batch {found} of epoch {self.epoch} ({samples})"
+            size = format_quantity(len(epoch.span(found)), "sample")
+            self._single_sample = f"batch {found} of epoch {self.epoch} ({size})"
         numbers = range(start, len(epoch))
         tensors = None
         if self.collate_fn is None:

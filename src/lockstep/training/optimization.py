@@ -84,6 +84,8 @@ class Optimization:
                 "choose an optimizer that steps once"
             )
         _check_fused(self.optimizer)
+        self._guard = _StepGuard(id(self.optimizer))
+        self.optimizer.register_step_pre_hook(self._guard)
         self.scheduler = config.scheduler(self.optimizer) if config.scheduler else None
         self.average = None if ema_decay is None else _make_average(module, ema_decay)
         is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
@@ -167,10 +169,14 @@ class Optimization:
 
         `about` says what it is part of, where ranks step together.
         """
-        if self.sharded is None:
-            self.optimizer.step()
-        else:
-            self.sharded.step(about)
+        self._guard.is_open = True
+        try:
+            if self.sharded is None:
+                self.optimizer.step()
+            else:
+                self.sharded.step(about)
+        finally:
+            self._guard.is_open = False
         if self.average is not None:
             self.average.update_parameters(self.module)
         if self.scheduler is not None and self._interval == "step":
@@ -244,6 +250,29 @@ def _make_average(module: nn.Module, decay: float) -> AveragedModel:
     finally:
         for attributes, name, value in computed:
             attributes[name] = value
+
+
+@dataclass
+class _StepGuard:
+    """A hook of an optimizer that refuses steps of the script's own.
+
+    It refers to nothing, so that an optimizer is freed with its trainer.
+
+    Attributes:
+        optimizer: The `id` of the optimizer; the hooks of one may be called for its copies.
+        is_open: Whether the trainer steps it.
+    """
+
+    optimizer: int
+    is_open: bool = False
+
+    def __call__(self, optimizer: Optimizer, arguments: object, options: object) -> None:
+        if id(optimizer) == self.optimizer and not self.is_open:
+            raise UsageError(
+                "trainer.step(batch) and trainer.manual_step() step the optimizer themselves, and "
+                "trainer.optimizer.step() would step it once more with the same gradients: leave "
+                "it out"
+            )
 
 
 def _restore_scalars(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
