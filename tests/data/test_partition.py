@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep as ls
 from lockstep.errors import DatasetError
@@ -35,6 +35,8 @@ def test_a_dataset_without_length_is_refused() -> None:
 
     with pytest.raises(DatasetError, match="IterableSource has no length"):
         ls.partition(IterableSource(), [1.0])
+    with pytest.raises(DatasetError, match=r"a DataLoader has batches, .*: pass its dataset"):
+        ls.partition(DataLoader(TensorDataset(torch.arange(8)), 4), [1.0])  # type: ignore[arg-type]
 
 
 def test_bad_fractions_are_refused() -> None:

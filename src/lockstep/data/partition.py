@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lockstep.data.epoch_order import epoch_permutation
 from lockstep.errors import DatasetError
@@ -29,11 +29,14 @@ def partition(
         seed: The seed of the order in which samples are assigned.
 
     Raises:
-        DatasetError: The dataset has no length, or the fractions are empty, negative, or do
-            not sum to 1 within 1e-6.
+        DatasetError: The dataset is a DataLoader or has no length, or the fractions are empty,
+            negative, or do not sum to 1 within 1e-6.
     """
+    name = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise DatasetError(f"a {name} has batches, so it cannot be partitioned: pass its dataset")
     if not hasattr(dataset, "__len__"):
-        raise DatasetError(f"{type(dataset).__name__} has no length, so it cannot be partitioned")
+        raise DatasetError(f"{name} has no length, so it cannot be partitioned")
     total = len(dataset)
     bounds = [0]
     for size in partition_sizes(total, fractions):
