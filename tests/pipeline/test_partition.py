@@ -27,6 +27,29 @@ class Says(Model):
         return [self.embed, self.layers, self.head]
 
 
+class Named(nn.Sequential):
+    """A sequence that makes its own layers, and has an attribute."""
+
+    def __init__(self):
+        super().__init__(nn.ReLU(), nn.Tanh())
+        self.scale = 2.0
+
+
+class Doubled(Named):
+    """Computes something besides its children."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) * self.scale
+
+
+class Patched(Named):
+    """Has a forward that only the object has."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward = lambda inputs: self[0](inputs)
+
+
 NAMES = ["embed", "layers.0", "layers.1", "head"]
 
 
@@ -35,6 +58,9 @@ def test_blocks_are_named_by_the_model_or_by_the_user():
     assert find_block_names(Model(), None) == []
     assert find_block_names(Says(), None) == NAMES
     assert find_block_names(Model(), ["embed", "layers", "head"]) == NAMES
+    assert find_block_names(Named(), None) == ["0", "1"]
+    assert find_block_names(Doubled(), None) == []
+    assert find_block_names(Patched(), None) == []
     model = Model()
     assert find_block_names(model, [model.embed, *model.layers, model.head]) == NAMES
 

@@ -64,6 +64,7 @@ def whole_training(folder, **layout):
                 seen.append(trainer.history.last.norm)
             seen.append(trainer.evaluate(rows(), 20))
         seen.append(trainer.evaluate(rows(), 20, ema=True))
+        folder.mkdir(parents=True, exist_ok=True)
         trainer.save_weights(folder / "weights.safetensors")
         trainer.save_weights(folder / "average.safetensors", ema=True)
         state = trainer.state_dict()
@@ -459,6 +460,10 @@ def refusals():
         def forward(self, x):
             return self.two(torch.tanh(self.one(x)))
 
+    class Doubled(nn.Sequential):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
     def said(model, use=lambda trainer: None, extra_modules=(), stages=2, **stage_options):
         pipeline = ls.PipelineConfig(stages, **stage_options)
         with pytest.raises(ls.LockstepError) as caught:
@@ -482,6 +487,14 @@ def refusals():
         said(sequence, schedule="2f2b"),
         said(sequence, balance=[1, 1]),
         said(nn.Sequential(nn.Linear(6, 3))),
+        said(Doubled(nn.Linear(6, 3), nn.Linear(3, 3)), balance=[1, 1]),
+        said(torch.fx.symbolic_trace(sequence), balance=[2, 3]),
+        said(
+            nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3), nn.Linear(3, 3)),
+            blocks=["0", "1"],
+            balance=[1, 1],
+            use=lambda trainer: trainer.step(batch),
+        ),
         said(sequence, stages_per_rank=2),
         said(sequence, extra_modules=[nn.Linear(1, 1)]),
         said(sequence, use=lambda trainer: trainer.manual_step()),
@@ -502,6 +515,9 @@ def test_what_cannot_be_cut_is_refused_by_name(ranks):
         "there is no schedule '2f2b'",
         "balance=[1, 1] must hold the number of blocks of each of 2 stages, 5 blocks in total",
         "1 blocks cannot be split into 2 stages",
+        "Doubled has a forward of its own and does not define how to split it into 2 stages",
+        "a traced or exported model is one graph, which is not split into 2 stages",
+        "calling the blocks of Sequential one after another does not give the output of its",
         "stages_per_rank=2 needs schedule",
         "cannot be cut into stages: train them with stages=1",
         "a manual step needs the whole model on every rank",
@@ -527,3 +543,24 @@ def test_a_record_says_stages_and_the_digest_of_all_of_them(ranks, tmp_path):
         first, last = orjson.loads(lines[0]), orjson.loads(lines[-1])
         assert first["layout"]["stages"] == 2
         assert (last["digest"], last["optimizer_digest"]) == (digest, optimizer_digest)
+
+
+def count_threads_and_descriptors():
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def test_trainers_with_as_many_stages_keep_one_group(ranks):
+    def counts():
+        found = []
+        for _ in range(3):
+            trainer = ls.Trainer(
+                small_model(), nn.CrossEntropyLoss(), SGD,
+                pipeline=ls.PipelineConfig(stages=2, balance=[2, 3]),
+            )  # fmt: skip
+            trainer.step(rows()[:16])
+            trainer.finish()
+            found.append(count_threads_and_descriptors())
+        return found
+
+    for first, *others in ranks(counts, 2):
+        assert others == [first, first]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.errors import LayoutError, LossError
+from lockstep.errors import LayoutError, LossError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STAGES: dict[str, Any] = {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 1])}
@@ -81,6 +81,17 @@ def loss_of(kind: str):
     return loss
 
 
+class Named(nn.Sequential):
+    """A sequence that makes its own layers, whose children are its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2)),
+            nn.Sequential(nn.Dropout(0.2), nn.Linear(6, 4)),
+        )
+        self.note = "an attribute"
+
+
 class Case:
     """A training: its model, its loss, and the Trainer's other arguments."""
 
@@ -112,6 +123,7 @@ CASES = {
     "expanded": Case(lambda: nn.Sequential(nn.Linear(6, 6), Masked()), ema_decay=0.9),
     "adapted": Case(lambda: nn.Sequential(nn.Linear(6, 6), Adapted()), ema_decay=0.9),
     "normed": Case(lambda: nn.Sequential(normed(), nn.Linear(6, 4)), ema_decay=0.9),
+    "named": Case(Named),
     "loss": Case(
         lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4)), partial(loss_of, "tuple")
     ),
@@ -226,3 +238,31 @@ def test_a_frozen_parameter_that_cannot_be_shared_is_refused_once_it_has_a_gradi
     for said, is_unchanged in ranks(unfreeze, 2):
         assert said.startswith("parameter phase (torch.complex64) was frozen when the Trainer")
         assert is_unchanged
+
+
+class Exported(nn.Linear):
+    """Behaves as the `.module()` of a `torch.export.ExportedProgram`."""
+
+    def train(self, mode=True):
+        raise NotImplementedError("Calling train() is not supported yet.")
+
+
+@pytest.mark.usefixtures("world")
+def test_an_exported_model_trains_and_says_why_it_cannot_be_evaluated():
+    model = nn.Sequential(nn.Dropout(0.1), Exported(6, 4))
+    trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
+    trainer.step(batch())
+    dataset = torch.utils.data.TensorDataset(*batch())
+    with pytest.raises(UsageError, match="stays in the mode in which it was exported: evaluate"):
+        trainer.evaluate(dataset, 8)
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.usefixtures("world")
+def test_what_is_no_model_is_refused():
+    class ExportedProgram:
+        """Has the name of torch's."""
+
+    for model, advice in [(ExportedProgram(), r"its \.module"), (nn.Linear, "a torch.nn.Module")]:
+        with pytest.raises(UsageError, match=f"^the model is of type .*: pass {advice}"):
+            ls.Trainer(model, nn.MSELoss(), SGD)

@@ -14,7 +14,7 @@ from torch import nn
 
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.microbatch import Batch, Microbatch
-from lockstep.errors import LossError, StoppedError
+from lockstep.errors import LossError, StoppedError, UsageError
 from lockstep.model.buffers import Buffers
 from lockstep.model.compilation import static_shapes
 from lockstep.model.forward import Metric, check_scalar, forward
@@ -45,13 +45,23 @@ class Evaluation:
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put every module into evaluation mode in the body, without gradients."""
     modes = {module: module.training for module in model.modules()}
-    model.eval()
     try:
+        _begin_evaluation(model)
         with torch.no_grad(), static_shapes():
             yield
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _begin_evaluation(model: nn.Module) -> None:
+    try:
+        model.eval()
+    except NotImplementedError as error:
+        raise UsageError(
+            "an exported model stays in the mode in which it was exported: evaluate the model "
+            "that was exported, with these weights"
+        ) from error
 
 
 class MicrobatchScores(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -183,12 +184,23 @@ def _check_stages(ranks: int, stages: int, extra_modules: Sequence[nn.Module]) -
         )
 
 
+_groups: WeakKeyDictionary[Any, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+"""Of each world, the group of the ranks with the same stages as this one, by number of stages."""
+
+
 def _peers(world: World, stages: int) -> dist.ProcessGroup | None:
-    """Return the group of the ranks with the same stages; None for all ranks."""
+    """Return the group of the ranks with the same stages; None for all ranks.
+
+    All trainers with as many stages use one group: each would keep a thread, descriptors and
+    memory until the world ends.
+    """
     if stages == 1:
         return None
-    groups: list[dist.ProcessGroup] = [
-        dist.new_group(list(range(position, world.world_size, stages)))
-        for position in range(stages)
-    ]
-    return groups[world.rank % stages]
+    known = _groups.setdefault(dist.group.WORLD, {})
+    if stages not in known:
+        groups: list[dist.ProcessGroup] = [
+            dist.new_group(list(range(position, world.world_size, stages)))
+            for position in range(stages)
+        ]
+        known[stages] = groups[world.rank % stages]
+    return known[stages]

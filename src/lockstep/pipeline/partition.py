@@ -18,7 +18,7 @@ from torch import nn
 
 from lockstep.errors import LayoutError
 
-__all__ = ["Blocks", "Partition", "find_block_names"]
+__all__ = ["Blocks", "Partition", "find_block_names", "is_sequence"]
 
 Blocks = str | Sequence[str | nn.Module] | None
 """The blocks of a model: attribute paths or modules; None if the model names them itself."""
@@ -33,24 +33,37 @@ def find_block_names(model: nn.Module, blocks: Blocks) -> list[str]:
     Args:
         model: The model.
         blocks: The blocks. An `nn.ModuleList` or `nn.Sequential` among them stands for its
-            children. If None, the children of an `nn.Sequential`, or the result of the
-            model's method `blocks()`.
+            children. If None, the result of the model's method `blocks()`, or the children of
+            an `nn.Sequential`.
 
     Raises:
         LayoutError: A name or module is not in the model.
     """
     if blocks is None:
-        if type(model) is nn.Sequential:
-            return [name for name, _ in model._modules.items()]
-        method = getattr(model, "blocks", None)
+        method = None if type(model) is nn.Sequential else getattr(model, "blocks", None)
         if not callable(method) or isinstance(method, nn.Module):
-            return []
+            return list(model._modules) if is_sequence(model) else []
         blocks = list(method())
     given = [blocks] if isinstance(blocks, (str, nn.Module)) else list(blocks)
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name)
     return [each for item in given for each in _expand(_find_name(item, model, names), model)]
+
+
+def is_sequence(model: nn.Module) -> bool:
+    """Return whether a model calls its children in order: as an `nn.Sequential` does.
+
+    A subclass does too, unless it has a forward of its own.
+    """
+    kind = type(model)
+    return (
+        isinstance(model, nn.Sequential)
+        and kind.forward is nn.Sequential.forward
+        and kind.__call__ is nn.Module.__call__
+        and getattr(kind, "__iter__", None) is nn.Sequential.__iter__
+        and "forward" not in vars(model)
+    )
 
 
 def _find_name(item: str | nn.Module, model: nn.Module, names: dict[int, list[str]]) -> str:

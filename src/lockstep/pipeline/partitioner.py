@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.comm.collectives import all_gather_bytes
@@ -25,7 +26,7 @@ from lockstep.errors import LayoutError
 from lockstep.model.activation_checkpointing import check_blocks
 from lockstep.model.forward import split_targets
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.pipeline.partition import Blocks, Partition
+from lockstep.pipeline.partition import Blocks, Partition, is_sequence
 from lockstep.pipeline.profiler import check_composition, profile_blocks
 from lockstep.pipeline.schedule_planner import choose_schedule, make_ranges, plan_schedule
 from lockstep.pipeline.schedules import NAMES
@@ -111,8 +112,16 @@ class Partitioner:
                 "blocks one by one instead"
             )
         if parallel.stages > 1 and not block_names:
+            if isinstance(model, torch.fx.GraphModule):
+                raise LayoutError(
+                    f"a traced or exported model is one graph, which is not split into "
+                    f"{parallel.stages} stages: pass the model that was traced, or train without "
+                    "pipeline="
+                )
+            is_own = isinstance(model, nn.Sequential)
+            reason = "has a forward of its own and does not" if is_own else "does not"
             raise LayoutError(
-                f"{kind} does not define how to split it into {parallel.stages} stages: pass a "
+                f"{kind} {reason} define how to split it into {parallel.stages} stages: pass a "
                 "torch.nn.Sequential, define a method blocks(), pass blocks=[...] with the modules "
                 "that its forward calls one after another, or pass a list of stages as the model"
             )
@@ -126,7 +135,8 @@ class Partitioner:
                 "has several stages"
             )
         sizes = None if balance is None else tuple(balance)
-        is_chain = type(model) is nn.Sequential
+        # An empty sequence stands for a list of blocks.
+        is_chain = is_sequence(model) and list(model._modules) in ([], list(block_names))
         made = cls(parallel, tuple(block_names), schedule, sizes, stages_per_rank, is_chain)
         made._check()
         return made

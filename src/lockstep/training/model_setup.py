@@ -47,9 +47,10 @@ def build_model(
     """Return the model, with this rank's blocks at least, and its stages as requested.
 
     Raises:
-        UsageError: On every rank, where a block cannot be built on one.
+        UsageError: The model is none, or on every rank, where a block cannot be built on one.
         LayoutError: The model cannot be partitioned as requested.
     """
+    _check_is_model(model)
     if not isinstance(model, nn.Module) and len(model) == config.stages > 1:
         config = replace(config, balance=config.balance or [1] * config.stages)
     if isinstance(model, nn.Module) or config.blocks is not None:
@@ -62,6 +63,13 @@ def build_model(
     numbers = [str(number) for number in range(len(model))]
     partitioner = Partitioner.from_config(parallel, nn.Sequential(), numbers, config)
     return _build_blocks(model, seed, partitioner), partitioner
+
+
+def _check_is_model(model: object) -> None:
+    if not isinstance(model, (nn.Module, Sequence)):
+        is_exported = type(model).__name__ == "ExportedProgram"
+        advice = "its .module()" if is_exported else "a torch.nn.Module, or a list of blocks"
+        raise UsageError(f"the model is of type {type(model).__name__}: pass {advice}")
 
 
 def _build_blocks(blocks: Sequence[BlockLike], seed: int, partitioner: Partitioner) -> nn.Module:
