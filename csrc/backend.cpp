@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "errors.h"
+#include "torch_errors.h"
 
 namespace lockstep {
 
@@ -36,9 +37,9 @@ LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, i
     : Backend(rank, size),
       options_(c10::make_intrusive<Options>("lockstep", timeout)),
       core_(std::make_shared<Core>()) {
-  TORCH_CHECK_VALUE(rank >= 0 && rank < size && (ranks.empty() || ranks.size() == size_t(size)),
-                    "a group of ", size, " can't have a rank ", rank, " and ", ranks.size(),
-                    " global ranks");
+  CHECK_ARGUMENT(rank >= 0 && rank < size && (ranks.empty() || ranks.size() == size_t(size)),
+                 "a group of ", size, " can't have a rank ", rank, " and ", ranks.size(),
+                 " global ranks");
   for (int global : ranks) options_->global_ranks_in_group.push_back(static_cast<uint64_t>(global));
   options_->group_name = name;
   core_->caller = static_cast<unsigned long>(pthread_self());
@@ -129,8 +130,8 @@ void LockstepBackend::adopt_group_name() {
 }
 
 void LockstepBackend::check_root(const char* op, int root) const {
-  TORCH_CHECK_VALUE(root >= 0 && root < size_, op, ": there is no rank ", root, " in a group of ",
-                    size_);
+  CHECK_ARGUMENT(root >= 0 && root < size_, op, ": invalid root rank: there is no rank ", root,
+                 " in a group of ", size_);
 }
 
 at::Tensor LockstepBackend::allocateTensor(long size, at::TensorOptions options) {
@@ -179,8 +180,8 @@ static std::unique_ptr<Group> attach(c10d::Store& store, const std::string& key,
   try {
     store.wait({key}, timeout);
   } catch (const std::exception&) {
-    throw CommError(self + " waited " + format_seconds(timeout) + " for " + creator +
-                    " to create group " + info.name);
+    throw CommError(self + " timed out after " + format_seconds(timeout) + ", waiting for " +
+                    creator + " to create group " + info.name);
   }
   const std::string text = to_string(store.get(key));
   if (text.empty())
@@ -231,7 +232,8 @@ std::unique_ptr<Group> LockstepBackend::join(c10d::Store& store, int rank, int s
     if (now > next_check) next_check = now + std::chrono::milliseconds(100);
     if (now - begun > timeout)
       throw CommError(group->abort("group " + info.name + ": " + group->format_ranks(missing) +
-                                   " did not join within " + format_seconds(timeout)));
+                                   " did not join within " + format_seconds(timeout) +
+                                   " (timed out)"));
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
   if (rank == 0) {
@@ -245,7 +247,7 @@ std::unique_ptr<Group> LockstepBackend::join(c10d::Store& store, int rank, int s
 
 WorkPtr LockstepBackend::start(c10d::OpType type, Tensors outputs, std::vector<PreparedCall> calls,
                                std::chrono::milliseconds timeout, bool is_async,
-                               std::vector<OutputTensor> copied_back) {
+                               std::vector<OutputTensor> copied_back, const Tensors* inputs) {
   check_usable();
   calls_ += calls.size();
   if (timeout <= std::chrono::milliseconds(0)) timeout = options_->timeout;
@@ -265,7 +267,8 @@ WorkPtr LockstepBackend::start(c10d::OpType type, Tensors outputs, std::vector<P
     for (const OutputTensor& tensor : copied_back) tensor.copy_back();
   };
   auto work =
-      c10::make_intrusive<CollectiveWork>(type, std::move(outputs), queue_, std::move(body));
+      c10::make_intrusive<CollectiveWork>(type, std::move(outputs), inputs, queue_,
+                                          std::move(body));
   if (is_coalescing_) is_async = true;
   work->start(is_async);
   if (is_coalescing_) add_to_coalesced(work);
@@ -298,9 +301,9 @@ WorkPtr LockstepBackend::post_message(c10d::OpType type, Tensors& tensors, int p
   check_usable();
   const bool is_send = type == c10d::OpType::SEND;
   const char* op = is_send ? "send" : "recv";
-  TORCH_CHECK_VALUE(tensors.size() == 1, op, " takes one tensor");
-  TORCH_CHECK_VALUE((peer >= 0 || type == c10d::OpType::RECVANYSOURCE) && peer < size_, op,
-                    ": there is no rank ", peer, " in a group of ", size_);
+  CHECK_ARGUMENT(tensors.size() == 1, op, " takes one tensor");
+  CHECK_ARGUMENT((peer >= 0 || type == c10d::OpType::RECVANYSOURCE) && peer < size_, op,
+                 ": there is no rank ", peer, " in a group of ", size_);
   at::Tensor buffer;
   std::optional<OutputTensor> output;
   if (is_send) {

@@ -55,6 +55,7 @@ class LockstepBackend : public c10d::Backend {
 
   WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
   WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
+  WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;
   WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) override;
   WorkPtr reduce(Tensors&, const c10d::ReduceOptions&) override;
   WorkPtr allgather(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&) override;
@@ -98,10 +99,10 @@ class LockstepBackend : public c10d::Backend {
   static std::unique_ptr<Group> join(c10d::Store& store, int rank, int size,
                                      std::chrono::milliseconds timeout, const GroupInfo& info);
   // Starts the calls, one after the other, as one Work. `copied_back` lists the tensors that
-  // are copied back afterwards.
+  // are copied back afterwards; `inputs` those that are read, if they are not the outputs.
   WorkPtr start(c10d::OpType type, Tensors outputs, std::vector<PreparedCall> calls,
                 std::chrono::milliseconds timeout, bool is_async,
-                std::vector<OutputTensor> copied_back);
+                std::vector<OutputTensor> copied_back, const Tensors* inputs = nullptr);
   void add_to_coalesced(const WorkPtr& work);
   WorkPtr post_message(c10d::OpType type, Tensors& tensors, int peer, int tag);
   // Throws in a process that was forked from the one that joined the group.
@@ -109,6 +110,7 @@ class LockstepBackend : public c10d::Backend {
   void check_usable();
   void adopt_group_name();
   void check_root(const char* op, int root) const;
+  WorkPtr allreduce_list(Tensors& tensors, const c10d::AllreduceOptions& opts);
   PreparedCall prepare_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op, int root);
   PreparedCall prepare_exchange(CallInfo info, ExchangeBlocks blocks);
   PreparedCall prepare_all_gather(const OutputList& outputs, const at::Tensor& input,

@@ -5,6 +5,8 @@
 #include "collectives/exchange.h"
 #include "collectives/reduce_scatter.h"
 #include "collectives/share.h"
+#include "sparse_all_reduce.h"
+#include "torch_errors.h"
 
 namespace lockstep {
 
@@ -20,40 +22,66 @@ static CallInfo make_call_info(Op op, const at::Tensor& tensor, int root = -1) {
 static void set_reduction(CallInfo& info, const char* op, const at::Tensor& tensor,
                           const c10d::ReduceOp& reduce) {
   const auto number = static_cast<int>(reduce.op_);
-  TORCH_CHECK_VALUE(number >= 0 && number < kReductions, op, ": unknown reduction");
+  CHECK_ARGUMENT(number >= 0 && number < kReductions, op, ": unknown reduction");
   const DataType type = data_type_of(tensor.scalar_type());
   const auto reduction = static_cast<Reduction>(number);
-  TORCH_CHECK_VALUE(is_supported(reduction, type), op, ": ", reduction_name(number),
-                    " is not defined for ", dtype_name(static_cast<int>(tensor.scalar_type())));
+  CHECK_ARGUMENT(is_supported(reduction, type), op, ": ", reduction_name(number),
+                 " is not defined for ", dtype_name(static_cast<int>(tensor.scalar_type())));
   info.reduction = static_cast<uint8_t>(number);
   if (reduction != Reduction::premul_sum) return;
   const auto* factor = dynamic_cast<c10d::NCCLPreMulSumSupplement*>(reduce.supplement_.get());
-  TORCH_CHECK_VALUE(factor, op, ": PREMUL_SUM has no factor");
+  CHECK_ARGUMENT(factor, op, ": PREMUL_SUM has no factor");
   info.factor = factor->tensor_factor.defined() ? factor->tensor_factor.item<double>()
                                                 : factor->double_factor;
 }
 
 static std::vector<Block> empty_blocks(int n) { return std::vector<Block>(static_cast<size_t>(n)); }
 
-static const at::Tensor& single(const char* op, const Tensors& tensors) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, op, " takes one tensor, not ", tensors.size());
+static const at::Tensor& single(const char* op, const Tensors& tensors, const char* role = "") {
+  CHECK_ARGUMENT(tensors.size() == 1, op, " requires a single-element ", role,
+                 "tensor list, not one of ", tensors.size());
   return tensors[0];
 }
 
-static const Tensors& single(const char* op, const std::vector<Tensors>& lists) {
-  TORCH_CHECK_VALUE(lists.size() == 1, op, " takes one list of tensors, not ", lists.size());
+static const Tensors& single(const char* op, const std::vector<Tensors>& lists, const char* role,
+                             int n) {
+  CHECK_ARGUMENT(lists.size() == 1, op, " requires a single-element ", role,
+                 " list containing a list with ", n, " tensors, not one of ", lists.size());
   return lists[0];
 }
 
-static void check_dtypes(const char* op, const at::Tensor& a, const at::Tensor& b) {
-  TORCH_CHECK_VALUE(a.scalar_type() == b.scalar_type(), op, ": the tensors are ",
-                    dtype_name(static_cast<int>(a.scalar_type())), " and ",
-                    dtype_name(static_cast<int>(b.scalar_type())));
+// Throws unless the list has tensors, and all have the layout, dtype and shape of the first.
+static void check_alike(const char* op, const Tensors& tensors) {
+  CHECK_ARGUMENT(!tensors.empty(), op, " requires non-empty tensor lists");
+  const at::Tensor& first = tensors[0];
+  for (size_t i = 1; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    CHECK_ARGUMENT(tensor.layout() == first.layout(), op, ": invalid tensor layout at index ", i,
+                   ": ", tensor.layout(), ", and the first is ", first.layout());
+    CHECK_ARGUMENT(tensor.scalar_type() == first.scalar_type(), op,
+                   ": invalid tensor type at index ", i, ": ",
+                   dtype_name(static_cast<int>(tensor.scalar_type())), ", and the first is ",
+                   dtype_name(static_cast<int>(first.scalar_type())));
+    CHECK_ARGUMENT(tensor.sizes() == first.sizes(), op, ": invalid tensor size at index ", i, ": ",
+                   tensor.sizes(), ", and the first has ", first.sizes());
+  }
 }
 
-static void check_list(const char* op, const Tensors& list, const at::Tensor& model, int n) {
-  TORCH_CHECK_VALUE(static_cast<int>(list.size()) == n, op, ": a list of ", list.size(),
-                    " tensors for ", n, " ranks");
+static void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
+  lockstep::copy_bytes(to.data_ptr(), from.data_ptr(), from.nbytes());
+}
+
+static void check_dtypes(const char* op, const at::Tensor& a, const at::Tensor& b) {
+  CHECK_ARGUMENT(a.scalar_type() == b.scalar_type(), op, ": invalid tensor type: ",
+                 dtype_name(static_cast<int>(a.scalar_type())), " beside ",
+                 dtype_name(static_cast<int>(b.scalar_type())));
+}
+
+static void check_list(const char* op, const char* role, const Tensors& list,
+                       const at::Tensor& model, int n) {
+  CHECK_ARGUMENT(static_cast<int>(list.size()) == n, op, ": Incorrect ", role, " list size ",
+                 list.size(), ". ", role[0] == 'i' ? "Input" : "Output", " list size should be ", n,
+                 ", the number of ranks");
   check_tensor(op, model);
   for (const at::Tensor& tensor : list) {
     check_tensor(op, tensor);
@@ -74,6 +102,12 @@ LockstepBackend::PreparedCall LockstepBackend::prepare_exchange(CallInfo info,
   return {info, [blocks = std::move(blocks)](CollectiveCall& call) { exchange(call, blocks); }};
 }
 
+static void check_root_tensor(const char* op, int64_t index, const Tensors& tensors) {
+  CHECK_ARGUMENT(index >= 0 && index < static_cast<int64_t>(tensors.size()), op,
+                 ": invalid root tensor: there is no tensor ", index, " in a list of ",
+                 tensors.size());
+}
+
 // ---- all-reduce, reduce, barrier ----
 
 LockstepBackend::PreparedCall LockstepBackend::prepare_all_reduce(const at::Tensor& tensor,
@@ -90,14 +124,65 @@ LockstepBackend::PreparedCall LockstepBackend::prepare_all_reduce(const at::Tens
 }
 
 WorkPtr LockstepBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  OutputTensor tensor("all_reduce", single("all_reduce", tensors), true);
+  const char* op = "all_reduce";
+  check_alike(op, tensors);
+  if (tensors[0].layout() == at::kSparse) return allreduce_sparse(tensors, opts);
+  if (tensors.size() > 1) return allreduce_list(tensors, opts);
+  OutputTensor tensor(op, tensors[0], true);
   return start(c10d::OpType::ALLREDUCE, tensors,
                {prepare_all_reduce(tensor.plain(), opts.reduceOp, -1)}, opts.timeout, opts.asyncOp,
                {tensor});
 }
 
+// Reduces several tensors per rank to one result, which all of them receive.
+WorkPtr LockstepBackend::allreduce_list(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  const char* op = "all_reduce";
+  OutputList written(op);
+  Tensors plain;
+  for (const at::Tensor& tensor : tensors) plain.push_back(written.add(tensor, true));
+  PreparedCall call = prepare_all_reduce(plain[0], opts.reduceOp, -1);
+  ReductionSpec spec{data_type_of(plain[0].scalar_type()),
+                     static_cast<Reduction>(call.info.reduction)};
+  CHECK_ARGUMENT(spec.reduction != Reduction::avg && spec.reduction != Reduction::premul_sum, op,
+                 ": ", reduction_name(call.info.reduction),
+                 " is not defined for several tensors per rank; use SUM");
+  TreeReducer local(tree_steps(static_cast<int>(plain.size())), std::move(spec));
+  call.body = [plain, local, reduce = std::move(call.body)](CollectiveCall& call) {
+    std::vector<const char*> inputs;
+    for (const at::Tensor& tensor : plain)
+      inputs.push_back(static_cast<const char*>(tensor.data_ptr()));
+    local.run(inputs, {static_cast<char*>(plain[0].data_ptr())},
+              static_cast<size_t>(plain[0].numel()));
+    reduce(call);
+    for (size_t i = 1; i < plain.size(); ++i) copy_bytes(plain[i], plain[0]);
+  };
+  return start(c10d::OpType::ALLREDUCE, tensors, {std::move(call)}, opts.timeout, opts.asyncOp,
+               written.take());
+}
+
+WorkPtr LockstepBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  check_alike("all_reduce", tensors);
+  const int number = static_cast<int>(opts.reduceOp.op_);
+  CHECK_ARGUMENT(number == static_cast<int>(Reduction::sum),
+                 "all_reduce: unsupported reduction operation for sparse tensors: ",
+                 reduction_name(number), "; use SUM, or to_dense() first");
+  auto sum = std::make_shared<SparseAllReduce>(tensors);
+  CallInfo info = make_call_info(Op::sparse_all_reduce, tensors[0]);
+  info.uneven = 1;
+  std::vector<PreparedCall> calls;
+  calls.push_back({info, [sum](CollectiveCall& call) { sum->gather_shapes(call); }});
+  calls.push_back({info, [sum](CollectiveCall& call) { sum->gather_indices(call); }});
+  calls.push_back({info, [sum](CollectiveCall& call) {
+                     sum->gather_values(call);
+                     sum->write_sum();
+                   }});
+  return start(c10d::OpType::_ALLREDUCE_SPARSE, tensors, std::move(calls), opts.timeout,
+               opts.asyncOp, {});
+}
+
 WorkPtr LockstepBackend::allreduce_coalesced(Tensors& tensors,
                                              const c10d::AllreduceCoalescedOptions& opts) {
+  CHECK_ARGUMENT(!tensors.empty(), "all_reduce_coalesced requires non-empty tensor lists");
   std::vector<PreparedCall> calls;
   OutputList outputs("all_reduce_coalesced");
   for (const at::Tensor& tensor : tensors)
@@ -109,6 +194,7 @@ WorkPtr LockstepBackend::allreduce_coalesced(Tensors& tensors,
 WorkPtr LockstepBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   const int root = static_cast<int>(opts.rootRank);
   check_root("reduce", root);
+  check_root_tensor("reduce", opts.rootTensor, tensors);
   const at::Tensor& given = single("reduce", tensors);
   if (root != rank_)
     return start(c10d::OpType::REDUCE, tensors,
@@ -138,69 +224,79 @@ void LockstepBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
 // ---- broadcast, gather, scatter ----
 
 WorkPtr LockstepBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  const char* op = "broadcast";
   const int root = static_cast<int>(opts.rootRank);
-  check_root("broadcast", root);
-  const at::Tensor& given = single("broadcast", tensors);
+  check_root(op, root);
+  check_root_tensor(op, opts.rootTensor, tensors);
+  check_alike(op, tensors);
+  const at::Tensor& given = tensors[static_cast<size_t>(opts.rootTensor)];
   ExchangeBlocks blocks{empty_blocks(size_), empty_blocks(size_), true};
-  std::vector<OutputTensor> outputs;
+  OutputList written(op);
   at::Tensor tensor;
+  if (rank_ != root) blocks.receive[root] = block_of(tensor = written.add(given, false));
+  Tensors copies;  // the other tensors of the list
+  for (const at::Tensor& each : tensors)
+    if (&each != &given) copies.push_back(written.add(each, false));
   if (rank_ == root) {
-    tensor = as_input("broadcast", given);
+    tensor = written.as_input(given);
     for (int d = 0; d < size_; ++d)
       if (d != root) blocks.send[d] = block_of(tensor);
-  } else {
-    outputs.emplace_back("broadcast", given, false);
-    tensor = outputs[0].plain();
-    blocks.receive[root] = block_of(tensor);
   }
   PreparedCall call =
       prepare_exchange(make_call_info(Op::broadcast, given, root), std::move(blocks));
-  call.body = keep_alive({tensor}, std::move(call.body));
+  call.body = [tensor, copies, move = std::move(call.body)](CollectiveCall& call) {
+    move(call);
+    for (const at::Tensor& copy : copies) copy_bytes(copy, tensor);
+  };
   return start(c10d::OpType::BROADCAST, tensors, {std::move(call)}, opts.timeout, opts.asyncOp,
-               std::move(outputs));
+               written.take());
 }
 
 WorkPtr LockstepBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                 const c10d::GatherOptions& opts) {
   const int root = static_cast<int>(opts.rootRank);
   check_root("gather", root);
-  const at::Tensor& given = single("gather", inputs);
+  const at::Tensor& given = single("gather", inputs, "input ");
   ExchangeBlocks blocks{empty_blocks(size_), empty_blocks(size_), true};
   OutputList written("gather");
   if (rank_ == root) {
-    const Tensors& list = single("gather", outputs);
-    check_list("gather", list, given, size_);
+    const Tensors& list = single("gather", outputs, "output", size_);
+    check_list("gather", "output", list, given, size_);
     for (int s = 0; s < size_; ++s) blocks.receive[s] = block_of(written.add(list[s], false));
+  } else {
+    CHECK_ARGUMENT(outputs.empty(), "gather requires empty output on non-root ranks");
   }
   const at::Tensor input = written.as_input(given, blocks.receive[root]);
   blocks.send[root] = block_of(input);
   PreparedCall call = prepare_exchange(make_call_info(Op::gather, input, root), std::move(blocks));
   call.body = keep_alive({input}, std::move(call.body));
   return start(c10d::OpType::GATHER, rank_ == root ? outputs[0] : Tensors{}, {std::move(call)},
-               opts.timeout, opts.asyncOp, written.take());
+               opts.timeout, opts.asyncOp, written.take(), &inputs);
 }
 
 WorkPtr LockstepBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                  const c10d::ScatterOptions& opts) {
   const int root = static_cast<int>(opts.rootRank);
   check_root("scatter", root);
-  OutputTensor output("scatter", single("scatter", outputs), false);
+  OutputTensor output("scatter", single("scatter", outputs, "output "), false);
   ExchangeBlocks blocks{empty_blocks(size_), empty_blocks(size_), false};
   blocks.receive[root] = block_of(output.plain());
   Tensors plain;
   if (rank_ == root) {
-    const Tensors& list = single("scatter", inputs);
-    check_list("scatter", list, output.plain(), size_);
+    const Tensors& list = single("scatter", inputs, "input", size_);
+    check_list("scatter", "input", list, output.plain(), size_);
     for (int d = 0; d < size_; ++d) {
       plain.push_back(as_input("scatter", list[d]));
       blocks.send[d] = block_of(plain.back());
     }
+  } else {
+    CHECK_ARGUMENT(inputs.empty(), "scatter requires empty input on non-root ranks");
   }
   PreparedCall call =
       prepare_exchange(make_call_info(Op::scatter, output.plain(), root), std::move(blocks));
   call.body = keep_alive(std::move(plain), std::move(call.body));
   return start(c10d::OpType::SCATTER, outputs, {std::move(call)}, opts.timeout, opts.asyncOp,
-               {output});
+               {output}, inputs.empty() ? nullptr : &inputs[0]);
 }
 
 // ---- all-gather ----
@@ -219,38 +315,73 @@ LockstepBackend::PreparedCall LockstepBackend::prepare_all_gather(const OutputLi
 WorkPtr LockstepBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                    const c10d::AllgatherOptions& opts) {
   const char* op = "all_gather";
-  const at::Tensor& input = single(op, inputs);
-  const Tensors& list = single(op, outputs);
-  check_list(op, list, input, size_);
+  const size_t count = inputs.size();  // of tensors per rank
+  CHECK_ARGUMENT(count > 0, op, " requires non-empty input tensor lists");
+  CHECK_ARGUMENT(outputs.size() == count, op,
+                 " requires input/output tensor lists to have the same length, not ", count,
+                 " inputs and ", outputs.size(), " lists of outputs");
+  check_alike(op, inputs);
+  for (const Tensors& list : outputs) {
+    CHECK_ARGUMENT(list.size() == count * static_cast<size_t>(size_), op,
+                   ": invalid output tensor list: ", list.size(), " tensors for ", size_,
+                   " ranks with ", count, " each");
+    for (const at::Tensor& output : list) check_dtypes(op, output, inputs[0]);
+  }
+  // outputs[...][rank * count + i] is input i of that rank; all lists of outputs are the same.
   OutputList written(op);
-  std::vector<Block> receive;
-  for (const at::Tensor& output : list) receive.push_back(block_of(written.add(output, false)));
-  PreparedCall call = prepare_all_gather(written, input, std::move(receive));
-  return start(c10d::OpType::ALLGATHER, list, {std::move(call)}, opts.timeout, opts.asyncOp,
-               written.take());
+  std::vector<Tensors> lists;
+  for (const Tensors& list : outputs) {
+    lists.emplace_back();
+    for (const at::Tensor& output : list) lists.back().push_back(written.add(output, false));
+  }
+  std::vector<PreparedCall> calls;
+  for (size_t i = 0; i < count; ++i) {
+    std::vector<Block> receive;
+    for (size_t r = 0; r < static_cast<size_t>(size_); ++r)
+      receive.push_back(block_of(lists[0][r * count + i]));
+    calls.push_back(prepare_all_gather(written, inputs[i], std::move(receive)));
+  }
+  if (count > 1)
+    calls.back().body = [lists, gather = std::move(calls.back().body)](CollectiveCall& call) {
+      gather(call);
+      for (size_t j = 1; j < lists.size(); ++j)
+        for (size_t k = 0; k < lists[j].size(); ++k) copy_bytes(lists[j][k], lists[0][k]);
+    };
+  WorkPtr work = start(c10d::OpType::ALLGATHER, count == 1 ? outputs[0] : Tensors{},
+                       std::move(calls), opts.timeout, opts.asyncOp, written.take(), &inputs);
+  if (count == 1) return work;
+  return c10::make_intrusive<CompositeWork>(std::vector{std::move(work)}, outputs);
 }
 
 WorkPtr LockstepBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                              const c10d::AllgatherOptions& opts) {
   const char* op = "all_gather_coalesced";
-  TORCH_CHECK_VALUE(static_cast<int>(outputs.size()) == size_, op, ": ", outputs.size(),
-                    " lists of outputs for ", size_, " ranks");
+  CHECK_ARGUMENT(!inputs.empty(), op, " requires non-empty input tensor lists");
+  CHECK_ARGUMENT(static_cast<int>(outputs.size()) == size_, op,
+                 ": output lists should be equal to world size: ", outputs.size(), " lists for ",
+                 size_, " ranks");
   OutputList written(op);
   // outputs[rank][i] is the i-th tensor of that rank.
   std::vector<std::vector<Block>> receive(inputs.size());
   for (const Tensors& list : outputs) {
-    TORCH_CHECK_VALUE(list.size() == inputs.size(), op, ": a list of ", list.size(),
-                      " outputs for ", inputs.size(), " inputs");
+    CHECK_ARGUMENT(list.size() == inputs.size(), op, ": a list of ", list.size(),
+                   " outputs for ", inputs.size(), " inputs");
     for (size_t i = 0; i < list.size(); ++i)
       receive[i].push_back(block_of(written.add(list[i], false)));
   }
   std::vector<PreparedCall> calls;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    for (const Tensors& list : outputs) check_dtypes(op, list[i], inputs[i]);
+    for (const Tensors& list : outputs) {
+      CHECK_ARGUMENT(list[i].scalar_type() == inputs[i].scalar_type(), op,
+                     ": invalid tensor type at index ", i, ": an output and its input differ");
+      CHECK_ARGUMENT(list[i].sizes() == inputs[i].sizes(), op,
+                     ": invalid size of output tensor at index ", i, ": ", list[i].sizes(),
+                     ", and the input has ", inputs[i].sizes());
+    }
     calls.push_back(prepare_all_gather(written, inputs[i], std::move(receive[i])));
   }
-  WorkPtr work = start(c10d::OpType::COALESCED, {}, std::move(calls), opts.timeout, opts.asyncOp,
-                       written.take());
+  WorkPtr work = start(c10d::OpType::ALLGATHER_COALESCED, {}, std::move(calls), opts.timeout,
+                       opts.asyncOp, written.take(), &inputs);
   return c10::make_intrusive<CompositeWork>(std::vector{std::move(work)}, outputs);
 }
 
@@ -258,8 +389,8 @@ WorkPtr LockstepBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tens
 static std::vector<Block> split_output(const char* op, const at::Tensor& output,
                                        const at::Tensor& input, int n) {
   check_dtypes(op, output, input);
-  TORCH_CHECK_VALUE(output.numel() == input.numel() * n, op, ": the output has ", output.numel(),
-                    " elements, but the inputs of ", n, " ranks have ", input.numel(), " each");
+  CHECK_ARGUMENT(output.numel() == input.numel() * n, op, ": the output has ", output.numel(),
+                 " elements, but the inputs of ", n, " ranks have ", input.numel(), " each");
   std::vector<Block> blocks;
   char* to = static_cast<char*>(output.data_ptr());
   for (int r = 0; r < n; ++r) blocks.push_back({to + r * input.nbytes(), input.nbytes()});
@@ -273,15 +404,16 @@ WorkPtr LockstepBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
   OutputList written(op);
   const at::Tensor into = written.add(output, false);
   PreparedCall call = prepare_all_gather(written, input, split_output(op, into, input, size_));
+  Tensors inputs{input};
   return start(c10d::OpType::_ALLGATHER_BASE, {output}, {std::move(call)}, opts.timeout,
-               opts.asyncOp, written.take());
+               opts.asyncOp, written.take(), &inputs);
 }
 
 WorkPtr LockstepBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                          const c10d::AllgatherOptions& opts) {
   const char* op = "all_gather_into_tensor_coalesced";
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), op, ": ", outputs.size(), " outputs for ",
-                    inputs.size(), " inputs");
+  CHECK_ARGUMENT(outputs.size() == inputs.size(), op, ": ", outputs.size(), " outputs for ",
+                 inputs.size(), " inputs");
   OutputList written(op);
   Tensors into;
   for (const at::Tensor& output : outputs) into.push_back(written.add(output, false));
@@ -303,9 +435,9 @@ LockstepBackend::PreparedCall LockstepBackend::prepare_reduce_scatter(
   CallInfo info = make_call_info(Op::reduce_scatter, output);
   info.uneven = uneven;
   set_reduction(info, op, output, reduce_op);
-  TORCH_CHECK_VALUE(inputs[rank_].numel() == output.numel(), op, ": the output has ",
-                    output.numel(), " elements, but the input for this rank has ",
-                    inputs[rank_].numel());
+  CHECK_ARGUMENT(inputs[rank_].numel() == output.numel(), op, ": the output has ",
+                 output.numel(), " elements, but the input for this rank has ",
+                 inputs[rank_].numel());
   for (at::Tensor& input : inputs) {
     check_dtypes(op, input, output);
     const bool is_in_place = &input == &inputs[rank_] && input.data_ptr() == output.data_ptr();
@@ -324,8 +456,8 @@ LockstepBackend::PreparedCall LockstepBackend::prepare_reduce_scatter(
 
 static Tensors split_input(const char* op, const at::Tensor& input, const at::Tensor& output,
                            int n) {
-  TORCH_CHECK_VALUE(input.numel() == output.numel() * n, op, ": the input has ", input.numel(),
-                    " elements, but the outputs of ", n, " ranks have ", output.numel(), " each");
+  CHECK_ARGUMENT(input.numel() == output.numel() * n, op, ": the input has ", input.numel(),
+                 " elements, but the outputs of ", n, " ranks have ", output.numel(), " each");
   const at::Tensor flat = input.view({-1});
   Tensors parts;
   for (int r = 0; r < n; ++r) parts.push_back(flat.narrow(0, r * output.numel(), output.numel()));
@@ -335,15 +467,15 @@ static Tensors split_input(const char* op, const at::Tensor& input, const at::Te
 WorkPtr LockstepBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                         const c10d::ReduceScatterOptions& opts) {
   const char* op = "reduce_scatter";
-  OutputTensor output(op, single(op, outputs), false);
-  const Tensors& list = single(op, inputs);
-  check_list(op, list, output.plain(), size_);
+  OutputTensor output(op, single(op, outputs, "output "), false);
+  const Tensors& list = single(op, inputs, "input", size_);
+  check_list(op, "input", list, output.plain(), size_);
   Tensors parts;
   for (const at::Tensor& tensor : list) parts.push_back(as_input(op, tensor));
   PreparedCall call =
       prepare_reduce_scatter(op, std::move(parts), output.plain(), opts.reduceOp, true);
   return start(c10d::OpType::REDUCE_SCATTER, outputs, {std::move(call)}, opts.timeout, opts.asyncOp,
-               {output});
+               {output}, &list);
 }
 
 WorkPtr LockstepBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -353,15 +485,16 @@ WorkPtr LockstepBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& in
   PreparedCall call =
       prepare_reduce_scatter(op, split_input(op, as_input(op, input), written.plain(), size_),
                              written.plain(), opts.reduceOp, true);
+  Tensors inputs{input};
   return start(c10d::OpType::_REDUCE_SCATTER_BASE, {output}, {std::move(call)}, opts.timeout,
-               opts.asyncOp, {written});
+               opts.asyncOp, {written}, &inputs);
 }
 
 WorkPtr LockstepBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                          const c10d::ReduceScatterOptions& opts) {
   const char* op = "reduce_scatter_tensor_coalesced";
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), op, ": ", outputs.size(), " outputs for ",
-                    inputs.size(), " inputs");
+  CHECK_ARGUMENT(outputs.size() == inputs.size(), op, ": ", outputs.size(), " outputs for ",
+                 inputs.size(), " inputs");
   OutputList written(op);
   Tensors plain;
   for (const at::Tensor& output : outputs) plain.push_back(written.add(output, false));
@@ -385,23 +518,23 @@ static std::vector<Block> split_rows(const char* what, const at::Tensor& tensor,
   std::vector<Block> blocks;
   char* data = static_cast<char*>(tensor.data_ptr());
   if (sizes.empty()) {
-    TORCH_CHECK_VALUE(rows % n == 0, "all_to_all_single: ", rows, " rows of the ", what,
-                      " can't be split evenly among ", n, " ranks");
+    CHECK_ARGUMENT(rows % n == 0, "all_to_all_single: ", rows, " rows of the ", what,
+                   " can't be split evenly among ", n, " ranks");
     for (int r = 0; r < n; ++r, data += row * (rows / n))
       blocks.push_back({data, row * static_cast<size_t>(rows / n)});
     return blocks;
   }
-  TORCH_CHECK_VALUE(static_cast<int>(sizes.size()) == n, "all_to_all_single: ", sizes.size(),
-                    " sizes for ", n, " ranks");
+  CHECK_ARGUMENT(static_cast<int>(sizes.size()) == n, "all_to_all_single: ", sizes.size(),
+                 " sizes for ", n, " ranks");
   int64_t total = 0;
   for (int64_t size : sizes) {
-    TORCH_CHECK_VALUE(size >= 0, "all_to_all_single: negative size ", size);
+    CHECK_ARGUMENT(size >= 0, "all_to_all_single: negative size ", size);
     blocks.push_back({data, row * static_cast<size_t>(size)});
     data += blocks.back().bytes;
     total += size;
   }
-  TORCH_CHECK_VALUE(total == rows, "all_to_all_single: the sizes of the ", what, " add up to ",
-                    total, ", but it has ", rows, " rows");
+  CHECK_ARGUMENT(total == rows, "all_to_all_single: the sizes of the ", what, " add up to ",
+                 total, ", but it has ", rows, " rows");
   return blocks;
 }
 
@@ -418,16 +551,17 @@ WorkPtr LockstepBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                         split_rows("output", written.plain(), output_sizes, size_), false};
   PreparedCall call = prepare_exchange(make_call_info(Op::all_to_all, plain), std::move(blocks));
   call.body = keep_alive({plain}, std::move(call.body));
+  Tensors inputs{input};
   return start(c10d::OpType::ALLTOALL_BASE, {output}, {std::move(call)}, opts.timeout, opts.asyncOp,
-               {written});
+               {written}, &inputs);
 }
 
 WorkPtr LockstepBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                   const c10d::AllToAllOptions& opts) {
   const char* op = "all_to_all";
-  TORCH_CHECK_VALUE(!inputs.empty(), op, " takes a list of tensors for each rank");
-  check_list(op, inputs, inputs[0], size_);
-  check_list(op, outputs, inputs[0], size_);
+  CHECK_ARGUMENT(!inputs.empty(), op, " takes a list of tensors for each rank");
+  check_list(op, "input", inputs, inputs[0], size_);
+  check_list(op, "output", outputs, inputs[0], size_);
   ExchangeBlocks blocks{empty_blocks(size_), empty_blocks(size_), false};
   Tensors plain;
   OutputList written(op);
@@ -441,7 +575,7 @@ WorkPtr LockstepBackend::alltoall(Tensors& outputs, Tensors& inputs,
   PreparedCall call = prepare_exchange(info, std::move(blocks));
   call.body = keep_alive(std::move(plain), std::move(call.body));
   return start(c10d::OpType::ALLTOALL, outputs, {std::move(call)}, opts.timeout, opts.asyncOp,
-               written.take());
+               written.take(), &inputs);
 }
 
 // ---- calls that c10d does not have ----
@@ -450,20 +584,20 @@ WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Te
                                    at::Tensor present, std::optional<at::Tensor> own) {
   const char* op = "exact_sum";
   bucket.type = data_type_of(result.scalar_type());
-  TORCH_CHECK_VALUE(result.is_floating_point() && bucket.type != DataType::bytes, op,
-                    ": supports floating-point tensors, not ",
-                    dtype_name(static_cast<int>(result.scalar_type())));
-  TORCH_CHECK_VALUE(static_cast<int>(bucket.holders.size()) == size_, op, ": holders for ",
-                    bucket.holders.size(), " ranks in a group of ", size_);
-  TORCH_CHECK_VALUE(is_plain(packed) && is_plain(result) && is_plain(present) &&
-                        packed.nbytes() >= packed_bytes(bucket, rank_) &&
-                        result.numel() >= static_cast<int64_t>(bucket.length) &&
-                        present.nbytes() >= bucket.members.size(),
-                    op, ": a buffer is too small or not contiguous");
-  TORCH_CHECK_VALUE(!own || (is_plain(*own) && own->scalar_type() == result.scalar_type() &&
-                             own->numel() == static_cast<int64_t>(bucket.length)),
-                    op, ": `own` must have the length and dtype of the bucket");
-  TORCH_CHECK_VALUE(
+  CHECK_ARGUMENT(result.is_floating_point() && bucket.type != DataType::bytes, op,
+                 ": supports floating-point tensors, not ",
+                 dtype_name(static_cast<int>(result.scalar_type())));
+  CHECK_ARGUMENT(static_cast<int>(bucket.holders.size()) == size_, op, ": holders for ",
+                 bucket.holders.size(), " ranks in a group of ", size_);
+  CHECK_ARGUMENT(is_plain(packed) && is_plain(result) && is_plain(present) &&
+                     packed.nbytes() >= packed_bytes(bucket, rank_) &&
+                     result.numel() >= static_cast<int64_t>(bucket.length) &&
+                     present.nbytes() >= bucket.members.size(),
+                 op, ": a buffer is too small or not contiguous");
+  CHECK_ARGUMENT(!own || (is_plain(*own) && own->scalar_type() == result.scalar_type() &&
+                          own->numel() == static_cast<int64_t>(bucket.length)),
+                 op, ": `own` must have the length and dtype of the bucket");
+  CHECK_ARGUMENT(
       Heap::instance().find(packed.data_ptr(), packed_bytes(bucket, rank_)).is_shared() &&
           (bucket.scatter || Heap::instance().find(result.data_ptr(), result.nbytes()).is_shared()),
       op, ": the buffers must be in shared memory (lockstep.empty_shared)");
@@ -489,7 +623,7 @@ WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Te
 }
 
 at::Tensor LockstepBackend::share(int64_t bytes) {
-  TORCH_CHECK_VALUE(bytes >= 0, "share: negative number of bytes: ", bytes);
+  CHECK_ARGUMENT(bytes >= 0, "share: negative number of bytes: ", bytes);
   CallInfo info;
   info.op = Op::share;
   info.count = static_cast<uint64_t>(bytes);

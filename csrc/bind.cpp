@@ -12,6 +12,7 @@
 #include "activity.h"
 #include "backend.h"
 #include "errors.h"
+#include "torch_errors.h"
 
 namespace py = pybind11;
 
@@ -88,13 +89,13 @@ static bool is_shared(const at::Tensor& tensor) {
 
 static int64_t* word_at(const at::Tensor& tensor, int64_t index) {
   check_tensor("a word", tensor);
-  TORCH_CHECK_VALUE(tensor.scalar_type() == at::kLong && is_plain(tensor),
-                    "a word is an element of a contiguous int64 tensor");
+  CHECK_ARGUMENT(tensor.scalar_type() == at::kLong && is_plain(tensor),
+                 "a word is an element of a contiguous int64 tensor");
   TORCH_CHECK_INDEX(index >= 0 && index < tensor.numel(), "there is no word ", index, " in ",
                     tensor.numel());
   int64_t* word = static_cast<int64_t*>(tensor.data_ptr()) + index;
-  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(word) % sizeof(int64_t) == 0,
-                    "a word must be aligned to 8 bytes");
+  CHECK_ARGUMENT(reinterpret_cast<uintptr_t>(word) % sizeof(int64_t) == 0,
+                 "a word must be aligned to 8 bytes");
   return word;
 }
 
@@ -143,6 +144,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("length"), py::arg("members"), py::arg("holders"), py::arg("leaves"),
            py::arg("divisor"), py::arg("cuts") = std::vector<size_t>(), py::arg("scatter") = false,
            py::arg("own") = std::nullopt, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("options", &LockstepBackend::getBackendOptions)
+      // As ProcessGroupGloo has it; applies to the calls that follow.
+      .def("_set_default_timeout", &LockstepBackend::setTimeout, py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>())
       .def("share", &LockstepBackend::share, py::arg("bytes"),
            py::call_guard<py::gil_scoped_release>());
   module.def("load", &load_word, py::arg("tensor"), py::arg("index"));
@@ -159,5 +164,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("heap_bytes", [] { return Heap::instance().used_bytes(); });
   module.def("kernels", [] { return std::string(kernels().name); });
   module.def("set_activity_page", &set_activity_page, py::arg("address"));
+  module.def("set_argument_error",
+             [](py::object type) { set_argument_error(type.release().ptr()); });
   module.def("set_where", [](py::object function) { locate_function = function.release().ptr(); });
 }

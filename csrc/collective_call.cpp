@@ -81,9 +81,9 @@ void CollectiveCall::fail_if_late() {
       late.push_back(rank);
   if (late.empty()) return;  // they have arrived in the meantime
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - begun_);
-  std::string text = group_.format_rank(rank()) + " waited " + format_seconds(waited) + " (limit " +
-                     format_seconds(timeout_) + ") in " + title() + " for " +
-                     group_.describe_peer(late[0]);
+  std::string text = group_.format_rank(rank()) + " timed out after " + format_seconds(waited) +
+                     " with a timeout of " + format_seconds(timeout_) + " in " + title() +
+                     ", waiting for " + group_.describe_peer(late[0]);
   late.erase(late.begin());
   if (!late.empty()) text += "; also for " + group_.format_ranks(late);
   fail(group_.abort(text));

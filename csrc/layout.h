@@ -40,7 +40,7 @@ enum class Route : uint8_t { slot, direct, staged };
 
 enum class Op : uint8_t {
   none, barrier, broadcast, all_reduce, reduce, all_gather, gather, scatter, reduce_scatter,
-  all_to_all, exact_sum, share, send, recv,
+  all_to_all, exact_sum, share, send, recv, sparse_all_reduce,
 };
 
 // What a rank publishes about its call; the other ranks compare it with their own.

@@ -256,9 +256,10 @@ bool PointToPoint::have_peers_left(const Message& message) {
 }
 
 void PointToPoint::abort_timed_out(const Message& message, milliseconds waited) {
-  std::string text = group_.format_rank(rank_) + " waited " + format_seconds(waited) + " (limit " +
-                     format_seconds(message.timeout) + ") in " + describe(message);
-  if (message.peer >= 0) text += " for " + group_.describe_peer(message.peer);
+  std::string text = group_.format_rank(rank_) + " timed out after " + format_seconds(waited) +
+                     " with a timeout of " + format_seconds(message.timeout) + " in " +
+                     describe(message);
+  if (message.peer >= 0) text += ", waiting for " + group_.describe_peer(message.peer);
   if (message.op == Op::recv) text += describe_unexpected(message.peer);
   group_.abort(text);
 }
@@ -643,8 +644,9 @@ void PointToPoint::revoke_send(int target, const Message& message) {
     // After an abort the receiver discards what it has read.
     if (group_.is_aborted() || check_health(group_.rank_state(target)) == Health::dead) return;
     if (Clock::now() > until)
-      group_.abort(group_.format_rank(rank_) + " waited " + format_seconds(message.timeout) +
-                   " for " + group_.format_rank(target) + " to finish reading a message");
+      group_.abort(group_.format_rank(rank_) + " timed out after " +
+                   format_seconds(message.timeout) + ", waiting for " +
+                   group_.format_rank(target) + " to finish reading a message");
     state = kOpen;
     yield_core();
   }

@@ -7,6 +7,7 @@
 #include <iterator>
 
 #include "heap.h"
+#include "torch_errors.h"
 
 namespace lockstep {
 
@@ -50,15 +51,15 @@ std::string dtype_name(int scalar_type) {
 }
 
 void check_tensor(const char* op, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.defined(), op, ": a tensor is undefined");
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), op,
-                    ": the backend lockstep supports CPU tensors, not ", "tensors on ",
-                    tensor.device().str());
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, op,
-                    ": the backend lockstep supports dense tensors, not ", tensor.layout(),
-                    " ones; use to_dense() first");
-  TORCH_CHECK_VALUE(!tensor.is_quantized(), op,
-                    ": the backend lockstep does not support quantized tensors");
+  CHECK_ARGUMENT(tensor.defined(), op, ": a tensor is undefined");
+  CHECK_ARGUMENT(tensor.device().is_cpu(), op,
+                 ": the backend lockstep supports CPU tensors, not ", "tensors on ",
+                 tensor.device().str());
+  CHECK_ARGUMENT(tensor.layout() == at::kStrided, op,
+                 ": the backend lockstep supports dense tensors, not ", tensor.layout(),
+                 " ones; use to_dense() first");
+  CHECK_ARGUMENT(!tensor.is_quantized(), op,
+                 ": the backend lockstep does not support quantized tensors");
 }
 
 bool is_plain(const at::Tensor& tensor) {
@@ -133,13 +134,13 @@ static uint64_t byte_size(at::IntArrayRef sizes, at::ScalarType dtype) {
   int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
   bool is_empty = false, too_large = false;
   for (int64_t size : sizes) {
-    TORCH_CHECK_VALUE(size >= 0, "a tensor can't have ", size, " elements in a dimension");
+    CHECK_ARGUMENT(size >= 0, "a tensor can't have ", size, " elements in a dimension");
     is_empty |= size == 0;
     // Strides are computed as if empty dimensions had size 1.
     too_large |= __builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes);
   }
-  TORCH_CHECK_VALUE(!too_large, "a tensor can't have the sizes ", sizes,
-                    ": its bytes overflow 64 bits");
+  CHECK_ARGUMENT(!too_large, "a tensor can't have the sizes ", sizes,
+                 ": its bytes overflow 64 bits");
   return is_empty ? 0 : static_cast<uint64_t>(bytes);
 }
 

@@ -1,43 +1,55 @@
 #include "work.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 
 #include "activity.h"
 #include "errors.h"
+#include "torch_errors.h"
 
 namespace lockstep {
 
-std::exception_ptr to_torch_error() {
-  try {
-    throw;
-  } catch (const CommError& error) {
-    try {
-      C10_THROW_ERROR(DistBackendError, error.what());
-    } catch (...) {
-      return std::current_exception();
-    }
-  } catch (const UsageError& error) {
-    try {
-      C10_THROW_ERROR(ValueError, error.what());
-    } catch (...) {
-      return std::current_exception();
-    }
-  } catch (...) {
-    return std::current_exception();
-  }
-}
-
 [[noreturn]] static void throw_unfinished(const std::string& what,
                                           std::chrono::milliseconds timeout) {
-  C10_THROW_ERROR(DistBackendError, what + " was not finished after " + format_seconds(timeout) +
+  C10_THROW_ERROR(DistBackendError, what + " timed out: it was not finished after " +
+                                        format_seconds(timeout) +
                                         "; it continues in the background");
 }
 
-FutureWork::FutureWork(c10d::OpType type, std::vector<at::Tensor> outputs)
-    : c10d::Work(-1, type), outputs_(std::move(outputs)) {}
+// The name of an operation in torch's profilers; nullptr if none is recording.
+static const char* profiler_name(c10d::OpType type) {
+  if (!at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) return nullptr;
+  switch (type) {
+    case c10d::OpType::BROADCAST: return "lockstep:broadcast";
+    case c10d::OpType::ALLREDUCE: return "lockstep:all_reduce";
+    case c10d::OpType::ALLREDUCE_COALESCED: return "lockstep:all_reduce";
+    case c10d::OpType::_ALLREDUCE_SPARSE: return "lockstep:sparse_all_reduce";
+    case c10d::OpType::REDUCE: return "lockstep:reduce";
+    case c10d::OpType::ALLGATHER: return "lockstep:all_gather";
+    case c10d::OpType::_ALLGATHER_BASE: return "lockstep:all_gather";
+    case c10d::OpType::ALLGATHER_COALESCED: return "lockstep:all_gather";
+    case c10d::OpType::GATHER: return "lockstep:gather";
+    case c10d::OpType::SCATTER: return "lockstep:scatter";
+    case c10d::OpType::REDUCE_SCATTER: return "lockstep:reduce_scatter";
+    case c10d::OpType::_REDUCE_SCATTER_BASE: return "lockstep:reduce_scatter";
+    case c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED: return "lockstep:reduce_scatter";
+    case c10d::OpType::ALLTOALL: return "lockstep:all_to_all";
+    case c10d::OpType::ALLTOALL_BASE: return "lockstep:all_to_all";
+    case c10d::OpType::BARRIER: return "lockstep:barrier";
+    case c10d::OpType::SEND: return "lockstep:send";
+    case c10d::OpType::RECV: return "lockstep:recv";
+    case c10d::OpType::RECVANYSOURCE: return "lockstep:recvAnySource";
+    default: return nullptr;
+  }
+}
+
+FutureWork::FutureWork(c10d::OpType type, std::vector<at::Tensor> outputs,
+                       const std::vector<at::Tensor>* inputs)
+    : c10d::Work(-1, type, profiler_name(type), inputs ? *inputs : outputs),
+      outputs_(std::move(outputs)) {}
 
 void FutureWork::check_process() const {
   if (owner_pid_ == current_pid()) return;
@@ -63,6 +75,7 @@ bool FutureWork::complete(std::exception_ptr error) {
     exception_ = error;
     has_callbacks = future_ != nullptr;
   }
+  if (recordFunctionEndCallback_) recordFunctionEndCallback_();
   cv_.notify_all();
   return has_callbacks;
 }
@@ -132,8 +145,11 @@ class CollectiveWork::Execution : public QueuedCall {
 };
 
 CollectiveWork::CollectiveWork(c10d::OpType type, std::vector<at::Tensor> outputs,
+                               const std::vector<at::Tensor>* inputs,
                                std::shared_ptr<CallQueue> queue, std::function<void(bool)> body)
-    : FutureWork(type, std::move(outputs)), queue_(std::move(queue)), body_(std::move(body)) {}
+    : FutureWork(type, std::move(outputs), inputs),
+      queue_(std::move(queue)),
+      body_(std::move(body)) {}
 
 void CollectiveWork::start(bool is_async) {
   execution_ = std::make_shared<Execution>(this);

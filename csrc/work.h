@@ -15,14 +15,12 @@
 
 namespace lockstep {
 
-// Converts the current exception, if it is an error of the core, to torch's exception type.
-// For use in a catch block.
-std::exception_ptr to_torch_error();
-
-// A Work whose future is created on demand.
+// A Work whose future is created on demand. It is an event of torch's profilers.
 class FutureWork : public c10d::Work {
  public:
-  FutureWork(c10d::OpType type, std::vector<at::Tensor> outputs);
+  // `inputs` are the tensors of the profiler's event, the outputs if null.
+  FutureWork(c10d::OpType type, std::vector<at::Tensor> outputs,
+             const std::vector<at::Tensor>* inputs = nullptr);
   std::vector<at::Tensor> result() override { return outputs_; }
   bool isCompleted() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -49,7 +47,8 @@ class CollectiveWork : public FutureWork {
  public:
   // `body` executes the call; its argument says whether it runs in a background thread.
   CollectiveWork(c10d::OpType type, std::vector<at::Tensor> outputs,
-                 std::shared_ptr<CallQueue> queue, std::function<void(bool)> body);
+                 const std::vector<at::Tensor>* inputs, std::shared_ptr<CallQueue> queue,
+                 std::function<void(bool)> body);
   void start(bool is_async);
   bool wait(std::chrono::milliseconds timeout) override;
 

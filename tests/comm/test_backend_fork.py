@@ -27,7 +27,8 @@ on_lockstep = {"backend": "lockstep"}
 
 LOCAL = {
     "Options", "_get_backend_name", "_get_sequence_number_for_group", "_pybind11_conduit_v1_",
-    "_set_sequence_number_for_group", "allocate_tensor", "name", "rank", "set_timeout", "size",
+    "_set_default_timeout", "_set_sequence_number_for_group", "allocate_tensor", "name", "options",
+    "rank", "set_timeout", "size",
     "supports_coalescing", "supports_shrinking", "supports_splitting", "supports_tensor_alloc",
     "supports_time_estimate",
 }  # fmt: skip

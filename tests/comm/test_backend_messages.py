@@ -220,7 +220,7 @@ def test_time_runs_where_somebody_waits(ranks):
     (got, _), (same, told) = ranks(patient, 2, **on_lockstep)
     assert got == same == [1.0] * 3
     assert "rank 1: recv from rank 0 (tag 0) on group" in told
-    assert "was not finished after 0.1 s; it continues in the background" in told
+    assert "timed out: it was not finished after 0.1 s; it continues in the background" in told
 
 
 def overdue() -> str:
@@ -242,7 +242,8 @@ def overdue() -> str:
 
 def test_a_future_ends_at_the_deadline_and_says_what_came_instead(ranks):
     told = ranks(overdue, 2, **on_lockstep)[1]
-    assert "(limit 0.3 s) in recv from rank 0 (tag 7) for rank 0, which" in told
+    assert "rank 1 timed out after 0.3 s with a timeout of 0.3 s in recv from rank 0" in told
+    assert "(tag 7), waiting for rank 0, which" in told
     assert "a message with tag 6 arrived from it but no receive was posted for it" in told
 
 

@@ -24,11 +24,13 @@ from contract import (
     forms,
     grouping,
     layout,
+    lists,
     messages,
     movement,
     plain,
     reduction,
     rounding,
+    sparse,
 )
 from contract.check import Ledger
 from contract.limits import GUARANTEE_TREE, LIMITS, SMALL_PIECES, THRESHOLDS
@@ -50,6 +52,8 @@ GROUPS: dict[str, Callable[..., None]] = {
     "scatter": movement.scatter,
     "all_to_all": movement.all_to_all,
     "barrier": movement.barrier,
+    "sparse": sparse.sparse,
+    "lists": lists.lists,
     "messages": messages.messages,
     "groups": grouping.groups,
     "threads": grouping.threads,

@@ -245,8 +245,8 @@ TEST(a_timeout_names_the_message_and_unexpected_tags) {
     }
     const std::string text = wait_for_error(p2p, post);
     CHECK(
-        contains(text, "rank 1: recv from rank 0 (tag 6) on group default failed: rank 1 waited"));
-    CHECK(contains(text, "for rank 0, last seen at #1 barrier"));
+        contains(text, "rank 1: recv from rank 0 (tag 6) on group default failed: rank 1 timed out"));
+    CHECK(contains(text, "waiting for rank 0, last seen at #1 barrier"));
     CHECK(contains(text, "a message with tag 5 arrived from it but no receive was posted for it"));
   });
 }
@@ -261,10 +261,10 @@ TEST(a_timeout_says_what_the_other_rank_waits_for) {
       MessagePtr post = message(Op::recv, 1 - group.rank(), first ? 1 : 2, data);
       if (!first) {
         if (collective) {
-          CHECK(contains(error_of([&] { run_barrier(group); }), "rank 0 waited"));
+          CHECK(contains(error_of([&] { run_barrier(group); }), "rank 0 timed out"));
         } else {
           p2p.post(post);
-          CHECK(contains(wait_for_error(p2p, post), "rank 0 waited"));
+          CHECK(contains(wait_for_error(p2p, post), "rank 0 timed out"));
         }
         return;
       }
@@ -275,7 +275,7 @@ TEST(a_timeout_says_what_the_other_rank_waits_for) {
       post->timeout = std::chrono::milliseconds(50);
       p2p.post(post);
       const std::string text = wait_for_error(p2p, post);
-      CHECK(contains(text, "in recv from rank 1 (tag 1) for rank 1, last seen at #"));
+      CHECK(contains(text, "in recv from rank 1 (tag 1), waiting for rank 1, last seen at #"));
       CHECK(contains(text, ", now waiting in " + other));
     });
 }

@@ -16,12 +16,19 @@ from typing import Any
 
 from lockstep.comm import activity
 
-__all__ = ["available", "load", "of_group", "reason_unavailable", "register"]
+__all__ = ["ArgumentError", "available", "load", "of_group", "reason_unavailable", "register"]
 
 NAME = "lockstep"
 
 MIN_FILE_SIZE = 1 << 30
 """Bytes. The limit of the size of files (ulimit -f) also applies to shared memory."""
+
+
+class ArgumentError(ValueError, RuntimeError):
+    """Invalid arguments of a collective call or message; the group is not affected.
+
+    It is also a RuntimeError, because that is what the backends of torch raise.
+    """
 
 
 _forked_from: int | None = None
@@ -49,6 +56,8 @@ def load() -> ModuleType:
 
     native: ModuleType = _native
     native.set_where(where)
+    if hasattr(native, "set_argument_error"):  # not in a build of an earlier version
+        native.set_argument_error(ArgumentError)
     if hasattr(native, "set_activity_page"):  # not in a build of an earlier version
         activity.follow_page(native.set_activity_page)
     return native
