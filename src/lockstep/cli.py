@@ -7,11 +7,13 @@ torch.
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 
 import click
 
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.messages import escape_control, say
 
 COMMANDS = {
@@ -56,16 +58,32 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; exit with 0 (success), 1 (the work failed) or 2 (usage error)."""
+    """Run the command line, and exit with its status."""
     run(cli)
 
 
 def run(command: click.Command) -> None:
     """Run a command; print the message of an error without a traceback, and exit."""
     try:
-        command.main(standalone_mode=True)
+        _check_working_directory()
+        status = command.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:  # Ctrl-C
+        sys.exit(128 + signal.SIGINT)
     except LockstepError as error:
         for note in getattr(error, "__notes__", ()):  # a rank's traceback
             click.echo(escape_control(note), err=True)
         say(str(error))
         sys.exit(error.exit_status)
+    sys.exit(status if isinstance(status, int) else 0)  # of --help, for example
+
+
+def _check_working_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "the working directory has been deleted: change to another one (cd) and try again"
+        ) from None

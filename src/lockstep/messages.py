@@ -7,10 +7,14 @@ here "\x1b[2J" is printed as those six characters.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import re
 import sys
+from typing import IO, Any
 
-__all__ = ["escape_control", "say"]
+__all__ = ["discard_if_lost", "escape_control", "say"]
 
 # C0 and C1 controls except newline and tab, line separators, marks that change the direction
 # of text, halves of surrogate pairs, and what XML forbids.
@@ -26,5 +30,26 @@ def escape_control(text: str) -> str:
 
 
 def say(sentence: str) -> None:
-    """Print one sentence on standard error."""
-    print(f"lockstep: {escape_control(sentence)}", file=sys.stderr, flush=True)
+    """Print one sentence on standard error; without one, or without its terminal, do nothing."""
+    try:
+        print(f"lockstep: {escape_control(sentence)}", file=sys.stderr, flush=True)
+    except OSError as error:  # a closed terminal, a full disk
+        discard_if_lost(sys.stderr, error)
+
+
+def discard_if_lost(stream: IO[Any], error: OSError) -> bool:
+    """Discard what is written to `stream` from now on if its reader or terminal is gone.
+
+    Otherwise the interpreter fails at exit, with another exit status, when it flushes the stream.
+
+    Args:
+        stream: The stream.
+        error: What writing to it raised.
+    """
+    if error.errno not in (errno.EPIPE, errno.EIO):
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+    return True

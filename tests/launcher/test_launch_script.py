@@ -132,6 +132,17 @@ def test_a_progress_bar_shows_its_last_state(run):
     assert printed.out == b"100%\n"
 
 
+def test_a_launch_ends_when_nobody_reads_its_output_any_more(tmp_path):
+    (tmp_path / "train.py").write_text("while True: print('step')")
+    with subprocess.Popen(
+        [*CLI, "run", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as launcher:
+        assert launcher.stdout.readline() == b"step\n"
+        launcher.stdout.close()
+        assert launcher.wait(60) == 128 + signal.SIGPIPE
+        assert launcher.stderr.read() == b"lockstep: SIGPIPE: ending rank 0\n"
+
+
 def test_only_rank_0_reads_standard_input(tmp_path):
     (tmp_path / "train.py").write_text("import sys; print(repr(sys.stdin.read()))")
     done = subprocess.run(

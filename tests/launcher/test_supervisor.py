@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -91,7 +92,10 @@ def test_a_second_ctrl_c_skips_the_grace_period(tmp_path):
         launcher.send_signal(signal.SIGINT)
         assert launcher.stderr.readline() == b"lockstep: SIGINT: ending rank 0\n"
         began = time.monotonic()
-        launcher.send_signal(signal.SIGINT)
+        while launcher.poll() is None:  # whenever it comes
+            launcher.send_signal(signal.SIGINT)
+            time.sleep(0.02)
+            assert time.monotonic() - began < PATIENCE
         assert launcher.wait(PATIENCE) == 128 + signal.SIGINT
         assert time.monotonic() - began < GRACE - 1
         assert launcher.stderr.read() == b""
@@ -357,28 +361,61 @@ except lockstep.errors.RankError as error:
     assert done.stdout == "handled\nrank 0 exited with status 0 before its function returned\n"
 
 
-def test_ranks_end_with_a_killed_launcher(waiting):
-    launcher, below = waiting
-    launcher.kill()
-    launcher.wait()
-    until(lambda: not any(map(alive, below)), "ranks outlived their launcher")
+# What a rank needs to save must still work: its worker, and printing more than a pipe holds.
+SAVE_LOUDLY = 'print("x" * 200_000, flush=True); ' + SAVE
 
 
-def test_ranks_end_with_a_killed_launcher_even_if_another_child_has_its_sockets():
+def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
+    with stopping(tmp_path, STOP.format(stop=SAVE_LOUDLY)) as launcher:
+        launcher.kill()
+        launcher.wait()
+        saved = [tmp_path / f"saved{rank}" for rank in range(2)]
+        until(lambda: all(path.exists() and path.read_bytes() for path in saved), "nothing saved")
+    assert [path.read_bytes() for path in saved] == [b"batch\n"] * 2
+
+
+def test_ranks_of_a_closed_terminal_save_and_end(tmp_path):
+    save = 'print("saving"); open(f"saved{rank}", "wb").write(b"x" * 9); sys.exit(75)'
+    (tmp_path / "train.py").write_text(STOP.format(stop=save))
+    pid, terminal = pty.fork()
+    if pid == 0:
+        hear_hangups()
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [*CLI, "-n", "2", "train.py"])
+    until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)), "no ranks")
+    below = [process.pid for process in psutil.Process(pid).children(recursive=True)]
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGHUP
+    assert [(tmp_path / f"saved{rank}").read_bytes() for rank in range(2)] == [b"x" * 9] * 2
+    assert exit_status(tmp_path) == 128 + signal.SIGHUP
+    until(lambda: not any(map(alive, below)), "something was left behind")
+
+
+def test_ranks_that_ignore_sigterm_end_with_a_killed_launcher():
+    """Also if another child of the launcher has its sockets."""
     program = """
 import lockstep, os, signal, sys
-pids = lockstep.launch(signal.pause, nprocs=2, join=False).processes
+from lockstep.launcher import fork_server_main
+fork_server_main.ORPHAN_GRACE = 0.3
+def rank():
+    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"asked\\n"))
+    os.write(1, b"ready\\n")
+    while True: signal.pause()
+pids = lockstep.launch(rank, nprocs=2, join=False, start_method="fork").processes
 child = os.fork()  # holds a copy of every socket of the launcher
 if child == 0: sys.stdin.read(); os._exit(0)
-print(child, *pids, flush=True)
+os.write(1, b"%d %d %d\\n" % (child, *pids))
 signal.pause()
 """
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as launcher:
-        child, *ranks = map(int, launcher.stdout.readline().split())
+        lines = sorted(launcher.stdout.readline() for _ in range(3))
+        assert lines[1:] == [b"ready\n"] * 2
+        child, *ranks = map(int, lines[0].split())
         assert all(map(alive, ranks))
         launcher.kill()
+        assert [launcher.stdout.readline() for _ in range(2)] == [b"asked\n"] * 2
         until(lambda: not any(map(alive, ranks)), "ranks outlived their launcher")
         assert alive(child)
     until(lambda: not alive(child), "the child did not end with its standard input")
@@ -403,21 +440,27 @@ launched.terminate()
     assert (done.stdout, done.stderr) == ("0 [None] True\n", "")
 
 
-def test_ctrl_c_ends_the_ranks_of_a_launch_in_a_program():
+def test_a_second_ctrl_c_ends_the_ranks_of_a_launch_in_a_program_at_once():
     program = """
 import lockstep, os, signal
 def rank():
+    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"asked\\n"))
     os.write(1, b"%d\\n" % os.getpid())
-    signal.pause()
+    while True: signal.pause()
+lockstep.launcher.supervisor.GRACE = 600.0
 lockstep.launch(rank, nprocs=2)
 """
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as launcher:
+        [sys.executable, "-c", "import lockstep.launcher.supervisor\n" + program],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as launcher:  # fmt: skip
         ranks = [int(launcher.stdout.readline()) for _ in range(2)]
         launcher.send_signal(signal.SIGINT)
+        assert [launcher.stdout.readline() for _ in range(2)] == [b"asked\n"] * 2
+        launcher.send_signal(signal.SIGINT)
         assert launcher.wait(PATIENCE) == -signal.SIGINT
-        assert b"KeyboardInterrupt" in launcher.stderr.read()
+        shown = launcher.stderr.read().decode()
+        assert shown.count("KeyboardInterrupt") == shown.count("Traceback") == 1
         assert not any(map(alive, ranks))
 
 

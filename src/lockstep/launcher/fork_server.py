@@ -8,6 +8,7 @@ them changes, a new server is started, and the old one exits after its last laun
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import subprocess
 import sys
@@ -77,9 +78,14 @@ class ForkServer:
         self._channel.close()
 
     def close(self) -> None:
-        """Let the server exit after its last launch, and wait until it has."""
+        """Let the server end its launches and exit, and wait until it has."""
+        if self._launcher != os.getpid():
+            self.retire()
+            return
+        with contextlib.suppress(OSError), self._lock:
+            self._channel.send({"kind": "exit"})
         self.retire()
-        if self._launcher == os.getpid():
+        with contextlib.suppress(KeyboardInterrupt):  # it exits by itself
             self._wait(0)
 
     def has_exited(self) -> bool:

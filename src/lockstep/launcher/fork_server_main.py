@@ -8,14 +8,17 @@
        │ <─ started {rank, pid} ─────── │                                │ to the launcher
        │ ── signal {rank, number} ────> │ to the rank's process group ─> │
        │ <─ ended {rank, status} ────── │ <──────────────────────── exit │
-       │ ── end of file ──────────────> │ SIGKILL to the remaining ranks
+       │ ── end {} ───────────────────> │ SIGKILL to the remaining ranks
+       │ ── end of file ──────────────> │ without "end": SIGTERM, and SIGKILL after 5 s
 
 The server never computes and starts no thread, so it can fork safely. It watches the
-launcher: by end of file on the first socket, and by a pidfd where the system has them,
-because another child of the launcher may hold the socket open. When the launcher has
-exited, the server kills every process group that it started and exits. Once it is retired
-(the first socket is closed), it exits after its last launch. If the server itself is
-killed, the ranks' parent-death pipe breaks (`rank_process.py`).
+launcher: by end of file on the sockets, and by a pidfd where the system has them, because
+another child of the launcher may hold the sockets open. When the launcher is killed, the
+server asks the ranks to stop, so that a training can save a checkpoint, kills what remains
+after the grace period, and exits. Meanwhile it reads what the ranks print: a write to a pipe
+without a reader would fail. Once the server is retired (the first socket is closed), it exits
+after its last launch. If the server itself is killed, the ranks' parent-death pipe breaks
+(`rank_process.py`), and they are killed at once.
 """
 
 from __future__ import annotations
@@ -41,6 +44,10 @@ from lockstep.launcher.rank_process import ForkedProcess, exit_process, ignore_r
 __all__ = ["Server", "main", "serve_in_fork"]
 
 GRACE = 2.0  # seconds from SIGTERM to SIGKILL for what remains of a rank's process group
+# Seconds that ranks have to stop when their launcher was killed. It is shorter than the time
+# that another launcher waits for them before it resumes the run.
+ORPHAN_GRACE = 5.0
+CHUNK = 1 << 16  # bytes
 
 Handler = Callable[[int, FrameType | None], object] | int | None  # of a signal
 
@@ -49,10 +56,24 @@ PR_SET_CHILD_SUBREAPER = 36  # of prctl, on Linux
 
 @dataclass
 class Launch:
-    """The processes of one launch: the rank (-1: the store) of each process id."""
+    """The processes of one launch.
+
+    Attributes:
+        channel: The launcher's socket for this launch.
+        ranks: The rank (-1: the store) of each process id.
+        outputs: Reading ends of the pipes through which the launcher shows what ranks print.
+        deadline: When to kill the ranks, whose launcher has exited; None while it runs.
+    """
 
     channel: Channel
     ranks: dict[int, int] = field(default_factory=dict)
+    outputs: list[int] = field(default_factory=list)
+    deadline: float | None = None
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether any rank runs."""
+        return any(rank >= 0 for rank in self.ranks.values())
 
 
 class Server:
@@ -94,30 +115,36 @@ class Server:
         while True:
             for key, _ in self._selector.select(self._timeout()):
                 if key.fileobj == self._launcher:
-                    self._shut_down()
-                    return None
-                if key.fileobj is self._main:
-                    self._is_retired = not self._accept_launch()
+                    self._selector.unregister(key.fileobj)
+                    self._orphan_all()
+                elif key.fileobj is self._main:
+                    self._is_retired |= not self._accept_launch()
                 elif key.fileobj is self._wake[0]:
                     self._drain_wakeups()
+                elif key.data is not None:
+                    self._discard_output(key.data, key.fd)
                 elif process := self._serve_launch(self._launches.get(key.fd)):
                     return process
             self._reap()
             self._kill_leftover_groups()
-            if self._is_retired and not (self._launches and self._launcher is not None):
+            self._drop_orphans()
+            if self._is_retired and not self._launches:
                 self._shut_down()
                 return None
 
     def _timeout(self) -> float | None:
-        if not self._leftover_groups:
-            return None
-        return max(0.0, min(self._leftover_groups.values()) - time.monotonic())
+        deadlines = list(self._leftover_groups.values())
+        deadlines += [each.deadline for each in self._launches.values() if each.deadline]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _accept_launch(self) -> bool:
         received = self._main.receive()
         if received is None:
             self._selector.unregister(self._main)
             return False
+        if received[0]["kind"] == "exit":
+            self._orphan_all()
+            return True
         channel = open_channel(received[1][0])
         self._launches[channel.fileno()] = Launch(channel)
         self._selector.register(channel, selectors.EVENT_READ)
@@ -133,9 +160,12 @@ class Server:
             return None
         received = launch.channel.receive()
         if received is None:
-            self._drop_launch(launch)
+            self._orphan(launch)
             return None
         message, descriptors = received
+        if message["kind"] == "end":
+            self._drop_launch(launch)
+            return None
         if message["kind"] == "signal":
             self._send_signal(launch, message)
             return None
@@ -158,6 +188,8 @@ class Server:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with contextlib.suppress(OSError):  # the child does it too; either may be first
             os.setpgid(pid, pid)
+        if message.get("is_piped"):
+            launch.outputs += _open_reading_ends(descriptors[1:3])
         for descriptor in descriptors:
             os.close(descriptor)
         launch.ranks[pid] = message["rank"]
@@ -172,6 +204,8 @@ class Server:
         self._main.close()
         for launch in self._launches.values():
             launch.channel.close()
+            for output in launch.outputs:
+                os.close(output)
         for end in self._wake:
             end.close()
         if self._launcher is not None:
@@ -223,10 +257,49 @@ class Server:
         with contextlib.suppress(OSError):  # the launcher may have closed this launch
             launch.channel.send(message)
 
-    def _drop_launch(self, launch: Launch) -> None:
+    def _orphan_all(self) -> None:
+        self._is_retired = True
+        for launch in self._launches.values():
+            self._orphan(launch)
+
+    def _orphan(self, launch: Launch) -> None:
+        """Ask the ranks to stop, because their launcher has exited without ending them."""
+        if launch.deadline is not None:
+            return
+        launch.deadline = time.monotonic() + ORPHAN_GRACE
         self._selector.unregister(launch.channel)
+        for output in launch.outputs:
+            self._selector.register(output, selectors.EVENT_READ, launch)
+        for pid, rank in launch.ranks.items():
+            if rank >= 0:  # not what it has started: it may need another batch
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+                    os.killpg(pid, signal.SIGCONT)
+
+    def _discard_output(self, launch: Launch, output: int) -> None:
+        if output in launch.outputs and not os.read(output, CHUNK):
+            self._selector.unregister(output)
+            launch.outputs.remove(output)
+            os.close(output)
+
+    def _drop_orphans(self) -> None:
+        """Kill the orphans whose time is over, and the stores that no rank needs any more."""
+        now = time.monotonic()
+        for launch in list(self._launches.values()):
+            if launch.deadline and (launch.deadline <= now or not launch.has_ranks):
+                self._drop_launch(launch)
+
+    def _drop_launch(self, launch: Launch) -> None:
+        """Kill what remains of a launch."""
+        if launch.deadline is None:
+            self._selector.unregister(launch.channel)
         del self._launches[launch.channel.fileno()]
         launch.channel.close()
+        for output in launch.outputs:
+            if launch.deadline is not None:
+                self._selector.unregister(output)
+            os.close(output)
+        launch.outputs.clear()
         for pid in launch.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -238,6 +311,15 @@ class Server:
         for group in self._leftover_groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
+
+
+def _open_reading_ends(streams: Sequence[int]) -> list[int]:
+    """Return reading ends of pipes, of which `streams` are the writing ends (Linux)."""
+    opened = []
+    for stream in streams:
+        with contextlib.suppress(OSError):
+            opened.append(os.open(f"/proc/self/fd/{stream}", os.O_RDONLY | os.O_NONBLOCK))
+    return opened
 
 
 def _become_subreaper() -> None:
@@ -266,8 +348,9 @@ def main(descriptor: int, launcher: int, modules: Sequence[str]) -> None:
         importlib.import_module(name)
     gc.freeze()  # ranks neither traverse nor copy what was here before the fork
     process = Server(open_channel(descriptor), launcher, handler).serve()
-    if process is not None:
-        exit_process(process.run())
+    if process is None:
+        os._exit(0)  # destroying torch's modules takes a second
+    exit_process(process.run())
 
 
 def serve_in_fork(channel: Channel, launcher: int) -> NoReturn:

@@ -146,9 +146,14 @@ class ProcessContext:
         return error
 
     def terminate(self) -> None:
-        """End every rank and what it started: SIGTERM, and after 5 s SIGKILL."""
+        """End every rank and what it started: SIGTERM, and after 5 s or Ctrl-C SIGKILL."""
         atexit.unregister(self._at_exit)
-        self._ranks.terminate()
+        try:
+            self._ranks.terminate()
+        except KeyboardInterrupt:  # only the main thread gets it
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            self._ranks.terminate(grace=0.0)
+            signal.signal(signal.SIGINT, before)
 
     def _end_late_ranks(self) -> RankError:
         """End the ranks after the timeout; return an error that says where they were."""

@@ -224,8 +224,11 @@ def _launch(config: LaunchConfig, folder: RunFolder) -> int:
             error = ranks.wait(
                 grace=config.grace, is_stop_requested=lambda: signal.SIGTERM in requests
             )
+        except BrokenPipeError:  # as in: lockstep run train.py | head
+            say(f"SIGPIPE: ending {format_ranks(ranks.running)}")
+            raise Interrupted(signal.SIGPIPE) from None
         except Interrupted as interruption:
-            if sys.stderr.isatty():
+            if interruption.number == signal.SIGINT and sys.stderr.isatty():
                 print(file=sys.stderr)  # the terminal has just shown ^C
             if ranks.running:
                 say(f"{interruption}: ending {format_ranks(ranks.running)}")
@@ -388,7 +391,7 @@ def _start(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
             ranks.start_rank(rank, task, null, _open_output(config, local_rank, rank, folder))
         os.close(null)
     except BaseException:
-        ranks.terminate()
+        _terminate(ranks, [])
         raise
     return ranks
 
@@ -447,6 +450,7 @@ def _interruptible() -> Iterator[list[int]]:
     """Raise Interrupted for signals that ask a program to stop, twice at most.
 
     Yields the list of signals that were received. SIGTERM raises nothing if it is the first.
+    Afterwards, if there was any, the program is about to exit, and further ones are ignored.
     """
     requests: list[int] = []
 
@@ -463,7 +467,7 @@ def _interruptible() -> Iterator[list[int]]:
         yield requests
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if requests else handler)
 
 
 def _show_last_lines(ranks: RankSupervisor, error: RankError) -> RankError:

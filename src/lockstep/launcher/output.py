@@ -15,6 +15,7 @@ into lines like this:
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.files import create_file, open_or_create
+from lockstep.messages import discard_if_lost
 
 __all__ = ["LineSplitter", "RankOutput", "Stream"]
 
@@ -174,8 +176,12 @@ class RankOutput:
         if stream.console is None or not lines:
             return
         prefix = self._prefix(stream.console)
-        stream.console.write(b"".join(prefix + line + b"\n" for line in lines))
-        stream.console.flush()
+        try:
+            stream.console.write(b"".join(prefix + line + b"\n" for line in lines))
+            stream.console.flush()
+        except OSError as error:
+            if not discard_if_lost(stream.console, error) or error.errno == errno.EPIPE:
+                raise
 
     def _prefix(self, console: BinaryIO) -> bytes:
         if not self._prefixed:

@@ -174,7 +174,7 @@ class RankSupervisor:
             streams = [standard[0] if rank == 0 else null, *standard[1:]]
             if output is not None:
                 streams[1:] = [stream.writing for stream in output.streams]
-            message = {**task, "kind": "rank", "rank": rank}
+            message = {**task, "kind": "rank", "rank": rank, "is_piped": output is not None}
             self._channel.send(message, [*streams, theirs.fileno(), work])
         self._started.add(rank)
         theirs.close()
@@ -365,6 +365,8 @@ class RankSupervisor:
         """Release everything; ranks that still run are killed."""
         if self._channel is None:
             return
+        with contextlib.suppress(OSError):  # the fork server has exited
+            self._channel.send({"kind": "end"})
         self._channel.close()
         self._channel = None
         self._wait_for_groups(time.monotonic() + EXIT_TIMEOUT)
