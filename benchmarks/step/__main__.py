@@ -12,6 +12,7 @@ import click
 from benchmarks.progress import Progress, about
 from lockstep.cli import run
 from lockstep.commands.bench_collective import (
+    RANKS_HELP,
     command_line,
     describe_machine,
     parse_rank_counts,
@@ -35,7 +36,7 @@ COPIES = "copies"
 
 
 @click.command()
-@click.option("-n", "--nprocs", default="2", show_default=True, help="Ranks: 2 or 2,4.")
+@click.option("-n", "--nprocs", default="2", show_default=True, help=RANKS_HELP)
 @click.option(
     "--models", default=MODELS, show_default=True,
     help="Of tiny, 1m, 25m, 100m, transformer, resnet50.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -50,6 +51,27 @@ def test_panels_and_names_are_drawn(widths, panels):
     for text in ("all_reduce", "lockstep", "gloo", "mpi & co", "memcpy", *panels, "1 KiB", "1 MiB"):
         assert text in said
     assert "nan" not in picture.svg()
+
+
+def test_the_spread_of_one_contender_covers_no_other():
+    """All three contenders have the same times here, so areas would lie on each other."""
+    same = [Result(r.contender, r.workload, r.ranks, r.size, (1.0, 2.0, 3.0)) for r in results()]
+    root = ElementTree.fromstring(draw(same, "m", "c").svg())
+    bars = [
+        (line.attrib["stroke"], [tuple(map(float, p.split(","))) for p in points])
+        for line in root.iter()
+        if line.tag.endswith("}polyline") and line.attrib["stroke-width"] == "4"
+        for points in [line.attrib["points"].split()]
+    ]
+    assert len({stroke for stroke, _ in bars}) == 4
+    assert len(bars) == 4 * 3 * 2, "contenders, sizes, panels"
+    columns = sorted({ends[0][0] for _, ends in bars})
+    assert all(first[0] == last[0] and first[1] < last[1] for _, (first, last) in bars)
+    assert len(columns) == len(bars), "no two bars at one place"
+    assert min(b - a for a, b in pairwise(columns)) > 4
+    said = texts(draw(same, "m", "c"))
+    assert said.count("size of the message") == 2
+    assert said.count("median; bars: 10% to 90% of the calls") == 2
 
 
 def test_curves_stay_in_the_picture():

@@ -22,16 +22,19 @@ def test_a_start_of_each_launcher_is_timed_and_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(bench_startup, "_starts", starts)
     file = tmp_path / "startup.json"
-    done = CliRunner().invoke(command, ["-n", "3", "--repeats", "2", "--json", str(file)])
+    done = CliRunner().invoke(command, ["-n", "3,2", "--repeats", "2", "--json", str(file)])
     assert done.exit_code == 0, done.output
     assert "3 ranks, median of 2 starts" in done.output
     assert "1.00 of torchrun" in done.output
-    assert counts == ["lockstep run 3", "torchrun 3"] * 3  # in turn, the first round not counted
+    rounds = [["lockstep run 3", "torchrun 3"] * 3, ["lockstep run 2", "torchrun 2"] * 3]
+    assert counts == [*rounds[0], *rounds[1]]  # in turn, the first round not counted
     records = json.loads(file.read_text())
     assert all("cores" in record["machine"] and record["command"] for record in records)
     assert [(r["launcher"], r["nprocs"], len(r["seconds"])) for r in records] == [
         ("lockstep run", 3, 2),
         ("torchrun", 3, 2),
+        ("lockstep run", 2, 2),
+        ("torchrun", 2, 2),
     ]
 
 

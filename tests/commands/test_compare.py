@@ -37,7 +37,9 @@ def test_three_runs_are_each_compared_with_the_first(place):
 
 
 def test_json_is_one_object():
-    found = json.loads(invoke("a", "b", "--json").output)
+    done = invoke("a", "b", "--json")
+    found = json.loads(done.stdout)
+    assert found["against"][0]["sentences"][0] in done.stderr
     assert [run["name"] for run in found["runs"]] == ["a", "b"]
     assert found["against"][0]["same_digest"] is True
     assert found["against"][0]["losses_part_at"] is None

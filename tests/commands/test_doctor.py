@@ -50,7 +50,8 @@ def test_a_bad_result_is_exit_status_1(checks):
 def test_json(checks, ill):
     checks(bad("ports", "closed", "open them") if ill else good("ports", "open"))
     done = invoke("--json")
-    found = json.loads(done.output)
+    found = json.loads(done.stdout)
+    assert "ports" in done.stderr
     assert found["ok"] is not ill
     assert found["findings"][0]["subject"] == "ports"
     assert done.exit_code == int(ill)
@@ -59,7 +60,7 @@ def test_json(checks, ill):
 def test_the_checks_of_this_machine():
     """All checks on this machine: whatever their results are, they are complete."""
     done = invoke("--json", "-n", "1")
-    subjects = {one["subject"] for one in json.loads(done.output)["findings"]}
+    subjects = {one["subject"] for one in json.loads(done.stdout)["findings"]}
     expected = {"python", "torch", "cores", "memory", "ports", "loopback", "gloo", "compiler"}
     assert expected <= subjects
 

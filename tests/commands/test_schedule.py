@@ -67,12 +67,29 @@ def test_costs_of_a_recorded_step(tmp_path):
     assert "takes 53.0 ms" in output  # 8 forwards of 2 ms, one of 2, a backward of 3, 8 of 4
 
 
+@pytest.mark.parametrize("pairs", [1, 2])
+def test_a_run_is_drawn_with_its_own_ranks_and_microbatches(tmp_path, pairs):
+    """As a user types it, without --stages: it used to draw 4 ranks for any run."""
+    records.write(tmp_path / "run", [records.HEADER, records.timeline(0, pairs)])
+    output = invoke("1f1b", "--costs", str(tmp_path / "run")).output
+    lines = output.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("rank")] == ["0", "1"]
+    first = next(line for line in lines if line.startswith("rank 0"))
+    last = 8 // pairs - 1
+    assert f"{last}=" in first
+    assert f"{last + 1}=" not in first
+
+
 def test_the_picture(tmp_path):
     invoke("all", "--svg", str(tmp_path / "all.svg"))
     root = ET.parse(tmp_path / "all.svg").getroot()
     assert len(list(root)) > 150
     alone = invoke("1f1b", "--svg", "-").stdout
-    assert ET.fromstring(alone).tag.endswith("svg")
+    svg = ET.fromstring(alone)
+    assert svg.tag.endswith("svg")
+    words = [element.text for element in svg.iter() if element.tag.endswith("}text")]
+    axis = words[words.index("units") :]
+    assert axis[:5] == ["units", "0", "10", "20", "30"], "the axis of time"
 
 
 @pytest.mark.parametrize(

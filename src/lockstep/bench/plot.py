@@ -2,6 +2,9 @@
 
 one number of ranks      time | bus bandwidth
 several                  time, one panel per number of ranks
+
+A line goes through the medians, and a bar at each size from the quantile 0.1 to 0.9. The points
+of the contenders are beside each other at each size, so none covers another's bar.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from lockstep.bench.runners import CopyRunner
 from lockstep.errors import FileError, UsageError
 from lockstep.formatting import format_bytes, format_duration, format_size
 from lockstep.report.chart import Axis, log_axis
-from lockstep.report.picture import Area, Dot, Label, Line, Picture, Point, text_width
+from lockstep.report.picture import Dot, Label, Line, Picture, Point, text_width
 
 __all__ = ["check_format", "draw", "save"]
 
@@ -27,8 +30,9 @@ WIDTH, HEIGHT, MARGIN = 1200, 675, 56
 INK, SOFT, FAINT, PAPER = "#16202e", "#5a6675", "#e4e8ee", "#ffffff"
 # the first backend, then the others; the memory copy is always gray
 LINES = ("#0b6bb8", "#d1570c", "#157f4d", "#b9509a", "#8a5a00", "#5b4bb3")
-BANDS = ("#d6e6f3", "#f8e3d6", "#d8ece1", "#f2dfec", "#ece3d2", "#e2dff2")
-COPY, COPY_BAND = "#8793a1", "#eceff2"
+BARS = ("#85b5db", "#e8ab86", "#8abfa6", "#dca8cd", "#c5ad80", "#ada5d9")
+COPY, COPY_BAR = "#8793a1", "#c3c9d0"
+BAR_WIDTH, BAR_STEP = 4, 5  # in points; the second between the bars of two contenders
 PANELS = 4
 LABELS = 6  # ticks of the size axis at most
 
@@ -39,7 +43,7 @@ class Curve:
 
     name: str
     color: str
-    band: str
+    bar: str
     x: list[float]
     low: list[float]
     middle: list[float]
@@ -149,16 +153,16 @@ def curves(
 ) -> list[Curve]:
     """Return one curve per contender, in order of appearance."""
     found = []
-    for name, (color, band) in colors(results).items():
+    for name, (color, bar) in colors(results).items():
         mine = sorted((r for r in results if r.contender.name == name), key=lambda r: r.size)
         low, middle, high = map(list, zip(*map(values, mine), strict=True))
         x = [float(max(result.size, 1)) for result in mine]
-        found.append(Curve(name, color, band, x, low, middle, high))
+        found.append(Curve(name, color, bar, x, low, middle, high))
     return found
 
 
 def colors(results: list[Result]) -> dict[str, tuple[str, str]]:
-    """Return the color of each contender and of its band."""
+    """Return the color of each contender and of its bars."""
     chosen: dict[str, tuple[str, str]] = {}
     for result in results:
         if result.contender.name in chosen:
@@ -166,7 +170,7 @@ def colors(results: list[Result]) -> dict[str, tuple[str, str]]:
         number = sum(1 for color, _ in chosen.values() if color != COPY) % len(LINES)
         is_copy = isinstance(result.contender.runner, CopyRunner)
         chosen[result.contender.name] = (
-            (COPY, COPY_BAND) if is_copy else (LINES[number], BANDS[number])
+            (COPY, COPY_BAR) if is_copy else (LINES[number], BARS[number])
         )
     return chosen
 
@@ -182,9 +186,13 @@ def legend(picture: Picture, results: list[Result], y: float) -> None:
 
 def plot(picture: Picture, panel: Panel, x: float, y: float, width: float, height: float) -> None:
     """Draw a panel with its upper left corner at (x, y)."""
-    left, top, right, bottom = x + 64, y + 22, x + width, y + height - 26
+    left, top, right, bottom = x + 64, y + 42, x + width, y + height - 34
     across, up = size_axis(panel.curves), value_axis(panel)
-    picture.add(Label(x, y + 4, panel.title, 17, INK, bold=True))
+    picture.add(
+        Label(x, y + 4, panel.title, 17, INK, bold=True),
+        Label(x, y + 24, "median; bars: 10% to 90% of the calls", 12, SOFT),
+        Label((left + right) / 2, bottom + 36, "size of the message", 12, SOFT, "middle"),
+    )
     for tick in up.ticks:
         at = bottom - tick.position * (bottom - top)
         picture.add(
@@ -198,13 +206,16 @@ def plot(picture: Picture, panel: Panel, x: float, y: float, width: float, heigh
             Label(at, bottom + 18, tick.label, 12, SOFT, "middle"),
         )
     box = (left, top, right, bottom)
-    for curve in panel.curves:
-        high, low = (points(across, up, curve.x, edge, box) for edge in (curve.high, curve.low))
-        picture.add(Area([*high, *reversed(low)], curve.band))
-    for curve in panel.curves:
-        middle = points(across, up, curve.x, curve.middle, box)
-        picture.add(Line(middle, curve.color, 2.25))
-        picture.add(*(Dot(*point, 3.25, curve.color) for point in middle))
+    shifts = [(n - (len(panel.curves) - 1) / 2) * BAR_STEP for n in range(len(panel.curves))]
+    for curve, shift in zip(panel.curves, shifts, strict=True):
+        high, low = (
+            points(across, up, curve.x, edge, box, shift) for edge in (curve.high, curve.low)
+        )
+        picture.add(*(Line(ends, curve.bar, BAR_WIDTH) for ends in zip(high, low, strict=True)))
+    for curve, shift in zip(panel.curves, shifts, strict=True):
+        middle = points(across, up, curve.x, curve.middle, box, shift)
+        picture.add(Line(middle, curve.color, 2))
+        picture.add(*(Dot(*point, 3, curve.color) for point in middle))
 
 
 def size_axis(curves: list[Curve]) -> Axis:
@@ -224,10 +235,15 @@ def value_axis(panel: Panel) -> Axis:
 
 
 def points(
-    across: Axis, up: Axis, x: list[float], y: list[float], box: tuple[float, float, float, float]
+    across: Axis,
+    up: Axis,
+    x: list[float],
+    y: list[float],
+    box: tuple[float, float, float, float],
+    shift: float,
 ) -> list[Point]:
-    """Return the points of a curve in the coordinates of the picture."""
+    """Return the points of a curve in the coordinates of the picture, `shift` to the right."""
     left, top, right, bottom = box
-    columns = left + across.positions(np.array(x)) * (right - left)
+    columns = left + across.positions(np.array(x)) * (right - left) + shift
     rows = bottom - up.positions(np.array(y)) * (bottom - top)
     return list(zip(columns.tolist(), rows.tolist(), strict=True))

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from lockstep.bench.results import Contender, Result
     from lockstep.bench.runners import Rendezvous
 
-__all__ = ["make"]
+__all__ = ["RANKS_HELP", "make", "parse_rank_counts"]
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 COPY = "memcpy"
+RANKS_HELP = "Numbers of ranks, measured one after another: 2 or 2,4."
 PATH_OPTIONS = ("--json", "--plot", "--mpi-python")  # private, left out of recorded commands
 
 
@@ -57,9 +58,7 @@ def help_text(collective: Collective) -> str:
 def options(collective: Collective) -> list[Any]:
     """Return the options of one collective."""
     chosen = [
-        click.option(
-            "-n", "--nprocs", default="2", show_default=True, help="Numbers of ranks: 2 or 2,4."
-        ),
+        click.option("-n", "--nprocs", default="2", show_default=True, help=RANKS_HELP),
         click.option(
             "--backend",
             help="The reference backend.  [default: lockstep if it is built, else gloo]",
@@ -89,7 +88,7 @@ def options(collective: Collective) -> list[Any]:
             "--json",
             "json_file",
             type=click.Path(path_type=Path),
-            help="Write the results to this file.",
+            help="Write a list of the results to this file.",
         ),
         click.option(
             "--plot",

@@ -22,6 +22,7 @@ from typing import Any
 
 import click
 
+from lockstep.commands.bench_collective import RANKS_HELP, parse_rank_counts
 from lockstep.errors import FileError, UsageError, WorkError
 from lockstep.launcher.launch import launch
 from lockstep.record.environment import count_usable_cores, processor_name
@@ -39,26 +40,27 @@ TIMEOUT = 120.0  # seconds per start
 
 
 @click.command()
-@click.option(
-    "-n", "--nprocs", multiple=True, type=int, default=(2, 4), show_default=True,
-    help="Number of ranks; may be given several times.",
-)  # fmt: skip
+@click.option("-n", "--nprocs", default="2,4", show_default=True, help=RANKS_HELP)
 @click.option("--repeats", default=5, show_default=True, help="Measured starts per launcher.")
 @click.option(
-    "--json", "file", type=click.Path(path_type=Path), help="Write the times to this file."
+    "--json",
+    "file",
+    type=click.Path(path_type=Path),
+    help="Write a list of the times to this file.",
 )
-def command(nprocs: tuple[int, ...], repeats: int, file: Path | None) -> None:
+def command(nprocs: str, repeats: int, file: Path | None) -> None:
     """Start ranks that join and leave a Gloo group, with each launcher in turn.
 
     Prints the median wall-clock seconds of the whole command. "lockstep.launch, again"
     is a second launch from one program, as in a test or a notebook.
     """
-    if repeats < 1 or min(nprocs) < 1:
-        raise UsageError("bench startup: --repeats and -n must be at least 1")
+    counts = parse_rank_counts(nprocs)
+    if repeats < 1:
+        raise UsageError("bench startup: --repeats must be at least 1")
     context = {"machine": _machine(), "command": shlex.join(["lockstep", *sys.argv[1:]])}
     click.echo(f"# {context['machine']}\n# {context['command']}")
     records = []
-    for count in nprocs:
+    for count in counts:
         starts = list(measure(count, repeats))
         torchrun = next(start.median for start in starts if start.launcher == "torchrun")
         click.echo(f"{count} ranks, median of {repeats} starts")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.messages import escape_control
+from lockstep.messages import JSON_HELP, escape_control
 
 if TYPE_CHECKING:
     from lockstep.check.comparison import Comparison, Verdict
@@ -91,9 +91,7 @@ def parse_rank_counts(ctx: click.Context, param: click.Parameter, value: str) ->
     "--timeout", default=300.0, show_default=True,
     type=click.FloatRange(min=0, min_open=True), help="Longest time per layout, in seconds.",
 )  # fmt: skip
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object at the end; text goes to stderr."
-)
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(

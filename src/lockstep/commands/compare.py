@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,7 @@ import click
 
 from lockstep.commands.report import find_run, format_of, open_in_browser, save
 from lockstep.errors import UsageError
-from lockstep.messages import escape_control
+from lockstep.messages import JSON_HELP, escape_control
 
 if TYPE_CHECKING:
     from lockstep.report.comparison import Comparison
@@ -29,7 +31,7 @@ __all__ = ["command"]
 )
 @click.option("-o", "--output", help="Output file; '-' is standard output.")
 @click.option("--open", "opened", is_flag=True, help="Write HTML and open it in the browser.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def command(
     runs: tuple[str, ...],
     folder: str,
@@ -52,6 +54,8 @@ def command(
 
     found = comparison.compare_runs([read_run(find_run(run, folder)) for run in runs])
     if as_json:
+        with contextlib.redirect_stdout(sys.stderr):
+            print_text(found)
         click.echo(json.dumps(comparison.comparison_json(found)))
         return
     kind = kind or ("html" if opened or (output and format_of(output) == "html") else "text")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from dataclasses import asdict
@@ -9,6 +10,7 @@ from dataclasses import asdict
 import click
 
 from lockstep.errors import UsageError
+from lockstep.messages import JSON_HELP
 from lockstep.report.checks import CheckResult, Requirements
 
 __all__ = ["command"]
@@ -19,7 +21,7 @@ COLORS = {"good": "green", "note": "yellow", "bad": "red"}
 @click.command()
 @click.option("-n", "--nprocs", "ranks", default=2, show_default=True, help="Number of ranks.")
 @click.option("--threads", default=1, show_default=True, help="Threads per rank.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def command(ranks: int, threads: int, as_json: bool) -> None:
     """Check whether this machine has what a run needs. Takes about ten seconds.
 
@@ -29,26 +31,31 @@ def command(ranks: int, threads: int, as_json: bool) -> None:
     """
     if ranks < 1 or threads < 1:
         raise UsageError(f"doctor: --nprocs ({ranks}) and --threads ({threads}) must be at least 1")
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        results = run_and_print(Requirements(ranks, threads))
+    failed = any(one.verdict == "bad" for one in results)
+    if as_json:
+        click.echo(json.dumps({"ok": not failed, "findings": [asdict(one) for one in results]}))
+    if failed:
+        raise SystemExit(1)
+
+
+def run_and_print(requirements: Requirements) -> list[CheckResult]:
+    """Run all checks, print each result and the conclusion, and return the results."""
     from lockstep.report import doctor
 
-    quiet = as_json or not sys.stdout.isatty()
+    quiet = not sys.stdout.isatty()
     results: list[CheckResult] = []
-    requirements = Requirements(ranks, threads)
     checks = doctor.run_checks(requirements, before_check=lambda name: show_progress(name, quiet))
     for result in checks:
         results.append(result)
-        if not as_json:
-            show_progress("", quiet)
-            print_result(result)
+        show_progress("", quiet)
+        print_result(result)
     show_progress("", quiet)
-    failed = [one for one in results if one.verdict == "bad"]
-    if as_json:
-        click.echo(json.dumps({"ok": not failed, "findings": [asdict(one) for one in results]}))
-    else:
-        click.echo(f"\n{conclusion(len(failed))}\n\nTo report a problem, paste this:\n")
-        click.echo(doctor.issue_block(results))
-    if failed:
-        raise SystemExit(1)
+    num_failed = sum(one.verdict == "bad" for one in results)
+    click.echo(f"\n{conclusion(num_failed)}\n\nTo report a problem, paste this:\n")
+    click.echo(doctor.issue_block(results))
+    return results
 
 
 def print_result(one: CheckResult) -> None:

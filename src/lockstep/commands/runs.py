@@ -20,7 +20,9 @@ __all__ = ["command"]
 
 @click.command()
 @click.argument("folder", default="runs")
-@click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects instead.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print a JSON list of the runs on stdout instead."
+)
 def command(folder: str, as_json: bool) -> None:
     """List the runs in FOLDER, the oldest first.
 

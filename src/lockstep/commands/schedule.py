@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,9 +47,13 @@ def cost_option(name: str, text: str) -> Callable[[Callable[..., None]], Callabl
 @click.command()
 @click.argument("name")
 @click.option(
-    "--stages", default=4, show_default=True, help="Number of ranks, one or more stages each."
-)
-@click.option("--microbatches", default=8, show_default=True, help="Micro-batches per step.")
+    "--stages", type=int,
+    help="Number of ranks, one or more stages each.  [default: 4, or that of the run of --costs]",
+)  # fmt: skip
+@click.option(
+    "--microbatches", type=int,
+    help="Micro-batches per step.  [default: 8, or those of a replica of the run of --costs]",
+)  # fmt: skip
 @click.option("--stages-per-rank", type=int, help="Stages per rank for interleaved.  [default: 2]")
 @click.option("--compare", is_flag=True, help="Draw all other schedules as well.")
 @click.option("--costs", "file", type=click.Path(), help="Measured costs: a run or a JSON file.")
@@ -61,8 +66,8 @@ def cost_option(name: str, text: str) -> Callable[[Callable[..., None]], Callabl
 )
 def command(
     name: str,
-    stages: int,
-    microbatches: int,
+    stages: int | None,
+    microbatches: int | None,
     stages_per_rank: int | None,
     compare: bool,
     file: str | None,
@@ -79,7 +84,14 @@ def command(
     names = NAMES if compare or name == "all" else (name,)
     if name != "all" and name not in NAMES:
         raise LayoutError(f"unknown schedule {name!r}; choose from all, {', '.join(NAMES)}")
-    costs = choose_costs(file, given, stages, stages_per_rank if "interleaved" in names else 1)
+    run = open_run(Path(file)) if file else None
+    stages, microbatches = choose_layout(run, stages, microbatches)
+    costs = choose_costs(
+        run or (Path(file) if file else None),
+        given,
+        stages,
+        stages_per_rank if "interleaved" in names else 1,
+    )
     plans = make_plans(names, costs, stages, microbatches, stages_per_rank)
     time = format_duration if file else format_number
     drawn = [make_timeline(one, time) for one in plans]
@@ -93,7 +105,8 @@ def command(
                 "Peaks are in micro-batches."
             )
     if svg:
-        save(draw_timelines(drawn, title).svg().encode(), svg)
+        name = "time" if file else "units"
+        save(draw_timelines(drawn, title, time, name).svg().encode(), svg)
 
 
 def make_plans(
@@ -113,18 +126,18 @@ def make_plans(
 
 
 def choose_costs(
-    file: str | None,
+    measured: Run | Path | None,
     given: dict[str, tuple[float, ...] | None],
     stages: int,
     stages_per_rank: int | None,
 ) -> Costs:
-    """Return the costs of the options, by default unit costs."""
-    if file:
+    """Return the measured costs, or those of the options, by default unit costs."""
+    if measured:
         if any(given.values()):
             raise UsageError(
                 "schedule: use either --costs or --forward, --backward, --weight and --transfer"
             )
-        return read_costs(Path(file))
+        return read_costs(measured)
     forward = given["forward"]
     if forward is None:
         if any(given.values()):
@@ -138,17 +151,37 @@ def choose_costs(
     return Costs(forward, inputs, weight, given["transfer"] or (), backward, share)
 
 
-def read_costs(file: Path) -> Costs:
-    """Read costs from a JSON file or from the record of a run."""
-    if file.is_dir() or file.suffix == ".jsonl":
-        from lockstep.record.reader import read_run
+def open_run(file: Path) -> Run | None:
+    """Return the run of `--costs`; None for a JSON file."""
+    from lockstep.record.reader import read_run
 
-        run = read_run(file)
-        found = run.header.get("costs")
-        if found is None:
-            return recorded_costs(run)
-    else:
-        found = read_json(file)
+    return read_run(file) if file.is_dir() or file.suffix == ".jsonl" else None
+
+
+def choose_layout(run: Run | None, stages: int | None, microbatches: int | None) -> tuple[int, int]:
+    """Return the numbers of ranks and of micro-batches: as given, else as in the run, else 4, 8."""
+    from lockstep.record.timeline import typical_timeline
+    from lockstep.report.summary import number_or
+
+    step = None if run is None else typical_timeline(run)
+    if run is None or step is None or not step.num_stages:
+        return 4 if stages is None else stages, 8 if microbatches is None else microbatches
+    ranks = step.ranks_per_replica
+    replicas = max(1, step.num_ranks // ranks)
+    per_replica = math.ceil(number_or(run.layout.get("microbatches"), 8) / replicas)
+    return (
+        ranks if stages is None else stages,
+        per_replica if microbatches is None else microbatches,
+    )
+
+
+def read_costs(measured: Run | Path) -> Costs:
+    """Return the costs of a JSON file, or of a run."""
+    if isinstance(measured, Path):
+        found = read_json(measured)
+    elif (found := measured.header.get("costs")) is None:
+        return recorded_costs(measured)
+    file = measured if isinstance(measured, Path) else measured.folder
     try:
         fields = {name: tuple(map(float, found.get(name, ()))) for name in FIELDS}
     except (AttributeError, TypeError, ValueError):

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 
 from lockstep.errors import FileError, LayoutError, UsageError
 from lockstep.formatting import format_loss
-from lockstep.messages import say
+from lockstep.messages import JSON_HELP, say
 from lockstep.pipeline.schedules import NAMES
 from lockstep.record.loggers import LOGGER_NAMES
 
@@ -131,7 +131,7 @@ RECIPE_FILE = "recipe.json"  # of a run: what was asked for, until the record ha
     "--json",
     "as_json",
     is_flag=True,
-    help="Print one JSON object at the end; the display goes to stderr.",
+    help=JSON_HELP,
 )
 def command(
     recipe: str | None,
@@ -191,7 +191,10 @@ def command(
             say(f"continue with: {shlex.join(['lockstep', 'train', '--resume', str(folder)])}")
         raise
     failure = summary.pop("failure", None)
-    click.echo(json.dumps(summary) if as_json else _format_summary(summary))
+    if not (as_json and given["quiet"]):
+        click.echo(_format_summary(summary), err=as_json)
+    if as_json:
+        click.echo(json.dumps(summary))
     if failure is not None:
         raise FileError(failure)
 

@@ -9,7 +9,7 @@ In all three each rank has a lane, and a span shows its micro-batch where there 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from lockstep.formatting import format_duration
 from lockstep.record.timeline import KIND_NAMES, Span, Timeline, longest_duration
-from lockstep.report.chart import Axis, Tick, linear_axis
+from lockstep.report.chart import Axis, Tick, exact_axis, linear_axis
 from lockstep.report.picture import Box, Label, Picture, text_width
 from lockstep.report.terminal import UNLIMITED, terminal_width
 
@@ -101,7 +101,7 @@ def _sign(kind: str) -> str:
 # ---- picture ----
 
 PICTURE_WIDTH, MARGIN, NAME_WIDTH = 1200, 24, 62  # in points
-LANE_HEIGHT, LANE_GAP, TITLE_HEIGHT, LEGEND_HEIGHT = 24, 4, 42, 40
+LANE_HEIGHT, LANE_GAP, TITLE_HEIGHT, LEGEND_HEIGHT, AXIS_HEIGHT = 24, 4, 42, 40, 22
 INK, SOFT, PAPER, WASH = "#16202e", "#5a6675", "#ffffff", "#f5f7fa"
 COLORS = {
     "forward": ("#0b6bb8", "#3f92d2", "#75b3e2", "#a5cfee"),
@@ -112,19 +112,42 @@ COLORS = {
 """The colors of each kind of work: for a rank's first stage, its second, ..."""
 
 
-def draw_timelines(timelines: Sequence[Timeline], title: str) -> Picture:
-    """Draw timelines below each other on one scale of time, with one legend."""
+def draw_timelines(
+    timelines: Sequence[Timeline],
+    title: str,
+    label: Callable[[float], str] = format_duration,
+    name: str = "time",
+) -> Picture:
+    """Draw timelines below each other on one axis of time, with one legend.
+
+    Args:
+        timelines: The timelines.
+        title: The title of the picture, which is not drawn.
+        label: Formats a time.
+        name: The name of the axis, with the unit if `label` has none.
+    """
     heights = [TITLE_HEIGHT + one.num_ranks * (LANE_HEIGHT + LANE_GAP) for one in timelines]
-    picture = Picture(PICTURE_WIDTH, sum(heights) + MARGIN + LEGEND_HEIGHT, PAPER, title)
-    scale = (PICTURE_WIDTH - 2 * MARGIN - NAME_WIDTH) / (longest_duration(timelines) or 1.0)
+    picture = Picture(
+        PICTURE_WIDTH, sum(heights) + MARGIN + AXIS_HEIGHT + LEGEND_HEIGHT, PAPER, title
+    )
+    longest = longest_duration(timelines) or 1.0
+    scale = (PICTURE_WIDTH - 2 * MARGIN - NAME_WIDTH) / longest
     top = 0.0
     for timeline, height in zip(timelines, heights, strict=True):
         _draw_lanes(picture, timeline, top + TITLE_HEIGHT, scale)
         title_y = top + TITLE_HEIGHT - 12
         picture.add(Label(MARGIN, title_y, timeline.title, 15, INK, bold=True))
         top += height
+    left = MARGIN + NAME_WIDTH
+    picture.add(Label(MARGIN, top + 14, name, 11, SOFT, width=NAME_WIDTH - 8))
+    for tick in exact_axis(0.0, longest, label, whole=False).ticks:
+        x = left + tick.position * longest * scale
+        picture.add(
+            Box(x - 0.5, top - LANE_GAP, 1, LANE_GAP, SOFT),
+            Label(x, top + 14, tick.label, 11, SOFT, "middle"),
+        )
     kinds = [kind for kind in KIND_NAMES if any(kind in one.kinds for one in timelines)]
-    _draw_legend(picture, kinds, top + MARGIN)
+    _draw_legend(picture, kinds, top + MARGIN + AXIS_HEIGHT - 10)
     return picture
 
 
