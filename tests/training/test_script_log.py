@@ -12,11 +12,11 @@ from lockstep.training.script_log import ScriptLog
 class Batches:
     """The batches of an epoch, as far as the log knows them."""
 
-    def __init__(self, epoch=0, samples=8, batch_size=2, seed=0, shuffle=True):
+    def __init__(self, epoch=0, samples=8, batch_size=2, seed=0, shuffle=True, drop_last=False):
         self.epoch, self.position = epoch, 0
         self.identity = {
             "samples": samples, "batch_size": batch_size, "seed": seed, "shuffle": shuffle,
-            "drop_last": False,
+            "drop_last": drop_last,
         }  # fmt: skip
 
     def state_dict(self):
@@ -302,11 +302,18 @@ def trained():
         (lambda s: s.begin(0, batch_size=4), "batch size 2, these batches have 4"),
         (lambda s: s.begin(0, seed=1), "seed 0, these batches have 1"),
         (lambda s: s.begin(0, shuffle=False), "shuffle True, these batches have False"),
+        (lambda s: s.begin(0, drop_last=True), "drop last False, these batches have True"),
         (lambda s: s.log.require_finished(), "which iterates over batches of epoch 0 next: resume"),
     ],
 )  # fmt: skip
 def test_another_call_is_named(call, words):
     assert words in refused(call, trained())
+
+
+def test_a_log_of_an_older_version_has_no_drop_last():
+    script = trained()
+    del script.log._answers[0]["state"]["drop_last"]
+    assert script.begin(0) is None
 
 
 def test_another_second_call_is_counted():

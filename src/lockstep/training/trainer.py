@@ -454,7 +454,8 @@ class Trainer:
     def save_weights(self, path: str | Path, *, ema: bool = False) -> None:
         """Write the weights from rank 0; the file is whole or not there.
 
-        The suffix decides the format: .safetensors, or .pt, .pth, .bin or .ckpt for `torch.load`.
+        The suffix decides the format: .pt, .pth, .bin and .ckpt are for `torch.load`, others
+        are safetensors.
         Call it on every rank: all return when the file is written, or all raise FileError (also
         where its folder does not exist). Under `lockstep check` nothing is written.
         """

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from safetensors.torch import save
 
 from lockstep.comm.collectives import all_gather_bytes
-from lockstep.errors import FileError, UsageError
+from lockstep.errors import FileError
 from lockstep.files import replace_file
 from lockstep.launcher.run_folder import RUNS
+from lockstep.messages import say
 from lockstep.record.recorder import create_run_folder
 
 __all__ = ["save_from_rank0", "save_last_good", "save_weights"]
@@ -22,7 +23,7 @@ __all__ = ["save_from_rank0", "save_last_good", "save_weights"]
 LAST_GOOD = "last-good.safetensors"
 SAFETENSORS = ".safetensors"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
-"""Suffixes of files that `torch.load` reads."""
+"""Suffixes of files that `torch.load` reads; with any other one a file is safetensors."""
 
 
 def save_weights(path: Path, state: Mapping[str, Any]) -> None:
@@ -63,12 +64,16 @@ def _serialize(values: dict[str, Any], suffix: str) -> bytes:
 
 
 def save_from_rank0(path: Path, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Let rank 0 write the file; return on all ranks when it is there, or raise on all."""
-    _require_format(path)
+    """Let rank 0 write the file; return on all ranks when it is there, or raise on all.
+
+    A suffix that names no format is no error, which could cost the weights of a long training.
+    """
     failure = b""
     if dist.get_rank(group) == 0:
         try:
             save_weights(path, state)
+            if path.suffix not in (SAFETENSORS, *PICKLED):
+                say(f"{path} is written as safetensors; for torch.load use the suffix .pt")
         except FileError as error:
             failure = str(error).encode()
         except Exception as error:  # whatever it is, the other ranks wait for the outcome
@@ -94,12 +99,3 @@ def save_last_good(
         except Exception as error:  # whatever it is, the other ranks wait for the outcome
             outcome = f"and the weights before this step could not be saved: {error}"
     return all_gather_bytes(outcome.encode(), "stopping", group)[0].decode()
-
-
-def _require_format(path: Path) -> None:
-    """Raise UsageError unless the suffix of a file names one of the formats."""
-    if path.suffix not in (SAFETENSORS, *PICKLED):
-        raise UsageError(
-            f"save_weights({str(path)!r}): the suffix decides the format: write "
-            f"{path.stem + SAFETENSORS} for safetensors, or {path.stem}.pt for torch.load"
-        )
