@@ -76,6 +76,7 @@ def whole_training(folder, **layout):
 def test_whatever_a_trainer_does_a_cut_model_gives_the_same_bits(ranks, tmp_path):
     def trained(stages):
         folder = tmp_path / f"{ls.world_size()}-{stages}"
+        folder.mkdir(exist_ok=True)
         is_wide = ls.world_size() == 4
         schedule = "interleaved" if is_wide else "1f1b"
         layout = {"activation_checkpointing": is_wide}
