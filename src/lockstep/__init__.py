@@ -66,6 +66,7 @@ __all__ = [*PUBLIC, "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in PUBLIC:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    importlib.import_module("lockstep.launcher.tracebacks").install()
     module = importlib.import_module(f"lockstep.{PUBLIC[name]}")
     value = module if name == "loggers" else getattr(module, name)
     globals()[name] = value

@@ -10,10 +10,12 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 
 import click
 
 from lockstep.errors import LockstepError, UsageError
+from lockstep.launcher.tracebacks import is_full
 from lockstep.messages import escape_control, say
 
 COMMANDS = {
@@ -73,6 +75,8 @@ def run(command: click.Command) -> None:
     except click.Abort:  # Ctrl-C
         sys.exit(128 + signal.SIGINT)
     except LockstepError as error:
+        if is_full():
+            traceback.print_exception(error)
         for note in getattr(error, "__notes__", ()):  # a rank's traceback
             click.echo(escape_control(note), err=True)
         say(str(error))

@@ -7,8 +7,10 @@ import pytest
 from lockstep.launcher import failure_attribution
 from lockstep.launcher.failure_attribution import (
     Outcome,
+    describe_own_failure,
     explain_sigkill,
     find_first_failure,
+    find_same_failures,
     format_ranks,
     is_oom_killed,
     make_rank_error,
@@ -71,8 +73,32 @@ def test_a_rank_that_returned_without_joining_is_named():
     assert make_rank_error([Outcome(0, waiting_for=(1,)), Outcome(1)]) is None
 
 
-def test_lockstep_errors_have_no_traceback_note():
-    error = make_rank_error([raised(1, 1.0, "there is no data", plain=True)])
+def test_an_error_of_lockstep_is_joined_over_the_ranks_that_raised_it():
+    def own(rank: int, message: str, where: str = "train.py:3") -> Outcome:
+        outcome = raised(rank, 1.0, message, plain=True)
+        outcome.error["where"] = where
+        return outcome
+
+    def told(*outcomes: Outcome) -> tuple[list[int], str]:
+        same = find_same_failures(outcomes, outcomes[0])
+        return [each.rank for each in same], describe_own_failure(outcomes, outcomes[0])
+
+    assert told(own(0, "no data"), own(1, "no data")) == ([0, 1], "train.py:3: no data")
+    assert told(own(0, "no data"), Outcome(1)) == ([0], "train.py:3: rank 0 failed: no data")
+    late = own(1, "rank 1: too late")
+    assert told(own(0, "rank 0: too late"), late) == ([0, 1], "train.py:3: rank 0: too late")
+    assert told(own(0, "no data", ""), own(1, "no data", "")) == ([0, 1], "no data")
+    assert told(own(0, "differ"), own(1, "differ", "train.py:4"), own(2, "differ")) == (
+        [0, 1, 2], "train.py:3 on ranks 0 and 2, train.py:4 on rank 1: differ",
+    )  # fmt: skip
+    assert find_same_failures([raised(0, 1.0, "no")], raised(0, 1.0, "no")) == []
+
+
+def test_errors_of_lockstep_without_frames_of_the_user_have_no_note():
+    outcome = raised(1, 1.0, "there is no data", plain=True)
+    assert make_rank_error([outcome]).__notes__ == ["rank 1:\nTraceback ..."]
+    outcome.error["traceback"] = ""
+    error = make_rank_error([outcome])
     assert str(error) == "rank 1 failed: there is no data"
     assert not hasattr(error, "__notes__")
 

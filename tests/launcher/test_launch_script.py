@@ -197,6 +197,28 @@ def test_several_simultaneous_failures_give_one_message(run, capfdbinary):
     assert f"raised ValueError: {told[5]} (train.py:2)" in told
 
 
+def test_an_error_of_lockstep_is_shown_once_with_the_users_line(run, capfdbinary):
+    source = """
+import lockstep as ls
+def train():
+    ls.world()
+try:
+    train()
+finally:
+    print("before it ends")
+"""
+    told, shown = failure(run, capfdbinary, source, flags="-n 2")
+    (folder,) = Path("runs").iterdir()
+    assert told == (
+        f"train.py:4: this process has not joined a world: call lockstep.init() first; ranks 0 "
+        f"and 1 raised this, see {folder}/rank-*.log"
+    )
+    assert shown == ""  # the caller shows the error
+    for log in logs().values():
+        assert b'train.py", line 4, in train' in log
+        assert b"launcher/world.py" in log
+
+
 def test_a_failing_import_before_the_rendezvous(run, capfdbinary):
     Path("broken.py").write_text("import nothing_of_this_name")
     source = (

@@ -24,9 +24,11 @@ __all__ = [
     "Outcome",
     "count_oom_kills",
     "describe_end",
+    "describe_own_failure",
     "explain_sigkill",
     "find_early_exit",
     "find_first_failure",
+    "find_same_failures",
     "format_ranks",
     "is_consequence",
     "make_rank_error",
@@ -140,7 +142,7 @@ def make_rank_error(outcomes: Iterable[Outcome]) -> RankError | None:
     error = RankError(_describe_early_return(outcomes, failure) or _describe_failure(failure))
     error.rank, error.status = failure.rank, failure.status
     error.exception = None if failure.error is None else failure.error["type"]
-    if failure.error is not None and not failure.error["plain"]:
+    if failure.error is not None and failure.error["traceback"]:
         error.add_note(f"rank {failure.rank}:\n{failure.error['traceback'].rstrip()}")
     return error
 
@@ -151,6 +153,37 @@ def _describe_failure(failure: Outcome) -> str:
     if error is not None and error["plain"] and re.match(r"rank \d", str(error["message"])):
         return str(error["message"])
     return f"rank {failure.rank} {describe_end(failure)}"
+
+
+def find_same_failures(outcomes: Iterable[Outcome], failure: Outcome) -> list[Outcome]:
+    """Return the outcomes with the same error of Lockstep as `failure`; none if it is another."""
+    own = _identify(failure)
+    return [each for each in outcomes if own and _identify(each) == own]
+
+
+def _identify(outcome: Outcome) -> str:
+    """Return the message of an error of Lockstep without the rank's own number; or ""."""
+    error = outcome.error
+    if error is None or not error["plain"]:
+        return ""
+    return re.sub(rf"\brank {outcome.rank}\b", "rank", error["message"])
+
+
+def describe_own_failure(outcomes: Sequence[Outcome], failure: Outcome) -> str:
+    """Return an error of Lockstep with the lines of the ranks that raised it.
+
+    "train.py:31: rank 2 failed: ...", or "train.py:31 on rank 0, train.py:40 on rank 1: ...".
+    """
+    assert failure.error is not None
+    places: dict[str, list[int]] = {}
+    same = find_same_failures(outcomes, failure)
+    for each in same:
+        if each.error is not None and each.error["where"]:
+            places.setdefault(each.error["where"], []).append(each.rank)
+    alone = len(places) == 1
+    said = failure.error["message"] if len(same) == len(outcomes) else _describe_failure(failure)
+    lines = [where if alone else f"{where} on {format_ranks(at)}" for where, at in places.items()]
+    return f"{', '.join(lines)}: {said}" if lines else said
 
 
 def _failure_time(outcome: Outcome) -> float:

@@ -28,7 +28,15 @@ from lockstep.errors import FileError, LockstepError, RankError, UsageError
 from lockstep.files import make_folder
 from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import RankEnvironment
-from lockstep.launcher.failure_attribution import STOPPED, format_ranks, signal_name
+from lockstep.launcher.failure_attribution import (
+    STOPPED,
+    Outcome,
+    describe_own_failure,
+    find_same_failures,
+    format_ranks,
+    is_consequence,
+    signal_name,
+)
 from lockstep.launcher.fork_server import (
     get_fork_server,
     interpreter_flags,
@@ -237,7 +245,7 @@ def _launch(config: LaunchConfig, folder: RunFolder) -> int:
             _terminate(ranks, requests)
     _report_log_errors(ranks)
     if error is not None:
-        error = _show_last_lines(ranks, error)
+        error = _show_failure(ranks, error)
     elif ranks.has_stopped:
         return STOPPED
     if ranks.was_asked_to_stop:
@@ -470,21 +478,50 @@ def _interruptible() -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_IGN if requests else handler)
 
 
-def _show_last_lines(ranks: RankSupervisor, error: RankError) -> RankError:
-    """Show the failed rank's last lines again if there are other ranks; add its log's path."""
-    output = ranks.outputs.get(-1 if error.rank is None else error.rank)
-    if output is None:
+def _show_failure(ranks: RankSupervisor, error: RankError) -> RankError:
+    """Show what the error of a failed rank does not say; add its line and its log's path."""
+    failure = ranks.outcomes.get(-1 if error.rank is None else error.rank)
+    if failure is None or failure.rank not in ranks.outputs:
         return error
-    lines = list(output.last_lines)[-TAIL:]
+    outcomes = list(ranks.outcomes.values())
+    same = find_same_failures(outcomes, failure)
+    if same:
+        sentence = describe_own_failure(outcomes, failure)
+        _show_other_errors(outcomes, same)
+    else:
+        sentence = str(error)
+        _show_last_lines(ranks, failure.rank)
+    complete = RankError(f"{sentence}{_describe_log(ranks, failure.rank, same)}")
+    complete.rank, complete.status = error.rank, error.status
+    return complete
+
+
+def _show_last_lines(ranks: RankSupervisor, rank: int) -> None:
+    """Show the failed rank's last lines again if there are other ranks."""
+    lines = list(ranks.outputs[rank].last_lines)[-TAIL:]
     if len(ranks.outcomes) > 1 and lines:
-        say(f"the last lines of rank {error.rank}:")
+        say(f"the last lines of rank {rank}:")
         sys.stderr.flush()
         sys.stderr.buffer.write(b"".join(b"    " + line + b"\n" for line in lines))
         sys.stderr.flush()
-    log = "" if output.log is None else f"; its log: {output.log}"
-    complete = RankError(f"{error}{log}")
-    complete.rank, complete.status = error.rank, error.status
-    return complete
+
+
+def _show_other_errors(outcomes: list[Outcome], same: list[Outcome]) -> None:
+    """Show the errors of Lockstep on other ranks, whose tracebacks are only in the logs."""
+    for each in outcomes:
+        is_own = each.error is not None and each.error["plain"]
+        if is_own and each not in same and not is_consequence(each):
+            say(describe_own_failure(outcomes, each))
+
+
+def _describe_log(ranks: RankSupervisor, rank: int, same: list[Outcome]) -> str:
+    log = ranks.outputs[rank].log
+    if log is None:
+        return ""
+    if len(same) < 2:
+        return f"; its log: {log}"
+    who = format_ranks([each.rank for each in same])
+    return f"; {who} raised this, see {log.parent}/rank-*.log"
 
 
 def _report_log_errors(ranks: RankSupervisor) -> None:

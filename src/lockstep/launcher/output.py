@@ -139,10 +139,10 @@ class RankOutput:
         self._show(stream, stream.lines.feed(data, time.monotonic()))
         return True
 
-    def replace_stderr(self, sentence: str) -> None:
-        """Show one sentence instead of what follows on stderr; the log still gets all of it."""
+    def hide_stderr(self, sentence: str = "") -> None:
+        """Show nothing of what follows on stderr, or one sentence; the log still gets all of it."""
         errors = self.streams[1]
-        self._show(errors, [*errors.lines.take_rest(), sentence.encode()])
+        self._show(errors, [*errors.lines.take_rest(), *([sentence.encode()] if sentence else [])])
         errors.console = None
 
     def show_overdue(self) -> None:

@@ -40,7 +40,12 @@ from lockstep.comm import activity
 from lockstep.errors import LockstepError
 from lockstep.launcher.channel import Channel, Message, open_channel, read_memfd, write_memfd
 from lockstep.launcher.hang_monitor import describe_state, take_snapshot
-from lockstep.launcher.stacks import STACK_SIGNAL, is_user_code
+from lockstep.launcher.stacks import STACK_SIGNAL
+from lockstep.launcher.tracebacks import (
+    find_location,
+    find_user_location,
+    format_user_frames,
+)
 from lockstep.messages import say
 
 __all__ = [
@@ -298,15 +303,20 @@ def _send_value(report: Channel, value: Any) -> None:
 
 
 def describe_error(error: BaseException) -> Message:
-    """Return the report of an error that was just raised, in plain values."""
+    """Return the report of an error that was just raised, in plain values.
+
+    Of Lockstep's own errors it contains only the user's frames.
+    """
+    is_own = isinstance(error, LockstepError)
+    shown = format_user_frames(error) if is_own else "".join(traceback.format_exception(error))
     return {
         "kind": "error",
         "time": time.monotonic(),
         "type": type(error).__name__,
         "message": str(error)[:MAX_REPORT],
-        "where": _where(error),
-        "traceback": "".join(traceback.format_exception(error))[-MAX_REPORT:],
-        "plain": isinstance(error, LockstepError),
+        "where": find_user_location(error) if is_own else find_location(error),
+        "traceback": shown[-MAX_REPORT:],
+        "plain": is_own,
     }
 
 
@@ -318,23 +328,13 @@ def _send_error(report: Channel, error: BaseException, *, shown: bool) -> int:
             report.send(report_message)
     else:
         shown = True  # a forked child has no launcher that would show it
-    if shown and report_message["plain"]:
-        say(str(error))
+    if _is_rank() and report_message["plain"] and shown:
+        traceback.print_exception(error)  # into the log; the launcher shows the sentence
     elif shown:
         sys.excepthook(type(error), error, error.__traceback__)
     if isinstance(error, KeyboardInterrupt):
         return 130
     return error.exit_status if isinstance(error, LockstepError) else 1
-
-
-def _where(error: BaseException) -> str:
-    """Return "train.py:31": the innermost line of user code in the traceback."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{os.path.basename(error.filename)}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_user_code(frame.filename)]
-    last = (own or frames)[-1:]
-    return f"{os.path.basename(last[0].filename)}:{last[0].lineno}" if last else ""
 
 
 def _drop_launcher_frames(frames: TracebackType | None) -> TracebackType | None:

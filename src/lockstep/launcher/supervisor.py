@@ -33,6 +33,7 @@ from lockstep.launcher.failure_attribution import (
     explain_sigkill,
     find_early_exit,
     find_first_failure,
+    find_same_failures,
     format_ranks,
     is_consequence,
     make_rank_error,
@@ -44,6 +45,7 @@ from lockstep.launcher.local_rendezvous import create_store
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.rank_process import is_replaceable
 from lockstep.launcher.stacks import STACK_SIGNAL, describe_location
+from lockstep.launcher.tracebacks import is_full
 from lockstep.messages import say
 
 __all__ = ["GRACE", "STOP_GRACE", "TICK", "RankSupervisor", "reports_on_request"]
@@ -55,6 +57,7 @@ STOP_GRACE = 28.0
 EXIT_TIMEOUT = 5.0  # seconds to wait for processes after SIGKILL
 SETTLE = 0.05  # seconds to wait for a better explanation of a failure ...
 SETTLE_CONSEQUENCE = 2.0  # ... that looks like the consequence of another rank's end
+SETTLE_SAME = 0.5  # ... that every rank may report
 SETTLE_KILLED = 0.2  # ... that the kernel may log in a moment
 POLL = 0.005  # seconds between two checks of process groups that are ending
 TICK = 0.25  # seconds between two checks for unfinished lines of output
@@ -410,9 +413,17 @@ class RankSupervisor:
             if any(outcome.has_returned for outcome in self._all):
                 break
             self.process_events(POLL)
+        while self._may_be_same() and time.monotonic() < began + SETTLE_SAME:
+            self.process_events(POLL)
         error = make_rank_error(self._all)
         self.terminate()
         return error
+
+    def _may_be_same(self) -> bool:
+        """Return whether ranks that still run may be about to report the same error."""
+        failure = find_first_failure(self._all)
+        same = [] if failure is None else find_same_failures(self._all, failure)
+        return bool(same) and any(self.outcomes[rank].error is None for rank in self.running)
 
     def _process_events_until(self, deadline: float) -> bool:
         """Process events until every rank that was started has exited, or the deadline."""
@@ -502,10 +513,17 @@ class RankSupervisor:
                 outcome.returned, outcome.when = True, message["time"]
             case "error":
                 outcome.error = message
-                if is_consequence(outcome) and rank in self.outputs:
-                    where = f" ({message['where']})" if message["where"] else ""
-                    self.outputs[rank].replace_stderr(f"lost the connection to another rank{where}")
+                if rank in self.outputs and not is_full():
+                    self._hide_traceback(rank, outcome, message)
         return True
+
+    def _hide_traceback(self, rank: int, outcome: Outcome, report: Message) -> None:
+        """Show no traceback of an error that its sentence, or another rank's end, explains."""
+        if report["plain"]:
+            self.outputs[rank].hide_stderr()
+        elif is_consequence(outcome):
+            where = f" ({report['where']})" if report["where"] else ""
+            self.outputs[rank].hide_stderr(f"lost the connection to another rank{where}")
 
 
 def _limit(timeout: float, deadline: float | None) -> float:

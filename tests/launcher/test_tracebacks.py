@@ -1,0 +1,81 @@
+"""What is shown of an error that nobody catches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep as ls
+from lockstep.errors import SampleError, UsageError
+from lockstep.launcher import tracebacks
+from lockstep.launcher.tracebacks import find_user_location, format_user_frames
+
+HERE = Path(__file__).name
+SENTENCE = "this process has not joined a world: call lockstep.init() first"
+
+
+def raised() -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        ls.world()
+    return caught.value
+
+
+def show(error: BaseException) -> None:
+    tracebacks._show_uncaught(type(error), error, error.__traceback__)
+
+
+def test_lockstep_errors_are_shown_with_the_users_frames_only(capsys, monkeypatch):
+    error = raised()
+    line = raised.__code__.co_firstlineno + 2
+    assert find_user_location(error) == f"{HERE}:{line}"
+    frames = format_user_frames(error)
+    assert f"line {line}, in raised\n    ls.world()\n" in frames
+    assert frames.count("File") == 1
+    show(error)
+    shown = f"Traceback (most recent call last):\n{frames}lockstep.errors.UsageError: {SENTENCE}\n"
+    assert capsys.readouterr().err == shown
+    monkeypatch.setenv("LOCKSTEP_TRACEBACK", "1")
+    show(error)
+    assert "launcher/world.py" in capsys.readouterr().err
+
+
+def test_causes_in_the_users_code_are_shown_and_others_are_not(capsys):
+    def fail(cause: BaseException) -> SampleError:
+        error = SampleError("sample 3 cannot be loaded")
+        error.__cause__ = cause
+        return error
+
+    try:
+        raise ValueError("mine")
+    except ValueError as mine:
+        show(fail(mine))
+    shown = capsys.readouterr().err
+    assert 'raise ValueError("mine")\nValueError: mine\n' in shown
+    assert shown.endswith("lockstep.errors.SampleError: sample 3 cannot be loaded\n")
+    show(fail(KeyError("inside")))
+    assert capsys.readouterr().err == "lockstep.errors.SampleError: sample 3 cannot be loaded\n"
+
+
+def test_errors_of_other_classes_keep_every_frame(capsys):
+    with pytest.raises(AttributeError) as caught:
+        ls.__getattr__("nothing")
+    show(caught.value)
+    assert "lockstep/__init__.py" in capsys.readouterr().err
+
+
+def test_a_program_shows_its_own_line_and_keeps_its_own_hook():
+    program = "import sys, lockstep as ls\n{}\ndef main():\n    ls.world()\nmain()\n"
+    hook = "sys.excepthook = lambda *error: print('hooked')"
+    shown = [
+        subprocess.run([sys.executable, "-c", program.format(each)], capture_output=True, text=True)
+        for each in ("", hook)
+    ]
+    assert shown[0].stderr.splitlines()[1:] == [
+        '  File "<string>", line 5, in <module>',
+        '  File "<string>", line 4, in main',
+        f"lockstep.errors.UsageError: {SENTENCE}",
+    ]
+    assert (shown[1].stdout, shown[1].stderr) == ("hooked\n", "")
