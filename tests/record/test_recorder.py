@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ def test_the_first_line_has_version_and_name(tmp_path):
 
 def test_the_last_line_has_how_long_the_process_waited_for_a_core(tmp_path, monkeypatch):
     waits = iter([100.0, 100.0 + 1e6, None, None])
-    monkeypatch.setattr(recorder_module, "_read_core_wait", lambda: next(waits))
+    monkeypatch.setattr(recorder_module, "_read_core_wait", lambda thread: next(waits))
     for name, has_wait in (("known", True), ("unknown", False)):
         with Recorder(tmp_path / name) as recorder:
             recorder.write("end", state="done")
@@ -48,7 +49,8 @@ def test_the_last_line_has_how_long_the_process_waited_for_a_core(tmp_path, monk
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counted by Linux")
 def test_waiting_for_a_core_is_counted():
-    assert recorder_module._read_core_wait() >= 0
+    assert recorder_module._read_core_wait(threading.get_native_id()) >= 0
+    assert recorder_module._read_core_wait(1 << 30) is None
 
 
 def test_only_variables_that_a_user_set_are_recorded(monkeypatch):

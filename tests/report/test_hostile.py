@@ -120,7 +120,7 @@ def test_every_format_is_well_formed(shown):
     if form == "svg":
         xml.etree.ElementTree.fromstring(done.output)
     if form.endswith("json") or form == "trace":
-        json.loads(done.output)
+        json.loads(done.stdout)
     if form in ("runs", "compare text"):
         assert "alert" in done.output
         assert "heading\n" not in done.output

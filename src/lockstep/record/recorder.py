@@ -24,6 +24,7 @@ import datetime
 import fcntl
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,7 +55,7 @@ class Recorder:
 
     `write` adds the field `t` to each line, the seconds since the recorder was created, and
     `version`, `name` and `started` to the line "run". The line "end" gets `core_wait`, the
-    fraction of its time that this process waited for a core, where the system counts it. Writing
+    fraction of its time that this thread waited for a core, where the system counts it. Writing
     the line of a step takes about 5 microseconds.
 
     A record that is continued keeps its first line: the line "run" of the resumed run is not
@@ -97,7 +98,8 @@ class Recorder:
             self._descriptor = _create_file(self.path)
         self._opened = time.perf_counter()
         self._began = self._opened - passed
-        self._core_wait = _read_core_wait() or 0.0
+        self._thread = threading.get_native_id()  # the one that trains
+        self._core_wait = _read_core_wait(self._thread) or 0.0
 
     def write(self, kind: str, /, **fields: Any) -> None:
         """Append one line. Never raises: a full disk ends the record, not the run."""
@@ -108,7 +110,7 @@ class Recorder:
             line["ranks"] = [[round(part, 6) for part in row] for row in fields["ranks"]]
         elif kind == "run":
             line = self._header(fields)
-        elif kind == "end" and (wait := _read_core_wait()) is not None:
+        elif kind == "end" and (wait := _read_core_wait(self._thread)) is not None:
             passed = max(time.perf_counter() - self._opened, 1e-9)
             line["core_wait"] = round((wait - self._core_wait) / passed, 4)
         elif kind == "resume":
@@ -260,10 +262,10 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "kind" in found else None
 
 
-def _read_core_wait() -> float | None:
-    """Return the seconds that the main thread could have run but had no core; None if unknown."""
+def _read_core_wait(thread: int) -> float | None:
+    """Return the seconds that a thread could have run but had no core; None if unknown."""
     try:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):  # not Linux, or a kernel that does not count it
         return None
 
