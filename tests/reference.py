@@ -124,10 +124,11 @@ def train(
 
     `units` are the model's blocks: of a Sequential its children, otherwise the model
     itself. `weight` gives the weight of a micro-batch. `losses_of` yields its losses, one
-    backward pass for each. `after_step` is called with each step's loss: a schedule, an
-    average.
+    backward pass for each. `after_step` is called with each step's loss, and whether its gradients
+    overflowed float16, so that the step was skipped: a schedule, an average.
     """
     optimizer, losses = optimizer(model.parameters()), []
+    scale = 65536.0 if precision == torch.float16 else 1.0
     units = units or (list(model) if type(model) is nn.Sequential else [model])
     modules = nn.ModuleList([model, loss] if isinstance(loss, nn.Module) else [model])
     for step, batch in enumerate(batches):
@@ -149,7 +150,8 @@ def train(
             with torch.autocast("cpu", precision, precision is not None, cache_enabled=False):
                 for value in losses_of(call, loss, parts[m]):
                     with torch.autocast("cpu", enabled=False):
-                        (value * share).backward(retain_graph=True)
+                        wide = value.float() if precision == torch.float16 else value
+                        (wide * (share * scale)).backward(retain_graph=True)
                     found += value.item()
             gradients.append([p.grad for p in model.parameters()])
             model.zero_grad(set_to_none=True)
@@ -159,16 +161,23 @@ def train(
             parameter.grad = tree(column)
         for name, buffer in modules.named_buffers():
             buffer.copy_(merge(start[name], [r[name] for r in results], sizes))
-        if clip is not None:  # rule 6
+        is_skipped = False
+        if clip is not None or precision == torch.float16:  # rule 6
             present = [p for p in model.parameters() if p.grad is not None]
+            for parameter in present if scale != 1 else []:
+                parameter.grad.mul_(1 / scale)
             norm = math.sqrt(math.fsum(n * n for p in present for n in norms(p)))
-            for parameter in present if norm > clip else []:
+            is_skipped = not math.isfinite(norm)
+            for parameter in present if clip is not None and clip < norm < math.inf else []:
                 parameter.grad.mul_(clip / norm)
-        optimizer.step()
+        if is_skipped:  # fewer than the 2,000 steps after which the scale would grow
+            scale /= 2
+        else:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(tree(values))
         if after_step is not None:
-            after_step(losses[-1])
+            after_step(losses[-1], is_skipped)
     return losses
 
 

@@ -62,7 +62,7 @@ class Case:
                 f"    loss       {self.loss}",
                 f"    optimizer  {self.optimization}",
                 f"    besides    {self.loop} loop"
-                + ", autocast" * bool(self.precision)
+                + (f", autocast to {self.precision}" if self.precision else "")
                 + (f", unit {self.hooked_late} hooked late" if self.hooked_late is not None else "")
                 + ", evaluation" * self.evaluates,
                 f"    layout     {legs}",
@@ -90,7 +90,9 @@ def case(seed: int) -> Case:
     loops = [name for name, fits in LOOPS.items() if fits(model, loss)]
     loop = draw.choice(loops) if draw.chance(0.12) else "plain"
     legs = _draw_legs(draw, model, microbatches, data.steps, loop != "plain")
-    precision = torch.bfloat16 if half else None
+    # oneDNN has no LSTM in float16 for processors without instructions for it.
+    dtypes = [torch.bfloat16] if "LSTM" in str(model) else [torch.bfloat16, torch.float16]
+    precision = draw.choice(dtypes) if half else None
     hooked_late = draw.randrange(len(model.blocks)) if draw.chance(0.03) else None
     evaluates = draw.chance(0.2)
     more: Any = (precision, loop, tuple(legs), hooked_late, evaluates)

@@ -115,20 +115,22 @@ def hook_late(case: Case, model: Any) -> None:
         accumulation_hooked(case.hooked_late % len(units), units)
 
 
-def _after_step(case: Case, model: Any, made: list[Any], average: Any) -> Callable[[float], None]:
+def _after_step(
+    case: Case, model: Any, made: list[Any], average: Any
+) -> Callable[[float, bool], None]:
     """Return what moves the average and the schedule, after each step or epoch."""
     sizes, done = case.data.sizes, []
 
-    def after_step(loss: float) -> None:
+    def after_step(loss: float, is_skipped: bool) -> None:
         done.append(Fraction(loss) * sizes[len(done) % len(sizes)])
-        if average is not None:
+        if average is not None and not is_skipped:
             average.update_parameters(model)
         if len(done) == 1:
             hook_late(case, model)
         if len(made) < 2:
             return
         if case.optimization.scheduler_each == "step":
-            made[1].step()
+            made[1].step() if not is_skipped else None
         elif len(done) % len(sizes) == 0:
             mean = float(sum(done[-len(sizes) :]) / sum(sizes))
             made[1].step(mean) if isinstance(made[1], ReduceLROnPlateau) else made[1].step()

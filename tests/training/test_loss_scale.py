@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import lockstep as ls
-from lockstep.errors import GradientError, UsageError
+from lockstep.errors import DisagreementError, GradientError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
 STEPS = 12
@@ -192,3 +192,16 @@ def test_float16_parameters_are_refused_by_name():
         UsageError, match=r"the parameter 0\.weight is float16, and autocast_dtype="
     ):
         make([], model=lambda: nn.Sequential(nn.Linear(6, 4).half()))
+
+
+def test_ranks_with_different_scales_disagree(ranks):
+    def differ():
+        trainer = make([])
+        if ls.rank() == 1:
+            trainer.parallel.loss_scale.value = 2.0
+        with pytest.raises(DisagreementError) as raised:
+            trainer.step(batches()[0])
+        return str(raised.value)
+
+    for said in ranks(differ, 2):
+        assert "micro-batches and a loss scale of 2 while rank 0 is in step 0" in said

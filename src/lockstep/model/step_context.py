@@ -225,6 +225,8 @@ class StepContext:
         assert self.batch is not None, "the step has no batch yet"
         batch, attempt = self.batch, self.attempt
         about = f"{attempt}, with a batch of {batch.size} samples in {batch.leaves} micro-batches"
+        if (scale := self.parallel.loss_scale) is not None:
+            about += f" and a loss scale of {scale.value:g}"
         return StepLabel(attempt.step, about, batch.identity.pack(), attempt.previous_failure)
 
     def place(self, microbatch: int) -> str:
