@@ -67,6 +67,10 @@ def test_the_verdict_names_what_else_may_have_made_a_run_slower(run):
         "but the machine was busy: they ran at different times, and rank 0 of slow waited for a "
         "core 31.0% of the time."
     )
+    same_speed = run("same", end={"core_wait": 0.2})
+    assert sentences(fast, same_speed)[0].endswith(
+        "; the machine was busy: rank 0 of same waited for a core 20.0% of the time."
+    )
     there = {"environment": records.HEADER["environment"] | {"hostname": "there"}}
     slow = run("slow", seconds=0.012, header=there)
     assert speed_sentence(slow, fast) == (

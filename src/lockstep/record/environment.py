@@ -46,8 +46,10 @@ NAMES = {
     "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES",
 }  # fmt: skip
 
-# What `lockstep run`, `ls.launch` and torchrun give to every rank unless the user has set it.
-LAUNCHER_VALUES = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+# What `lockstep run`, `ls.launch` and torchrun give to every rank unless the user has set it, and
+# what `ls.init` sets for good.
+OWN_VALUES = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+OWN_VALUES |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def describe_environment() -> dict[str, Any]:
@@ -78,7 +80,7 @@ def describe_environment() -> dict[str, Any]:
         "variables": {
             name: value
             for name, value in variables.items()
-            if name not in own and LAUNCHER_VALUES.get(name) != value
+            if name not in own and OWN_VALUES.get(name) != value
         },
     }
 

@@ -112,7 +112,7 @@ def compare_runs(runs: list[Run]) -> Comparison:
         losses = _compare_losses(runs[0], run)
         same = _same_digest(runs[0], run)
         sentences = [
-            _speed_sentence(names[0], name, speed, _speed_caveat(runs[0], run, names[0], name)),
+            _speed_sentence((runs[0], run), (names[0], name), speed),
             _digest_sentence(names[0], name, same),
             *_optimizer_sentences(runs[0], run),
             *_loss_sentences(losses),
@@ -163,38 +163,46 @@ def _same_digest(first: Run, second: Run) -> bool | None:
     return digests[0] == digests[1] if all(digests) else None
 
 
-def _speed_sentence(first: str, second: str, speed: Significance, caveat: str) -> str:
-    """Return the sentence about the difference in speed, with its caveat."""
+def _speed_sentence(runs: tuple[Run, Run], names: tuple[str, str], speed: Significance) -> str:
+    """Return the sentence about the difference in speed, and what else may be its reason."""
+    first, second = names
+    busy = " and ".join(_busy_phrases(runs, names))
+    caveat = f"; the machine was busy: {busy}" if busy else ""
     if not speed.is_known:
-        return f"{second} and {first} have too few steps to decide which is faster."
+        return f"{second} and {first} have too few steps to decide which is faster{caveat}."
     span = f"95% interval {_format_factor(speed.low)} to {_format_factor(speed.high)}"
     if not speed.is_significant:
-        return f"{second} and {first} do not differ significantly in speed ({span})."
+        return f"{second} and {first} do not differ significantly in speed ({span}){caveat}."
     much = speed.ratio if speed.ratio > 1 else 1 / speed.ratio
     faster, slower = (second, first) if speed.ratio > 1 else (first, second)
     if speed.ratio < 1:
         span = f"95% interval {_format_factor(1 / speed.high)} to {_format_factor(1 / speed.low)}"
+    hosts = [run.environment.get("hostname") or "?" for run in runs]
+    when = "at the same time" if _is_overlapping(*runs) else "at different times"
+    if hosts[0] != hosts[1]:
+        caveat = f"but they ran on different machines ({hosts[0]} and {hosts[1]})"
+    elif busy:
+        caveat = f"but the machine was busy: they ran {when}, and {busy}"
+    else:
+        caveat = f"but they ran once each, {when}: the load of the machine may be the reason"
     return f"{faster} is {_format_factor(much)} times as fast as {slower} ({span}), {caveat}."
 
 
-def _speed_caveat(first: Run, second: Run, *names: str) -> str:
-    """Return what may be the reason of a difference in speed besides the runs themselves."""
-    hosts = [run.environment.get("hostname") for run in (first, second)]
-    times = [_time_span(run) for run in (first, second)]
-    if hosts[0] != hosts[1]:
-        return f"but they ran on different machines ({hosts[0] or '?'} and {hosts[1] or '?'})"
-    waits = [number_or((run.end or {}).get("core_wait"), 0.0) for run in (first, second)]
-    busy = [
+def _busy_phrases(runs: tuple[Run, Run], names: tuple[str, str]) -> list[str]:
+    """Return a phrase for each run whose rank 0 often waited for a core."""
+    waits = [number_or((run.end or {}).get("core_wait"), 0.0) for run in runs]
+    return [
         f"rank 0 of {name} waited for a core {format_percent(wait)} of the time"
         for name, wait in zip(names, waits, strict=True)
         if wait > BUSY
     ]
-    when = "at different times"
-    if None not in times and max(t[0] for t in times if t) < min(t[1] for t in times if t):
-        when = "at the same time"
-    if busy:
-        return f"but the machine was busy: they ran {when}, and {' and '.join(busy)}"
-    return f"but they ran once each, {when}: the load of the machine may be the reason"
+
+
+def _is_overlapping(first: Run, second: Run) -> bool:
+    """Return whether two runs are known to have run at the same time for a while."""
+    spans = _time_span(first), _time_span(second)
+    known = [span for span in spans if span is not None]
+    return len(known) == 2 and max(s[0] for s in known) < min(s[1] for s in known)
 
 
 def _time_span(run: Run) -> tuple[float, float] | None:
