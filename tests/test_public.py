@@ -50,6 +50,10 @@ def test_every_public_name_is_there_and_explained(name):
     assert value is module if name == "loggers" else name in module.__all__
 
 
+def test_the_signature_of_the_trainer_fits_a_screen():
+    assert len(inspect.signature(ls.Trainer).parameters) <= 18
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = ls.nonsense

@@ -17,11 +17,13 @@ import psutil
 import pytest
 
 from lockstep.commands.run import command, make_config
+from lockstep.commands.runs import list_runs
 from lockstep.errors import FileError, RankError, UsageError
 from lockstep.launcher import hang_monitor, run_folder
 from lockstep.launcher import launch_script as launch_script_module
 from lockstep.launcher.launch_script import LaunchConfig, launch_script
 from lockstep.launcher.listening_socket import DEFAULT_PORT
+from lockstep.record.reader import read_run
 
 CLI = [sys.executable, "-c", "from lockstep.cli import main; main()"]
 
@@ -113,11 +115,13 @@ def test_redirects_tee_and_local_ranks_filter(run):
     source = "import os, sys; print('out'); print('err', file=sys.stderr)"
     printed = run(source, flags="-n 2 --redirects 0:1,1:3 --tee 1:2 --log_dir logs")
     assert printed.out == b""
-    assert sorted(printed.err.splitlines()) == [b"[0] err", b"[1] err"]
+    *errors, where = printed.err.splitlines()
+    assert sorted(errors) == [b"[0] err", b"[1] err"]
+    assert re.fullmatch(rb"lockstep: the run is in logs/train-[-\d]+", where)
     assert all(sorted(log.split()) == [b"err", b"out"] for log in logs("logs").values())
     assert len(logs("logs")) == 2
     printed = run(source, flags="-n 2 --local-ranks-filter 1")
-    assert (printed.out, printed.err) == (b"[1] out\n", b"[1] err\n")
+    assert (printed.out, printed.err.splitlines()[:-1]) == (b"[1] out\n", [b"[1] err"])
 
 
 def test_a_megabyte_without_a_newline_and_bytes_that_are_not_text(run):
@@ -355,6 +359,8 @@ def test_a_syntax_error_is_reported_once_and_nothing_starts(run, source, start):
         ("--hang-timeout -1", "--hang-timeout -1: expected a number of seconds, or 0"),
         ("--hang-timeout nan", "--hang-timeout nan: expected a number of seconds"),
         ("-m --no-python", "--module and --no-python exclude each other"),
+        ("--name a/b", "--name a/b: expected a name without a slash"),
+        ("--name a --resume auto", "--name names a new run"),
     ],
 )
 def test_invalid_options(run, flags, words):
@@ -428,6 +434,71 @@ def test_master_address_and_port():
 def test_one_rank_per_core():
     assert config_of("-n", "cpu").nprocs == len(os.sched_getaffinity(0))
     assert config_of("-n", "auto").nprocs >= 1
+
+
+# --- the folder of a run ------------------------------------------------------------------
+
+TRAINS = """
+import os, sys, torch
+from functools import partial
+import lockstep as ls
+
+ls.init()
+torch.manual_seed(1)
+loss, sgd = torch.nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1)
+folder = sys.argv[1] if sys.argv[1:] else None
+trainer = ls.Trainer(torch.nn.Linear(4, 2), loss, sgd, loggers=folder,
+                     checkpoint=ls.CheckpointConfig(every_steps=1))
+for epoch in range(2):
+    for batch in trainer.batches([(torch.ones(4), 0)] * 16, 8, epoch=epoch):
+        trainer.step(batch)
+    if ls.rank() == 0 and os.path.exists("fail"):
+        raise KeyError("mine")
+"""
+
+
+def states() -> dict[str, str]:
+    """Return the state of each run in the order of `lockstep runs`."""
+    return {each.name: each.summary.state for each in list_runs(Path("runs")) if each.summary}
+
+
+def test_a_run_has_one_folder(run, capfdbinary):
+    """Rank logs, record and checkpoints are together, under one name, at every start."""
+    said = run(TRAINS, "runs/mine").err.decode().splitlines()
+    assert said == ["lockstep: the run is in runs/mine"]
+    assert {"rank-0.log", "rank-1.log", "launch.json", "record.jsonl", "checkpoints"} <= {
+        path.name for path in Path("runs/mine").iterdir()
+    }
+    assert states() == {"mine": "done"}
+    Path("fail").touch()
+    message, _ = failure(run, capfdbinary, TRAINS, "runs/mine")
+    assert message.endswith("its log: runs/mine-2/rank-0.log")
+    assert (description("mine")["exit_status"], description("mine-2")["exit_status"]) == (0, 1)
+    Path("fail").unlink()
+    resumed = run(TRAINS, "runs/mine", flags="-n 1 --resume mine-2").err.decode().splitlines()
+    assert re.fullmatch(r"lockstep: resumed after step \d from runs/mine-2/.*", resumed[0])
+    assert resumed[1:] == ["lockstep: the run is in runs/mine-2"]
+    assert states() == {"mine": "done", "mine-2": "done"}
+    assert {path.name for path in Path("runs").iterdir()} == {"mine", "mine-2"}
+    records = [read_run(Path("runs", name)) for name in ("mine", "mine-2")]
+    assert records[0].steps.loss.tolist() == records[1].steps.loss.tolist()
+
+
+def test_a_run_without_a_name_is_recorded_in_the_folder_of_its_launch(run):
+    run(TRAINS, flags="-n 1 --name night")
+    said = run(TRAINS, flags="-n 1 --name night").err.decode().splitlines()
+    assert said == [
+        "lockstep: runs/night holds an earlier run: this one is in runs/night-2",
+        "lockstep: the run is in runs/night-2",
+    ]
+    assert states() == {"night": "done", "night-2": "done"}
+
+
+def test_the_old_name_that_a_killed_launcher_left_is_not_another_run(lockstep_run):
+    name = interrupted(lockstep_run, "train.py")
+    Path("runs", name).rename("runs/mine")
+    Path("runs", name).symlink_to("mine")
+    assert lockstep_run("--resume", "auto", "train.py") == (0, ["mine", "1", "1"])
 
 
 # --- continuing a run ---------------------------------------------------------------------

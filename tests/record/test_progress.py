@@ -10,12 +10,14 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.record.progress import Progress, ProgressMeter, apportion
+from lockstep.record.progress import Progress, ProgressMeter, ScriptProgress, apportion
 
 ROWS = [[0.6, 0.2, 0.1, 0.1]]
 DRIVE = """
@@ -196,7 +198,145 @@ def test_what_the_user_prints_stays_above_the_region():
     seen, _ = in_terminal("print('mine', epoch)")
     assert [line for line in drawn(seen) if line.startswith("mine")] == ["mine 0", "mine 1"]
     before = seen[: seen.index("mine 0")]
-    assert before.endswith("\x1b[2K")  # the region is wiped first, and drawn again below
+    assert before.endswith("\x1b[J")  # the region is erased first, and drawn again below
+
+
+def test_logging_and_unfinished_lines_are_written_as_they_are():
+    seen, _ = in_terminal(
+        "import logging; logging.basicConfig(format='%(message)s');"
+        " logging.warning('logged'); print('name? ', end='', flush=True)"
+    )
+    assert [line for line in drawn(seen) if line.startswith("logged")] == ["logged", "logged"]
+    assert re.search(r"name\? \r?\nepoch 1/2  loss", seen)  # no region behind an unfinished line
+
+
+def test_a_traceback_is_written_below_an_erased_region():
+    seen, status = in_terminal("raise KeyError('mine')")
+    assert status == 1
+    assert re.search(r"\x1b\[J\r?\n?Traceback \(most recent call last\):", seen)
+    assert drawn(seen)[-2:] == ["KeyError: 'mine'", ""]
+
+
+def script(is_wanted=False):
+    """Return the display of a script that writes into a text, the text, and its clock."""
+    stream, clock = io.StringIO(), Clock()
+    return ScriptProgress(is_wanted, stream=stream, clock=clock), stream, clock
+
+
+@pytest.fixture
+def script_progress(monkeypatch):
+    """No trainer is shown before the test."""
+    monkeypatch.setattr(ScriptProgress, "_shown", None)
+    return script
+
+
+def train_epoch(progress, clock, epoch, steps, seconds, **more):
+    progress.begin_epoch(epoch, steps, 0)
+    take(progress, clock, steps, seconds, epoch)
+    progress.epoch(epoch=epoch, loss=0.5, samples=steps * 32, seconds=steps * seconds, **more)
+
+
+def test_a_script_prints_nothing_in_its_first_ten_seconds(script_progress):
+    progress, stream, clock = script_progress()
+    train_epoch(progress, clock, 0, 5, 0.5)
+    progress.evaluation(0.4, {})
+    train_epoch(progress, clock, 1, 100, 0.04)
+    assert stream.getvalue() == ""
+    train_epoch(progress, clock, 2, 10, 0.6)
+    progress.evaluation(0.4, {"accuracy": 0.9})
+    train_epoch(progress, clock, 3, 10, 0.01)  # within a second of the last line
+    progress.evaluation(0.3, {})
+    within, *lines = stream.getvalue().splitlines()
+    assert re.fullmatch(r"epoch 3  step 7/10  loss 0.5.*samples/s  \d s left in the epoch", within)
+    assert lines == [
+        "epoch 3  loss 0.5000  53.3 samples/s  6.00 s",
+        "epoch 3  held out: loss 0.4000, accuracy 90.0%",
+    ]
+
+
+def test_steps_without_epochs_are_counted(script_progress):
+    progress, stream, clock = script_progress()
+    take(progress, clock, 30, 0.5)
+    assert stream.getvalue() == "step 21  loss 0.5000  accuracy 87.5%  67.2 samples/s\n"
+
+
+def test_a_resumed_epoch_counts_the_steps_before(script_progress):
+    progress, stream, clock = script_progress()
+    progress.begin_epoch(1, 40, 15)
+    take(progress, clock, 21, 0.5, epoch=1)
+    assert "epoch 2  step 36/40" in stream.getvalue()
+
+
+def test_an_iterable_dataset_is_as_long_as_the_epoch_before(script_progress):
+    progress, stream, clock = script_progress()
+    train_epoch(progress, clock, 0, 6, 0.1)
+    progress.begin_epoch(1, None, 0)
+    take(progress, clock, 3, 5.0, epoch=1)
+    assert "epoch 2  step 2/6" in stream.getvalue()
+
+
+def test_of_two_trainers_that_train_in_turns_one_is_shown(script_progress):
+    (first, ours, clock), (second, theirs, other) = script_progress(), script_progress()
+    for _ in range(60):
+        take(first, clock, 1, 1.0)
+        take(second, other, 1, 1.0)
+    assert ours.getvalue().count("\n") == 5
+    assert theirs.getvalue() == ""
+    take(second, other, 40, 1.0)  # the first one takes no more steps
+    assert "step" in theirs.getvalue()
+    before = ours.getvalue()
+    first.close()
+    take(second, other, 20, 1.0)
+    wanted, third, clock = script_progress(True)
+    take(wanted, clock, 12, 1.0)
+    assert (ours.getvalue(), third.getvalue().count("\n")) == (before, 1)
+    second.close()
+    assert ScriptProgress._shown is None
+
+
+def test_a_progress_bar_of_tqdm_is_left_alone(script_progress, monkeypatch):
+    bars = SimpleNamespace(_instances=["a bar"])
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=bars))
+    progress, stream, clock = script_progress()
+    take(progress, clock, 19, 5.0)
+    assert stream.getvalue() == ""
+    bars._instances = []
+    take(progress, clock, 5, 5.0)
+    assert stream.getvalue().startswith("step 3  loss")
+
+
+NOTEBOOK = """
+import time
+from lockstep.record.progress import ScriptProgress
+now, progress = 0.0, ScriptProgress(clock=lambda: now)
+def train(epoch):
+    global now
+    progress.begin_epoch(epoch, 4, 0)
+    for step in range(4):
+        now += 1.0
+        progress.step(epoch=epoch, loss=0.5, samples=32)
+    progress.epoch(epoch=epoch, loss=0.25, samples=128, seconds=4.0)
+"""
+
+
+def test_a_notebook_has_a_display_in_each_cell(tmp_path):
+    nbformat = pytest.importorskip("nbformat", reason="needs the extra [test]")
+    nbclient = pytest.importorskip("nbclient", reason="needs the extra [test]")
+    sources = [NOTEBOOK, "train(0); print('mine'); train(1)", "progress.step(epoch=2, loss=0.1)"]
+    cells = [nbformat.v4.new_code_cell(each) for each in (*sources, "now += 9; train(2)")]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    folder = {"metadata": {"path": str(tmp_path)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Jupyter's own
+        nbclient.NotebookClient(notebook, timeout=60, resources=folder).execute()
+    shown, printed = cells[1]["outputs"]
+    assert printed["text"] == "mine\n"
+    lines = shown["data"]["text/plain"].splitlines()
+    ending = "  loss 0.2500  32.0 samples/s  4.00 s"
+    assert lines[:2] == [f"epoch 1{ending}", f"epoch 2{ending}"]
+    assert cells[2]["outputs"] == []
+    (last,) = cells[3]["outputs"]
+    assert last["data"]["text/plain"].startswith("epoch 3  loss 0.2500")
 
 
 def test_the_estimate_counts_pauses_between_epochs():

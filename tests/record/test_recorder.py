@@ -202,12 +202,17 @@ def test_a_record_that_another_process_writes_is_not_continued(tmp_path, monkeyp
     monkeypatch.setattr(recorder_module, "LOCK_SECONDS", 0.1)
     with Recorder(tmp_path) as other:
         other.write("run", recipe="digits")
-        before = (tmp_path / RECORD_FILE).read_bytes()
+    before = (tmp_path / RECORD_FILE).read_bytes()
+    with (tmp_path / RECORD_FILE).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match=rf"{tmp_path} cannot be resumed: another process"):
             Recorder(tmp_path, resume=True)
     assert (tmp_path / RECORD_FILE).read_bytes() == before
-    with Recorder(tmp_path, resume=True), pytest.raises(UsageError, match="cannot be resumed"):
-        Recorder(tmp_path, resume=True)  # the lock is held again
+    with Recorder(tmp_path, resume=True), (tmp_path / RECORD_FILE).open("rb") as file:
+        with pytest.raises(BlockingIOError):  # the lock is held again
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with Recorder(tmp_path, resume=True) as later:  # one of this process gives way
+            later.write("step", step=0)
 
 
 def test_a_reader_does_not_keep_a_record_from_being_continued(tmp_path, monkeypatch):

@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from lockstep.errors import UsageError
 from lockstep.model.evaluation import Evaluation
-from lockstep.record.loggers import TensorBoard
-from lockstep.training.history import History, StepResult, compute_rank_times, open_loggers
+from lockstep.training.history import History, StepResult, compute_rank_times
 from lockstep.training.rank_status import RankStatus
 
 
@@ -95,7 +93,7 @@ def test_an_open_epoch_goes_on_where_it_was_saved():
 def test_a_broken_off_epoch_is_forgotten():
     history = History([])
     history.step(result(0, loss=100.0), [1])
-    history.begin_epoch()
+    history.begin_epoch(0, None)
     history.step(result(1, loss=1.0), [1])
     assert history.end_epoch(0).loss == 1.0
 
@@ -106,26 +104,3 @@ def test_a_warning_is_written_once_wherever_it_comes_from():
     history.warn(1, "rank 1, step 0: beware", show=False)
     history.warn(2, "rank 2, step 5: beware", show=True)
     assert writer.lines == [("warning", {"rank": 1, "message": "rank 1, step 0: beware"})]
-
-
-def test_a_dashboard_beside_a_recorder_knows_the_folder_of_the_run(tmp_path):
-    ours, theirs = TensorBoard(tmp_path / "tb"), TensorBoard(tmp_path / "tb")
-    theirs.run_folder = tmp_path / "other"
-    recorder, *_ = open_loggers([ours, tmp_path / "night", theirs])[1:]
-    recorder.close()
-    assert ours.run_folder == tmp_path / "night"
-    assert theirs.run_folder == tmp_path / "other"
-    alone = open_loggers(TensorBoard(tmp_path / "tb"))
-    assert alone[0].run_folder is None
-
-
-def test_a_run_is_not_resumed_by_a_trainer_without_checkpoints(tmp_path, monkeypatch):
-    (recorder,) = open_loggers(tmp_path / "run")
-    recorder.write("run")
-    recorder.close()
-    monkeypatch.setenv("LOCKSTEP_RESUME", "1")
-    with pytest.raises(UsageError, match=r"run is resumed, but its trainer has no checkpoints"):
-        open_loggers(tmp_path / "run")
-    (recorder,) = open_loggers(tmp_path / "run", may_resume=True)
-    assert recorder.is_continued
-    recorder.close()

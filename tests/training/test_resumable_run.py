@@ -120,9 +120,6 @@ def test_what_cannot_be_resumed_is_named_on_every_rank(ranks, tmp_path):
         "other batches": (lambda f: train(build(f), size=8), "had batch size 16, these batches"),
         "too early": (lambda f: build(f).finish(), "UsageError: the script ended before it came"),
         "late": (resume_late, "UsageError: resume before the first call of batches()"),
-        "not resumed": (
-            lambda f: train(build(f, resume=False)), "already holds a run: resume it with"
-        ),
         "nowhere": (lambda f: build(f, place="no/where"), "there is no run and no checkpoint at"),
         "in turns": (in_turns, "UsageError: two trainers with checkpoint= train in turns"),
         "unsaved": (

@@ -129,6 +129,7 @@ CASES = {
 FREE = {
     "callbacks": quietly,
     "loggers": "run",
+    "progress": False,
 }
 """Arguments that decide no bit, in which ranks may differ."""
 

@@ -18,6 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep as ls
+from lockstep.check.layouts import Layout
+from lockstep.check.session import Session, open_session
 from lockstep.errors import (
     DisagreementError,
     FileError,
@@ -27,6 +29,7 @@ from lockstep.errors import (
     UsageError,
 )
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.record import progress as progress_module
 from lockstep.record.recorder import Recorder
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -447,6 +450,41 @@ def test_an_exception_ends_the_record_as_failed(tmp_path):
         ls.shutdown()
     end = json.loads((tmp_path / "run/record.jsonl").read_text().splitlines()[-1])
     assert (end["state"], end["message"]) == ("failed", "ValueError: my own")
+
+
+def test_rank_0_shows_its_progress(monkeypatch, capsys):
+    monkeypatch.setattr(progress_module, "LINE_INTERVAL", 0.0)
+    monkeypatch.setattr(progress_module, "EPOCH_INTERVAL", 0.0)
+    monkeypatch.setattr(progress_module.ScriptProgress, "_shown", None)
+
+    def train(**options):
+        """Return what a training of two epochs of three steps shows."""
+        with ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, **options) as trainer:
+            for epoch in range(2):
+                for batch in trainer.batches(rows(), 16, epoch=epoch):
+                    trainer.step(batch)
+            trainer.evaluate(rows(), 16)
+            trainer.step(rows(16).tensors)
+        written = capsys.readouterr()
+        assert written.out == ""
+        return [line.split("  loss")[0] for line in written.err.splitlines()]
+
+    ls.init()
+    try:
+        shown = train()
+        assert shown[:4] == [*(f"epoch 1  step {n}/3" for n in (1, 2, 3)), "epoch 1"]
+        assert shown[7::2] == ["epoch 2", "epoch 2  step 4"]
+        assert shown[8].startswith("epoch 2  held out: loss ")
+        assert train(progress=False) == []
+        with open_session(Session(Layout(1), 99, lambda fingerprint: None)):
+            assert train() == []
+        other = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        other.step(rows(16).tensors)
+        assert train() == ["step 1"]  # of the other one, which is shown at present
+        assert train(progress=True) == shown
+        other.finish()
+    finally:
+        ls.shutdown()
 
 
 # --- what goes wrong ------------------------------------------------------------------------

@@ -98,6 +98,12 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     help="Folder that gets this run's folder with its logs. Default: runs.",
 )
 @option(
+    "name",
+    metavar="NAME",
+    default=None,
+    help="Name of this run's folder; if there is one, NAME-2. Default: SCRIPT, date and time.",
+)
+@option(
     "redirects",
     "-r",
     metavar="STREAMS",
@@ -263,6 +269,7 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
         role=options["role"],
         spawn=options["start_method"] == "spawn",
         log_dir=options["log_dir"],
+        name=options["name"],
         redirects=parse_streams("--redirects", options["redirects"], nprocs),
         tee=parse_streams("--tee", options["tee"], nprocs),
         shown=parse_local_ranks(options["local_ranks_filter"]),

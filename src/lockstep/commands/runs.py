@@ -81,13 +81,14 @@ class ListedRun:
 
 def list_runs(folder: Path) -> list[ListedRun]:
     """Return the runs in `folder`, the oldest first."""
+    from lockstep.launcher.run_folder import is_link_to_sibling
     from lockstep.record.reader import read_ends
     from lockstep.record.recorder import RECORD_FILE
     from lockstep.report.summary import summarize
 
     found = []
     for place in folder.iterdir():
-        if (place / RECORD_FILE).exists():
+        if (place / RECORD_FILE).exists() and not is_link_to_sibling(place):
             try:
                 found.append(ListedRun(place.name, summarize(read_ends(place))))
             except LockstepError as error:

@@ -25,7 +25,6 @@ from types import FrameType
 from typing import BinaryIO
 
 from lockstep.errors import FileError, LockstepError, RankError, UsageError
-from lockstep.files import make_folder
 from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import RankEnvironment
 from lockstep.launcher.failure_attribution import (
@@ -51,8 +50,12 @@ from lockstep.launcher.run_folder import (
     RUNS,
     LaunchDescription,
     claim_newest_run,
+    create_numbered_folder,
     describe_launch,
+    find_linked_runs,
+    locate_renamed,
     release_run,
+    remove_old_name,
     wait_until_free,
     write_description,
 )
@@ -83,6 +86,7 @@ class LaunchConfig:
         role: Value of ROLE_NAME.
         spawn: Start each rank in a new interpreter.
         log_dir: Folder that gets this run's folder; None for "runs".
+        name: Name of this run's folder; None for the target's name with date and time.
         redirects: By local rank, the streams (1 stdout, 2 stderr, 3 both) that go only to
             its log.
         tee: By local rank, the redirected streams that are shown nevertheless.
@@ -110,6 +114,7 @@ class LaunchConfig:
     role: str = "default"
     spawn: bool = False
     log_dir: str | None = None
+    name: str | None = None
     redirects: dict[int, int] = field(default_factory=dict)
     tee: dict[int, int] = field(default_factory=dict)
     shown: frozenset[int] | None = None
@@ -144,6 +149,13 @@ class LaunchConfig:
                 f"--resume auto: with --nnodes {self.nnodes} hosts could choose different runs; "
                 f"name the run on every host, such as --resume {RUNS}/NAME"
             )
+        if self.name is not None and (self.name == ".." or Path(self.name).name != self.name):
+            raise UsageError(
+                f"--name {self.name}: expected a name without a slash; --log-dir DIR is the folder "
+                f"that it is put into"
+            )
+        if self.name is not None and (self.resumed_run is not None or self.resumes_newest):
+            raise UsageError("--name names a new run; a run that is resumed keeps its folder")
         named = {"--local-ranks-filter": self.shown or (), "--redirects": self.redirects}
         for option, local_ranks in {**named, "--tee": self.tee}.items():
             beyond = [local_rank for local_rank in local_ranks if local_rank >= self.nprocs]
@@ -177,6 +189,11 @@ class RunFolder:
     path: Path | None
     is_resumed: bool = False
     description: LaunchDescription | None = None
+
+    def settle(self) -> RunFolder:
+        """Return the folder as it is once the ranks have ended: a trainer may have renamed it."""
+        path = None if self.path is None else remove_old_name(self.path)
+        return dataclasses.replace(self, path=path)
 
     def record(self, exit_status: int | None) -> None:
         """Write the launch's description; a run goes on without."""
@@ -217,11 +234,15 @@ def launch_script(config: LaunchConfig) -> int:
         status = error.exit_status
         raise
     finally:
+        folder = folder.settle()
         folder.record(status)
         if folder.path is not None:
             release_run(folder.path)
     if status == STOPPED:
         say(_describe_stop(config, folder))
+    elif folder.path is not None:
+        linked = ", ".join(map(str, find_linked_runs(folder.path)))
+        say(f"the run is in {folder.path}" + (f", its record in {linked}" if linked else ""))
     return status
 
 
@@ -342,10 +363,10 @@ def _open_run_folder(config: LaunchConfig) -> RunFolder:
 def _make_log_folder(config: LaunchConfig) -> Path | None:
     """Make the run's folder; return None if the default location is not writable."""
     stem = config.target.rpartition(".")[2] if config.kind == "module" else Path(config.target).stem
-    name = f"{stem or 'run'}-{datetime.datetime.now():%Y-%m-%d-%H%M}"
+    name = config.name or f"{stem or 'run'}-{datetime.datetime.now():%Y-%m-%d-%H%M}"
     parent = Path(config.log_dir) if config.log_dir is not None else Path(RUNS)
     try:
-        return _make_new_folder(parent, name)
+        path = create_numbered_folder(parent, name)
     except OSError as error:
         if config.log_dir is not None:
             raise FileError(
@@ -353,20 +374,9 @@ def _make_log_folder(config: LaunchConfig) -> Path | None:
             ) from None
         say(f"no logs are written: {parent}/{name} cannot be created ({error.strerror})")
         return None
-
-
-def _make_new_folder(parent: Path, name: str) -> Path:
-    number = 1
-    while True:
-        folder = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            make_folder(folder, exist_ok=False)
-        except FileExistsError:
-            if not parent.is_dir():
-                raise
-            number += 1
-        else:
-            return folder
+    if config.name not in (None, path.name):
+        say(f"{parent / name} holds an earlier run: this one is in {path}")
+    return path
 
 
 def _start(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
@@ -518,10 +528,11 @@ def _describe_log(ranks: RankSupervisor, rank: int, same: list[Outcome]) -> str:
     log = ranks.outputs[rank].log
     if log is None:
         return ""
+    folder = locate_renamed(log.parent)
     if len(same) < 2:
-        return f"; its log: {log}"
+        return f"; its log: {folder / log.name}"
     who = format_ranks([each.rank for each in same])
-    return f"; {who} raised this, see {log.parent}/rank-*.log"
+    return f"; {who} raised this, see {folder}/rank-*.log"
 
 
 def _report_log_errors(ranks: RankSupervisor) -> None:

@@ -52,6 +52,7 @@ __all__ = [
     "ForkedProcess",
     "describe_error",
     "exit_process",
+    "get_exit_code",
     "ignore_requests",
     "is_replaceable",
     "main",
@@ -67,6 +68,7 @@ STORE_TIMEOUT = timedelta(seconds=300)
 # The channel to the launcher. Only the rank itself may use it, not its forked children.
 _report: Channel | None = None
 _report_owner = 0
+_exit_code: object = None  # what the program passed to sys.exit()
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,11 @@ def main(order: str, report: int, work: int) -> None:
     exit_process(run_and_report(message, open_channel(report), work))
 
 
+def get_exit_code() -> object:
+    """Return what the program has passed to `sys.exit`, for atexit handlers of a rank."""
+    return _exit_code
+
+
 def report_to_launcher(message: Message) -> None:
     """Send a message to the launcher, if this process is a rank that has one."""
     if _report is not None and _is_rank():
@@ -242,7 +249,7 @@ def _path(message: Message) -> list[str]:
 
 def run_and_report(message: Message, report: Channel, work: int) -> int:
     """Run, send the value or the error to the launcher, and return the exit status."""
-    global _report, _report_owner
+    global _report, _report_owner, _exit_code
     _report, _report_owner = report, os.getpid()
     stack, page = write_memfd(b""), write_memfd(bytes(activity.PAGE_BYTES))
     dump_stack_on_signal(stack)  # before the launcher can ask: by default the signal kills
@@ -259,6 +266,7 @@ def run_and_report(message: Message, report: Channel, work: int) -> int:
             os.close(work)
             run_code(message["task"], message["target"])
     except SystemExit as error:
+        _exit_code = error.code
         return _status(error.code)
     except BaseException as error:
         return _send_error(report, error, shown=message["task"] != "function")
@@ -321,6 +329,7 @@ def describe_error(error: BaseException) -> Message:
 
 
 def _send_error(report: Channel, error: BaseException, *, shown: bool) -> int:
+    sys.last_value = error  # as the interpreter does, for atexit handlers
     error.__traceback__ = _drop_launcher_frames(error.__traceback__)
     report_message = describe_error(error)
     if _is_rank():

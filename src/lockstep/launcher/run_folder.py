@@ -3,6 +3,9 @@
     runs/NAME/launch.json   the command, and how it ended
               run.lock      locked by every process that writes to the run
 
+A rank may give the folder of its launch another name. Then a link at the old path leads to it
+until the launch ends.
+
 Each process of a run keeps a shared lock on `run.lock` until it exits; loader workers that
 it forks inherit it. A process that is about to continue the run takes the lock exclusively,
 which succeeds only when nobody is left, and then shares it:
@@ -31,23 +34,32 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.files import open_or_create, replace_file
+from lockstep.files import make_folder, open_or_create, replace_file
 from lockstep.launcher.environment import LAUNCHER, read_rank_info
 from lockstep.redaction import redact
 
 __all__ = [
+    "DESCRIPTION_FILE",
     "RESUME",
     "RUN",
     "RUNS",
     "LaunchDescription",
     "claim_newest_run",
     "command_words",
+    "create_numbered_folder",
     "describe_launch",
+    "find_launch_folder",
+    "find_linked_runs",
     "find_run",
     "hold_run",
+    "is_link_to_sibling",
     "is_resuming",
+    "link_launch_folder",
+    "locate_renamed",
     "read_description",
     "release_run",
+    "remove_old_name",
+    "rename_launch_folder",
     "wait_until_free",
     "write_description",
 ]
@@ -237,6 +249,8 @@ def claim_newest_run(parent: Path, description: LaunchDescription) -> Path | Non
     """
     runs = []
     for folder in parent.iterdir() if parent.is_dir() else ():
+        if is_link_to_sibling(folder):
+            continue
         with contextlib.suppress(UsageError):
             found = read_description(folder) if folder.is_dir() else None
             if found and found.exit_status != 0 and found.is_same_command(description):
@@ -248,6 +262,101 @@ def claim_newest_run(parent: Path, description: LaunchDescription) -> Path | Non
             wait_until_free(folder, max(0.0, deadline - time.monotonic()))
             return folder
     return None
+
+
+# --- the name -----------------------------------------------------------------------------
+
+
+def create_numbered_folder(parent: Path, name: str) -> Path:
+    """Create a folder called `name`, or `name-2`, `name-3`, ... if there is one already.
+
+    Raises:
+        OSError: The folder cannot be created.
+    """
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            make_folder(folder, exist_ok=False)
+        except FileExistsError:
+            if not parent.is_dir():
+                raise
+            number += 1
+        else:
+            return folder
+
+
+def find_launch_folder() -> Path | None:
+    """Return the folder of the launch that started this rank; None if there is none."""
+    path = os.environ.get(RUN)
+    return Path(path).resolve() if path and os.path.isdir(path) else None
+
+
+def rename_launch_folder(folder: Path) -> bool:
+    """Give the folder of this launch another name, and leave a link at its path.
+
+    Returns:
+        Whether it is at `folder` now. Not if another trainer has renamed it, if something is at
+        `folder` already, or if that is on another file system.
+    """
+    launch = Path(os.environ.get(RUN) or os.devnull)
+    if not launch.is_dir() or launch.is_symlink():
+        return False
+    if launch.resolve() == folder.resolve():
+        return True
+    try:
+        make_folder(folder.parent)
+        os.rename(launch, folder)  # a folder that is there must be empty
+    except OSError:
+        return False
+    try:
+        os.symlink(os.path.relpath(folder.resolve(), launch.parent), launch)
+    except OSError:  # a file system without links
+        os.rename(folder, launch)
+        return False
+    return True
+
+
+def link_launch_folder(folder: Path) -> None:
+    """Leave a link to the folder of a run in that of its launch, which is another one."""
+    launch = find_launch_folder()
+    if launch is not None and launch != folder.resolve():
+        with contextlib.suppress(OSError):
+            os.symlink(os.path.relpath(folder.resolve(), launch), launch / folder.name)
+
+
+def find_linked_runs(launch: Path) -> list[Path]:
+    """Return the folders of runs that `link_launch_folder` has linked from that of a launch."""
+    if not launch.is_dir():
+        return []
+    links = (path for path in sorted(launch.iterdir()) if path.is_symlink())
+    folders = [Path(os.path.normpath(launch / os.readlink(link))) for link in links]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def locate_renamed(path: Path) -> Path:
+    """Return where the folder of a launch is, which a rank may have renamed."""
+    if not path.is_symlink():
+        return path
+    return path.with_name(path.resolve().name) if is_link_to_sibling(path) else path.resolve()
+
+
+def remove_old_name(path: Path) -> Path:
+    """Return where the folder of a launch is once the launch has ended, and remove its link.
+
+    The link stays if the folder was moved to another parent, so that it is still found where
+    the launch was asked to put it.
+    """
+    folder = locate_renamed(path)
+    if is_link_to_sibling(path):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return folder
+
+
+def is_link_to_sibling(path: Path) -> bool:
+    """Return whether a path is a link to a folder beside it, such as the old name of a run."""
+    return path.is_symlink() and path.resolve().parent == path.parent.resolve()
 
 
 # --- the lock -----------------------------------------------------------------------------

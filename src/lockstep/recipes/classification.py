@@ -126,6 +126,7 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
         loggers=record,
         callbacks=lambda result: taken.append(result.samples),
         checkpoint=CheckpointConfig(every_steps=options.checkpoint_every),
+        progress=False,  # there is one among the loggers
     ) as trainer:
         for epoch in range(options.epochs):
             for batch in trainer.batches(

@@ -1,8 +1,13 @@
 """The progress display of a run, on rank 0.
 
     on a terminal    a live region, redrawn by the calls at most five times per second
+    in a notebook    a display of the cell, replaced by the calls twice per second
     elsewhere        one line per epoch, and one every ten seconds within a long epoch
     quiet            nothing
+
+A trainer of a script does not know how many epochs there will be, prints no plain line in its
+first ten seconds, and none for epochs that follow within a second of the last line. One live region
+is shown at a time; that of another trainer follows when the first one takes no more steps.
 
 Everything is written to standard error; standard output is left to results. No thread
 draws and the cursor is never hidden, so the terminal stays usable however the process ends.
@@ -19,7 +24,7 @@ between two steps, such as loading data and code of the user.
 
 from __future__ import annotations
 
-import os
+import io
 import sys
 import time
 from collections import deque
@@ -27,16 +32,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.text import Text
 
 from lockstep.formatting import format_duration, format_loss, format_metric, format_number
+from lockstep.record.live_region import (
+    LiveRegion,
+    NotebookRegion,
+    Region,
+    find_notebook,
+    is_terminal,
+)
 from lockstep.record.recorder import TIME_CATEGORIES
 
-__all__ = ["Progress", "ProgressMeter"]
+__all__ = ["Progress", "ProgressMeter", "ScriptProgress"]
 
 REDRAW_INTERVAL = 0.2  # seconds between two drawings of the live region
+NOTEBOOK_INTERVAL = 0.5  # the same in a notebook, where each one is a message
 LINE_INTERVAL = 10.0  # seconds between two plain lines within an epoch
+EPOCH_INTERVAL = 1.0  # seconds before the line of an epoch in a script, or none is printed
+TURN = 20  # steps that a trainer takes before it is shown instead of one that took none
 SMOOTHING = 0.98  # weight of the past in a moving average: about the last fifty steps count
 SPEED_WINDOW = 5.0  # seconds over which the samples per second are averaged
 MIN_STEPS = 5  # steps before the time left is shown
@@ -51,32 +65,42 @@ class Progress:
     A call of `step` that does not draw takes about 1.5 microseconds.
 
     Args:
-        epochs: The number of epochs of the run.
+        epochs: The number of epochs of the run; None if it is not known.
         steps: The number of steps per epoch; None if it is not known.
         title: A description of the run, such as "digits, 2 replicas x 8 micro-batches, gloo".
         quiet: Show nothing.
         stream: Where to write; standard error by default.
         clock: A monotonic clock, in seconds.
+        is_live: Whether a live region may be drawn.
     """
 
     def __init__(
         self,
         *,
-        epochs: int,
+        epochs: int | None,
         steps: int | None = None,
         title: str = "",
         quiet: bool = False,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        is_live: bool = True,
     ) -> None:
         self.title = title
         self.quiet = quiet
         self.meter = ProgressMeter(epochs, steps, clock())
         self._clock = clock
+        shell = find_notebook() if stream is None else None
         stream = stream or sys.stderr
         self._console = Console(file=stream, highlight=False, soft_wrap=False)
-        self._live = None if quiet or not _is_terminal(stream) else self._start_live()
-        self._next = clock() + (REDRAW_INTERVAL if self._live else LINE_INTERVAL)
+        self._interval = REDRAW_INTERVAL
+        self._live: Region | None = None
+        if not quiet and is_live and shell is not None:
+            text = io.StringIO()
+            self._console = Console(file=text, width=100, color_system=None, force_jupyter=False)
+            self._live, self._interval = NotebookRegion(self._console, shell), NOTEBOOK_INTERVAL
+        elif not quiet and is_live and is_terminal(stream):
+            self._live = LiveRegion(self._console)
+        self._next = clock() + (self._interval if self._live else LINE_INTERVAL)
         if not quiet and title and self._live is None:
             self._print(title)
 
@@ -120,7 +144,7 @@ class Progress:
         """Print the line of an epoch that has ended; it stays on the screen."""
         if self.quiet:
             return
-        parts = [f"epoch {epoch + 1}/{self.meter.epochs}", _format_quality(loss, metrics)]
+        parts = [self.meter.name(epoch), _format_quality(loss, metrics)]
         if evaluation:
             held_out = _format_quality(evaluation.get("loss"), evaluation.get("metrics"))
             parts.append(f"held out: {held_out}")
@@ -132,6 +156,11 @@ class Progress:
         if self._live is not None:
             self._draw(self._clock())
 
+    def evaluation(self, loss: float, metrics: dict[str, float]) -> None:
+        """Print the line of an evaluation that follows the line of its epoch."""
+        name = self.meter.name(self.meter.epoch)
+        self._print("  ".join(filter(None, [name, f"held out: {_format_quality(loss, metrics)}"])))
+
     def resume(self, *, step: int = 0, epochs: int = 0, **_: Any) -> None:
         """Continue at a step of a run that was interrupted.
 
@@ -141,7 +170,7 @@ class Progress:
         """
         if not self.quiet:
             self.meter.resume(self._clock(), step, epochs)
-            self._next = self._clock() + (REDRAW_INTERVAL if self._live else LINE_INTERVAL)
+            self._next = self._clock() + (self._interval if self._live else LINE_INTERVAL)
 
     def note(self, message: str) -> None:
         """Print a message above the live region, or on its own line."""
@@ -162,8 +191,7 @@ class Progress:
     def close(self) -> None:
         """Remove the live region from the screen. Calling it again does nothing."""
         if self._live is not None:
-            self._live.update(Text(""))
-            self._live.stop()
+            self._live.close()
             self._live = None
 
     def __enter__(self) -> Progress:
@@ -174,41 +202,37 @@ class Progress:
         """Close the progress display."""
         self.close()
 
-    def _start_live(self) -> Live:
-        live = Live(
-            Text(""),
-            console=self._console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=_is_terminal(sys.stdout),  # what the user prints goes above the region
-            vertical_overflow="crop",
-        )
-        live.start()
-        self._console.show_cursor(True)
-        return live
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a live region."""
+        return self._live is not None
 
     def _draw(self, now: float) -> None:
         if self._live is None:
             self._next = now + LINE_INTERVAL
             self._print("  ".join(self._line(now)))
             return
-        self._live.update(self._region(now), refresh=True)
-        self._next = now + max(
-            REDRAW_INTERVAL, 20 * (self._clock() - now)
-        )  # drawing takes 5% at most
+        self._live.draw(self._region(now))
+        # Drawing takes 5% of the time at most.
+        self._next = now + max(self._interval, 20 * (self._clock() - now))
 
     def _print(self, line: str, style: str = "") -> None:
         if self._live is not None:
-            self._console.print(Text(line, style=style))
+            self._live.print(Text(line, style=style))
         else:
             print(line, file=self._console.file, flush=True)
 
     def _line(self, now: float) -> list[str]:
         meter = self.meter
-        parts = [f"epoch {meter.epoch + 1}/{meter.epochs}", f"step {meter.position()}"]
-        parts += self._figures(now)
-        left = meter.seconds_left(now)
-        return parts if left is None else [*parts, f"{format_duration(round(left))} left"]
+        parts = [meter.name(meter.epoch), f"step {meter.position()}", *self._figures(now)]
+        return [part for part in [*parts, self._left(now)] if part]
+
+    def _left(self, now: float) -> str:
+        left = self.meter.seconds_left(now)
+        if left is None:
+            return ""
+        what = "left" if self.meter.epochs is not None else "left in the epoch"
+        return f"{format_duration(round(left))} {what}"
 
     def _figures(self, now: float) -> list[str]:
         means = [format_metric(name, value) for name, value in self.meter.metrics().items()]
@@ -221,21 +245,19 @@ class Progress:
     def _region(self, now: float) -> Group:
         """Return the live region; its lines are truncated to the width of the terminal."""
         width = max(self._console.width - 1, 10)
-        left = self.meter.seconds_left(now)
-        ending = "" if left is None else f"{format_duration(round(left))} left"
         lines = [
             Text(self.title, style="bold"),
-            self._bar(width, ending),
+            self._bar(width, self._left(now)),
             Text("   ".join(self._figures(now))),
             *self._time_split(width),
         ]
         for line in lines:
             line.truncate(width, overflow="ellipsis" if self._unicode() else "crop")
-        return Group(*(line for line in lines if line), Text(""))
+        return Group(*(line for line in lines if line))
 
     def _bar(self, width: int, ending: str) -> Text:
         meter = self.meter
-        start = f"epoch {meter.epoch + 1}/{meter.epochs}  "
+        start = f"{meter.name(meter.epoch)}  " if meter.has_epochs else "step  "
         end = f"  {meter.position()}" + (f"  {ending}" if ending else "")
         room = min(width - len(start) - len(end), 40)
         done = meter.fraction()
@@ -270,17 +292,112 @@ class Progress:
         return self._console.encoding.lower().startswith("utf")
 
 
+class ScriptProgress:
+    """The progress display of one trainer of a script, which begins with its first step.
+
+    While that of another trainer is shown, as in a GAN, or a progress bar of tqdm, nothing is.
+
+    Args:
+        is_wanted: Print plain lines even while another trainer is shown.
+        stream: Where to write; standard error by default.
+        clock: A monotonic clock, in seconds.
+    """
+
+    _shown: ScriptProgress | None = None
+
+    def __init__(
+        self,
+        is_wanted: bool = False,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._is_wanted, self._stream, self._clock = is_wanted, stream, clock
+        self._display: Progress | None = None
+        self._epoch: tuple[int, int | None, int] | None = None
+        self._count = 0  # of this trainer's steps
+        self._seen = -1  # of the other trainer's steps, when this one looked last
+        self._line_after = 0.0  # no line of an epoch before that time
+        self._has_line = False  # the last epoch has one
+
+    def begin_epoch(self, epoch: int, steps: int | None, done: int) -> None:
+        """Begin an epoch; `steps` and `done` as for the meter."""
+        self._epoch = epoch, steps, done
+        if self._display is not None:
+            self._display.meter.begin_epoch(epoch, steps, done)
+
+    def step(self, **fields: Any) -> None:
+        """Add one step."""
+        self._count += 1
+        if self._display is None and self._count % TURN == 1:
+            self._try_to_show()
+        if self._display is not None:
+            if self._epoch is not None:  # also a batch of the script's own between two epochs
+                fields["epoch"] = self._epoch[0]
+            self._display.step(**fields)
+
+    def epoch(self, **fields: Any) -> None:
+        """Print the line of an epoch that has ended, if there is time to read it."""
+        self._has_line = self._display is not None and self._clock() >= self._line_after
+        if self._display is not None and self._has_line:
+            self._display.epoch(**fields)
+            self._line_after = self._clock() + EPOCH_INTERVAL
+
+    def evaluation(self, loss: float, metrics: dict[str, float]) -> None:
+        """Print the line of an evaluation after an epoch, below that of the epoch."""
+        if self._display is not None and self._has_line:
+            self._display.evaluation(loss, metrics)
+
+    def close(self) -> None:
+        """Remove the display. Another step shows it again."""
+        if self._display is not None:
+            self._display.close()
+            self._display = None
+        if ScriptProgress._shown is self:
+            ScriptProgress._shown = None
+        self._count = 0
+
+    def _try_to_show(self) -> None:
+        other = ScriptProgress._shown
+        if other is not None and other._count != self._seen:
+            self._seen = other._count
+            if not self._is_wanted:
+                return
+        elif other is not None:  # it took no step since then
+            other.close()
+            other = None
+        if not self._is_wanted and _has_progress_bar():
+            return
+        if other is None:
+            ScriptProgress._shown = self
+        self._display = Progress(
+            epochs=None, stream=self._stream, clock=self._clock, is_live=other is None
+        )
+        if self._epoch is not None:
+            self._display.meter.begin_epoch(*self._epoch)
+        wait = EPOCH_INTERVAL if self._display.is_live else LINE_INTERVAL
+        self._line_after = self._clock() + wait
+
+
+def _has_progress_bar() -> bool:
+    """Return whether the script shows a progress bar of tqdm."""
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    return bool(getattr(bars, "_instances", ()))
+
+
 class ProgressMeter:
     """Moving averages of a run, and the estimate of the time left.
 
     Args:
-        epochs: The number of epochs of the run.
+        epochs: The number of epochs of the run; None if it is not known.
         steps: The number of steps per epoch; None if it is not known.
         now: The time at which the run begins, in seconds on the clock of all calls.
     """
 
-    def __init__(self, epochs: int, steps: int | None, now: float) -> None:
+    def __init__(self, epochs: int | None, steps: int | None, now: float) -> None:
         self.epochs = epochs
+        self.has_epochs = epochs is not None
+        """Whether the steps belong to epochs."""
         self.steps = steps
         self.epoch = 0
         """The current epoch, from 0."""
@@ -336,6 +453,13 @@ class ProgressMeter:
         self._marks = deque([(now, self._samples)])
         self.epoch, self.done = divmod(step, self.steps) if self.steps else (epochs, 0)
 
+    def begin_epoch(self, epoch: int, steps: int | None, done: int) -> None:
+        """Begin an epoch of a script, `done` steps of which were taken by an earlier process."""
+        self.has_epochs = True
+        if steps is None and self.done and epoch != self.epoch and not self._is_partial:
+            steps = self.done  # as many as the last one had
+        self.epoch, self.steps, self.done, self._is_partial = epoch, steps, done, done > 0
+
     def _begin_epoch(self, epoch: int, passed: float) -> None:
         """Begin an epoch; `passed` seconds are its first step and the pause before it."""
         if not self._is_partial:
@@ -343,6 +467,12 @@ class ProgressMeter:
         self._is_partial = False
         self._pause = max(0.0, passed - self._step_seconds)
         self.epoch, self.done = epoch, 0
+
+    def name(self, epoch: int) -> str:
+        """Return the name of an epoch, such as "epoch 3/10"; empty if there are none."""
+        if not self.has_epochs:
+            return ""
+        return f"epoch {epoch + 1}" if self.epochs is None else f"epoch {epoch + 1}/{self.epochs}"
 
     def loss(self) -> float:
         """Return the mean loss of about the last fifty steps."""
@@ -378,13 +508,14 @@ class ProgressMeter:
 
     def position(self) -> str:
         """Return the step within the epoch, such as "31/51"."""
-        return f"{self.done}/{self.steps}" if self.steps else f"{self.done}"
+        is_within = self.steps and self.done <= self.steps
+        return f"{self.done}/{self.steps}" if is_within else f"{self.done}"
 
     def seconds_left(self, now: float) -> float | None:
         """Return the estimated seconds until the end of the run; None if there is no estimate."""
         if self._timed_steps < MIN_STEPS or not self.steps:
             return None
-        epochs = max(0, self.epochs - self.epoch - 1)
+        epochs = 0 if self.epochs is None else max(0, self.epochs - self.epoch - 1)
         steps = max(0, self.steps - self.done) + epochs * self.steps
         return max(0.0, steps * self._step_seconds + epochs * self._pause - (now - self._last))
 
@@ -393,14 +524,6 @@ def _format_quality(loss: float | None, metrics: dict[str, float] | None) -> str
     """Format a loss and metrics, separated by commas."""
     means = [format_metric(name, value) for name, value in (metrics or {}).items()]
     return ", ".join(means if loss is None else [f"loss {format_loss(loss)}", *means])
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    """Return whether a live region can be drawn on `stream`."""
-    try:
-        return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
-    except ValueError:  # a closed stream
-        return False
 
 
 def apportion(shares: list[float], cells: int) -> list[int]:

@@ -26,6 +26,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -49,6 +50,9 @@ LOCK_SECONDS = 2.0  # until a lock that is held counts as another run's
 TAIL_BYTES = 1 << 17  # of a record's end, in which the last time is looked for
 JSON_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
+_open: weakref.WeakValueDictionary[tuple[int, int], Recorder] = weakref.WeakValueDictionary()
+"""The recorders of this process that are open, by device and number of their file."""
+
 
 class Recorder:
     """The logger that writes the record of one run, on rank 0.
@@ -57,6 +61,8 @@ class Recorder:
     `version`, `name` and `started` to the line "run". The line "end" gets `core_wait`, the
     fraction of its time that this thread waited for a core, where the system counts it. Writing
     the line of a step takes about 5 microseconds.
+
+    A recorder of this process that still writes the record which is continued is closed.
 
     A record that is continued keeps its first line: the line "run" of the resumed run is not
     written, and its line "resume" gets the field `resumed`, the time of day. `t` continues at
@@ -96,6 +102,8 @@ class Recorder:
             self.is_continued, passed = last is not None, last or 0.0
         else:
             self._descriptor = _create_file(self.path)
+        found = os.fstat(self._descriptor)
+        _open[found.st_dev, found.st_ino] = self
         self._opened = time.perf_counter()
         self._began = self._opened - passed
         self._thread = threading.get_native_id()  # the one that trains
@@ -132,6 +140,11 @@ class Recorder:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
             self._descriptor = -1
+
+    def __del__(self) -> None:
+        """Release the lock of a recorder that nobody has closed."""
+        if hasattr(self, "_descriptor"):
+            self.close()
 
     def __enter__(self) -> Recorder:
         """Return the recorder."""
@@ -196,6 +209,9 @@ def _open_file(path: Path) -> tuple[int, float | None]:
             f"the user of the run"
         ) from None
     try:
+        found = os.fstat(descriptor)
+        if (earlier := _open.get((found.st_dev, found.st_ino))) is not None:
+            earlier.close()  # a cell of a notebook is run again
         _lock(descriptor, path)
         with open(descriptor, "rb", closefd=False) as file:
             last, has_newline = _read_last_time(file)

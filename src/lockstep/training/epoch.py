@@ -47,8 +47,7 @@ class Epoch(Batches):
             if epoch is None:
                 return
             try:
-                if self._start == 0:
-                    self._history.begin_epoch()
+                self._history.begin_epoch(self.epoch, self._count_batches(), self._start)
                 self._run.reach_safe_point(epoch, ask=True)
                 for batch in super().__iter__():
                     self._run.yielded(epoch)
@@ -58,6 +57,12 @@ class Epoch(Batches):
             finally:
                 self._run.end_epoch(epoch)
             self._run.reach_safe_point()
+
+    def _count_batches(self) -> int | None:
+        try:
+            return len(self)
+        except TypeError:  # of a dataset or sampler without a length
+            return None
 
     def _end(self) -> None:
         result = self._history.end_epoch(self.epoch)

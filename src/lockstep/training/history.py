@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.errors import UsageError
@@ -17,8 +16,8 @@ from lockstep.launcher.world import World
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.record.environment import describe_environment
-from lockstep.record.loggers import DashboardLogger, Logger
-from lockstep.record.recorder import Recorder
+from lockstep.record.loggers import Logger
+from lockstep.record.progress import ScriptProgress
 from lockstep.redaction import redact
 from lockstep.training.optimization import Optimization
 from lockstep.training.rank_status import RankStatus
@@ -27,14 +26,11 @@ __all__ = [
     "Callback",
     "EpochResult",
     "History",
-    "LoggerLike",
     "OnEpoch",
     "OnStep",
     "StepResult",
     "compute_rank_times",
     "describe_run",
-    "find_folder",
-    "open_loggers",
 ]
 
 NUMBERS = ("step", "epoch", "timeline")  # lines that hold nothing but numbers
@@ -123,10 +119,12 @@ class History:
 
     def __init__(
         self,
-        loggers: Sequence[Logger],
+        loggers: Sequence[Logger] = (),
         callbacks: Callback | Sequence[Callback] = (),
+        progress: ScriptProgress | None = None,
     ) -> None:
         self.loggers = list(loggers)
+        self.progress = progress
         self._on_step, self._on_epoch = _split_callbacks(callbacks)
         self._open = _Sums()
         self._pending: EpochResult | None = None
@@ -136,6 +134,8 @@ class History:
         self.epochs = 0
         """How many epochs the record has."""
         self.last: StepResult | None = None
+        self.failures: list[str] = []
+        """How the latest step failed; empty if it did not."""
 
     def write(self, kind: str, **fields: Any) -> None:
         """Give one line to every logger, without the secrets that it may hold."""
@@ -147,18 +147,27 @@ class History:
     def step(self, result: StepResult, memory: Sequence[int]) -> None:
         """Take one step, and each rank's peak memory in bytes."""
         self.flush()
+        self.failures.clear()
         self._memory = list(memory)
         self._open.add(result)
         self.samples += result.samples
         self.last = result
         if self.loggers:
             self.write("step", **_without_none(vars(result)))
+        if self.progress is not None:
+            self.progress.step(**vars(result))
         for callback in self._on_step:
             callback(result)
 
-    def begin_epoch(self) -> None:
-        """Forget the steps of an epoch that was broken off."""
-        self._open = _Sums()
+    def begin_epoch(self, epoch: int, steps: int | None, done: int = 0) -> None:
+        """Begin an epoch of `steps` steps, and forget one that was broken off.
+
+        If the epoch is resumed, `done` of its steps were taken before, and still count.
+        """
+        if not done:
+            self._open = _Sums()
+        if self.progress is not None:
+            self.progress.begin_epoch(epoch, steps, done)
 
     def end_epoch(self, epoch: int) -> EpochResult | None:
         """Close the epoch; None if it had no step. Callbacks are told by `notify`."""
@@ -174,6 +183,8 @@ class History:
             samples=steps.samples,
             seconds=steps.seconds,
         )
+        if self.progress is not None:
+            self.progress.epoch(**asdict(self._pending))
         return self._pending
 
     def notify(self, result: EpochResult) -> None:
@@ -208,6 +219,8 @@ class History:
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Add an evaluation to the epoch that was just closed."""
         if self._pending is not None:
+            if self.progress is not None:
+                self.progress.evaluation(evaluation.loss, evaluation.metrics)
             self._pending = replace(self._pending, evaluation=evaluation)
             self.flush()
 
@@ -232,7 +245,11 @@ class History:
     def close(self, **fields: Any) -> None:
         """Write the last line and close the loggers."""
         self.flush()
-        self.write("end", **_without_none(fields))
+        if self.progress is not None:
+            self.progress.close()
+        if self.last is not None:
+            fields |= {"loss": self.last.loss, "metrics": self.last.metrics}
+        self.write("end", **_without_none(fields | {"samples": self.samples}))
         for logger in self.loggers:
             logger.close()
         self.loggers = []
@@ -252,45 +269,6 @@ def _split_callbacks(callbacks: Callback | Sequence[Callback]) -> tuple[list[Any
         on_step += [methods[0] or each] if methods[0] or methods[1] is None else []
         on_epoch += [methods[1]] if methods[1] else []
     return on_step, on_epoch
-
-
-# --- loggers ----------------------------------------------------------------------------------
-
-LoggerLike = str | Path | Logger
-"""Where a run is recorded: its folder, or an object that takes the lines."""
-
-
-def open_loggers(
-    loggers: LoggerLike | Sequence[LoggerLike], may_resume: bool = False
-) -> list[Logger]:
-    """Return the loggers that are given; a folder gets a recorder.
-
-    With `may_resume`, a record that is there can be continued.
-
-    Raises:
-        UsageError: A run is resumed by a trainer without checkpoints.
-    """
-    given: Sequence[Any] = loggers if isinstance(loggers, (list, tuple)) else [loggers]
-    resume = may_resume or None
-    found = [
-        Recorder(Path(each), resume=resume) if isinstance(each, (str, Path)) else each
-        for each in given
-    ]
-    for each in found:
-        if isinstance(each, Recorder) and each.is_continued and not may_resume:
-            each.close()
-            raise UsageError(
-                f"{each.folder} is resumed, but its trainer has no checkpoints and would begin "
-                "again: pass checkpoint=ls.CheckpointConfig(), or start a new run"
-            )
-        if isinstance(each, DashboardLogger) and each.run_folder is None:
-            each.run_folder = find_folder(found)
-    return found
-
-
-def find_folder(loggers: Sequence[Logger]) -> Path | None:
-    """Return the run's folder, if some logger has one."""
-    return next((each.folder for each in loggers if isinstance(each, Recorder)), None)
 
 
 def describe_run(

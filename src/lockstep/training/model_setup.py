@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -35,7 +36,22 @@ from lockstep.training.optimization import Optimization
 from lockstep.training.sharded_optimizer import share_parameters
 from lockstep.training.whole_model import WholeModelExecutor
 
-__all__ = ["build_executor", "build_model", "distribute_weights"]
+__all__ = ["Storage", "build_executor", "build_model", "check_options", "distribute_weights"]
+
+Storage = Literal["replicated", "shared"]
+
+
+def check_options(max_grad_norm: float | None, storage: str, pipeline: PipelineConfig) -> None:
+    """Raise UsageError or LayoutError for options that cannot work."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise UsageError(f"max_grad_norm={max_grad_norm}: the largest norm is a positive number")
+    if storage not in get_args(Storage):
+        raise UsageError(f'storage is "replicated" or "shared", not {storage!r}')
+    if storage == "shared" and pipeline.stages > 1:
+        raise LayoutError(
+            'storage="shared" is for whole models: train without pipeline=, or with '
+            'storage="replicated"'
+        )
 
 
 def build_model(

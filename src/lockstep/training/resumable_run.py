@@ -26,7 +26,7 @@ from lockstep.data.content_hash import hash_content
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import Batch
 from lockstep.data.samplers import KnownSamplers
-from lockstep.errors import FileError, UsageError
+from lockstep.errors import FileError, LockstepError, UsageError
 from lockstep.messages import say
 from lockstep.training.compatibility import (
     describe_training,
@@ -37,6 +37,7 @@ from lockstep.training.compatibility import (
 from lockstep.training.history import History
 from lockstep.training.rank_status import RankStatus
 from lockstep.training.run_checkpoints import RunCheckpoints
+from lockstep.training.run_folder import RunFolder
 from lockstep.training.script_log import OpenEpoch, ScriptLog
 from lockstep.training.state import TrainingState
 
@@ -70,6 +71,7 @@ class ResumableRun:
         history: Takes the lines about checkpoints.
         settings: The description of model, optimizer and arguments.
         rank: This rank.
+        folder: The folder of the run.
         checkpoints: Where checkpoints are; None for a trainer without them.
     """
 
@@ -79,10 +81,12 @@ class ResumableRun:
         history: History,
         settings: Mapping[str, str],
         rank: int,
+        folder: RunFolder,
         checkpoints: RunCheckpoints | None,
     ) -> None:
         self._state, self._history, self._settings = state, history, settings
-        self._rank, self._checkpoints = rank, checkpoints
+        self._rank, self._folder, self._checkpoints = rank, folder, checkpoints
+        self._has_begun = False
         self._log, self._samplers = ScriptLog(), KnownSamplers()
         if checkpoints is not None:
             checkpoints.require_encodable(state.local_state())
@@ -105,21 +109,27 @@ class ResumableRun:
             layout: What the record says of this process.
         """
         checkpoints = self._require("resume")
-        path = checkpoints.find(place)
+        checkpoints.select(place)
         differences: list[str] = []
         steps = epochs = 0
-        if path is not None:
-            state = checkpoints.read(path)
-            here = self._state.position_state() | self._training
-            require_same_training(state, here)
-            differences = find_differences(state, here)
-            self._log.load_state_dict(state["script"])
-            self._samplers.load_state_dict(state["known_samplers"])
-            self._state.load_local(state)
-            self._restored = state
-            checkpoints.set_aside_newer(path, state["steps"])
-            steps, epochs = state["steps"], state["history"]["epochs"]
+        try:
+            path = checkpoints.find(place)
+            if path is not None:
+                state = checkpoints.read(path)
+                here = self._state.position_state() | self._training
+                require_same_training(state, here)
+                differences = find_differences(state, here)
+                self._log.load_state_dict(state["script"])
+                self._samplers.load_state_dict(state["known_samplers"])
+                self._state.load_local(state)
+                self._restored = state
+                checkpoints.set_aside_newer(path, state["steps"])
+                steps, epochs = state["steps"], state["history"]["epochs"]
+        except LockstepError:
+            checkpoints.deselect()
+            raise
         self.resumed_from = steps
+        checkpoints.open_loggers()
         if self._rank == 0:
             say_resumed(path, steps, differences)
         self._history.write(
@@ -133,10 +143,15 @@ class ResumableRun:
         if not self._log.is_answering:
             self._restore()
 
-    def require_begun(self) -> None:
-        """Raise UsageError if the run's folder holds another run, which was not resumed."""
-        if self._checkpoints is not None and self.resumed_from is None:
-            self._checkpoints.require_new()
+    def begin(self) -> None:
+        """Begin the run with the script's first call, unless it is resumed."""
+        if self._has_begun:
+            return
+        if self._checkpoints is not None:
+            self._checkpoints.begin()
+        elif self._rank == 0:
+            self._folder.begin()
+        self._has_begun = True
 
     @property
     def is_answering(self) -> bool:
@@ -168,7 +183,7 @@ class ResumableRun:
             ask: Whether ranks find out afterwards whether one was asked to stop.
             asked: What must be the same as in the interrupted run.
         """
-        self.require_begun()
+        self.begin()
         answer = self._log.answer(kind, **asked)
         if answer is not None:
             self._note_answer(answer["steps"])
@@ -191,7 +206,7 @@ class ResumableRun:
 
     def call_step(self, batch: Any, step: Callable[[], float]) -> float:
         """Take a step, or return the loss of the interrupted run; also for batches from outside."""
-        self.require_begun()
+        self.begin()
         if self._checkpoints is None or self._log.is_inside_epoch:
             return step()
         is_loaded = isinstance(batch, Batch)
@@ -215,7 +230,7 @@ class ResumableRun:
 
     def require_repeatable_step(self) -> None:
         """Raise UsageError for a manual step that a resumed script would have to repeat."""
-        self.require_begun()
+        self.begin()
         if self.is_answering:
             raise UsageError(
                 "a resumed script cannot repeat trainer.manual_step() outside of a loop over "
@@ -298,7 +313,7 @@ class ResumableRun:
     def save_to(self, path: Path) -> None:
         """Save a checkpoint to a folder of the user's own, and wait until it is complete."""
         checkpoints = self._require("save_checkpoint")
-        self.require_begun()
+        self.begin()
         checkpoints.require_free(path)
         if not self.is_answering:
             self._save(checkpoints, path.absolute())
@@ -319,9 +334,10 @@ class ResumableRun:
         """
         checkpoints = self._checkpoints
         if checkpoints is None:
+            self.begin()
             return None
         try:
-            if state == "done":
+            if state == "done" and checkpoints.is_open:
                 self._log.require_finished()
                 if self._saved != (self._state.position.steps, self._log.size):
                     self._save(checkpoints)
@@ -334,6 +350,11 @@ class ResumableRun:
             checkpoints.close()
             self._report()
         return None
+
+    def report_saved(self) -> None:
+        """Write the checkpoints that were completed to the record."""
+        if self._checkpoints is not None:
+            self._report()
 
     def _save(self, checkpoints: RunCheckpoints, path: Path | None = None) -> None:
         checkpoints.writer.wait()

@@ -11,10 +11,7 @@ or after a call that is outside of one.
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +20,7 @@ import xxhash
 
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.folder import (
-    FOLDER,
     MANIFEST,
-    find_checkpoints,
     find_newest_valid,
     locate_checkpoint,
     read_checkpoint,
@@ -39,16 +34,16 @@ from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from lockstep.checksum import checksum
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.errors import FileError, UsageError
-from lockstep.launcher.run_folder import RUN, RUNS, hold_run, wait_until_free
+from lockstep.files import make_folder
+from lockstep.launcher.run_folder import hold_run, is_resuming, wait_until_free
 from lockstep.messages import say
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.randomness import global_states, set_global_states
-from lockstep.record.recorder import create_run_folder
+from lockstep.training.run_folder import RunFolder
 
 __all__ = ["RunCheckpoints"]
 
 _latest: RunCheckpoints | None = None
-_opened: Counter[Path] = Counter()  # trainers of this process by run folder
 
 
 class RunCheckpoints:
@@ -57,45 +52,26 @@ class RunCheckpoints:
     Args:
         config: When and where they are saved.
         parallel: The layout.
-        run_folder: The folder of the trainer's record on rank 0, if there is one.
-        is_continued: On rank 0, whether the record there is that of another run.
+        run: Decides on the folder, on rank 0.
+
+    Attributes:
+        is_open: Whether the folder is decided. If it holds an earlier run, it is not before the
+            trainer is resumed or begins.
 
     Raises:
         UsageError: Another process uses the folder.
         FileError: The folder cannot be created.
     """
 
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        parallel: ParallelContext,
-        run_folder: Path | None,
-        is_continued: bool = False,
-    ) -> None:
+    def __init__(self, config: CheckpointConfig, parallel: ParallelContext, run: RunFolder) -> None:
         global _latest
         if _latest is not None:
             _latest.close()
         _latest = self
-        self._parallel, self._config = parallel, config
-        self._is_continued = self._has_name = False
-        self.run_folder = Path()
-
-        def open_folder() -> str:
-            given = config.folder or run_folder or os.environ.get(RUN)
-            folder = Path(given).absolute() if given else _make_run_folder()
-            wait_until_free(folder)
-            number = _opened[folder] + 1
-            name = FOLDER if number == 1 else f"{FOLDER}-{number}"
-            has_run = is_continued or bool(find_checkpoints(folder / name))
-            return json.dumps([bool(given), has_run, str(folder), name])
-
-        told = json.loads(self._tell_all(open_folder))
-        self._has_name, self._is_continued, self.run_folder = told[0], told[1], Path(told[2])
-        self.folder = self.run_folder / told[3]
-        _opened[self.run_folder] += 1
-        if parallel.rank == 0:
-            remove_incomplete(self.folder)
-        hold_run(self.run_folder)
+        self._parallel, self._config, self._run = parallel, config, run
+        self._has_name = False
+        self.is_open = self._is_selected = False
+        self.run_folder = self.folder = Path()
         self.writer = CheckpointWriter(self.folder, config.keep)
         self.stop = StopRequest()
         self.is_stopping = ""
@@ -103,16 +79,66 @@ class RunCheckpoints:
         self._schedule = CheckpointSchedule(config, time.monotonic())
         self._due_since: int | None = None
         self._told: set[str] = set()
+        if is_resuming():
+            self._open(run.select_launch)
+        else:
+            self._open(lambda: None if run.has_earlier_run else run.begin())
         self.stop.listen()
 
-    def require_new(self) -> None:
-        """Raise UsageError, on every rank, if the folder holds a run that was not resumed."""
-        if self._is_continued:
-            raise UsageError(
-                f"{self.run_folder} already holds a run: resume it with "
-                f"trainer.resume() or `lockstep run --resume {self.run_folder}`, or choose another "
-                "name for the run"
-            )
+    def begin(self) -> None:
+        """Begin a new run, unless the folder is decided already; called on every rank."""
+        if not self.is_open:
+            self._open(self._run.begin)
+
+    def select(self, place: str | Path | None) -> None:
+        """Take the folder of the run that `place` belongs to; called on every rank.
+
+        Raises:
+            UsageError: There is no run at `place`, or another process uses it.
+        """
+        if not self.is_open:
+            self._open(lambda: self._run.select_resumed(place))
+            self._is_selected = True
+
+    def deselect(self) -> None:
+        """Undo `select`, because the run cannot be continued; called on every rank."""
+        if self._is_selected:
+            self.is_open = self._is_selected = False
+            self._run.deselect()
+
+    def open_loggers(self) -> None:
+        """Open the loggers of a run that continues; called on every rank."""
+
+        def open_resumed() -> str:
+            self._run.open_resumed()
+            return ""
+
+        self._tell_all(open_resumed)
+        self._is_selected = False
+
+    def _open(self, decide: Callable[[], None]) -> None:
+        """Let rank 0 decide on the folder, and use it on every rank."""
+
+        def prepare() -> str:
+            run = self._run
+            decide()
+            if run.path is None:
+                return json.dumps([run.has_name, "", ""])
+            try:
+                make_folder(run.path)
+            except OSError as error:
+                raise FileError(f"{run.path} cannot be created ({error.strerror})") from None
+            wait_until_free(run.path)
+            return json.dumps([run.has_name, str(run.path), run.checkpoints])
+
+        self._has_name, path, name = json.loads(self._tell_all(prepare))
+        if not path:
+            return
+        self.is_open, self.run_folder = True, Path(path)
+        self.folder = self.writer.folder = self.run_folder / name
+        if self._parallel.rank == 0:
+            remove_incomplete(self.folder)
+        hold_run(self.run_folder)
 
     def require_free(self, path: Path) -> None:
         """Raise an error, on every rank, if no checkpoint can be saved at `path`.
@@ -373,11 +399,6 @@ class RunCheckpoints:
         if kind != b"+":
             raise (FileError if kind == b"F" else UsageError)(text)
         return text
-
-
-def _make_run_folder() -> Path:
-    stem = Path(sys.argv[0]).stem or "run"
-    return (Path(RUNS) / create_run_folder(Path(RUNS), stem)).absolute()
 
 
 def _hash(value: Any, path: str = "") -> str:

@@ -7,12 +7,11 @@ batches ──> step ──> statuses ──> gradients ──> clip ──> buf
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Agree, Batches
-from lockstep.errors import FileError, GradientError, LayoutError, LossError, UsageError
+from lockstep.errors import GradientError, LossError, UsageError
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.launcher.world import world
 from lockstep.model.agreement import require_same_settings
@@ -34,34 +33,34 @@ from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.model.forward import Metric
 from lockstep.model.loss_weight import WeightFunction
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.step_context import StepContext, begin_attempts
+from lockstep.model.step_context import Attempt, StepContext, begin_attempts
 from lockstep.pipeline.partitioner import PipelineConfig
-from lockstep.record.recorder import Recorder
+from lockstep.record.loggers import Logger
+from lockstep.record.progress import ScriptProgress
 from lockstep.training.call_hints import explain_calls
 from lockstep.training.epoch import Epoch
-from lockstep.training.history import (
-    Callback,
-    History,
-    LoggerLike,
-    describe_run,
-    find_folder,
-    open_loggers,
-)
+from lockstep.training.history import Callback, History, describe_run
 from lockstep.training.live_settings import LiveSettings
 from lockstep.training.microbatch_loop import ManualStep, MicrobatchLoop
-from lockstep.training.model_setup import build_executor, build_model, distribute_weights
+from lockstep.training.model_setup import (
+    Storage,
+    build_executor,
+    build_model,
+    check_options,
+    distribute_weights,
+)
 from lockstep.training.optimization import Optimization, OptimizerConfig, OptimizerFactory
 from lockstep.training.rank_status import StepTrace, make_timeline_rows
 from lockstep.training.resumable_run import ResumableRun, stopping
 from lockstep.training.run_checkpoints import RunCheckpoints
+from lockstep.training.run_end import RunEnd
+from lockstep.training.run_folder import LoggerLike, RunFolder
 from lockstep.training.state import Position, TrainingState
 from lockstep.training.step import CommittedStep, OptimizerStep
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 from lockstep.training.weights_file import save_from_rank0, save_last_good
 
 __all__ = ["Trainer"]
-
-Storage = Literal["replicated", "shared"]
 
 
 @explain_calls
@@ -72,7 +71,8 @@ class Trainer:
     build and kind of processor, parameters, buffers, optimizer state and loss are bit-identical
     after every step for any number of ranks.
 
-    Use it in a `with` statement, or call `finish` at the end, where there are loggers.
+    Use it in a `with` statement, or call `finish` at the end, where checkpoints are saved. A run
+    that is recorded ends with the process at the latest.
 
     Args:
         model: A module, built on every rank; the first rank that has a weight gives it to all
@@ -106,9 +106,12 @@ class Trainer:
         callbacks: Functions that are called with the `StepResult` of every step, or objects
             with methods `on_step(result)` and `on_epoch(result)`; on every rank.
         loggers: Where the run is recorded: a folder, or objects such as
-            `loggers.TensorBoard(folder)`, or a list of both; rank 0 writes.
+            `loggers.TensorBoard(folder)`, or a list of both; rank 0 writes. None: in the folder
+            of `lockstep run`, or of the checkpoints, if there is one. An empty list: nowhere.
         checkpoint: When checkpoints are saved, from which `resume` continues; None for never.
             See `docs/checkpoints.md`.
+        progress: Whether rank 0 shows its progress: a live display on a terminal or in a
+            notebook, a line at times elsewhere. None: unless another trainer is shown.
 
     Raises:
         UsageError: `lockstep.init()` was not called, or an argument cannot work.
@@ -135,8 +138,9 @@ class Trainer:
         pipeline: PipelineConfig | None = None,
         storage: Storage = "replicated",
         callbacks: Callback | Sequence[Callback] = (),
-        loggers: LoggerLike | Sequence[LoggerLike] = (),
+        loggers: LoggerLike | Sequence[LoggerLike] | None = None,
         checkpoint: CheckpointConfig | None = None,
+        progress: bool | None = None,
     ) -> None:
         if not isinstance(optimizer, OptimizerConfig):
             optimizer = OptimizerConfig(optimizer)
@@ -165,12 +169,12 @@ class Trainer:
             description |= describe(name, value)
         require_same_settings(description, "give every rank the same arguments and settings")
         settings = dict(description)
-        _check_options(max_grad_norm, storage, stages)
+        check_options(max_grad_norm, storage, stages)
         session = check.current_session()
         if session is not None:
             stages, is_shared = session.options(model, stages)
             storage = "shared" if is_shared else "replicated"
-            loggers, checkpoint = (), None
+            loggers, checkpoint, progress = (), None, False
         self.parallel = ParallelContext.from_world(
             self.world,
             microbatches,
@@ -211,11 +215,9 @@ class Trainer:
             storage == "shared",
         )
         self._position = Position(begin_attempts(self.parallel.group), seed)
-        self._began = time.perf_counter()
-        may_resume = checkpoint is not None
-        loggers = open_loggers(loggers, may_resume) if self.world.rank == 0 else []
-        self._folder = find_folder(loggers)
-        self.history = History(loggers, callbacks)
+        is_rank0 = self.world.rank == 0
+        display = ScriptProgress(bool(progress)) if is_rank0 and progress is not False else None
+        self.history = History(callbacks=callbacks, progress=display)
         self._state = TrainingState(
             self.module,
             self._optimization,
@@ -224,19 +226,21 @@ class Trainer:
             self.history,
             self._position,
         )
+        self._end = RunEnd(self._state, self.history, stages.stages > 1)
+        self._folder = RunFolder(loggers if is_rank0 else (), checkpoint, self._open_record)
         checkpoints = None
         if checkpoint is not None:
-            is_continued = any(isinstance(e, Recorder) and e.is_continued for e in loggers)
-            checkpoints = RunCheckpoints(checkpoint, self.parallel, self._folder, is_continued)
-        self._run = ResumableRun(self._state, self.history, settings, self.world.rank, checkpoints)
-        self._is_finished = False
-        self._recorded = bool(loggers)
-        if stages.stages > 1:  # digests are made by all ranks together
-            here = b"1" if loggers else b""
-            self._recorded = any(all_gather_bytes(here, "opening a record", self.parallel.group))
-        trace = None
-        if stages.stages > 1 and self._recorded:
-            trace = StepTrace(clock_offset(self.parallel.group))
+            checkpoints = RunCheckpoints(checkpoint, self.parallel, self._folder)
+        self._run = ResumableRun(
+            self._state, self.history, settings, self.world.rank, self._folder, checkpoints
+        )
+        has_stages, is_recorded = stages.stages > 1, is_rank0 and self._folder.may_record
+        if has_stages:  # digests are made by all ranks together
+            here = b"1" if is_recorded else b""
+            is_recorded = any(all_gather_bytes(here, "opening a record", self.parallel.group))
+        self._end.begin(self._run, is_recorded)
+        is_traced = has_stages and is_recorded
+        trace = StepTrace(clock_offset(self.parallel.group)) if is_traced else None
         self._optimizer_step = OptimizerStep(
             self.parallel,
             self.model,
@@ -247,13 +251,11 @@ class Trainer:
             trace,
             checkpoints.stop if checkpoints is not None else None,
         )
-        if loggers:
-            self.history.write("run", **describe_run(self.world, self.parallel, self._optimization))
         self._fingerprinter: Fingerprinter | None = None
         if session is not None:
-            has_whole_gradients = self._optimization.sharded is None
+            is_whole = self._optimization.sharded is None
             self._fingerprinter = session.fingerprinter(
-                self.world.backend, self.parallel, self.model, self.module, has_whole_gradients
+                self.world.backend, self.parallel, self.model, self.module, is_whole
             )
         if checkpoints is not None and is_resuming():
             self.resume()
@@ -277,7 +279,7 @@ class Trainer:
         drop_last, num_workers, collate_fn, pin_memory) see `lockstep.data.loader.Batches`. The
         epoch ends, for schedules and callbacks, when the last batch has been trained.
         """
-        self._run.require_begun()
+        self._run.begin()
         self._position.epoch = epoch
         return Epoch(
             self._run,
@@ -369,30 +371,7 @@ class Trainer:
             FileError: The record, or the last checkpoint, could not be written.
             UsageError: A resumed script ended before it came to where the other run was.
         """
-        if self._is_finished:
-            return
-        self._is_finished = True
-        if (failure := self._run.finish(state)) is not None:
-            state, message = "failed", str(failure)
-        outcome: dict[str, Any] = {"state": state, "message": message}
-        if self._recorded and (state == "done" or self.parallel.stages == 1):
-            outcome |= {"digest": self.digest(), "optimizer_digest": self.optimizer_digest()}
-        recorders = [each for each in self.history.loggers if isinstance(each, Recorder)]
-        if self.history.loggers:
-            last = self.history.last
-            self.history.close(
-                **outcome,
-                seconds=time.perf_counter() - self._began,
-                steps=self.steps,
-                samples=self.history.samples,
-                loss=last.loss if last else None,
-                metrics=last.metrics if last else None,
-            )
-        for recorder in recorders:
-            if recorder.failure is not None and state == "done":
-                failure = FileError(recorder.failure)
-        if failure is not None:
-            raise failure
+        self._end.finish(state, message)
 
     # --- what it holds ------------------------------------------------------------------
 
@@ -522,6 +501,13 @@ class Trainer:
         else:
             self.finish("failed", f"{type(error).__name__}: {error}")
 
+    def _open_record(self, loggers: list[Logger]) -> None:
+        """Begin to write to the loggers of the run."""
+        self.history.loggers = loggers
+        if loggers:
+            self._end.end_at_exit(loggers)
+            self.history.write("run", **describe_run(self.world, self.parallel, self._optimization))
+
     # --- around a step ------------------------------------------------------------------
 
     @contextmanager
@@ -537,16 +523,21 @@ class Trainer:
         try:
             yield step
         except (LossError, GradientError) as error:
-            self._run.abandon()
-            attempt.fail(error)
+            self._fail(attempt, error)
             if error is step.error or not step.is_agreed:
                 raise  # on this rank alone: no other rank would take part in saving
-            saved = save_last_good(self._folder, self._state.model_state(), self.parallel.group)
+            saved = save_last_good(
+                self._folder.path, self._state.model_state(), self.parallel.group
+            )
             raise type(error)(f"{error}; training stopped, {saved}") from None
         except BaseException as error:
-            self._run.abandon()
-            attempt.fail(error)
+            self._fail(attempt, error)
             raise
+
+    def _fail(self, attempt: Attempt, error: BaseException) -> None:
+        self._run.abandon()
+        attempt.fail(error)
+        self.history.failures[:] = [f"{type(error).__name__}: {error}"]
 
     @contextmanager
     def _manual_step(self) -> Iterator[MicrobatchLoop]:
@@ -574,16 +565,4 @@ class Trainer:
     def _make_agree(self, what: str) -> Agree:
         return lambda message, doing: all_gather_bytes(
             message, f"{doing} {what}", self.parallel.group
-        )
-
-
-def _check_options(max_grad_norm: float | None, storage: str, pipeline: PipelineConfig) -> None:
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise UsageError(f"max_grad_norm={max_grad_norm}: the largest norm is a positive number")
-    if storage not in get_args(Storage):
-        raise UsageError(f'storage is "replicated" or "shared", not {storage!r}')
-    if storage == "shared" and pipeline.stages > 1:
-        raise LayoutError(
-            'storage="shared" is for whole models: train without pipeline=, or with '
-            'storage="replicated"'
         )

@@ -1,0 +1,211 @@
+r"""A region at the end of the terminal's output that is drawn again and again.
+
+    what the program printed
+    epoch 3  ━━━━━━━─────  31/51         the region; the cursor is in the line below it
+    loss 0.4000   1,920 samples/s
+
+What the program prints erases the region first and is written as it is; the next drawing puts
+the region below it. While the last line is unfinished (a prompt, a progress bar of another
+kind) nothing is drawn. So tracebacks and debuggers need no care, and no thread draws.
+
+In a notebook the region is a display of the cell, whose text is replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console, RenderableType
+
+__all__ = ["LiveRegion", "NotebookRegion", "Region", "find_notebook", "is_terminal"]
+
+MAX_LINES = 30  # that stay above the region in a notebook
+
+
+class Region(Protocol):
+    """Where a progress display draws."""
+
+    def draw(self, content: RenderableType) -> None:
+        """Replace what is drawn."""
+
+    def print(self, line: RenderableType) -> None:
+        """Put a line above the region, where it stays."""
+
+    def close(self) -> None:
+        """End the region. Calling it again does nothing."""
+
+
+class LiveRegion:
+    """The region of a terminal.
+
+    Standard output and error, and the handlers of `logging`, are replaced until `close`, which
+    also runs at exit.
+
+    Args:
+        console: Writes to the terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._stream = console, console.file
+        self._height = 0
+        self._owner = os.getpid()
+        self._is_closed = False
+        self.is_line_open = False
+        """Whether the last line of the program's output is unfinished."""
+        self._replaced: list[tuple[TextIO, OutputAbove]] = []
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if is_terminal(stream):
+                above = OutputAbove(stream, self)
+                setattr(sys, name, above)
+                self._replaced.append((stream, above))
+        for stream, above in self._replaced:
+            _redirect_logging(stream, above)
+        atexit.register(self.close)
+
+    def draw(self, content: RenderableType) -> None:
+        """Replace what is drawn, unless the program's last line is unfinished."""
+        if self._is_closed or self.is_line_open or os.getpid() != self._owner:
+            return
+        lines = self._render(content).splitlines(keepends=True)[: max(1, self._console.height - 1)]
+        self._write(self._erasure() + "".join(lines))
+        self._height = len(lines)
+
+    def print(self, line: RenderableType) -> None:
+        """Put a line above the region, where it stays."""
+        self.erase()
+        self._write("\n" * self.is_line_open + self._render(line))
+        self.is_line_open = False
+
+    def erase(self) -> None:
+        """Erase the region, before something else is written."""
+        if self._height and os.getpid() == self._owner:
+            self._write(self._erasure())
+            self._height = 0
+
+    def close(self) -> None:
+        """Erase the region and restore the streams."""
+        if self._is_closed or os.getpid() != self._owner:
+            return
+        self.erase()
+        self._is_closed = True
+        atexit.unregister(self.close)
+        for stream, above in self._replaced:
+            for name in ("stdout", "stderr"):
+                if getattr(sys, name) is above:
+                    setattr(sys, name, stream)
+            _redirect_logging(above, stream)
+
+    def _render(self, content: RenderableType) -> str:
+        with self._console.capture() as capture:
+            self._console.print(content)
+        return capture.get()
+
+    def _erasure(self) -> str:
+        return f"\r\x1b[{self._height}A\x1b[J" if self._height else ""
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+class OutputAbove:
+    """A stream of the program whose output appears above the region."""
+
+    def __init__(self, stream: TextIO, region: LiveRegion) -> None:
+        self._stream, self._region = stream, region
+
+    def write(self, text: str) -> int:
+        """Erase the region and write."""
+        if text:
+            self._region.erase()
+            self._region.is_line_open = not text.endswith("\n")
+        return self._stream.write(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate as the stream does."""
+        return iter(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the stream."""
+        return getattr(self._stream, name)
+
+
+class NotebookRegion:
+    """The region of a notebook: a display that is updated, in the cell that runs.
+
+    Args:
+        console: Renders the text.
+        shell: IPython's shell.
+    """
+
+    def __init__(self, console: Console, shell: Any) -> None:
+        self._console, self._shell = console, shell
+        self._cell = -1
+        self._handle: Any = None
+        self._lines: list[str] = []
+        self._drawn = ""
+
+    def draw(self, content: RenderableType) -> None:
+        """Replace what is drawn; in another cell begin another display."""
+        self._drawn = self._render(content)
+        self._show()
+
+    def print(self, line: RenderableType) -> None:
+        """Put a line above the region, where it stays."""
+        self._lines = [*self._lines, self._render(line)][-MAX_LINES:]
+        self._drawn = ""
+        self._show()
+
+    def close(self) -> None:
+        """Leave what was drawn last."""
+
+    def _render(self, content: RenderableType) -> str:
+        with self._console.capture() as capture:
+            self._console.print(content)
+        return capture.get().strip("\n")
+
+    def _show(self) -> None:
+        from IPython.display import display
+
+        if self._shell.execution_count != self._cell:
+            self._cell, self._handle, self._lines = self._shell.execution_count, None, []
+        text = {"text/plain": "\n".join([*self._lines, self._drawn]).strip("\n")}
+        if self._handle is None:
+            self._handle = display(text, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(text, raw=True)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether a region can be drawn on `stream`."""
+    try:
+        return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+    except ValueError:  # a closed stream
+        return False
+
+
+def find_notebook() -> Any:
+    """Return IPython's shell if this process is the kernel of a notebook, else None."""
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None else None
+    return shell if getattr(shell, "kernel", None) is not None else None
+
+
+def _redirect_logging(old: Any, new: Any) -> None:
+    """Replace a stream in the handlers of `logging`."""
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    for logger in loggers:
+        for handler in getattr(logger, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler) and handler.stream is old:
+                handler.setStream(new)

@@ -1,0 +1,154 @@
+"""The end of a run, also of one whose script calls no `finish()` and has no `with trainer:`.
+
+    the process ends                            state
+    normally                                    done
+    by an exception that nobody catches         failed, with the exception
+    by sys.exit(N), under a launcher of ours    failed, with N
+    by a signal that has no handler             died: nothing is written
+
+When the process ends, other ranks may have ended already, so nothing is done together with them:
+with pipeline stages the line has no digests, and no checkpoint is saved.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.errors import FileError
+from lockstep.launcher.failure_attribution import STOPPED
+from lockstep.launcher.rank_process import get_exit_code
+from lockstep.record.loggers import Logger
+from lockstep.record.recorder import Recorder
+from lockstep.redaction import redact
+from lockstep.training.history import History
+from lockstep.training.resumable_run import ResumableRun
+from lockstep.training.state import TrainingState
+
+__all__ = ["RunEnd"]
+
+_unfinished: weakref.WeakSet[RunEnd] = weakref.WeakSet()
+_newest: RunEnd | None = None  # kept, since a script's last function may drop its trainer
+_owner = 0
+
+
+class RunEnd:
+    """Ends the run of one trainer.
+
+    Args:
+        state: Has the digests.
+        history: Writes the last line.
+        has_stages: Whether the digests are made by all ranks together.
+    """
+
+    def __init__(self, state: TrainingState, history: History, has_stages: bool) -> None:
+        self._state, self._history, self._has_stages = state, history, has_stages
+        self._run: ResumableRun | None = None
+        self._is_recorded = False
+        self._began = time.perf_counter()
+        self._is_finished = False
+        self._dropped: weakref.finalize[..., RunEnd] | None = None
+
+    def begin(self, run: ResumableRun, is_recorded: bool) -> None:
+        """Take in what saves the last checkpoint, and whether the last line has digests.
+
+        With stages the latter is the same on every rank.
+        """
+        self._run, self._is_recorded = run, is_recorded
+
+    def end_at_exit(self, loggers: Sequence[Logger]) -> None:
+        """End the run when the process ends, or when nobody holds the trainer any more.
+
+        Of several trainers the newest one is kept for that, so that its last line has the digests.
+        """
+        global _newest, _owner
+        _newest, _owner = self, os.getpid()
+        _unfinished.add(self)
+        self._dropped = weakref.finalize(self, _end_dropped, loggers, self._history.failures)
+        self._dropped.atexit = False
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)  # LIFO: runs before the process leaves its world
+
+    def finish(self, state: str, message: str | None) -> None:
+        """End the run on every rank.
+
+        Raises:
+            FileError: The record, or the last checkpoint, could not be written.
+            UsageError: A resumed script ended before it came to where the other run was.
+        """
+        if self._is_finished or self._run is None:
+            return
+        self._is_finished = True
+        if (failure := self._run.finish(state)) is not None:
+            state, message = "failed", str(failure)
+        recorders = [each for each in self._history.loggers if isinstance(each, Recorder)]
+        self._write(state, message, self._is_recorded and (state == "done" or not self._has_stages))
+        for recorder in recorders:
+            if recorder.failure is not None and state == "done":
+                failure = FileError(recorder.failure)
+        if failure is not None:
+            raise failure
+
+    def finish_alone(self, state: str, message: str | None) -> None:
+        """End the run on this rank, whatever the others do."""
+        if self._is_finished or self._run is None:
+            return
+        self._is_finished = True
+        self._run.report_saved()
+        if state == "done" and self._history.failures:
+            state, message = "failed", self._history.failures[-1]
+        self._write(state, message, has_digests=not self._has_stages)
+
+    def _write(self, state: str, message: str | None, has_digests: bool) -> None:
+        global _newest
+        digests: dict[str, Any] = {}
+        if has_digests and self._run is not None and (self._history.loggers or self._has_stages):
+            for name in ("digest", "optimizer_digest"):
+                digests[name] = self._run.call_digest(name, getattr(self._state, name))
+        self._history.close(
+            state=state,
+            message=message,
+            **digests,
+            seconds=time.perf_counter() - self._began,
+            steps=self._state.position.steps,
+        )
+        _unfinished.discard(self)
+        if self._dropped is not None:
+            self._dropped.detach()
+        if _newest is self:
+            _newest = None
+
+
+def _end_all() -> None:
+    if os.getpid() != _owner:
+        return  # a forked child
+    state, message = _describe_exit()
+    for each in list(_unfinished):
+        with contextlib.suppress(Exception):
+            each.finish_alone(state, message)
+
+
+def _end_dropped(loggers: Sequence[Logger], failures: Sequence[str]) -> None:
+    if os.getpid() == _owner:
+        state, message = ("failed", failures[-1]) if failures else ("done", None)
+        for logger in loggers:
+            logger.write("end", state=state, **redact({"message": message} if message else {}))
+            logger.close()
+
+
+def _describe_exit() -> tuple[str, str | None]:
+    """Return the state of a run whose process exits now, and the message."""
+    code, error = get_exit_code(), getattr(sys, "last_value", None)
+    if code == STOPPED:
+        return "stopped", None
+    if code not in (None, 0):
+        return "failed", f"the script called sys.exit({code!r})"
+    if error is None or hasattr(sys, "ps1"):  # a notebook goes on after an exception
+        return "done", None
+    return "failed", f"{type(error).__name__}: {error}"

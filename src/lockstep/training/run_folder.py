@@ -1,0 +1,393 @@
+"""The folder of a trainer's run: which one it is, and the loggers that write there.
+
+    loggers=, CheckpointConfig(folder=)   folder
+    "runs/mine"                           runs/mine; if it holds an earlier run, runs/mine-2, ...
+                                          `lockstep run`: the folder of the launch, renamed to that
+    none, under `lockstep run`            the folder of the launch
+    none, with checkpoint=                a new one, runs/SCRIPT-DATE
+    none                                  no folder: nothing is recorded
+
+A trainer with checkpoints whose folder holds an earlier run may still be resumed, so its folder is
+decided by its first call: `resume` continues the newest run of the name, any other call begins
+the next one. A trainer with neither a name nor checkpoints gets its folder with its first call too,
+so that the record of a launch is that of a trainer which can be resumed, if there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from lockstep.checkpoint.folder import FOLDER, find_checkpoints, locate_checkpoint
+from lockstep.checkpoint.schedule import CheckpointConfig
+from lockstep.errors import FileError, UsageError
+from lockstep.launcher.run_folder import (
+    DESCRIPTION_FILE,
+    RUNS,
+    find_launch_folder,
+    is_resuming,
+    link_launch_folder,
+    rename_launch_folder,
+)
+from lockstep.messages import say
+from lockstep.record.loggers import DashboardLogger, Logger
+from lockstep.record.recorder import RECORD_FILE, Recorder, create_run_folder
+
+__all__ = ["LoggerLike", "RunFolder"]
+
+LoggerLike = str | Path | Logger
+"""Where a run is recorded: its folder, or an object that takes the lines."""
+
+REQUESTED = "requested_name"  # in the first line of a record: the name without its number
+CANNOT_RESUME = "cannot_resume"  # in the first line of a record: its trainer has no checkpoints
+
+_uses: Counter[Path] = Counter()  # trainers of this process by the folder of their run
+
+
+class RunFolder:
+    """The folder of one trainer's run. Only that of rank 0 decides anything.
+
+    Args:
+        loggers: The trainer's `loggers=`; None for the default.
+        config: When checkpoints are saved; None for never.
+        start: Called with the loggers when they are open.
+
+    Attributes:
+        path: The folder; None while it is not decided, and if there is none.
+        checkpoints: The name of the folder of checkpoints in it.
+
+    Raises:
+        UsageError: A run is resumed by a trainer without checkpoints.
+    """
+
+    def __init__(
+        self,
+        loggers: LoggerLike | Sequence[LoggerLike] | None,
+        config: CheckpointConfig | None,
+        start: Callable[[list[Logger]], None],
+    ) -> None:
+        self.path: Path | None = None
+        self.checkpoints = FOLDER
+        self._start, self._is_default = start, loggers is None
+        given: Any = () if loggers is None else loggers
+        self._given: list[LoggerLike] = list(given) if isinstance(given, (list, tuple)) else [given]
+        self._saves_checkpoints = config is not None
+        self._fixed = next((each for each in self._given if isinstance(each, Recorder)), None)
+        folder = config.folder if config is not None else None
+        paths = [each for each in self._given if isinstance(each, (str, Path))]
+        named = folder or (None if self._fixed else next(iter(paths), None))
+        self._named = None if named is None else Path(named).absolute()
+        if self._fixed is not None and self._named is None:
+            self.path = self._fixed.folder.absolute()
+        self.is_open = False
+        self._has_begun = False
+        if not self._saves_checkpoints:
+            if self._fixed is not None and self._fixed.is_continued:
+                self._fixed.close()
+                raise _cannot_resume(self._fixed.folder)
+            if self._named is not None and not is_resuming():
+                self.begin()
+
+    @property
+    def has_name(self) -> bool:
+        """Whether the run is found again by a script that is started again."""
+        return bool(self._named or self._fixed or find_launch_folder())
+
+    @property
+    def may_record(self) -> bool:
+        """Whether loggers are open, or will be."""
+        return bool(self._given) or (
+            self._is_default and bool(self._saves_checkpoints or find_launch_folder())
+        )
+
+    @property
+    def has_earlier_run(self) -> bool:
+        """Whether the folder that was named holds a run that could be resumed."""
+        return self._named is not None and bool(_find_family(self._named))
+
+    # --- a run that begins ----------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Decide on the folder of a run that begins, and open its loggers.
+
+        Raises:
+            UsageError: The folder of a recorder holds the checkpoints of another run.
+            FileError: The folder or the record cannot be created.
+        """
+        if self._has_begun:
+            return
+        recorder = None
+        if self._named is not None:
+            self._require_checkpoints(self._named)
+            is_recorded = self._is_default or any(self._is_named(each) for each in self._given)
+            self.path, recorder = _begin_named(self._named, is_recorded)
+        elif self._fixed is not None:
+            self._require_no_checkpoints()
+        else:
+            self.path = find_launch_folder()
+            if self.path is None and self._saves_checkpoints:
+                self.path = _make_run_folder()
+            if self._is_default:
+                recorder = self._record_unnamed()
+        self._use_folder()
+        self._has_begun = True
+        self._open(recorder, resume=False)
+
+    def _is_named(self, given: LoggerLike) -> bool:
+        return isinstance(given, (str, Path)) and Path(given).absolute() == self._named
+
+    def _record_unnamed(self) -> Recorder | None:
+        """Return a recorder for a folder that nobody named; None if it has a record already."""
+        if self.path is None:
+            return None
+        if (self.path / RECORD_FILE).exists():
+            if is_resuming() and not _uses:
+                say(
+                    f"{self.path} is resumed, but its trainer has no checkpoints: it begins again, "
+                    "and is not recorded; pass checkpoint=ls.CheckpointConfig()"
+                )
+            return None
+        metadata = {} if self._saves_checkpoints else {CANNOT_RESUME: True}
+        try:
+            return Recorder(self.path, metadata, resume=False)
+        except UsageError:  # another process was faster
+            return None
+        except FileError as error:
+            say(f"nothing is recorded: {error}")
+            return None
+
+    def _require_no_checkpoints(self) -> None:
+        """Raise UsageError if the folder of a recorder of the user's holds another run."""
+        assert self._fixed is not None
+        folder = self._fixed.folder
+        if self._saves_checkpoints and (
+            self._fixed.is_continued or find_checkpoints(folder / FOLDER)
+        ):
+            raise UsageError(
+                f"{folder} already holds a run: resume it with trainer.resume() or `lockstep run "
+                f"--resume {folder}`, or choose another name for the run"
+            )
+
+    def _require_checkpoints(self, named: Path) -> None:
+        """Raise UsageError if a launch resumes the run of that name, and no trainer can."""
+        launch = find_launch_folder()
+        if not is_resuming() or launch is None or self._saves_checkpoints or _uses:
+            return
+        if launch in map(Path.resolve, _find_family(named).values()):
+            raise _cannot_resume(launch)
+
+    # --- a run that continues ---------------------------------------------------------------
+
+    def select_launch(self) -> None:
+        """Take the folder of the run that the launch continues."""
+        launch = find_launch_folder()
+        if self._named is not None:
+            self.path = _find_resumed(self._named, launch)
+        elif self._fixed is None:
+            self.path = launch or _make_run_folder()
+        if self.path is None:
+            self.begin()
+        else:
+            self._has_begun = True
+            self._use_folder()
+
+    def select_resumed(self, place: str | Path | None) -> None:
+        """Take the folder of the run that `trainer.resume(place)` continues.
+
+        That is the newest run of the name, or the one that `place` belongs to. If that is
+        a run of another name, this one begins in a folder of its own.
+
+        Raises:
+            UsageError: There is no run at `place`.
+            FileError: The folder or the record cannot be created.
+        """
+        if self._has_begun or self._named is None:
+            return
+        family = list(_find_family(self._named).values())
+        selected = max(family, key=_last_written) if place is None and family else None
+        if place is not None:
+            path = locate_checkpoint(place)[1].resolve()
+            inside = path.parent if path.name.startswith(FOLDER) else path
+            selected = next((each for each in family if each.resolve() == inside), None)
+        if selected is None:
+            self.begin()
+        else:
+            self._has_begun, self.path = True, selected
+            self._use_folder()
+
+    def deselect(self) -> None:
+        """Undo `select_resumed`, if the loggers are not open."""
+        if self._has_begun and not self.is_open and self.path is not None:
+            _uses[self.path.resolve()] -= 1
+            self._has_begun, self.path = False, None
+
+    def open_resumed(self) -> None:
+        """Open the loggers of a run that continues, once it is known that it can."""
+        if self.is_open:
+            return
+        if self.path is not None and not is_resuming():
+            link_launch_folder(self.path)
+        recorder = None
+        if self._is_default and self.path is not None and self.checkpoints == FOLDER:
+            is_of_another_trainer = _read_header(self.path).get(CANNOT_RESUME)
+            recorder = None if is_of_another_trainer else Recorder(self.path, resume=True)
+        self._open(recorder, resume=True)
+
+    def _use_folder(self) -> None:
+        if self.path is None or not self._saves_checkpoints:
+            return
+        place = self.path.resolve()
+        _uses[place] += 1
+        if self._named is None and _uses[place] > 1:  # another trainer of the same launch
+            self.checkpoints = f"{FOLDER}-{_uses[place]}"
+
+    # --- loggers ------------------------------------------------------------------------------
+
+    def _open(self, recorder: Recorder | None, *, resume: bool) -> None:
+        """Open the loggers; `recorder` is that of the run's folder, if it is open already."""
+        self.is_open = True
+        loggers: list[Logger] = [recorder] if self._is_default and recorder is not None else []
+        for each in self._given:
+            if not isinstance(each, (str, Path)):
+                loggers.append(each)
+            elif not self._is_named(each):
+                loggers.append(_open_another(Path(each).absolute(), resume))
+            else:
+                assert self.path is not None
+                loggers.append(recorder or Recorder(self.path, resume=resume))
+        folder = next((each.folder for each in loggers if isinstance(each, Recorder)), None)
+        for logger in loggers:
+            if isinstance(logger, DashboardLogger) and logger.run_folder is None:
+                logger.run_folder = folder
+        self._start(loggers)
+
+
+def _cannot_resume(folder: Path) -> UsageError:
+    return UsageError(
+        f"{folder} is resumed, but its trainer has no checkpoints and would begin again: pass "
+        "checkpoint=ls.CheckpointConfig(), or start a new run"
+    )
+
+
+def _begin_named(base: Path, is_recorded: bool) -> tuple[Path, Recorder | None]:
+    """Return the folder of a run of that name which begins, and the recorder there."""
+    while True:
+        numbers = _find_family(base, of_any=True)
+        number = max(numbers) + 1 if 1 in numbers else 1
+        folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        launch = find_launch_folder()
+        is_renamed = not is_resuming() and rename_launch_folder(folder)
+        if launch is not None and not is_renamed and _holds_run(folder):
+            continue  # another launch was faster
+        metadata = {} if number == 1 else {REQUESTED: base.name}
+        if launch is not None and not is_renamed:
+            metadata["launch_folder"] = str(launch)
+        recorder = None
+        if is_recorded:
+            try:
+                recorder = Recorder(folder, metadata, resume=False)
+            except UsageError:
+                if (folder / RECORD_FILE).exists():  # another process was faster
+                    continue
+                raise
+        if number > 1:
+            say(f"{_shorten(base)} holds an earlier run: this one is in {_shorten(folder)}")
+        if launch is not None and not is_renamed:
+            link_launch_folder(folder)
+        return folder, recorder
+
+
+def _open_another(base: Path, resume: bool) -> Recorder:
+    """Return the recorder of a folder besides that of the run."""
+    family = _find_family(base)
+    if resume and family:
+        return Recorder(max(family.values(), key=_last_written), resume=True)
+    recorder = _begin_named(base, is_recorded=True)[1]
+    assert recorder is not None
+    return recorder
+
+
+def _find_family(base: Path, of_any: bool = False) -> dict[int, Path]:
+    """Return the folders NAME, NAME-2, ... that hold a run, by their number.
+
+    Args:
+        base: The folder NAME.
+        of_any: Also those that were named so by themselves, which are no runs of NAME.
+    """
+    pattern = re.compile(rf"{re.escape(base.name)}(?:-([1-9]\d*))?")
+    found = {}
+    for name in os.listdir(base.parent) if base.parent.is_dir() else ():
+        folder, match = base.with_name(name), pattern.fullmatch(name)
+        if match is None or not _holds_run(folder):
+            continue
+        if not match[1] or of_any or _is_run_of(base.name, folder):
+            found[int(match[1] or 1)] = folder
+    return found
+
+
+def _holds_run(folder: Path) -> bool:
+    if (folder / RECORD_FILE).exists() or find_checkpoints(folder / FOLDER):
+        return True
+    is_launch = (folder / DESCRIPTION_FILE).exists()
+    return is_launch and folder.resolve() != find_launch_folder()
+
+
+def _is_run_of(name: str, folder: Path) -> bool:
+    """Return whether a folder with a number holds a run that was to have this name."""
+    if not (folder / RECORD_FILE).exists():
+        return True
+    return bool(_read_header(folder).get(REQUESTED) == name)
+
+
+def _read_header(folder: Path) -> dict[str, Any]:
+    """Return the first line of a record; empty if there is none."""
+    try:
+        with (folder / RECORD_FILE).open("rb") as file:
+            header = orjson.loads(file.readline())
+    except (OSError, ValueError):
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
+def _last_written(folder: Path) -> float:
+    """Return when a run was written to last."""
+    times = [0.0]
+    for path in (folder / RECORD_FILE, folder / FOLDER):
+        if path.exists():
+            times.append(path.stat().st_mtime)
+    return max(times)
+
+
+def _find_resumed(base: Path, launch: Path | None) -> Path | None:
+    """Return the run of that name which a launch continues; None if there is none.
+
+    A script may name its run anew at every start, by the time for instance: then it is
+    the run of the launch, if that has checkpoints.
+    """
+    family = {number: folder.resolve() for number, folder in _find_family(base).items()}
+    if launch is not None and launch in family.values():
+        own = next(number for number, each in family.items() if each == launch)
+        later = (number for number in sorted(family) if number >= own)
+        return next((family[number] for number in later if not _uses[family[number]]), None)
+    if family:
+        return max(family.values(), key=_last_written)
+    if launch is not None and not _uses[launch] and find_checkpoints(launch / FOLDER):
+        return launch
+    return None
+
+
+def _shorten(path: Path) -> Path:
+    """Return a path as it is seen from the working directory, if it is in there."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _make_run_folder() -> Path:
+    stem = Path(sys.argv[0]).stem or "run"
+    return (Path(RUNS) / create_run_folder(Path(RUNS), stem)).absolute()
