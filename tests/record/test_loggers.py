@@ -82,6 +82,7 @@ def test_scalars_have_the_names_of_the_record():
     assert set(collect_scalars("epoch", records.epoch(0))) == HELD_OUT
     assert collect_scalars("step", records.step(3))["compute"] == pytest.approx(0.0065)
     assert collect_scalars("step", records.step(3))["samples_per_second"] == pytest.approx(3200)
+    assert collect_scalars("step", {"loss": 1.0, "loss_scale": 512.0})["loss_scale"] == 512
     assert collect_scalars("end", records.END) == {}
     assert collect_scalars("epoch", {"epoch": 0, "loss": 1.0}) == {}
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lockstep as ls
 from lockstep.errors import UsageError
@@ -128,6 +129,10 @@ def refused():
         ({"model": [lambda: nn.LazyLinear(4)]}, "the parameter model.0.weight has no shape yet"),
         ({"model": nn.LazyBatchNorm1d(affine=False)}, "the buffer model.running_mean has no shape"),
         ({"model": Graph(SPARSE)}, "the buffer model.matrix is a sparse tensor (torch.sparse_coo)"),
+        (
+            {"model": with_buffer(TwoTensor(torch.ones(2), torch.ones(2)))},
+            "the buffer model.table is a TwoTensor, which is made of other tensors",
+        ),
         ({"model": with_buffer(quantized)}, "the buffer model.table is a quantized tensor"),
         ({"model": torch.jit.script(nn.Linear(6, 4))}, "model is compiled by TorchScript"),
         (

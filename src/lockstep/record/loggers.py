@@ -71,7 +71,7 @@ def collect_scalars(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
         return _drop_missing({f"held_out/{name}": value for name, value in found.items()})
     if kind != "step":
         return {}
-    found = {name: fields.get(name) for name in ("loss", "lr", "seconds")}
+    found = {name: fields.get(name) for name in ("loss", "lr", "seconds", "loss_scale")}
     seconds = fields.get("seconds") or 0
     if seconds > 0:
         found["samples_per_second"] = fields.get("samples", 0) / seconds

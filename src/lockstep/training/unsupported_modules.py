@@ -5,7 +5,8 @@ wrapped        DistributedDataParallel and the like average gradients a second t
 TorchScript    a graph is optimized after its first calls, which changes the bits of gradients
 lazy           parameters have no shape until the first batch
 sparse,        tensors are not elements in memory, which ranks could compare, average and save
-quantized
+quantized,
+wrappers
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.data_parallel.distributed import DistributedDataParallel
 from lockstep.errors import UsageError
@@ -63,13 +65,19 @@ def _reject_torchscript(path: str, part: object) -> None:
         )
 
 
-def _reject_tensor(path: str, tensor: torch.Tensor, part: nn.Module) -> None:
+def _reject_tensor(path: str, tensor: Any, part: nn.Module) -> None:
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     if is_lazy(tensor):
         raise UsageError(
             f"the {kind} {path} has no shape yet, because {type(part).__name__} takes it from "
             "its first input: call the model with one batch before you make the Trainer, or use "
             "a module that is given its sizes"
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        raise UsageError(
+            f"the {kind} {path} is a {type(tensor).__name__}, which is made of other tensors, and "
+            "the Trainer does not keep it equal on all ranks: register the tensors that it is "
+            "made of, and build it from them in forward"
         )
     if tensor.layout is not torch.strided:
         raise UsageError(
