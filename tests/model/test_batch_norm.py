@@ -22,6 +22,13 @@ def alone():
     ls.shutdown()
 
 
+class Keyword(nn.BatchNorm1d):
+    """A module whose input the model passes by keyword, which is not looked at."""
+
+    def __call__(self, inputs):
+        return super().__call__(input=inputs)
+
+
 def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
@@ -78,6 +85,10 @@ def test_what_works_is_not_refused():
     assert train(network(), 24).steps == 3
     assert train(pictures, 17, 1, 4, 4).steps == 3  # several values per sample
     assert train(frozen, 17).steps == 3
+    by_keyword = network()
+    by_keyword[1] = Keyword(8)
+    with pytest.raises(UsageError, match="micro-batch 0 holds one sample, and batch norm"):
+        train(by_keyword, 17)
     with pytest.raises(UsageError, match="micro-batch 0 holds one sample, and batch norm"):
         train(network(), 17, loss=unweighted)  # a micro-batch without weight is not computed
     trainer = ls.Trainer(network(), nn.CrossEntropyLoss(), SGD, microbatches=4)

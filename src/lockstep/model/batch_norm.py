@@ -51,8 +51,9 @@ def check_batch_norm(
     def check(name: str, module: nn.Module, given: tuple[Any, ...]) -> None:
         here = position()
         size = sizes[here[0]] if here is not None else 1
-        values = given[0].numel() // given[0].shape[1]
-        if size == 1 or values != size or not _normalizes_by_batch(module):
+        if size == 1 or not given or not _normalizes_by_batch(module):
+            return
+        if given[0].numel() // given[0].shape[1] != size:
             return
         raise UsageError(
             f"a micro-batch of {single} holds one sample, on which the batch norm {name} cannot "
