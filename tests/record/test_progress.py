@@ -109,6 +109,18 @@ def test_an_epoch_is_one_plain_line():
     )
 
 
+def test_a_small_loss_is_not_shown_as_zero():
+    progress, stream, clock = plain(steps=5)
+    for step in range(5):
+        clock.now += 20.0
+        progress.step(epoch=0, step=step, loss=2.4e-7, samples=32)
+    progress.epoch(epoch=0, loss=2.4e-7, evaluation={"loss": 0.00123456})
+    *during, ended = stream.getvalue().splitlines()
+    assert during
+    assert all("  loss 2.4e-07  " in line for line in during)
+    assert ended == "epoch 1/3  loss 2.4e-07  held out: loss 0.00123"
+
+
 def test_a_long_epoch_prints_a_line_every_ten_seconds():
     progress, stream, clock = plain(steps=100)
     take(progress, clock, 100, 0.5)

@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from lockstep.errors import FileError, LayoutError, UsageError
-from lockstep.formatting import format_loss
+from lockstep.formatting import format_loss, format_quantity
 from lockstep.messages import JSON_HELP, say
 from lockstep.pipeline.schedules import NAMES
 from lockstep.record.loggers import LOGGER_NAMES
@@ -386,7 +386,7 @@ def _format_summary(summary: dict[str, Any]) -> str:
     """Return the summary of the run as text, with the digests at the end."""
     ranks = f"{summary['world_size']} rank" + ("s" if summary["world_size"] > 1 else "")
     rows = {
-        "trained": f"{summary['recipe']} on {ranks}: {summary['epochs']} epochs, "
+        "trained": f"{summary['recipe']} on {ranks}: {format_quantity(summary['epochs'], 'epoch')}, "
         f"{summary['steps']} steps, {summary['samples']:,} samples",
         "accuracy": f"{summary['accuracy']:.2%} of {summary['held_out']:,} held-out samples, "
         f"loss {format_loss(summary['loss'])}",
