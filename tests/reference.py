@@ -84,7 +84,11 @@ def tree(values):  # rule 4: node(lo, hi) = node(lo, mid) + node(mid, hi); None 
         return values[0]
     mid = 1 << ((len(values) - 1).bit_length() - 1)
     left, right = tree(values[:mid]), tree(values[mid:])
-    return right if left is None else left if right is None else left + right
+    return right if left is None else left if right is None else coalesced(left + right)
+
+
+def coalesced(value):  # every node of a sparse gradient has each row once
+    return value.coalesce() if isinstance(value, torch.Tensor) and value.is_sparse else value
 
 
 def merge(start, results, sizes):  # rule 5
@@ -101,8 +105,11 @@ def merge(start, results, sizes):  # rule 5
 
 
 def norms(parameter):  # rule 6: blocks of 65,536 elements, in the parameter's memory order
-    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
-    blocks = parameter.grad.permute(order).reshape(-1).split(65536)
+    if parameter.grad.is_sparse:  # its rows, in ascending order
+        blocks = parameter.grad.values().reshape(-1).split(65536)
+    else:
+        order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+        blocks = parameter.grad.permute(order).reshape(-1).split(65536)
     return [torch.linalg.vector_norm(block).item() for block in blocks]
 
 
@@ -153,7 +160,7 @@ def train(
                         wide = value.float() if precision == torch.float16 else value
                         (wide * (share * scale)).backward(retain_graph=True)
                     found += value.item()
-            gradients.append([p.grad for p in model.parameters()])
+            gradients.append([coalesced(p.grad) for p in model.parameters()])
             model.zero_grad(set_to_none=True)
             results.append({n: b.clone() for n, b in modules.named_buffers()})
             values.append(found * share)
@@ -251,7 +258,9 @@ def digest(state):
         if isinstance(value, bool | int | float):
             value = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
         sha.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
-        sha.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        rows = coalesced(value) if value.is_sparse else None
+        for part in [value] if rows is None else [rows.indices(), rows.values()]:
+            sha.update(part.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
     return sha.hexdigest()
 
 

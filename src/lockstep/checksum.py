@@ -68,9 +68,10 @@ def digest(state: Mapping[str, Any] | torch.nn.Module) -> str:
     sha = hashlib.sha256()
     tensors = _named_tensors(state)
     for name in sorted(tensors):
-        value = tensors[name].detach().cpu().contiguous()
+        value = tensors[name].detach()
         sha.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
-        sha.update(value.reshape(-1).view(torch.uint8).numpy().data)
+        for part in [value] if value.layout is torch.strided else _strided_parts(value):
+            sha.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 

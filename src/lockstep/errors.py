@@ -104,7 +104,7 @@ class LossError(WorkError):
 
 
 class GradientError(WorkError):
-    """A gradient that cannot be added exactly (sparse, or of another dtype than its peers)."""
+    """A gradient that cannot be added exactly, such as one of another dtype than its parameter."""
 
 
 class BufferMismatchError(WorkError):

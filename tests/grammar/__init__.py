@@ -86,6 +86,8 @@ def case(seed: int) -> Case:
         data = data.with_names()
     has_complex = "ToComplex" in str(model)
     optimization = draw_optimization(draw, data.steps, data.epochs, has_complex)
+    if "sparse=True" in str(model):
+        optimization = optimization.for_sparse_gradients()
     half = model.dtype == torch.float32 and not has_complex and draw.chance(0.1)
     loops = [name for name, fits in LOOPS.items() if fits(model, loss)]
     loop = draw.choice(loops) if draw.chance(0.12) else "plain"

@@ -269,7 +269,7 @@ class _Blocks:
             if family == "words":
                 self.width = draw.pick(4, 6)
                 options = draw.some(padding_idx=0, scale_grad_by_freq=True)
-                if draw.chance(0.06):  # every replica has a micro-batch that is refused
+                if draw.chance(0.06):  # the first is refused: every replica has a micro-batch
                     options = {"max_norm": 0.5} if self.smallest == 1 else {"sparse": True}
                 self.add(partial(nn.Embedding, WORDS, self.width, **options), writable=True)
             for _ in range(min(count, 4)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,10 @@ class Optimization:
     def is_elementwise(self) -> bool:
         """Whether pieces of a parameter can be stepped one by one."""
         return self.optimizer.func is not optim.Adafactor
+
+    def for_sparse_gradients(self) -> Optimization:
+        """Return the same with an optimizer that takes sparse gradients and dense ones."""
+        return replace(self, optimizer=partial(optim.SGD, lr=0.05, momentum=0.9), groups=None)
 
     def options(self) -> dict[str, Any]:
         """Return the trainer's options."""

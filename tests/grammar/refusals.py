@@ -56,8 +56,6 @@ def _of_model(case: Case, layout: Layout) -> Iterator[str]:
     model = str(case.model)
     if "max_norm" in model or "Teacher" in model:
         yield "was written during forward or backward"
-    if "sparse=True" in model:
-        yield "has a sparse gradient"
     if "tied_by_memory" in model and (layout.stages > 1 or layout.shared):
         yield "are different tensors over the same memory"
     if layout.stages > 1 and layout.balance is not None:
@@ -74,6 +72,8 @@ def _of_sharing(case: Case, layout: Layout) -> Iterator[str]:
         return
     if not case.optimization.is_elementwise:
         yield "is not known to treat each element of a parameter by itself"
+    if "sparse=True" in str(case.model):
+        yield "whose gradient is sparse"
     if layout.replicas > 1:
         if "ToComplex" in str(case.model):
             yield 'storage="shared" needs the backend "lockstep"'

@@ -95,6 +95,15 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     match kind:
         case "$tensor":
             return _decode_tensor(content, tensors)
+        case "$sparse":
+            indices, values = (decode(content[each], tensors) for each in ("indices", "values"))
+            return torch.sparse_coo_tensor(
+                indices,
+                values,
+                content["shape"],
+                check_invariants=True,
+                is_coalesced=content["coalesced"],
+            )
         case "$array":
             return decode(content, tensors).numpy()
         case "$number":
@@ -182,8 +191,13 @@ def _encode_leaf(value: Any, path: str) -> Any:
 
 def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -> Any:
     """Return the reference to a tensor: its name, and what its file cannot say about it."""
+    if value.layout is torch.sparse_coo:  # such as SGD's momentum of a sparse gradient
+        parts: dict[str, Any] = {"shape": list(value.shape), "coalesced": value.is_coalesced()}
+        for name, part in (("indices", value._indices()), ("values", value._values())):
+            parts[name] = encode(part, tensors, f"{path}/{name}")
+        return {"$sparse": parts}
     if value.layout is not torch.strided or value.is_quantized:
-        kind = "quantized" if value.is_quantized else "sparse"
+        kind = "quantized" if value.is_quantized else str(value.layout)
         raise UsageError(
             f"{path.replace('/', '.')} is a {kind} tensor, which a checkpoint cannot hold: return "
             "its parts as dense tensors from state_dict()"

@@ -1,32 +1,96 @@
-"""Average sparse gradients over the ranks along the tree.
+"""Add sparse gradients over the ranks along the tree.
 
     rank 0   rows 1, 5        (1) every rank announces its gradients and numbers of rows
     rank 1   rows 5, 7        (2) every rank gets the rows of all ranks
-                              (3) row 5 is added, rows 1 and 7 are copied, all are divided
+                              (3) row 5 is added, rows 1 and 7 are copied
 
 Each rank adds all rows itself. The traffic is the longest message times the number of ranks,
-which is small while few rows are used, as with large embeddings.
+which is small while few rows are used, as with large embeddings. For a mean over the ranks, the
+sum is divided at the end.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lockstep.comm.collectives import (
     all_gather_bytes,
     all_gather_single,
     as_bytes,
 )
-from lockstep.comm.tree import total
+from lockstep.comm.memory_format import in_layout_of, in_memory_order
+from lockstep.comm.tree import Node, total
 
-__all__ = ["average_sparse_gradients"]
+__all__ = ["add_sparse", "average_sparse_gradients", "sparse_weights", "sum_sparse_gradients"]
 
 Rows = torch.Tensor | None
 """A coalesced tensor, sparse in its first dimension, or None."""
+
+DENSE, ABSENT = -1, -2
+"""Stand for the number of rows of a gradient that is dense, or that there is none of."""
+
+
+def sparse_weights(modules: Iterable[nn.Module]) -> set[torch.Tensor]:
+    """Return the parameters to which their modules give sparse gradients."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {each.weight for each in modules if isinstance(each, kinds) and each.sparse}
+
+
+def sum_sparse_gradients(
+    held: Mapping[Node, Sequence[torch.Tensor | None]],
+    indices: Sequence[int],
+    leaves: int,
+    models: Mapping[int, torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+) -> dict[int, torch.Tensor | None]:
+    """Add gradients over all leaves of a tree whose nodes the ranks hold.
+
+    Args:
+        held: The gradients of each of this rank's nodes, by index: coalesced rows, or dense in
+            the memory format of the model; None if absent.
+        indices: The gradients that are added, the same on every rank.
+        leaves: The number of leaves of the tree.
+        models: Tensors with the shape, dtype and memory format of each gradient.
+        group: The process group; None is the default group.
+
+    Returns:
+        The sums by index, with the same bits on all ranks; None if absent from every leaf.
+    """
+    mine: list[torch.Tensor] = []
+    header: list[tuple[int, int, int, int]] = []
+    for node, gradients in held.items():
+        for n in indices:
+            gradient, rows = gradients[n], ABSENT
+            if gradient is not None:
+                rows = gradient._nnz() if gradient.is_sparse else DENSE
+                mine.append(gradient)
+            header.append((n, *node, rows))
+    messages = all_gather_bytes(json.dumps(header).encode(), "adding sparse gradients", group)
+    headers = [[tuple(entry) for entry in json.loads(each)] for each in messages]
+    present = [[(n, rows) for n, _, _, rows in each if rows != ABSENT] for each in headers]
+    found = iter([each for rank in _gather(mine, present, models, group) for each in rank])
+    nodes: dict[int, dict[Node, torch.Tensor | None]] = {n: {} for n in indices}
+    for each in headers:
+        for n, lo, hi, rows in each:
+            nodes[n][lo, hi] = next(found) if rows != ABSENT else None
+    return {n: total(values, leaves, add_sparse) for n, values in nodes.items()}
+
+
+def add_sparse(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    """Add two gradients, of which each is coalesced or dense, or None if it is absent.
+
+    A row has at most two values, so the order in which torch adds them does not affect the bits.
+    """
+    if left is None or right is None:
+        return left if right is None else right
+    if left.is_sparse and right.is_sparse:
+        return (left + right).coalesce()
+    return right + left if left.is_sparse else left + right
 
 
 def average_sparse_gradients(
@@ -54,13 +118,19 @@ def average_sparse_gradients(
     wanted = sorted({n for each in headers for n, is_new, _ in each if is_new})
     if not wanted:
         return {}
-    everyone = _gather([mine[n] for n in mine], headers, models, group)
+    present = [[(n, rows) for n, _, rows in each] for each in headers]
+    everyone = [
+        dict(zip((n for n, _ in each), found, strict=True))
+        for each, found in zip(
+            present, _gather([mine[n] for n in mine], present, models, group), strict=True
+        )
+    ]
     means = {}
     for n in wanted:
         leaves: dict[tuple[int, int], Rows] = {
             (rank, rank + 1): found.get(n) for rank, found in enumerate(everyone)
         }
-        rows = total(leaves, len(everyone), _add)
+        rows = total(leaves, len(everyone), add_sparse)
         assert rows is not None
         means[n] = (rows / len(everyone)).coalesce()
     return means
@@ -73,25 +143,18 @@ def _rows(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.detach().to_dense().to_sparse(1).coalesce()
 
 
-def _add(left: Rows, right: Rows) -> Rows:
-    """Add row by row; a row has at most two values, so their order does not affect the bits."""
-    if left is None or right is None:
-        return left if right is None else right
-    return (left + right).coalesce()
-
-
 def _gather(
     mine: Sequence[torch.Tensor],
-    headers: Sequence[Sequence[tuple[int, bool, int]]],
+    headers: Sequence[Sequence[tuple[int, int]]],
     models: Mapping[int, torch.Tensor],
     group: dist.ProcessGroup | None,
-) -> list[dict[int, torch.Tensor]]:
-    """Return the rows of every rank, by the numbers in its header."""
+) -> list[list[torch.Tensor]]:
+    """Return the gradients of every rank, in the order of its header of (number, rows)."""
     device = next(iter(models.values())).device
-    sizes = [[_sizes(models[n], rows) for n, _, rows in each] for each in headers]
+    sizes = [[_sizes(models[n], rows) for n, rows in each] for each in headers]
     width = max(sum(map(sum, each)) for each in sizes)
     message = torch.zeros(width, dtype=torch.uint8, device=device)
-    parts = [as_bytes(part) for rows in mine for part in (rows.indices(), rows.values())]
+    parts = [as_bytes(part) for gradient in mine for part in _parts(gradient)]
     if parts:
         whole = torch.cat(parts)
         message[: whole.numel()] = whole
@@ -102,18 +165,31 @@ def _gather(
     for rank, header in enumerate(headers):
         pieces = [size for pair in sizes[rank] for size in pair]
         cut = iter(everything[rank * width :][: sum(pieces)].split(pieces))
-        found.append({n: _sparse(models[n], next(cut), next(cut)) for n, _, _ in header})
+        found.append([_gradient(models[n], rows, next(cut), next(cut)) for n, rows in header])
     return found
+
+
+def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices, none if it is dense, and the values of a gradient."""
+    if gradient.is_sparse:
+        return gradient.indices(), gradient.values()
+    return gradient.new_empty(0, dtype=torch.int64), in_memory_order(gradient)
 
 
 def _sizes(model: torch.Tensor, rows: int) -> tuple[int, int]:
     """Return the sizes in bytes of the indices and of the values of that many rows."""
+    if rows == DENSE:
+        return 0, model.nbytes
     row = model.nbytes // max(model.shape[0], 1)
     return rows * torch.int64.itemsize, rows * row
 
 
-def _sparse(model: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Create a sparse tensor from bytes, cloned: a view must be aligned to its element size."""
+def _gradient(
+    model: torch.Tensor, rows: int, indices: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Create a gradient from bytes, cloned: a view must be aligned to its element size."""
+    if rows == DENSE:
+        return in_layout_of(values.clone().view(model.dtype), model)
     where = indices.clone().view(torch.int64).view(1, -1)
     what = values.clone().view(model.dtype).view(where.shape[1], *model.shape[1:])
     return torch.sparse_coo_tensor(

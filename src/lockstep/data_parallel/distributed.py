@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from lockstep.comm.collectives import broadcast_tensors
+from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.comm_hook import CommHook
 from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES
 from lockstep.data_parallel.join import DDPJoinHook, exchange_iteration, find_last_joiner
@@ -85,7 +86,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._frozen = [(name, each) for name, each in named if not each.requires_grad]
         self._reducer = MeanReducer(
             named,
-            _sparse_weights(origin),
+            sparse_weights(origin.modules()),
             int(bucket_cap_mb * MIB),
             process_group,
             gradient_as_bucket_view,
@@ -239,12 +240,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._reducer.scale = 1.0
         # torch leaves it enabled, and each later forward would ask which ranks have data.
         self._join_config = type(self._join_config).construct_disabled_join_config()
-
-
-def _sparse_weights(module: nn.Module) -> set[torch.Tensor]:
-    """Return the parameters whose modules give them sparse gradients."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {each.weight for each in module.modules() if isinstance(each, kinds) and each.sparse}
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

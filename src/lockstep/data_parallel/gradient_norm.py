@@ -26,10 +26,16 @@ __all__ = [
     "compute_norm",
     "compute_partial_sums",
     "compute_squares",
+    "stored_values",
 ]
 
 BLOCK = 1 << 16
 """Elements per block; part of the determinism guarantee."""
+
+
+def stored_values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the elements that a gradient has in memory: all, or the rows of a coalesced one."""
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 @torch.no_grad()

@@ -21,12 +21,13 @@ The members of the buckets are known before the step: the parameters that got a 
 on some rank in the step before, which all ranks know from the masks that they exchanged.
 Buckets may therefore be launched while the last backward pass runs, as soon as
 `lockstep.data_parallel.readiness` counts them as complete. Other parameters that get a
-gradient go into further buckets at the end of the step.
+gradient go into further buckets at the end of the step, and sparse gradients, whose rows are
+not known before, are exchanged last (`lockstep.comm.sparse_gradients`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,6 +42,7 @@ from lockstep.comm.reproducible_all_reduce import (
     in_layout_of,
     reproducible_all_reduce,
 )
+from lockstep.comm.sparse_gradients import add_sparse, sum_sparse_gradients
 from lockstep.comm.tree import Fold, Node, nodes_of
 from lockstep.data.microbatch import split_evenly
 from lockstep.data_parallel.readiness import GradientReadiness, GradientState
@@ -71,6 +73,7 @@ class GradientReducer:
         group: The ranks that add, the whole world if None.
         shards: The pieces of the parameters that each rank gets the sums of.
         modules: Modules whose backward hooks may look at `.grad`.
+        sparse: The parameters whose gradients may be sparse; none with `shards`.
     """
 
     def __init__(
@@ -79,15 +82,19 @@ class GradientReducer:
         group: dist.ProcessGroup | None = None,
         shards: Shards | None = None,
         modules: Iterable[torch.nn.Module] = (),
+        sparse: Collection[torch.Tensor] = (),
     ) -> None:
         self._parameters = list(parameters)
+        self._sparse = {n for n, (_, each) in enumerate(parameters) if each in sparse}
         self._group = group
         self._ranks = dist.get_world_size(group)
         self._shards = shards
         self.sums: dict[int, torch.Tensor] = {}
         # The parameters that all ranks expect to get a gradient in the next step: in the first
         # step those that require one, which is the same on all ranks because their models are.
-        self._expected = [n for n, (_, each) in enumerate(parameters) if each.requires_grad]
+        self._expected = self._without_sparse(
+            n for n, (_, each) in enumerate(parameters) if each.requires_grad
+        )
         # This step: its micro-batches, this rank's partial sums, the nodes of every rank.
         self._leaves = 0
         self._partial_sums: Fold[GradientList] | None = None
@@ -168,7 +175,8 @@ class GradientReducer:
         """Move one parameter's gradient out of `.grad`, unless that has been done before."""
         name, parameter = self._parameters[index]
         if self._values[index] is None:
-            gradient, parameter.grad = _gradient(name, parameter), None
+            may_be_sparse = index in self._sparse
+            gradient, parameter.grad = _gradient(name, parameter, may_be_sparse), None
             self._add(index, gradient)
         elif parameter.grad is not None:
             self._fail_late(index)
@@ -181,6 +189,10 @@ class GradientReducer:
         if gradient is not None:
             terms.insert(0, gradient)
         if not terms:
+            return
+        if index in self._sparse:
+            for left in terms:  # the siblings of the gradient are to its left
+                self._values[index] = add_sparse(left, self._values[index])
             return
         *others, last = terms
         if not others:
@@ -268,19 +280,29 @@ class GradientReducer:
             while self._launched < len(self._bucket_sums):
                 self.launch_next()
             pairs = [pair for each in self._bucket_sums for pair in each.gather()]
-            more = self._plan(sorted({*used} - {*self._expected}))
+            more = self._plan(sorted({*self._without_sparse(used)} - {*self._expected}))
             pairs += reproducible_all_reduce(self._make_sums(more), held)
         else:
-            self._prepare(used)
+            self._prepare(self._without_sparse(used))
             pairs = reproducible_all_reduce(self._bucket_sums, held)
         self._launched, self._partial_sums = 0, None
-        self._expected = used if self._shards is None else self._shards.covered
+        dense = self._without_sparse(used)
+        self._expected = dense if self._shards is None else self._shards.covered
         for index, gradient in pairs:
             parameter = self._parameters[index][1]
             if gradient is not None and self._shards is not None:
                 self.sums[index] = gradient
             elif gradient is not None:
                 parameter.grad = in_layout_of(gradient, parameter) if len(nodes) > 1 else gradient
+        sparse = [index for index in used if index in self._sparse]
+        if sparse and len(nodes) > 1:
+            models = {index: self._parameters[index][1] for index in sparse}
+            sums_of_rows = sum_sparse_gradients(held, sparse, self._leaves, models, self._group)
+            for index, gradient in sums_of_rows.items():
+                models[index].grad = gradient
+
+    def _without_sparse(self, indices: Iterable[int]) -> list[int]:
+        return [index for index in indices if index not in self._sparse]
 
     # --- buckets -------------------------------------------------------------------------------
 
@@ -378,21 +400,23 @@ class GradientReducer:
         ]
 
 
-def _gradient(name: str, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Return a parameter's gradient in the memory format of the parameter."""
+def _gradient(name: str, parameter: torch.nn.Parameter, may_be_sparse: bool) -> torch.Tensor | None:
+    """Return a parameter's gradient, coalesced or in the memory format of the parameter."""
     gradient = parameter.grad
     if gradient is None:
         return None
-    if gradient.is_sparse:
+    if gradient.is_sparse and not may_be_sparse:
         raise GradientError(
-            f"parameter {name} has a sparse gradient, which cannot be added exactly: "
-            "make its Embedding with sparse=False"
+            f"parameter {name} has a sparse gradient, which is supported only for the weights of "
+            "Embedding and EmbeddingBag with sparse=True: use one of these modules, or sparse=False"
         )
     if gradient.dtype != parameter.dtype:
         raise GradientError(
             f"parameter {name} is {parameter.dtype} and its gradient {gradient.dtype}"
         )
     gradient = gradient.detach()
+    if gradient.is_sparse:
+        return gradient.coalesce()
     if gradient.stride() == parameter.stride():
         return gradient
     # The norm of a gradient depends on the order of its elements in memory.

@@ -75,29 +75,60 @@ def gather_optimizer_state(
         for text, entries in described.items():
             ours = here.get(int(text), {})
             found[int(text)] = {
-                entry: _allocate(description, ours.get(entry), device)
+                entry: _allocate(
+                    description, ours.get(entry), device, source(order[int(text)]) == rank
+                )
                 for entry, description in entries.items()
             }
     tensors = {
-        f"{index}/{entry}": value
+        f"{index}/{entry}{part}": tensor
         for index in sorted(found)
         for entry, value in found[index].items()
         if isinstance(value, torch.Tensor)
+        for part, tensor in _parts(value).items()
     }
     held = {f"{index}/{entry}" for index, state in here.items() for entry in state}
     _broadcast(tensors, lambda name: source(order[int(name.partition("/")[0])]), held)
     return {**packed, "state": {index: found[index] for index in sorted(found)}}
 
 
+def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what is broadcast of a tensor, by what is added to its name."""
+    if tensor.is_sparse:
+        return {"/indices": tensor._indices(), "/values": tensor._values()}
+    return {"": tensor}
+
+
 def _describe(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return {"value": value}
+    if value.is_sparse:
+        parts = [_describe(part) for part in _parts(value).values()]
+        return {"parts": parts, "shape": list(value.shape), "coalesced": value.is_coalesced()}
     dtype = str(value.dtype).removeprefix("torch.")
     return {"dtype": dtype, "shape": list(value.shape), "strides": list(value.stride())}
 
 
-def _allocate(description: Mapping[str, Any], here: Any, device: torch.device) -> Any:
-    """Return a value, or the tensor to receive it: the local one, or a new one."""
+def _allocate(
+    description: Mapping[str, Any], here: Any, device: torch.device, is_source: bool
+) -> Any:
+    """Return a value, or the tensor to receive it: the local one, or a new one.
+
+    A sparse tensor is received into a new one, because it may have another number of rows here.
+    """
+    if "parts" in description:
+        if is_source:
+            return here
+        indices, values = (
+            _allocate(each, None, device, is_source=False) for each in description["parts"]
+        )
+        return torch.sparse_coo_tensor(
+            indices.zero_(),  # valid until they are received
+            values,
+            description["shape"],
+            check_invariants=False,
+            is_coalesced=description["coalesced"],
+        )
     if "dtype" not in description:
         return description["value"]
     if isinstance(here, torch.Tensor) and not here.is_meta:

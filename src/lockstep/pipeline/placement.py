@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.units import Units, find_units
@@ -69,7 +70,7 @@ class Placement:
         self, model: nn.Module, seed: int, schedule: str, stages_per_rank: int
     ) -> Pipeline:
         """Build this rank's stages, and connect them to their neighbors."""
-        parameters = dict(model.named_parameters())
+        parameters, sparse = dict(model.named_parameters()), sparse_weights(model.modules())
         blocks = [self.select_blocks(model, number) for number in range(len(self.partition.ranges))]
         states = find_python_states(blocks, self.parallel.loss)
         stages = [
@@ -80,6 +81,7 @@ class Placement:
                 GradientReducer(
                     [pair for pair in parameters.items() if self.holders[pair[0]][0] == number],
                     self.parallel.peers,
+                    sparse=sparse,
                 ),
                 self.parallel.make_checkpointing(blocks[number]),
                 self.parallel.device,

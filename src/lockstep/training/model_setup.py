@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import DisagreementError, LayoutError, UsageError
 from lockstep.model.agreement import broadcast_weights
@@ -143,7 +144,8 @@ def build_executor(
             named, called, optimization.optimizer, parallel
         )
     else:
-        gradients = GradientReducer(named, parallel.group, modules=called)
+        sparse = sparse_weights(module.modules())
+        gradients = GradientReducer(named, parallel.group, modules=called, sparse=sparse)
     names = partitioner.block_names
     return WholeModelExecutor(parallel, model, module, gradients, names, metrics, seed)
 

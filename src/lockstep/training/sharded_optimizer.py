@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.memory_format import in_format_of, in_layout_of, in_memory_order, is_dense
 from lockstep.comm.native_all_reduce import DTYPES, native_backend
+from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES, GradientReducer
 from lockstep.data_parallel.shards import PIECE, Piece, Shards
 from lockstep.errors import LayoutError, UsageError
@@ -393,9 +394,16 @@ def share_parameters(
     Raises:
         LayoutError: The ranks have no memory in common, or a parameter lies in memory in a
             way that shared memory does not keep.
-        UsageError: The optimizer cannot step pieces.
+        UsageError: The optimizer cannot step pieces, or a parameter has sparse gradients.
     """
     require_elementwise(optimizer)
+    sparse = sparse_weights(each for called in modules for each in called.modules())
+    for name, parameter in named:
+        if parameter in sparse:
+            raise UsageError(
+                f'storage="shared" cannot train {name}, whose gradient is sparse: make its '
+                'Embedding with sparse=False, or train with storage="replicated"'
+            )
     if parallel.replicas == 1:
         return GradientReducer(named, parallel.group, modules=modules), None
     for name, parameter in named:

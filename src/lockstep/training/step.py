@@ -328,10 +328,10 @@ class OptimizerStep:
                 scale.unscale_(present)
             squares = gradient_norm.compute_squares(present)
         else:
-            present = [each.grad for each in self.executor.parameters if each.grad is not None]
+            present = _stored_gradients(self.executor.parameters)
             if scale is not None:
                 scale.unscale_(present)
-            owned = [each.grad for each in self.executor.owned_parameters if each.grad is not None]
+            owned = _stored_gradients(self.executor.owned_parameters)
             squares = gradient_norm.compute_squares(
                 owned, self.parallel.replica, self.parallel.replicas
             )
@@ -384,3 +384,9 @@ class OptimizerStep:
     def _peers(self, statuses: Sequence[RankStatus]) -> Sequence[RankStatus]:
         """Return the statuses of the ranks with the same stages as this one."""
         return statuses[self.parallel.position :: self.parallel.stages]
+
+
+def _stored_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Return the elements in memory of the gradients that there are."""
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    return [gradient_norm.stored_values(each) for each in gradients]

@@ -1,0 +1,138 @@
+"""Embeddings with sparse gradients in the Trainer: the bits of the reference in every layout."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+import reference
+from lockstep.errors import UsageError
+
+SIZES = [19, 16, 3, 19, 1]
+ROWS = 11
+
+
+class Sometimes(nn.Module):
+    """Two embeddings, of which a micro-batch may use only the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Embedding(ROWS, 6, sparse=True)
+        self.second = nn.Embedding(ROWS, 6, sparse=True)
+        self.dropout, self.last = nn.Dropout(0.3), nn.Linear(6, 3)
+
+    def forward(self, words):
+        found = self.first(words).mean(1)
+        if words[0, 0] % 3 == 0:
+            found = found + self.second(words).sum(1)
+        return self.last(self.dropout(found))
+
+
+class Tied(nn.Module):
+    """The weight of a sparse embedding that is also the one of a layer: its gradient is dense."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(ROWS, 6, sparse=True), nn.Linear(6, ROWS)
+        self.last.weight = self.embedding.weight
+
+    def forward(self, words):
+        return self.last(self.embedding(words).mean(1))[:, :3]
+
+
+class Mean(nn.Module):
+    def forward(self, values):
+        return values.mean(1)
+
+
+def blocks():
+    return nn.Sequential(
+        nn.Embedding(ROWS, 6, sparse=True), Mean(), nn.Dropout(0.2), nn.Linear(6, 3)
+    )
+
+
+def bag():
+    return nn.EmbeddingBag(ROWS, 3, sparse=True, mode="sum")
+
+
+TRAININGS = {
+    "blocks": (blocks, partial(torch.optim.SGD, lr=0.3, momentum=0.9), None),
+    "clipped": (blocks, partial(torch.optim.SGD, lr=0.3), 0.2),
+    "sometimes": (Sometimes, partial(torch.optim.SGD, lr=0.3), 0.5),
+    "tied": (Tied, partial(torch.optim.AdamW, lr=0.01), 0.5),
+    "bag": (bag, partial(torch.optim.SparseAdam, lr=0.05), 0.4),
+}
+PARTITIONED = ("blocks", "clipped")  # models that have blocks
+
+
+def batches():
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (
+            torch.randint(ROWS - 1, (size, 4), generator=generator),  # the last row is not used
+            torch.randint(3, (size,), generator=generator),
+        )
+        for size in SIZES
+    ]
+
+
+def plain():
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    found = {}
+    for name, (factory, optimizer, clip) in TRAININGS.items():
+        torch.manual_seed(5)
+        model, made = factory(), []
+
+        def make(parameters, optimizer=optimizer, made=made):
+            made.append(optimizer(parameters))
+            return made[-1]
+
+        losses = reference.train(model, nn.CrossEntropyLoss(), make, batches(), seed=11, clip=clip)
+        state = reference.optimizer_state(made[0], model)
+        found[name] = losses, ls.digest(model.state_dict()), ls.digest(state)
+    return found
+
+
+def trained(names=tuple(TRAININGS), **layout):
+    found = {}
+    for name in names:
+        factory, optimizer, clip = TRAININGS[name]
+        torch.manual_seed(5)
+        trainer = ls.Trainer(
+            factory(), nn.CrossEntropyLoss(), optimizer, seed=11, max_grad_norm=clip, **layout
+        )
+        losses = [trainer.step(batch) for batch in batches()]
+        found[name] = losses, trainer.digest(), trainer.optimizer_digest()
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected():
+    (found,) = ls.launch(plain, nprocs=1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("n", "backend"), [(1, None), (2, None), (3, None), (4, None), (3, "gloo")]
+)
+def test_sparse_gradients_are_added_along_the_tree(ranks, expected, n, backend):
+    assert ranks(trained, n, backend=backend) == [expected] * n
+
+
+@pytest.mark.parametrize(("n", "stages"), [(2, 2), (4, 2)])
+def test_stages_give_the_same_bits(ranks, expected, n, stages):
+    config = ls.PipelineConfig(stages=stages)
+    wanted = {name: expected[name] for name in PARTITIONED}
+    assert ranks(partial(trained, PARTITIONED, pipeline=config), n) == [wanted] * n
+
+
+def make_shared():
+    with pytest.raises(UsageError, match="whose gradient is sparse: make its Embedding"):
+        ls.Trainer(blocks(), nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), storage="shared")
+
+
+def test_shared_parameters_are_refused(ranks):
+    ranks(make_shared, 1)
