@@ -384,9 +384,10 @@ def _show_download(name: str, received: int, total: int | None) -> None:
 
 def _format_summary(summary: dict[str, Any]) -> str:
     """Return the summary of the run as text, with the digests at the end."""
-    ranks = f"{summary['world_size']} rank" + ("s" if summary["world_size"] > 1 else "")
+    ranks = format_quantity(summary["world_size"], "rank")
+    epochs = format_quantity(summary["epochs"], "epoch")
     rows = {
-        "trained": f"{summary['recipe']} on {ranks}: {format_quantity(summary['epochs'], 'epoch')}, "
+        "trained": f"{summary['recipe']} on {ranks}: {epochs}, "
         f"{summary['steps']} steps, {summary['samples']:,} samples",
         "accuracy": f"{summary['accuracy']:.2%} of {summary['held_out']:,} held-out samples, "
         f"loss {format_loss(summary['loss'])}",
