@@ -224,7 +224,7 @@ std::string Group::describe_peer(int rank) {
   const uint32_t begun = other.calls_begun.load();
   std::string text = format_rank(rank) + ", ";
   if (begun == 0)
-    text += "which has not made any call on this group yet";
+    text += "which has begun no collective on this group yet";
   else
     text += "last seen at #" + std::to_string(begun) + " " +
             op_name(static_cast<Op>(other.last_op.load()));

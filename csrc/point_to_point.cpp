@@ -197,7 +197,8 @@ class PointToPoint::MessageWaitObserver : public WaitObserver {
       if (!message_.done)
         group.abort((message_.peer < 0 ? "all other ranks have"
                                        : group.format_rank(message_.peer) + " has") +
-                    std::string(" left the group"));
+                    std::string(" left the group") +
+                    (message_.op == Op::recv ? p2p_.describe_unexpected(message_.peer) : ""));
       throw WaitEnded{};
     }
     if (limit_ > milliseconds(0) || time_since(begun_) <= message_.timeout) return;

@@ -295,6 +295,23 @@ TEST(a_receive_from_any_rank_fails_when_all_others_have_left) {
   });
 }
 
+TEST(a_receive_from_a_rank_that_left_names_the_tags_that_arrived) {
+  on_ranks(2, [](Group& group) {
+    PointToPoint p2p(group);
+    std::vector<char> data(10);
+    MessagePtr post = message(group.rank() == 0 ? Op::send : Op::recv, 1 - group.rank(),
+                              group.rank() == 0 ? 1 : 2, data);
+    p2p.post(post);
+    run_barrier(group);
+    if (group.rank() == 0) {
+      p2p.stop();
+      return group.leave();
+    }
+    CHECK(contains(wait_for_error(p2p, post),
+                   "rank 0 has left the group; a message with tag 1 arrived from it but no"));
+  });
+}
+
 TEST(a_rank_that_leaves_revokes_its_unreceived_sends) {
   on_ranks(2, [](Group& group) {
     PointToPoint p2p(group);

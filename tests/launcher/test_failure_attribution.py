@@ -60,6 +60,15 @@ def test_a_rank_that_returned_early_is_the_cause_of_a_lost_connection():
     )
 
 
+def test_a_tag_without_a_receive_is_named_with_a_rank_that_returned():
+    failed = "rank 0: recv from rank 1 (tag 2) on group default failed: rank 1 has left the group"
+    hint = "; a message with tag 1 arrived from it but no receive was posted for it"
+    outcomes = [raised(0, 1.0, failed + hint), Outcome(1, status=0, when=2.0)]
+    assert str(make_rank_error(outcomes)) == (
+        f"rank 1 returned while rank 0 still waited in recv from rank 1 (tag 2) (train.py:3){hint}"
+    )
+
+
 def test_a_rank_that_returned_without_joining_is_named():
     outcomes = [
         Outcome(0, waiting_for=(1, 3)),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import subprocess
 import sys
 import threading
 
@@ -75,7 +77,9 @@ def test_exception_names_the_rank_that_failed_first(ranks, how, sentence):
 
 @pytest.mark.parametrize("how", ["return", "vanish"])
 def test_a_rank_that_returned_early_is_named(ranks, how):
-    with pytest.raises(RankError, match=r"^rank 1 returned while rank [02] still waited in a coll"):
+    with pytest.raises(
+        RankError, match=r"^rank 1 returned while rank [02] still waited in barrier #1 "
+    ):
         ranks(fail, 3, how)
 
 
@@ -85,6 +89,37 @@ def test_the_traceback_is_a_note(ranks):
     (note,) = caught.value.__notes__
     assert 'raise ValueError("no such luck")' in note
     assert "lockstep/launcher" not in note
+
+
+def test_arguments_in_the_wrong_order_and_a_limit_of_open_files(monkeypatch):
+    with pytest.raises(UsageError, match=r"function comes first, as in launch\(fail, nprocs=2\)$"):
+        ls.launch(2, fail)
+    with pytest.raises(UsageError, match=r"^launch\(fail, 2\): expected the arguments as a tuple"):
+        ls.launch(fail, 2)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 1024))
+    with pytest.raises(UsageError, match=r"^a process may open 16 files \(ulimit -n\), but starti"):
+        ls.launch(fail, ("return",), nprocs=2)
+
+
+def test_a_fork_that_fails_is_named():
+    program = """
+import errno, lockstep, os
+launcher, fork = os.getpid(), os.fork
+def limited():
+    if os.getpid() == launcher: return fork()
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+os.fork = limited
+try:
+    lockstep.launch(print, nprocs=2, start_method="fork")
+except lockstep.LockstepError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.startswith(
+        "the process of the ranks' store could not be started: fork failed (Resource temporarily "
+        "unavailable); see ulimit -u"
+    )
 
 
 def test_a_timeout_ends_ranks_that_do_not_return():

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lockstep import cli
 from lockstep.commands.run import command, make_config
 from lockstep.commands.runs import list_runs
 from lockstep.errors import FileError, RankError, UsageError
@@ -367,6 +368,31 @@ def test_invalid_options(run, flags, words):
     with pytest.raises(UsageError) as caught:
         run("", flags=flags)
     assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("run train.py", "lockstep: the working directory has been deleted: change to another one"),
+        ("schedule 1f1b --costs " + "a" * 300, f"lockstep: --costs {'a' * 40}...: File name too l"),
+    ],
+)
+def test_unusual_folders_and_names_are_one_sentence(
+    tmp_path, monkeypatch, capfd, arguments, sentence
+):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    if arguments.startswith("run"):
+        folder.rmdir()
+    monkeypatch.setattr(sys, "argv", ["lockstep", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    os.chdir(tmp_path)
+    assert ended.value.code == 2
+    shown = capfd.readouterr().err
+    assert shown.startswith(sentence)
+    assert shown.count("\n") == 1
 
 
 def test_a_missing_script_is_reported_with_the_folder(tmp_path, monkeypatch):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launcher.listening_socket import listen, parse_endpoint, resolve_address
+from lockstep.launcher.listening_socket import (
+    find_obstacle,
+    listen,
+    parse_endpoint,
+    resolve_address,
+)
 
 
 def test_port_0_is_a_free_port_of_the_loopback_interface():
@@ -45,8 +51,24 @@ def test_an_unknown_name_is_an_error():
         resolve_address("a.invalid")
 
 
+def test_an_address_that_cannot_be_reached_is_named(monkeypatch):
+    with listen("127.0.0.1", 0) as listening:
+        assert find_obstacle(listening) == ""
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+        monkeypatch.setattr(socket, "create_connection", refuse)
+        assert find_obstacle(listening) == (
+            "this host cannot connect to its own address 127.0.0.1 (network is unreachable): is "
+            "the loopback interface up? (ip link set lo up)"
+        )
+
+
 def test_endpoints():
     assert parse_endpoint("gpu1") == ("gpu1", 29500)
     assert parse_endpoint("gpu1:7") == ("gpu1", 7)
+    assert parse_endpoint("[::1]:7") == ("::1", 7)
+    assert parse_endpoint("[::1]") == parse_endpoint("::1") == ("::1", 29500)
     with pytest.raises(UsageError, match=r"^--connect gpu1:x: expected HOST:PORT"):
         parse_endpoint("gpu1:x", "--connect")

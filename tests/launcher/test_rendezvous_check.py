@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from lockstep.errors import LaunchEnvironmentError, RendezvousError
+from lockstep.launcher import rendezvous
 from lockstep.launcher.environment import RankInfo
+from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.rendezvous_check import check_ranks
 
 RANK_0 = RankInfo(
@@ -34,6 +36,15 @@ def check_with(key, value):
 
 def test_all_ranks_are_found():
     assert check_with("unread", "anything") == "all here"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_waiting_at_a_port_prints_nothing(capfd, address):
+    deadline = time.monotonic() + 1.2
+    store = rendezvous._serve(listen(address, 0), deadline)
+    with pytest.raises(RendezvousError, match=r"^rank 1 of 2 did not come within 1 s"):
+        check_ranks(store, RANK_0, deadline)
+    assert capfd.readouterr().err == ""
 
 
 WRONG = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -155,7 +156,11 @@ def open_run(file: Path) -> Run | None:
     """Return the run of `--costs`; None for a JSON file."""
     from lockstep.record.reader import read_run
 
-    return read_run(file) if file.is_dir() or file.suffix == ".jsonl" else None
+    try:
+        is_run = file.is_dir() or file.suffix == ".jsonl"
+    except OSError as error:  # such as a name that is too long
+        raise UsageError(f"--costs {os.fspath(file)[:40]}...: {error.strerror}") from None
+    return read_run(file) if is_run else None
 
 
 def choose_layout(run: Run | None, stages: int | None, microbatches: int | None) -> tuple[int, int]:

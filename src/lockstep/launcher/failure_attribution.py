@@ -50,6 +50,12 @@ LOST_PEER = (
     "died (process",
     "stopped because rank",
 )
+# The beginning of an error that says itself which process failed.
+BEGINS_WITH_WHO = r"rank \d|the process of"
+# What the backend "lockstep" raises: the operation, and what arrived that nobody received.
+BACKEND_ERROR = re.compile(
+    r"rank \d+: (?P<operation>.+?) on group .+? failed: [^;]*(?P<hint>(?:; .*)?)"
+)
 
 
 @dataclass
@@ -150,7 +156,7 @@ def make_rank_error(outcomes: Iterable[Outcome]) -> RankError | None:
 def _describe_failure(failure: Outcome) -> str:
     """Return which rank failed and how; a message that begins with a rank is not changed."""
     error = failure.error
-    if error is not None and error["plain"] and re.match(r"rank \d", str(error["message"])):
+    if error is not None and error["plain"] and re.match(BEGINS_WITH_WHO, str(error["message"])):
         return str(error["message"])
     return f"rank {failure.rank} {describe_end(failure)}"
 
@@ -197,9 +203,12 @@ def _describe_early_return(outcomes: Sequence[Outcome], failure: Outcome) -> str
         return ""
     assert failure.error is not None
     where = f" ({failure.error['where']})" if failure.error["where"] else ""
+    operation, hint = "a collective", ""
+    if match := BACKEND_ERROR.fullmatch(str(failure.error["message"]).partition("\n")[0]):
+        operation, hint = match["operation"], match["hint"]
     return (
-        f"{format_ranks(gone)} returned while rank {failure.rank} still waited in a "
-        f"collective{where}"
+        f"{format_ranks(gone)} returned while rank {failure.rank} still waited in "
+        f"{operation}{where}{hint}"
     )
 
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 
+from lockstep.errors import UsageError
 from lockstep.launcher.channel import Channel, open_pair
 
 __all__ = [
     "ForkServer",
+    "check_open_files",
     "fork_this_process",
     "get_fork_server",
     "get_fork_server_pid",
@@ -29,6 +32,9 @@ __all__ = [
 # Variables that are read once, at startup, before a rank could change them.
 READ_ONCE = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_")
 READ_LATER = ("TORCHELASTIC_", "TORCHINDUCTOR_")
+
+OPEN_FILES = 16  # of the launcher, besides ...
+OPEN_FILES_PER_RANK = 6  # its pipes, sockets, stack, activity page and log
 
 PRELOADED = ("lockstep.launcher.world", "cloudpickle")
 # The first step of any optimizer imports torch._dynamo, in 1.4 s of processor time, and the
@@ -132,6 +138,25 @@ def get_fork_server(*, for_training: bool = False) -> ForkServer:
             # atexit handlers run in LIFO order: what still uses the server must register later.
             atexit.register(_current.close)
         return _current
+
+
+def check_open_files(nprocs: int) -> None:
+    """Check that this process may open enough files to start `nprocs` ranks.
+
+    Otherwise a rank, or torch in it, fails in the middle of its start.
+
+    Raises:
+        UsageError: The limit is too low.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    needed = opened + OPEN_FILES + OPEN_FILES_PER_RANK * nprocs
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        ranks = "1 rank" if nprocs == 1 else f"{nprocs} ranks"
+        raise UsageError(
+            f"a process may open {limit} files (ulimit -n), but starting {ranks} takes up to "
+            f"{needed}: raise the limit (ulimit -n {max(1024, 2 * needed)})"
+        )
 
 
 def looks_like_training(program: bytes) -> bool:

@@ -5,7 +5,7 @@
        │ ══ on the launch's socket ════ │
        │ ── store {} + listening ─────> │ fork: serves the ranks' TCPStore
        │ ── rank {...} + descriptors ─> │ fork ────────────────────────> │ runs; reports directly
-       │ <─ started {rank, pid} ─────── │                                │ to the launcher
+       │ <─ started {rank, pid} ─────── │ (or failed {rank, reason})     │ to the launcher
        │ ── signal {rank, number} ────> │ to the rank's process group ─> │
        │ <─ ended {rank, status} ────── │ <──────────────────────── exit │
        │ ── end {} ───────────────────> │ SIGKILL to the remaining ranks
@@ -178,7 +178,17 @@ class Server:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads may be forked
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:  # too many processes, or no memory
+                pid, reason = -1, error.strerror
+        if pid < 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            failed = {"kind": "failed", "rank": message["rank"], "reason": reason}
+            self._notify(launch, failed)
+            return None
         if pid == 0:
             parent_death_pipe = self._close_in_child()
             if message["kind"] == "rank":

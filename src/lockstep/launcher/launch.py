@@ -21,6 +21,7 @@ from lockstep.launcher.environment import RankEnvironment, read_rank_info
 from lockstep.launcher.failure_attribution import STOPPED, format_ranks
 from lockstep.launcher.fork_server import (
     ForkServer,
+    check_open_files,
     fork_this_process,
     get_fork_server,
     interpreter_flags,
@@ -277,7 +278,7 @@ def launch(
         SystemExit: The ranks stopped on request (`ProcessContext.join`); the status is 75.
         UsageError: `nprocs` is below 1, or the function cannot be pickled.
     """
-    _check(nprocs, start_method, timeout)
+    _check(fn, args, nprocs, start_method, timeout)
     if _calls_in_this_process:
         return _call_in_this_process(fn, args, join, pass_rank)
     ranks = _start(fn, args, nprocs, start_method, pass_rank)
@@ -285,7 +286,17 @@ def launch(
     return context.join() if join else context
 
 
-def _check(nprocs: int, start_method: str, timeout: float | None) -> None:
+def _check(fn: object, args: object, nprocs: int, start_method: str, timeout: float | None) -> None:
+    if not callable(fn):
+        right = ""
+        if callable(args) and isinstance(fn, int):
+            right = f": the function comes first, as in launch({_name(args)}, nprocs={fn})"
+        raise UsageError(f"launch({fn!r}, ...) expects a function, not {type(fn).__name__}{right}")
+    if not isinstance(args, Sequence):
+        raise UsageError(
+            f"launch({_name(fn)}, {args!r}): expected the arguments as a tuple, such as "
+            f"launch({_name(fn)}, (1, 2), nprocs=2)"
+        )
     if nprocs < 1:
         raise UsageError(f"launch(nprocs={nprocs}): at least one rank is needed")
     if start_method not in START_METHODS:
@@ -294,6 +305,11 @@ def _check(nprocs: int, start_method: str, timeout: float | None) -> None:
         )
     if timeout is not None and timeout <= 0:
         raise UsageError(f"launch(timeout={timeout}): expected a positive number of seconds")
+    check_open_files(nprocs)
+
+
+def _name(fn: object) -> str:
+    return str(getattr(fn, "__qualname__", repr(fn)))
 
 
 def _call_in_this_process(
@@ -355,9 +371,9 @@ def _pickle(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
     try:
         pickled: bytes = cloudpickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, TypeError) as error:
-        name = getattr(fn, "__qualname__", repr(fn))
         raise UsageError(
-            f"launch({name}, ...) cannot send the function or its arguments to the ranks: {error}"
+            f"launch({_name(fn)}, ...) cannot send the function or its arguments to the ranks: "
+            f"{error}"
         ) from error
     return pickled
 

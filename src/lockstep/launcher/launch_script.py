@@ -37,6 +37,7 @@ from lockstep.launcher.failure_attribution import (
     signal_name,
 )
 from lockstep.launcher.fork_server import (
+    check_open_files,
     get_fork_server,
     interpreter_flags,
     looks_like_training,
@@ -225,6 +226,7 @@ def launch_script(config: LaunchConfig) -> int:
         Interrupted: A signal asked this process to stop.
     """
     check_target(config)
+    check_open_files(config.nprocs)
     folder = _open_run_folder(config)
     status: int | None = 1
     try:

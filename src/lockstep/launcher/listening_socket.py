@@ -8,24 +8,41 @@ on the loopback interface unless several hosts take part.
 from __future__ import annotations
 
 import errno
+import re
 import socket
 
 from lockstep.errors import UsageError
 
-__all__ = ["DEFAULT_PORT", "LOOPBACK", "listen", "parse_endpoint", "resolve_address"]
+__all__ = [
+    "DEFAULT_PORT",
+    "LOOPBACK",
+    "find_obstacle",
+    "get_connectable_address",
+    "listen",
+    "parse_endpoint",
+    "resolve_address",
+]
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
+CONNECT_TIMEOUT = 5.0  # seconds
 BACKLOG = 1024  # every rank of a host may connect at the same moment
 
 
 def parse_endpoint(text: str, option: str = "--rdzv-endpoint") -> tuple[str, int]:
     """Return address and port of "HOST" (port 29500) or "HOST:PORT".
 
+    An IPv6 address is written in brackets if a port follows: "[::1]:29500".
+
     Raises:
         UsageError: The port is not a number; the message names `option`.
     """
-    address, _, port = text.rpartition(":") if ":" in text else (text, "", "")
+    if match := re.fullmatch(r"\[([^\]]*)\](?::(\d*))?", text):
+        address, port = match[1], match[2]
+    elif text.count(":") > 1:
+        address, port = text, ""
+    else:
+        address, _, port = text.partition(":")
     if port and not port.isdigit():
         raise UsageError(f"{option} {text}: expected HOST:PORT")
     return address, int(port) if port else DEFAULT_PORT
@@ -60,6 +77,29 @@ def listen(address: str, port: int) -> socket.socket:
             ) from None
         raise
     return listening
+
+
+def find_obstacle(listening: socket.socket) -> str:
+    """Return why this host cannot connect to its own listening socket; "" if it can.
+
+    A TCPStore connects to itself first, and repeats that for minutes if it fails.
+    """
+    host, port = get_connectable_address(listening), listening.getsockname()[1]
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        advice = ""
+        if host in (LOOPBACK, "::1"):
+            advice = ": is the loopback interface up? (ip link set lo up)"
+        return f"this host cannot connect to its own address {host} ({reason}){advice}"
+    return ""
+
+
+def get_connectable_address(listening: socket.socket) -> str:
+    """Return an address at which this host reaches a listening socket."""
+    host = str(listening.getsockname()[0])
+    return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
 
 
 def _bind(listening: socket.socket, host: str, port: int) -> None:

@@ -96,7 +96,7 @@ class ForkedProcess:
         is_inherited = self.message["kind"] == "rank" and self._calls_exec
         die_with_parent(self.parent_death_pipe, inherit=is_inherited)
         if self.message["kind"] == "store":
-            return serve_store(self.descriptors[0], self.message["port"])
+            return serve_store(self.descriptors[0], self.message["host"], self.message["port"])
         *streams, report, work = self.descriptors
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
@@ -136,11 +136,10 @@ def _wait_for_parent(reading: int) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def serve_store(listening: int, port: int) -> int:
+def serve_store(listening: int, host: str, port: int) -> int:
     """Serve the ranks' TCPStore on the bound socket `listening` until this process is killed."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    host = "127.0.0.1"  # not used by a server that is given a socket
     store = TCPStore(
         host, port, None, True, STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listening
     )

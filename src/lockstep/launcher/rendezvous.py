@@ -15,6 +15,7 @@ process keeps its store until it exits, because it may leave a world and join an
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -33,7 +34,13 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from lockstep.errors import RendezvousError
 from lockstep.launcher import rendezvous_check
 from lockstep.launcher.environment import RankInfo
-from lockstep.launcher.listening_socket import LOOPBACK, listen, resolve_address
+from lockstep.launcher.listening_socket import (
+    LOOPBACK,
+    find_obstacle,
+    get_connectable_address,
+    listen,
+    resolve_address,
+)
 from lockstep.launcher.local_rendezvous import RendezvousFile, attach_store, create_store
 from lockstep.messages import say
 
@@ -133,11 +140,13 @@ def _attach(address: str) -> Store | None:
 
 
 def _serve(listening: socket.socket, deadline: float) -> Store:
+    if reason := find_obstacle(listening):
+        raise RendezvousError(f"rank 0 cannot serve the ranks' store: {reason}")
     port = int(listening.getsockname()[1])
     # TCPStore listens on every interface, regardless of its host argument: it is given a
     # socket that is bound already.
     return TCPStore(
-        LOOPBACK,
+        get_connectable_address(listening),
         port,
         None,
         True,
@@ -183,6 +192,11 @@ def _try_connect(address: str, port: int, deadline: float) -> str:
     except TimeoutError:
         return "timed out"
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise RendezvousError(
+                "this process cannot connect to the other ranks: it has too many open files; "
+                "raise the limit (ulimit -n)"
+            ) from None
         return (error.strerror or str(error)).lower()
     return ""
 

@@ -22,7 +22,6 @@ import os
 import socket
 import time
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any, NoReturn
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
@@ -37,6 +36,7 @@ __all__ = ["check_ranks"]
 
 ALL_HERE = "all here"
 CHECK_INTERVAL = 0.5  # seconds between two checks for missing ranks
+MIN_POLL, MAX_POLL = 0.001, 0.05  # seconds between two looks whether all have come
 NOTE_AFTER = 3.0  # seconds until a waiting rank prints a note
 NOTE_INTERVAL = 30.0  # seconds between two notes
 MAX_HOST_NAME = 255  # characters
@@ -174,10 +174,16 @@ def _wait(store: Store, rank_info: RankInfo, deadline: float) -> None:
 
 
 def _is_complete(store: Store, timeout: float) -> bool:
-    try:
-        store.wait(["complete"], timedelta(seconds=timeout))
-    except RuntimeError:  # torch's stores raise different errors for a timeout
-        return bool(store.check(["complete"]))
+    """Wait until all have come, at most `timeout` s.
+
+    `store.wait` would do it, but a TCPStore prints two lines whenever such a wait times out.
+    """
+    began = time.monotonic()
+    while not store.check(["complete"]):
+        waited = time.monotonic() - began
+        if waited >= timeout:
+            return False
+        time.sleep(min(max(waited / 10, MIN_POLL), MAX_POLL, timeout - waited))
     return True
 
 

@@ -40,7 +40,7 @@ from lockstep.launcher.failure_attribution import (
 )
 from lockstep.launcher.fork_server import ForkServer
 from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
-from lockstep.launcher.listening_socket import listen
+from lockstep.launcher.listening_socket import find_obstacle, get_connectable_address, listen
 from lockstep.launcher.local_rendezvous import create_store
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.rank_process import is_replaceable
@@ -135,11 +135,26 @@ class RankSupervisor:
     # --- starting -------------------------------------------------------------------------
 
     def serve_store(self, address: str, port: int) -> int:
-        """Serve the ranks' TCPStore at `address`:`port` (0: a free port); return the port."""
+        """Serve the ranks' TCPStore at `address`:`port` (0: a free port); return the port.
+
+        Without a loopback interface nothing is served, which only scripts need that call
+        `torch.distributed.init_process_group` themselves.
+        """
         assert self._channel is not None
         with listen(address, port) as listening:
             port = int(listening.getsockname()[1])
-            self._channel.send({"kind": "store", "rank": -1, "port": port}, [listening.fileno()])
+            if reason := find_obstacle(listening):
+                say(f"{reason}; torch.distributed.init_process_group cannot connect the ranks")
+                return port
+            self._channel.send(
+                {
+                    "kind": "store",
+                    "rank": -1,
+                    "host": get_connectable_address(listening),
+                    "port": port,
+                },
+                [listening.fileno()],
+            )
         return port
 
     def create_store(self) -> str:
@@ -459,13 +474,32 @@ class RankSupervisor:
             self._on_fork_server_lost()
             return False
         message = received[0]
-        if message["rank"] < 0:
+        if message["kind"] == "failed":
+            self._on_failed_start(message["rank"], message["reason"])
+        elif message["rank"] < 0:
             return True
-        if message["kind"] == "started":
+        elif message["kind"] == "started":
             self.pids[message["rank"]] = message["pid"]
         else:
             self._on_exit(message["rank"], message["status"])
         return True
+
+    def _on_failed_start(self, rank: int, reason: str) -> None:
+        """Note that the fork server could not fork a rank, or the process of the store (-1)."""
+        outcome = self.outcomes[max(rank, min(self.outcomes))]
+        who = f"rank {rank}" if rank >= 0 else "the process of the ranks' store"
+        outcome.error = outcome.error or {
+            "kind": "error",
+            "time": time.monotonic(),
+            "type": "OSError",
+            "message": f"{who} could not be started: fork failed ({reason}); see ulimit -u, the "
+            f"pids limit of the control group, and free memory",
+            "where": "",
+            "traceback": "",
+            "plain": True,
+        }
+        if rank >= 0:
+            outcome.status = 1
 
     def _on_exit(self, rank: int, status: int) -> None:
         while self._on_report(rank):  # what it reported before it exited

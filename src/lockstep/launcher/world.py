@@ -269,7 +269,12 @@ def _join(rank_info: RankInfo, backend: str, timeout: float, device: torch.devic
         _set_variable("DDP_DISABLE_COMM_MEM", "0")
     started = time.monotonic()
     store = rendezvous.wait_for_ranks(rank_info, timeout)
-    _choose_interface(rank_info)
+    has_interface = _choose_interface(rank_info)
+    if not has_interface and rank_info.is_loopback and "gloo" in backend:
+        raise RendezvousError(
+            f"rank {rank_info.rank}: gloo connects the ranks of a host through the loopback "
+            f"interface, which is down (ip link set lo up); the backend 'lockstep' does not need it"
+        )
     atexit.unregister(rendezvous.leave)
     atexit.register(rendezvous.leave)  # atexit is LIFO: runs after shutdown()
     try:
@@ -302,11 +307,16 @@ def _check_backend(backend: str) -> None:
             )
 
 
-def _choose_interface(rank_info: RankInfo) -> None:
-    """Set Gloo's network interface; by default Gloo uses that of the host's name."""
+def _choose_interface(rank_info: RankInfo) -> bool:
+    """Set Gloo's network interface; by default Gloo uses that of the host's name.
+
+    Returns:
+        Whether one is set, here or by the user.
+    """
     name = rendezvous.find_interface(rank_info)
     if name is not None:
         _set_variable("GLOO_SOCKET_IFNAME", name)
+    return "GLOO_SOCKET_IFNAME" in os.environ
 
 
 def _describe_world(rank_info: RankInfo, device: torch.device) -> World:

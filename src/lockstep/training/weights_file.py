@@ -80,7 +80,9 @@ def save_from_rank0(path: Path, state: Mapping[str, Any], group: dist.ProcessGro
             failure = f"{path}: the weights could not be written: {error}".encode()
     failure = all_gather_bytes(failure, "saving weights", group)[0]
     if failure:
-        raise FileError(failure.decode())
+        writer = 0 if group is None else dist.get_global_rank(group, 0)
+        who = f"rank {writer}: " if dist.get_world_size(group) > 1 else ""
+        raise FileError(who + failure.decode())
 
 
 def save_last_good(
