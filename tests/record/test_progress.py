@@ -1,6 +1,7 @@
 """The progress display on terminals of any width, and elsewhere."""
 
 import io
+import logging
 import os
 import pty
 import re
@@ -16,7 +17,9 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from lockstep.record.live_region import LiveRegion
 from lockstep.record.progress import Progress, ProgressMeter, ScriptProgress, apportion
 
 ROWS = [[0.6, 0.2, 0.1, 0.1]]
@@ -222,6 +225,27 @@ def test_logging_and_unfinished_lines_are_written_as_they_are():
     assert re.search(r"name\? \r?\nepoch 1/2  loss", seen)  # no region behind an unfinished line
 
 
+def test_handlers_of_logging_write_above_the_region(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    stream, logger = Terminal(), logging.getLogger("mine")
+    monkeypatch.setattr(sys, "stderr", stream)
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    region = LiveRegion(Console(file=stream, force_terminal=True))
+    try:
+        region.draw("drawn")
+        logger.warning("logged")
+    finally:
+        region.close()
+        logger.removeHandler(handler)
+    assert stream.getvalue() == "drawn\n\r\x1b[1A\x1b[Jlogged\n"
+    assert handler.stream is sys.stderr is stream
+
+
 def test_a_traceback_is_written_below_an_erased_region():
     seen, status = in_terminal("raise KeyError('mine')")
     assert status == 1
@@ -304,6 +328,23 @@ def test_of_two_trainers_that_train_in_turns_one_is_shown(script_progress):
     assert (ours.getvalue(), third.getvalue().count("\n")) == (before, 1)
     second.close()
     assert ScriptProgress._shown is None
+
+
+def test_a_new_trainer_is_shown_when_the_one_before_has_stopped(script_progress):
+    (first, ours, clock), (second, theirs, _) = script_progress(), script_progress()
+    second._clock = clock
+    take(first, clock, 12, 1.0)
+    clock.now += 3.0  # interrupted, and the cell of the notebook is run again
+    take(second, clock, 12, 1.0)
+    assert (ours.getvalue().count("\n"), theirs.getvalue().count("\n")) == (1, 1)
+    third, more, _ = script_progress()
+    third._clock = clock
+    third.begin_epoch(0, 40, 0)  # that of a GAN which takes its batches from the trainer
+    for _ in range(40):
+        take(second, clock, 1, 0.5)
+        take(third, clock, 1, 0.5)
+    assert theirs.getvalue().count("\n") == 1
+    assert more.getvalue().count("\n") == 3
 
 
 def test_a_progress_bar_of_tqdm_is_left_alone(script_progress, monkeypatch):

@@ -479,8 +479,9 @@ def test_rank_0_shows_its_progress(monkeypatch, capsys):
         with open_session(Session(Layout(1), 99, lambda fingerprint: None)):
             assert train() == []
         other = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
-        other.step(rows(16).tensors)
-        assert train() == ["step 1"]  # of the other one, which is shown at present
+        for batch in other.batches(rows(), 45):
+            other.step(batch)
+        assert train() == ["epoch 1  step 1/1", "epoch 1"]  # of the other one, which is shown
         assert train(progress=True) == shown
         other.finish()
     finally:

@@ -50,6 +50,7 @@ REDRAW_INTERVAL = 0.2  # seconds between two drawings of the live region
 NOTEBOOK_INTERVAL = 0.5  # the same in a notebook, where each one is a message
 LINE_INTERVAL = 10.0  # seconds between two plain lines within an epoch
 EPOCH_INTERVAL = 1.0  # seconds before the line of an epoch in a script, or none is printed
+IDLE_SECONDS = 2.0  # without a step, after which a new trainer is shown instead
 TURN = 20  # steps that a trainer takes before it is shown instead of one that took none
 SMOOTHING = 0.98  # weight of the past in a moving average: about the last fifty steps count
 SPEED_WINDOW = 5.0  # seconds over which the samples per second are averaged
@@ -257,7 +258,7 @@ class Progress:
 
     def _bar(self, width: int, ending: str) -> Text:
         meter = self.meter
-        start = f"{meter.name(meter.epoch)}  " if meter.has_epochs else "step  "
+        start = f"{meter.name(meter.epoch)}  " if meter.has_epochs else "step "
         end = f"  {meter.position()}" + (f"  {ending}" if ending else "")
         room = min(width - len(start) - len(end), 40)
         done = meter.fraction()
@@ -359,6 +360,9 @@ class ScriptProgress:
 
     def _try_to_show(self) -> None:
         other = ScriptProgress._shown
+        if other is not None and self._count == 1 and self._may_replace(other):
+            other.close()
+            other = None
         if other is not None and other._count != self._seen:
             self._seen = other._count
             if not self._is_wanted:
@@ -377,6 +381,14 @@ class ScriptProgress:
             self._display.meter.begin_epoch(*self._epoch)
         wait = EPOCH_INTERVAL if self._display.is_live else LINE_INTERVAL
         self._line_after = self._clock() + wait
+
+    def _may_replace(self, other: ScriptProgress) -> bool:
+        """Return whether this trainer, which begins, is shown instead of another one.
+
+        That one's cell of a notebook was interrupted, or this one shows more of a GAN.
+        """
+        idle = other._display.meter.seconds_idle(self._clock()) if other._display else 0.0
+        return idle > IDLE_SECONDS or (self._epoch is not None and other._epoch is None)
 
 
 def _has_progress_bar() -> bool:
@@ -481,6 +493,10 @@ class ProgressMeter:
     def metrics(self) -> dict[str, float]:
         """Return the mean metrics of about the last fifty steps."""
         return self._metrics
+
+    def seconds_idle(self, now: float) -> float:
+        """Return the seconds since the last step."""
+        return now - self._last
 
     def step_seconds(self) -> float:
         """Return the mean duration of a step, from the end of the previous one."""
