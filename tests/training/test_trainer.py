@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -289,6 +290,45 @@ def test_training_goes_on_at_another_width_from_any_batch(ranks, tmp_path):
     ranks(start, 3, 1)
     assert ranks(resume, 2) == [expected, expected]
     assert ranks(resume, 1) == [expected]
+
+
+def test_epochs_without_a_number_follow_each_other():
+    def make():
+        return ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+
+    ls.init()
+    try:
+        numbered, again, reused, parts = make(), make(), make(), make()
+        for epoch in range(3):
+            for batch in numbered.batches(rows(), 10, epoch=epoch):
+                numbered.step(batch)
+            assert again.epoch == max(0, epoch - 1)
+            for batch in again.batches(rows(), 10):
+                again.step(batch)
+        loader = reused.batches(rows(), 10)
+        for epoch in range(3):
+            assert [batch.epoch for batch in loader if reused.step(batch)] == [epoch] * len(loader)
+        assert numbered.digest() == again.digest() == reused.digest()
+
+        interrupted = parts.batches(rows(), 10)
+        for count in (None, 2):  # stopped in epoch 1
+            for batch in islice(interrupted, count):
+                parts.step(batch)
+        rest = make()
+        rest.load_state_dict(parts.state_dict())
+        continued = rest.batches(rows(), 10)
+        continued.load_state_dict(interrupted.state_dict())
+        for _ in range(2):
+            for batch in continued:
+                rest.step(batch)
+        assert (rest.epoch, rest.digest()) == (2, numbered.digest())
+        rest.load_state_dict(parts.state_dict())
+        assert rest.batches(rows(), 10).epoch == 1
+        rest.load_state_dict(again.state_dict())
+        assert rest.batches(rows(), 10).epoch == 3
+        assert rest.batches(rows(), 10, epoch=7).epoch == 7
+    finally:
+        ls.shutdown()
 
 
 def test_a_state_of_another_seed_is_refused():

@@ -10,6 +10,7 @@ from lockstep.data.microbatch import Batch
 from lockstep.training.history import History
 from lockstep.training.optimization import Optimization
 from lockstep.training.resumable_run import Finish, ResumableRun, stopping
+from lockstep.training.state import Position
 
 __all__ = ["Epoch"]
 
@@ -17,12 +18,16 @@ __all__ = ["Epoch"]
 class Epoch(Batches):
     """The global batches of one epoch; begins and ends it in the history and the schedule.
 
+    If no epoch is given, every iteration takes the next one, as iterating over a DataLoader again
+    shuffles again.
+
     Args:
         run: Answers for what was trained before; saves checkpoints between two batches.
         history: Collects the steps of the epoch.
         optimization: Has the schedule.
+        position: Knows which epoch is next.
         finish: Ends the training, if it stops on request.
-        arguments: Those of `Batches`.
+        epoch: The epoch, from 0; None for the next one.
         options: Those of `Batches`.
     """
 
@@ -31,19 +36,25 @@ class Epoch(Batches):
         run: ResumableRun,
         history: History,
         optimization: Optimization,
+        position: Position,
         finish: Finish,
-        *arguments: Any,
+        epoch: int | None,
         **options: Any,
     ) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(epoch=position.next_epoch if epoch is None else epoch, **options)
         self._run, self._history, self._optimization = run, history, optimization
-        self._finish = finish
+        self._position, self._finish = position, finish
+        self._is_given, self._is_loaded = epoch is not None, False
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over what is left of the epoch."""
         with stopping(self._finish, self._run.abandon):
+            if not (self._is_given or self._is_loaded):
+                self.epoch = self._position.next_epoch
+            self._position.epoch, self._position.next_epoch = self.epoch, self.epoch + 1
             self._run.use_sampler(self)
             epoch = self._run.begin_epoch(self)
+            self._is_loaded = False
             if epoch is None:
                 return
             try:
@@ -57,6 +68,12 @@ class Epoch(Batches):
             finally:
                 self._run.end_epoch(epoch)
             self._run.reach_safe_point()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume the next iteration from a saved position, in its epoch if none was given."""
+        if not self._is_given:
+            self.epoch, self._is_loaded = state["epoch"], True
+        super().load_state_dict(state)
 
     def _count_batches(self) -> int | None:
         try:

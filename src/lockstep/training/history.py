@@ -169,6 +169,11 @@ class History:
         if self.progress is not None:
             self.progress.begin_epoch(epoch, steps, done)
 
+    @property
+    def is_inside_epoch(self) -> bool:
+        """Whether an epoch has begun, with at least one step, and not ended."""
+        return self._open.samples > 0
+
     def end_epoch(self, epoch: int) -> EpochResult | None:
         """Close the epoch; None if it had no step. Callbacks are told by `notify`."""
         steps, self._open = self._open, _Sums()

@@ -35,12 +35,14 @@ class Position:
         seed: The trainer's seed.
         steps: The number of finished steps.
         epoch: The latest epoch that was begun.
+        next_epoch: The epoch that is next in this program, if it does not say which.
     """
 
     attempt: Attempt
     seed: int
     steps: int = 0
     epoch: int = 0
+    next_epoch: int = 0
 
 
 class TrainingState:
@@ -171,6 +173,7 @@ class TrainingState:
                 )
         self._load_tensors(state)
         self.load_position(state)
+        self.position.next_epoch = state["epoch"] + (not self._history.is_inside_epoch)
 
     def position_state(self) -> dict[str, Any]:
         """Return where the training is: plain values, the same on every rank."""

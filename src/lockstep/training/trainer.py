@@ -268,29 +268,36 @@ class Trainer:
         batch_size: int | None = None,
         *,
         seed: int | None = None,
-        epoch: int = 0,
+        epoch: int | None = None,
         **options: Any,
     ) -> Batches:
         """Return the global batches of one epoch; each rank loads its own micro-batches.
 
         `dataset` is a dataset, or a DataLoader, whose options are taken. `batch_size`, also a
         DataLoader's, counts the samples of a global batch, over all ranks. `seed` is the
-        trainer's where none is given. For the options (shuffle, sampler, batch_sampler,
-        drop_last, num_workers, collate_fn, pin_memory) see `lockstep.data.loader.Batches`. The
-        epoch ends, for schedules and callbacks, when the last batch has been trained.
+        trainer's where none is given. `epoch`, from 0, decides the order and the augmentation;
+        without one, each iteration takes the epoch after the latest one. For the options (shuffle,
+        sampler, batch_sampler, drop_last, num_workers, collate_fn, pin_memory) see
+        `lockstep.data.loader.Batches`. The epoch ends, for schedules and callbacks, when the last
+        batch has been trained.
         """
         self._run.begin()
-        self._position.epoch = epoch
+
+        def agree(message: bytes, doing: str) -> list[bytes]:
+            about = f"{doing} epoch {self._position.epoch}"
+            return all_gather_bytes(message, about, self.parallel.group)
+
         return Epoch(
             self._run,
             self.history,
             self._optimization,
+            self._position,
             self.finish,
             **resolve_data(dataset, batch_size, options),
             **self.parallel.share(),
             seed=self.seed if seed is None else seed,
             epoch=epoch,
-            agree=self._make_agree(f"epoch {epoch}"),
+            agree=agree,
             sampler_states=self._state.samplers,
         )
 
