@@ -32,6 +32,7 @@ __all__ = [
     "format_ranks",
     "is_consequence",
     "make_rank_error",
+    "read_stat",
     "signal_name",
 ]
 
@@ -288,3 +289,12 @@ def count_oom_kills() -> int | None:
         events = (Path("/sys/fs/cgroup") / own.lstrip("/") / "memory.events").read_text()
         return int(dict(line.split() for line in events.splitlines())["oom_kill"])
     return None
+
+
+def read_stat(pid: int) -> list[str]:
+    """Return what Linux says of a process, from its state: R, S, D, T (stopped) or Z; or []."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -36,6 +36,7 @@ from typing import Any
 from lockstep.errors import UsageError
 from lockstep.files import make_folder, open_or_create, replace_file
 from lockstep.launcher.environment import LAUNCHER, read_rank_info
+from lockstep.launcher.failure_attribution import read_stat
 from lockstep.redaction import redact
 
 __all__ = [
@@ -536,10 +537,7 @@ def _holds_lock(pid: int, inode: Inode) -> bool:
 
 
 def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
+    return int((read_stat(pid) or ["", "0"])[1])
 
 
 def _command_name(pid: int) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import threading
@@ -37,6 +38,7 @@ from lockstep.launcher.failure_attribution import (
     format_ranks,
     is_consequence,
     make_rank_error,
+    read_stat,
 )
 from lockstep.launcher.fork_server import ForkServer
 from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
@@ -197,7 +199,7 @@ class RankSupervisor:
         self._started.add(rank)
         theirs.close()
         self._reports[rank] = ours
-        self.add_reader(ours.fileno(), partial(self._on_report, rank))
+        self.add_reader(ours.fileno(), partial(self._on_reports, rank))
         if output is not None:
             self._attach_output(rank, output)
 
@@ -281,11 +283,11 @@ class RankSupervisor:
 
     def is_stopped(self, rank: int) -> bool:
         """Return whether a running rank is stopped by a signal (SIGSTOP, Ctrl-Z), on Linux."""
-        return _read_stat(self.pids.get(rank, 0))[:1] == ["T"]
+        return read_stat(self.pids.get(rank, 0))[:1] == ["T"]
 
     def cpu_seconds(self, rank: int) -> float:
         """Return the processor time that a rank has used, on Linux; 0 elsewhere."""
-        fields = _read_stat(self.pids.get(rank, 0))
+        fields = read_stat(self.pids.get(rank, 0))
         return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def locate(self, rank: int) -> str:
@@ -524,6 +526,18 @@ class RankSupervisor:
             self.outcomes[rank].when = time.monotonic()
             self.outcomes[rank].hint = "; the fork server that had started it exited"
 
+    def _on_reports(self, rank: int) -> bool:
+        """Process all messages that have come: the last may decide how output is shown."""
+        while self._on_report(rank):
+            report = self._reports.get(rank)
+            if report is None:
+                return True
+            waiting = select.poll()
+            waiting.register(report, select.POLLIN)
+            if not waiting.poll(0):
+                return True
+        return False
+
     def _on_report(self, rank: int) -> bool:
         """Process one message of a rank; return False if there are no more."""
         report = self._reports.get(rank)
@@ -573,15 +587,6 @@ def _is_open(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _read_stat(pid: int) -> list[str]:
-    """Return what Linux says of a process, from its state: R, S, D, T (stopped) or Z; or []."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 def _group_exists(group: int) -> bool:
