@@ -17,7 +17,7 @@ from lockstep.data.microbatch import (
     split_batch,
     split_evenly,
 )
-from lockstep.errors import DatasetError
+from lockstep.errors import DatasetError, UsageError
 
 
 class Pair(NamedTuple):
@@ -173,3 +173,9 @@ def test_a_mapping_that_cannot_be_rebuilt_becomes_a_dict() -> None:
 def test_sparse_tensors_pass_as_they_are() -> None:
     sparse = torch.eye(3).to_sparse()
     assert align_tensors(sparse) is sparse
+
+
+def test_a_batch_that_is_unpacked_says_what_to_do() -> None:
+    batch = split_batch((torch.zeros(4, 2), torch.zeros(4)), 2, 1, 0)
+    with pytest.raises(UsageError, match=r"cannot be unpacked: pass it whole to trainer\.step"):
+        _, _ = batch

@@ -135,6 +135,16 @@ def test_a_long_epoch_prints_a_line_every_ten_seconds():
     assert lines[1].endswith("2 min 10 s left")  # 60 + 2 x 100 steps of half a second
 
 
+def test_loss_and_metrics_are_means_of_the_same_steps():
+    meter = ProgressMeter(1, 100, 0.0)
+    for step, value in enumerate((0.0, 1.0, 1.0, 1.0)):
+        metrics = {"accuracy": value} | ({"late": 1.0} if step > 1 else {})
+        meter.step(step + 1.0, 0, value, 32, metrics, [])
+    assert meter.metrics()["accuracy"] == pytest.approx(meter.loss())
+    assert 0.74 < meter.loss() < 0.76
+    assert meter.metrics()["late"] == pytest.approx(1.0)
+
+
 def test_quiet_prints_nothing():
     progress, stream, clock = plain(steps=5, quiet=True, title="digits")
     take(progress, clock, 5, 60.0)

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import torch
 
 from lockstep.data.consistency import BatchIdentity
-from lockstep.errors import DatasetError
+from lockstep.errors import DatasetError, UsageError
 
 __all__ = [
     "Batch",
@@ -106,6 +106,14 @@ class Batch:
     seconds: float = 0.0
     identity: BatchIdentity = field(default_factory=BatchIdentity)
     single_sample: str = ""
+
+    def __iter__(self) -> NoReturn:
+        """Say what to do with a batch that is unpacked as that of a DataLoader."""
+        raise UsageError(
+            "a batch is this rank's part in micro-batches and cannot be unpacked: pass it whole to "
+            "trainer.step(batch), or write `with trainer.manual_step() as step:` and `for inputs, "
+            "targets in step.microbatches(batch):` for a loop of your own"
+        )
 
 
 def split_batch(

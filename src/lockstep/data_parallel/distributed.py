@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,16 @@ __all__ = ["DistributedDataParallel"]
 MIB = 1 << 20
 
 
+UNUSED = {
+    "device_ids": "the module stays on its device, and inputs must be there too",
+    "output_device": "outputs stay on the module's device",
+    "dim": "the ranks split the batch, not the module",
+    "find_unused_parameters": "parameters without a gradient are always found",
+    "static_graph": "each backward may differ from the one before",
+}
+"""Options of torch's class, and why there are none of them here."""
+
+
 class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module so that backward leaves the mean gradient of all ranks in `.grad`.
 
@@ -53,9 +63,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         gradient_as_bucket_view: Whether `.grad` is a view of the bucket, which the next
             backward overwrites, instead of a copy in its own memory: one pass over the
             gradients less, and the bucket is all the memory they take.
+        others: None; options of torch's class that there is no use for raise an error.
 
     Raises:
-        UsageError: `lockstep.init()` has not been called.
+        UsageError: `lockstep.init()` has not been called, or there is no such option.
         DisagreementError: The ranks' models differ.
         GradientError: In backward, for `create_graph=True` and for sparse gradients of other
             modules.
@@ -69,7 +80,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = BUCKET_BYTES / MIB,
         gradient_as_bucket_view: bool = False,
+        **others: Never,
     ) -> None:
+        for name in others:
+            why = UNUSED.get(name)
+            raise UsageError(
+                f"DistributedDataParallel has no option {name}"
+                + (f": leave it out, because {why}" if why else "")
+            )
         nn.Module.__init__(self)
         Joinable.__init__(self)
         device = world().device

@@ -422,7 +422,7 @@ class ProgressMeter:
         self._step_seconds = 0.0
         self._pause = 0.0
         self._weight = self._loss = 0.0
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, tuple[float, float]] = {}  # sum and weight
         self._times = [0.0] * len(TIME_CATEGORIES)
         self._samples = 0
         self._marks: deque[tuple[float, int]] = deque([(now, 0)])
@@ -452,8 +452,8 @@ class ProgressMeter:
         self._weight = SMOOTHING * self._weight + 1 - SMOOTHING
         self._loss = SMOOTHING * self._loss + (1 - SMOOTHING) * loss
         for name, value in (metrics or {}).items():
-            past = self._metrics.get(name, value)
-            self._metrics[name] = SMOOTHING * past + (1 - SMOOTHING) * value
+            total, weight = self._metrics.get(name, (0.0, 0.0))
+            self._metrics[name] = SMOOTHING * total + value, SMOOTHING * weight + 1
         for row in ranks:
             self._times = [
                 SMOOTHING * past + fresh for past, fresh in zip(self._times, row, strict=True)
@@ -492,7 +492,7 @@ class ProgressMeter:
 
     def metrics(self) -> dict[str, float]:
         """Return the mean metrics of about the last fifty steps."""
-        return self._metrics
+        return {name: total / weight for name, (total, weight) in self._metrics.items()}
 
     def seconds_idle(self, now: float) -> float:
         """Return the seconds since the last step."""
