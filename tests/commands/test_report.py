@@ -42,6 +42,14 @@ def test_formats(place, kind, beginning):
     assert (place / f"elsewhere/x.{kind}").read_bytes().startswith(beginning)
 
 
+def test_a_suffix_that_is_no_format_is_refused(place):
+    with pytest.raises(UsageError, match=r"x.pdf: the suffix decides the format"):
+        invoke("night", "-o", "x.pdf")
+    assert not (place / "x.pdf").exists()
+    invoke("night", "--format", "md", "-o", "x.txt")
+    assert (place / "x.txt").read_text().startswith("## night")
+
+
 def test_standard_output(place):
     done = invoke("night", "--format", "png", "-o", "-")
     assert Image.open(io.BytesIO(done.stdout_bytes)).size == (2400, 1350)

@@ -96,6 +96,8 @@ def test_an_error_of_lockstep_is_joined_over_the_ranks_that_raised_it():
     assert told(own(0, "no data"), Outcome(1)) == ([0], "train.py:3: rank 0 failed: no data")
     late = own(1, "rank 1: too late")
     assert told(own(0, "rank 0: too late"), late) == ([0, 1], "train.py:3: rank 0: too late")
+    of_rank_1 = "rank 1, step 3: the loss is nan"  # which every rank raises
+    assert told(own(0, of_rank_1), own(1, of_rank_1)) == ([0, 1], f"train.py:3: {of_rank_1}")
     assert told(own(0, "no data", ""), own(1, "no data", "")) == ([0, 1], "no data")
     assert told(own(0, "differ"), own(1, "differ", "train.py:4"), own(2, "differ")) == (
         [0, 1, 2], "train.py:3 on ranks 0 and 2, train.py:4 on rank 1: differ",

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from lockstep.errors import UsageError
 from lockstep.model.loss_weight import (
     compute_shares,
     count_ignored_targets,
+    find_hidden_weights,
     infer_weight_function,
     is_sum,
 )
@@ -128,3 +130,51 @@ def test_a_batch_that_weighs_nothing_is_an_error(ranks):
 
     with pytest.raises(ls.LockstepError, match=r"sum to 0\.0; does every sample"):
         ranks(step, 2)
+
+
+class Smoothed(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.inner = nn.CrossEntropyLoss(**options)
+
+    def forward(self, outputs, targets):
+        return self.inner(outputs, targets) + 0 * outputs.mean()
+
+
+def padded(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, ignore_index=0)
+
+
+def test_the_weight_of_a_loss_inside_of_another_one():
+    targets = torch.tensor([0, 1, 2, 0])
+    assert ls.target_weight(Smoothed(ignore_index=0))((None, targets)) == 2
+    for loss in (padded, nn.MSELoss()):
+        with pytest.raises(UsageError, match=r"ls.target_weight takes a CrossEntropyLoss"):
+            ls.target_weight(loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "option"),
+    [
+        (Smoothed(ignore_index=0), "ignore_index"),
+        (Smoothed(weight=CLASS_WEIGHTS), "weight"),
+        (padded, "ignore_index"),
+        (Smoothed(), ""),
+        (nn.CrossEntropyLoss(ignore_index=0), ""),  # its weights are counted
+        (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets), ""),
+        (None, ""),
+    ],
+)
+def test_a_loss_that_hides_its_weights_is_named(loss, option, capsys):
+    def count(data):
+        return float(len(data[-1]))
+
+    assert find_hidden_weights(loss) == option
+    ls.init()
+    try:
+        ls.Trainer(nn.Linear(2, 3), loss, partial(torch.optim.SGD, lr=0.1))
+        assert (f"uses {option}=" in capsys.readouterr().err) == bool(option)
+        ls.Trainer(nn.Linear(2, 3), loss, partial(torch.optim.SGD, lr=0.1), loss_weight=count)
+        assert not capsys.readouterr().err
+    finally:
+        ls.shutdown()

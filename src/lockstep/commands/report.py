@@ -92,7 +92,12 @@ def _trace(run: Run) -> bytes:
 
 def format_of(output: str | None) -> str:
     """Return the format of an output file by its suffix; "html" by default."""
-    suffix = Path(output).suffix.lstrip(".") if output else ""
+    suffix = Path(output).suffix.lstrip(".").lower() if output else ""
+    if suffix and suffix not in (*SUFFIXES, "htm"):
+        raise UsageError(
+            f"--output {output}: the suffix decides the format, which is one of "
+            f"{', '.join(SUFFIXES)}; to write another one, add --format"
+        )
     return suffix if suffix in SUFFIXES else "html"
 
 

@@ -35,7 +35,7 @@ def command(folder: str, as_json: bool) -> None:
     if not place.is_dir():
         raise UsageError(
             f"there is no folder {folder}; runs are stored in the folder `runs` where they were "
-            f"started, or in the folder given by --runs"
+            f"started, or in the one that was given to --runs of `lockstep run` or `lockstep train`"
         )
     found = list_runs(place)
     if as_json:

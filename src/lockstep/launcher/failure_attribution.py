@@ -165,15 +165,16 @@ def _describe_failure(failure: Outcome) -> str:
 def find_same_failures(outcomes: Iterable[Outcome], failure: Outcome) -> list[Outcome]:
     """Return the outcomes with the same error of Lockstep as `failure`; none if it is another."""
     own = _identify(failure)
-    return [each for each in outcomes if own and _identify(each) == own]
+    return [each for each in outcomes if own & _identify(each)]
 
 
-def _identify(outcome: Outcome) -> str:
-    """Return the message of an error of Lockstep without the rank's own number; or ""."""
+def _identify(outcome: Outcome) -> set[str]:
+    """Return the message of an error of Lockstep, as it is and without the rank's own number."""
     error = outcome.error
     if error is None or not error["plain"]:
-        return ""
-    return re.sub(rf"\brank {outcome.rank}\b", "rank", error["message"])
+        return set()
+    message = error["message"]
+    return {message, re.sub(rf"\brank {outcome.rank}\b", "rank", message)}
 
 
 def describe_own_failure(outcomes: Sequence[Outcome], failure: Outcome) -> str:

@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import math
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -503,7 +504,7 @@ def _show_failure(ranks: RankSupervisor, error: RankError) -> RankError:
     else:
         sentence = str(error)
         _show_last_lines(ranks, failure.rank)
-    complete = RankError(f"{sentence}{_describe_log(ranks, failure.rank, same)}")
+    complete = RankError(f"{sentence}{_describe_log(ranks, sentence, failure.rank, same)}")
     complete.rank, complete.status = error.rank, error.status
     return complete
 
@@ -526,13 +527,16 @@ def _show_other_errors(outcomes: list[Outcome], same: list[Outcome]) -> None:
             say(describe_own_failure(outcomes, each))
 
 
-def _describe_log(ranks: RankSupervisor, rank: int, same: list[Outcome]) -> str:
+def _describe_log(ranks: RankSupervisor, sentence: str, rank: int, same: list[Outcome]) -> str:
     log = ranks.outputs[rank].log
     if log is None:
         return ""
     folder = locate_renamed(log.parent)
     if len(same) < 2:
-        return f"; its log: {folder / log.name}"
+        named = re.search(r"\brank (\d+)\b", sentence)
+        is_named = named is not None and int(named[1]) == rank
+        whose = "its log" if is_named else f"the log of rank {rank}"
+        return f"; {whose}: {folder / log.name}"
     who = format_ranks([each.rank for each in same])
     return f"; {who} raised this, see {folder}/rank-*.log"
 

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.errors import UsageError
+
 __all__ = [
     "compute_shares",
     "count_ignored_targets",
+    "find_hidden_weights",
     "infer_weight_function",
     "is_sum",
     "target_weight",
@@ -58,7 +61,23 @@ def target_weight(loss: Callable[..., Any]) -> WeightFunction:
 
     Counts the targets that are not `ignore_index`, each with its class weight.
     The micro-batch must be a tuple or list whose last entry holds class indices.
+
+    Args:
+        loss: Such a loss, `partial(torch.nn.functional.cross_entropy, ...)`, or a module that
+            contains one such loss.
+
+    Raises:
+        UsageError: It is something else, whose mean is not known.
     """
+    inner = _inner_losses(loss)
+    if not _is_classification(loss) and len(inner) != 1:
+        raise UsageError(
+            "ls.target_weight takes a CrossEntropyLoss, an NLLLoss or a module with one of them, "
+            f"not {_name(loss)}: pass the one that it uses, or a function of your own that counts "
+            "the targets of a micro-batch, such as loss_weight=lambda data: "
+            "float((data[-1] != padding).sum())"
+        )
+    loss = inner[0] if inner else loss
     class_weights = _option(loss, "weight", None)
     ignored = _option(loss, "ignore_index", IGNORED_BY_DEFAULT)
 
@@ -85,6 +104,34 @@ def infer_weight_function(loss: object) -> WeightFunction | None:
     if _option(loss, "weight", None) is None and ignored == IGNORED_BY_DEFAULT:
         return None
     return target_weight(loss)
+
+
+def find_hidden_weights(loss: object) -> str:
+    """Return the option of a loss inside of another one that makes it no mean over samples.
+
+    Returns:
+        Such as "ignore_index"; "" if there is none, or it is accounted for.
+    """
+    if _is_classification(loss):
+        return ""
+    for inner in _inner_losses(loss):
+        if infer_weight_function(inner) is not None:
+            return "ignore_index" if inner.weight is None else "weight"
+    code = getattr(loss, "__code__", None)
+    if code is None or not {"cross_entropy", "nll_loss"} & set(code.co_names):
+        return ""
+    options = {name for const in code.co_consts if isinstance(const, tuple) for name in const}
+    return next((name for name in ("ignore_index", "weight") if name in options), "")
+
+
+def _inner_losses(loss: object) -> list[Any]:
+    """Return the losses that a loss module contains, and that are means over their targets."""
+    parts = loss.modules() if isinstance(loss, nn.Module) else ()
+    return [each for each in parts if _is_classification(each)]
+
+
+def _name(loss: object) -> str:
+    return str(getattr(loss, "__name__", f"a {type(loss).__name__}"))
 
 
 def count_ignored_targets(loss: object, data: Any) -> int:

@@ -17,9 +17,14 @@ from lockstep.data.content_hash import hash_content
 from lockstep.data.microbatch import Batch, map_tensors, split_batch
 from lockstep.errors import LayoutError, UsageError
 from lockstep.launcher.world import World
+from lockstep.messages import say
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.loss_scale import LossScale
-from lockstep.model.loss_weight import WeightFunction, infer_weight_function
+from lockstep.model.loss_weight import (
+    WeightFunction,
+    find_hidden_weights,
+    infer_weight_function,
+)
 
 __all__ = ["ParallelContext"]
 
@@ -74,6 +79,15 @@ class ParallelContext:
             raise UsageError(
                 f"the loss {type(loss).__name__} has parameters, which nobody would train: make it "
                 "a part of the model, which then returns its loss (loss=None)"
+            )
+        option = "" if loss_weight is not None else find_hidden_weights(loss)
+        if option and world.rank == 0:
+            say(
+                f"the loss {getattr(loss, '__name__', type(loss).__name__)} uses {option}=, so it "
+                "may not be a mean over the samples, and micro-batches may count too much or too "
+                "little: pass loss_weight=ls.target_weight(...) of the loss in it, or a function "
+                "that counts the targets of a micro-batch (len of its last entry if it is a mean "
+                "over the samples after all)"
             )
         return cls(
             microbatches=microbatches,
