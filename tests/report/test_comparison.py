@@ -123,7 +123,9 @@ def test_the_first_step_at_which_losses_differ(run):
     said = sentences(a, b)
     assert "the digests differ" in said[1]
     ours = float(a.steps.loss[41])
-    assert said[2] == f"Their losses first differ at step 41: {ours!r} and 0.5 (60 steps compared)."
+    assert said[2] == (
+        f"Their losses first differ at step 41: 0.5 in b and {ours!r} in a (60 steps compared)."
+    )
     assert first_differing_step(a, b) == 41
 
 

@@ -316,6 +316,7 @@ class ScriptProgress:
         self._is_wanted, self._stream, self._clock = is_wanted, stream, clock
         self._display: Progress | None = None
         self._epoch: tuple[int, int | None, int] | None = None
+        self._begun = 0.0  # when the epoch began
         self._count = 0  # of this trainer's steps
         self._seen = -1  # of the other trainer's steps, when this one looked last
         self._line_after = 0.0  # no line of an epoch before that time
@@ -323,7 +324,7 @@ class ScriptProgress:
 
     def begin_epoch(self, epoch: int, steps: int | None, done: int) -> None:
         """Begin an epoch; `steps` and `done` as for the meter."""
-        self._epoch = epoch, steps, done
+        self._epoch, self._begun = (epoch, steps, done), self._clock()
         if self._display is not None:
             self._display.meter.begin_epoch(epoch, steps, done)
 
@@ -341,7 +342,8 @@ class ScriptProgress:
         """Print the line of an epoch that has ended, if there is time to read it."""
         self._has_line = self._display is not None and self._clock() >= self._line_after
         if self._display is not None and self._has_line:
-            self._display.epoch(**fields)
+            # With what the script does between its steps, as in the live region.
+            self._display.epoch(**fields | {"seconds": self._clock() - self._begun})
             self._line_after = self._clock() + EPOCH_INTERVAL
 
     def evaluation(self, loss: float, metrics: dict[str, float]) -> None:

@@ -115,7 +115,7 @@ def compare_runs(runs: list[Run]) -> Comparison:
             _speed_sentence((runs[0], run), (names[0], name), speed),
             _digest_sentence(names[0], name, same),
             *_optimizer_sentences(runs[0], run),
-            *_loss_sentences(losses),
+            *_loss_sentences(losses, names[0], name),
             *_settings_sentences(runs[0], run, is_same=same is not False and losses.step is None),
             *_weights_sentences(runs[0], run),
         ]
@@ -264,15 +264,15 @@ def _settings_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
     ]
 
 
-def _loss_sentences(losses: LossDifference) -> list[str]:
+def _loss_sentences(losses: LossDifference, first: str, second: str) -> list[str]:
     """Return the sentence about the losses."""
     if not losses.num_compared:
         return ["They have no steps in common, so their losses cannot be compared."]
     if losses.step is None:
         return [f"Their losses are bit-identical at all {losses.num_compared:,} common steps."]
     return [
-        f"Their losses first differ at step {losses.step:,}: {losses.first!r} and "
-        f"{losses.second!r} ({losses.num_compared:,} steps compared)."
+        f"Their losses first differ at step {losses.step:,}: {losses.second!r} in {second} and "
+        f"{losses.first!r} in {first} ({losses.num_compared:,} steps compared)."
     ]
 
 

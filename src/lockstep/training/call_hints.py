@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import wraps
 from typing import Any, NoReturn, TypeVar
 
@@ -49,6 +51,28 @@ INSTEAD = {
 """What to write instead of names that other libraries have."""
 
 
+ARGUMENTS = {
+    "accumulation_steps": "microbatches=, which are computed one after the other",
+    "batch_size": "trainer.batches(dataset, batch_size)",
+    "clip_grad_norm": "max_grad_norm=",
+    "criterion": "the second argument, the loss",
+    "ema": "ema_decay=",
+    "epochs": "a loop: for epoch in range(epochs)",
+    "gradient_accumulation_steps": "microbatches=, which are computed one after the other",
+    "grad_clip": "max_grad_norm=",
+    "logger": "loggers=",
+    "loss_fn": "the second argument, the loss",
+    "lr": "an optimizer factory, partial(torch.optim.SGD, lr=0.1)",
+    "lr_scheduler": "ls.OptimizerConfig(factory, scheduler=...)",
+    "max_epochs": "a loop: for epoch in range(epochs)",
+    "precision": "autocast_dtype=torch.bfloat16",
+    "record": "loggers=",
+    "scheduler": "ls.OptimizerConfig(factory, scheduler=...)",
+    "stages": "pipeline=ls.PipelineConfig(stages=2)",
+}
+"""What to write instead of arguments of a Trainer that other libraries have."""
+
+
 def explain_calls(trainer: type[Class]) -> type[Class]:
     """Let the methods and wrong names of a trainer's class raise errors that say what to write.
 
@@ -59,6 +83,7 @@ def explain_calls(trainer: type[Class]) -> type[Class]:
         name: _explain_arguments(getattr(trainer, name), sentence)
         for name, sentence in CALLS.items()
     }
+    methods["__init__"] = _explain_construction(trainer)
     for name, method in (methods | {"__getattr__": _refuse_name}).items():
         setattr(trainer, name, method)  # type checkers do not see it: to them, no name exists
     return trainer
@@ -78,6 +103,26 @@ def _explain_arguments(method: Callable[..., Any], sentence: str) -> Callable[..
     return call
 
 
+def _explain_construction(trainer: type[Any]) -> Callable[..., None]:
+    construct: Callable[..., None] = trainer.__init__
+    known = list(inspect.signature(construct).parameters)[1:]
+
+    @wraps(construct)
+    def call(self: object, *args: Any, **options: Any) -> None:
+        for name in options.keys() - set(known):
+            close = get_close_matches(name, known, 1)
+            hint = ARGUMENTS.get(name) or (f"{close[0]}=" if close else "")
+            raise UsageError(
+                f"ls.Trainer has no argument {name}"
+                + (f": write {hint}" if hint else f"; its arguments are {', '.join(known)}")
+            )
+        construct(self, *args, **options)
+
+    return call
+
+
 def _refuse_name(trainer: object, name: str) -> NoReturn:
-    hint = f": {INSTEAD[name]}" if name in INSTEAD else ""
+    close = get_close_matches(name, [each for each in dir(trainer) if each[0] != "_"], 1)
+    hint = INSTEAD.get(name) or (f"did you mean {close[0]}?" if close else "")
+    hint = f": {hint}" if hint else ""
     raise AttributeError(f"a trainer has no attribute {name!r}{hint}", name=name, obj=trainer)

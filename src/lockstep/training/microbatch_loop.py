@@ -125,7 +125,7 @@ class MicrobatchLoop:
         """Leave the loop; an error in a micro-batch gets a note that names it."""
         if isinstance(self._iteration, Generator):
             self._iteration.close()  # leaves autocast, even if the user keeps the generator
-        if error is not None and self._current is not None:
+        if error is not None and self._current is not None and "micro-batch" not in str(error):
             error.add_note(f"in {self.place}")
         self.step.failure = self.gradients.failure
 
