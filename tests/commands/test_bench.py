@@ -17,7 +17,7 @@ CLI = [sys.executable, "-c", "from lockstep.cli import main; main()", "bench"]
 until = partial(processes.until, seconds=60.0)
 
 
-@pytest.mark.parametrize(("how", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_benchmark_that_is_ended_takes_ranks_and_folder_with_it(tmp_path, how, status):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     flags = ["all_reduce", "-n", "2", "--vs", "gloo", "--sizes", "4", "--seconds", "100"]
