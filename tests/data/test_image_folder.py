@@ -49,7 +49,7 @@ def test_one_folder_is_split_alike_every_time_and_in_each_class(tmp_path):
     assert numpy.bincount(training.labels).tolist() == [8, 8]
     assert numpy.bincount(held_out.labels).tolist() == [2, 2]
     assert not set(named(training)) & set(named(held_out))
-    assert named(read_image_folder(tmp_path, 0.2, 0)[1]) == named(held_out)
+    assert named(read_image_folder(str(tmp_path), 0.2, 0)[1]) == named(held_out)
     assert named(read_image_folder(tmp_path, 0.2, 1)[1]) != named(held_out)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.errors import UsageError
+from lockstep.errors import LossError, UsageError
 from lockstep.model.loss_weight import (
     compute_shares,
     count_ignored_targets,
@@ -45,6 +45,9 @@ def test_ignored_targets_are_counted_where_nothing_says_so():
     assert count_ignored_targets(nn.CrossEntropyLoss(), data) == 2
     assert count_ignored_targets(nn.MSELoss(), data) == 0
     assert count_ignored_targets(nn.CrossEntropyLoss(), (None, torch.rand(3, 2))) == 0
+    assert count_ignored_targets(None, {"labels": data[1]}) == 2
+    assert count_ignored_targets(None, {"labels": [1, -100]}) == 0
+    assert count_ignored_targets(None, data) == 0  # the last entry may be anything
 
 
 def test_losses_that_add_are_not_scaled():
@@ -120,6 +123,69 @@ def test_ignored_targets_without_a_weight_are_pointed_out_once(ranks):
     ((message,),) = ranks(warned, 1)
     assert "weight=lockstep.target_weight" in message
     assert "rank 0, step 0, micro-batch 1: the loss ignores some targets" in message
+
+
+class LanguageModel(nn.Module):
+    """Returns its loss as causal language models of Hugging Face do: it shifts the labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+
+    def forward(self, input_ids, labels):
+        logits, targets = self.inner(input_ids)[:, :-1], labels[:, 1:]
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())}
+
+
+@pytest.fixture
+def alone():
+    ls.init()
+    yield
+    ls.shutdown()
+
+
+@pytest.mark.usefixtures("alone")
+def test_labels_of_a_model_that_returns_its_loss_are_counted_by_target_weight():
+    lengths = torch.tensor([2, 9, 3, 5, 7, 4, 6, 8])
+    tokens = torch.randint(0, 9, (8, 9), generator=torch.Generator().manual_seed(1))
+    labels = tokens.where(torch.arange(9) < lengths[:, None], -100)
+    batch = {"input_ids": tokens, "labels": labels}
+
+    def step(**options):
+        torch.manual_seed(0)
+        trainer = ls.Trainer(LanguageModel(), None, partial(torch.optim.SGD, lr=0.0), **options)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            losses = {trainer.step(batch) for _ in range(2)}
+        return losses.pop(), [str(each.message) for each in seen]
+
+    weight = ls.target_weight(nn.CrossEntropyLoss(), shift=1)
+    whole, _ = step(microbatches=1, loss_weight=weight)
+    unweighted, (message,) = step(microbatches=4)
+    weighted, silent = step(microbatches=4, loss_weight=weight)
+    assert weighted == pytest.approx(whole, rel=1e-6)
+    assert unweighted != pytest.approx(whole, rel=1e-3)
+    assert "micro-batch 0: the loss ignores some targets (labels of -100), so" in message
+    assert "target_weight(torch.nn.CrossEntropyLoss()) to the trainer, with shift=1" in message
+    assert not silent
+    with pytest.raises(LossError, match=r"found no targets in a dict: .* or \"labels\" of a"):
+        ls.Trainer(
+            LanguageModel(), None, partial(torch.optim.SGD, lr=0.0), loss_weight=weight
+        ).step({"input_ids": tokens})
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_microbatch_without_a_target_is_named_as_the_reason_of_its_nan():
+    inputs, targets = batch(ignored=True)
+    for weight in (float("nan"), 1.0):  # with 1.0, the targets are the reason
+        model = nn.Linear(5, 4)
+        nn.init.constant_(model.weight, weight)
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.0))
+        with pytest.raises(LossError, match="micro-batch 0: the loss is nan") as raised:
+            trainer.step((inputs, targets.clamp(min=0) if weight != weight else targets))
+        assert ("ignores all targets of the micro-batch, pass" in str(raised.value)) == (
+            weight == 1.0
+        )
 
 
 def test_a_batch_that_weighs_nothing_is_an_error(ranks):

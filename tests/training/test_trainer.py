@@ -664,8 +664,23 @@ def test_wrong_arguments_get_one_sentence(wrong, error, sentence):
             rows(16).tensors,
             r"rank 0, step 0, micro-batch 0: the loss has shape \(2,\); it must be a scalar",
         ),
-        (lambda o, t: 1.0, rows(16).tensors, "the loss is a float, not a tensor"),
-        (lambda o, t: o.detach().sum(), rows(16).tensors, "depends on no trainable parameter"),
+        (lambda o, t: 1.0, rows(16).tensors, r"a float, not a tensor: leave out .item\(\) or"),
+        (
+            lambda o, t: o.detach().sum(),
+            rows(16).tensors,
+            r"depends on no trainable parameter; .* or detached by .detach\(\)",
+        ),
+        (
+            lambda o, t: (o, o.sum()),
+            rows(16).tensors,
+            r"returned a tuple that begins with \(2, 3\) float32: return the loss first, or alone",
+        ),
+        (
+            lambda o, t: {"mean": o.mean()},
+            rows(16).tensors,
+            "returned a dict of 'mean': return the loss alone, or under the key \"loss\"",
+        ),
+        (lambda o, t: None, rows(16).tensors, "returned None: end it with `return loss`"),
         (
             nn.CrossEntropyLoss(),
             (torch.zeros(16, 6), torch.arange(16)),
@@ -675,7 +690,7 @@ def test_wrong_arguments_get_one_sentence(wrong, error, sentence):
         (nn.CrossEntropyLoss(), torch.zeros(16, 6), "a pair .inputs, targets., not a Tensor"),
         (nn.CrossEntropyLoss(), (torch.zeros(4, 6), torch.zeros(5)), "has 4 samples"),
     ],
-    ids=["shape", "float", "detached", "label", "no pair", "sizes"],
+    ids=["shape", "float", "detached", "last", "key", "none", "label", "no pair", "sizes"],
 )
 def test_a_wrong_loss_or_batch_is_named_with_its_place(loss, batch, sentence):
     trainer = ls.Trainer(small_model(), loss, SGD)

@@ -89,7 +89,7 @@ class ImageFiles:
         return ImageFiles(self.folder, self.classes, self.names[chosen], self.labels[chosen])
 
 
-def read_image_folder(folder: Path, share: float, seed: int) -> tuple[ImageFiles, ImageFiles]:
+def read_image_folder(folder: str | Path, share: float, seed: int) -> tuple[ImageFiles, ImageFiles]:
     """Return the images for training and the held-out images of a folder.
 
     Args:
@@ -100,6 +100,7 @@ def read_image_folder(folder: Path, share: float, seed: int) -> tuple[ImageFiles
     Raises:
         DatasetError: The folder or its classes do not exist, or a class has no image.
     """
+    folder = Path(folder)
     if not folder.is_dir():
         raise DatasetError(
             f"{folder} is not a folder; pass one that has one folder of images per class"

@@ -169,12 +169,13 @@ def find_same_failures(outcomes: Iterable[Outcome], failure: Outcome) -> list[Ou
 
 
 def _identify(outcome: Outcome) -> set[str]:
-    """Return the message of an error of Lockstep, as it is and without the rank's own number."""
+    """Return the message of an error of Lockstep, as it is and without the rank's own place."""
     error = outcome.error
     if error is None or not error["plain"]:
         return set()
     message = error["message"]
-    return {message, re.sub(rf"\brank {outcome.rank}\b", "rank", message)}
+    place = rf"\brank {outcome.rank}\b(?:(, step \d+), micro-batch \d+)?"
+    return {message, re.sub(place, r"rank\1", message)}
 
 
 def describe_own_failure(outcomes: Sequence[Outcome], failure: Outcome) -> str:

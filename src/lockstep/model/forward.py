@@ -86,6 +86,14 @@ def compute_loss(
             f"{_describe(targets)}: {type(error).__name__}: {_first_line(error)}"
         ) from error
     value = _find_loss(value, place)
+    if value is None or isinstance(value, (tuple, list, Mapping)):
+        advice = "return the loss first, or alone"
+        if isinstance(value, Mapping):
+            advice = 'return the loss alone, or under the key "loss"'
+        returned = "None: end it with `return loss`"
+        if value is not None:
+            returned = f"{_describe_output(value)}: {advice}"
+        raise LossError(f"{place}: the loss {_name(loss)} returned {returned}")
     with torch.no_grad():
         values = {name: metric(outputs, targets) for name, metric in metrics.items()}
     for name, number in values.items():
@@ -101,6 +109,8 @@ def check_scalar(loss: object, place: str) -> None:
     """Raise LossError unless a loss is a tensor with one number."""
     if not isinstance(loss, torch.Tensor):
         advice = ": pass the loss in it" if isinstance(loss, (tuple, list, Mapping)) else ""
+        if isinstance(loss, (float, int)):
+            advice = ": leave out .item() or float()"
         raise LossError(f"{place}: the loss is a {type(loss).__name__}, not a tensor{advice}")
     if loss.numel() != 1:
         raise LossError(

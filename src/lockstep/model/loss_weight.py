@@ -32,6 +32,8 @@ WeightFunction = Callable[[Any], float]
 
 IGNORED_BY_DEFAULT = -100
 """The default `ignore_index` of torch's losses."""
+LABELS = "labels"
+"""The key of the targets in a batch that is a mapping, as Hugging Face models name them."""
 
 
 def is_sum(loss: object) -> bool:
@@ -56,15 +58,18 @@ def _is_classification(loss: object) -> bool:
     return known and _option(loss, "reduction", "mean") == "mean"
 
 
-def target_weight(loss: Callable[..., Any]) -> WeightFunction:
+def target_weight(loss: Callable[..., Any], *, shift: int = 0) -> WeightFunction:
     """Return the weight function of a `CrossEntropyLoss` or `NLLLoss`: what its mean divides by.
 
     Counts the targets that are not `ignore_index`, each with its class weight.
-    The micro-batch must be a tuple or list whose last entry holds class indices.
+    The micro-batch must be a tuple or list whose last entry holds class indices, or a mapping
+    that has them as "labels".
 
     Args:
         loss: Such a loss, `partial(torch.nn.functional.cross_entropy, ...)`, or a module that
             contains one such loss.
+        shift: How many targets at the beginning of each sequence are not predicted: 1 for a
+            model that shifts its labels, as causal language models of Hugging Face do.
 
     Raises:
         UsageError: It is something else, whose mean is not known.
@@ -82,7 +87,14 @@ def target_weight(loss: Callable[..., Any]) -> WeightFunction:
     ignored = _option(loss, "ignore_index", IGNORED_BY_DEFAULT)
 
     def weight(data: Any) -> float:
-        targets = data[-1]
+        targets = _find_targets(data)
+        if targets is None:
+            raise UsageError(
+                f"ls.target_weight found no targets in a {type(data).__name__}: they are the last "
+                'entry of a tuple or list, or "labels" of a mapping; for anything else pass '
+                "loss_weight= a function that counts the targets of a micro-batch"
+            )
+        targets = targets[:, shift:] if shift else targets
         if targets.is_floating_point():  # a distribution over classes: a mean over the samples
             return float(len(targets))
         kept = targets[targets != ignored]
@@ -135,13 +147,25 @@ def _name(loss: object) -> str:
 
 
 def count_ignored_targets(loss: object, data: Any) -> int:
-    """Count the targets that a loss ignores although no weight function accounts for it."""
-    if not _is_classification(loss):
+    """Count the targets that a loss ignores although no weight function accounts for it.
+
+    A model that returns its own loss (None) ignores "labels" of -100 in a mapping.
+    """
+    if not (_is_classification(loss) or (loss is None and isinstance(data, Mapping))):
         return 0
-    targets = data[-1] if isinstance(data, (tuple, list)) and data else None
-    if not isinstance(targets, torch.Tensor) or targets.is_floating_point():
+    targets = _find_targets(data)
+    if targets is None or targets.is_floating_point():
         return 0
     return int((targets == _option(loss, "ignore_index", IGNORED_BY_DEFAULT)).sum())
+
+
+def _find_targets(data: Any) -> torch.Tensor | None:
+    """Return the targets of a micro-batch, or None where they are not known."""
+    if isinstance(data, Mapping):
+        targets = data.get(LABELS)
+    else:
+        targets = data[-1] if isinstance(data, (tuple, list)) and data else None
+    return targets if isinstance(targets, torch.Tensor) else None
 
 
 def compute_shares(weights: Mapping[int, float]) -> dict[int, float]:

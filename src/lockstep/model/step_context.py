@@ -36,6 +36,7 @@ from lockstep.model.loss_weight import compute_shares, count_ignored_targets, is
 from lockstep.model.parallel_context import ParallelContext
 
 __all__ = [
+    "IGNORED_TARGETS",
     "Attempt",
     "ComputedMicrobatch",
     "MicrobatchResult",
@@ -44,6 +45,10 @@ __all__ = [
     "StepLabel",
     "begin_attempts",
 ]
+
+
+IGNORED_TARGETS = "ignores some targets"
+"""What the warning of such a loss says."""
 
 
 @dataclass
@@ -256,7 +261,8 @@ class StepContext:
         if not loss.requires_grad:
             raise LossError(
                 f"{place}: the loss depends on no trainable parameter; either all parameters are "
-                "frozen, or the loss was computed under torch.no_grad()"
+                "frozen, or the loss was computed under torch.no_grad() or detached by .detach(), "
+                ".item() or .data"
             )
 
     def scale_loss(self, loss: torch.Tensor, share: float) -> torch.Tensor:
@@ -312,11 +318,18 @@ class StepContext:
             ) from error
 
     def _warn_of_ignored_targets(self, batch: Batch) -> None:
+        kind, advice = "", "lockstep.target_weight(loss) to the trainer"
+        if self.parallel.loss is None:
+            kind = " (labels of -100)"
+            advice = (
+                "lockstep.target_weight(torch.nn.CrossEntropyLoss()) to the trainer, with shift=1 "
+                "in the call for a causal language model"
+            )
         for each in batch.microbatches:
             if count_ignored_targets(self.parallel.loss, each.data):
                 self.warnings.append(
-                    f"{self.place(each.index)}: the loss ignores some targets, so its mean is not "
-                    "a mean over samples, and the gradient is not that of the whole batch; pass "
-                    "loss_weight=lockstep.target_weight(loss) to the trainer"
+                    f"{self.place(each.index)}: the loss {IGNORED_TARGETS}{kind}, so its mean is "
+                    "not a mean over samples, and the gradient is not that of the whole batch; "
+                    f"pass loss_weight={advice}"
                 )
                 return

@@ -10,7 +10,6 @@ each bottleneck starts with weight 0 (Goyal et al., 2017); labels are smoothed (
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -65,7 +64,7 @@ def load(options: Options) -> Data:
         held_out = SyntheticImages(TESTING, CLASSES, side, seed=1)
         classes = CLASSES
     else:
-        training, held_out = read_image_folder(Path(options.data), HELD_OUT, SPLIT_SEED)
+        training, held_out = read_image_folder(options.data, HELD_OUT, SPLIT_SEED)
         classes = len(training.classes)
     return Data(
         ImageDataset(training, options.size, augment=True),

@@ -39,7 +39,7 @@ from lockstep.model.compilation import static_shapes
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects, require_same_weights
-from lockstep.model.step_context import StepContext
+from lockstep.model.step_context import IGNORED_TARGETS, StepContext
 from lockstep.pipeline.placement import Placement
 from lockstep.training.history import StepResult, compute_rank_times
 from lockstep.training.live_settings import LiveSettings
@@ -297,7 +297,15 @@ class OptimizerStep:
         if (found := find_non_finite(statuses)) is not None:
             rank, microbatch = found
             place = f"rank {rank}, step {step.number}, micro-batch {microbatch.leaf}"
-            raise LossError(f"{place}: the loss is {microbatch.loss}")
+            advice = ""
+            is_ignoring = any(IGNORED_TARGETS in each for each in statuses[rank].warnings)
+            if math.isnan(microbatch.loss) and is_ignoring:
+                loss = "torch.nn.CrossEntropyLoss()" if self.parallel.loss is None else "loss"
+                advice = (
+                    " (if it ignores all targets of the micro-batch, pass loss_weight="
+                    f"ls.target_weight({loss}) to the trainer)"
+                )
+            raise LossError(f"{place}: the loss is {microbatch.loss}{advice}")
 
     # --- (4) reduce and (5) clip ---------------------------------------------------------------
 
