@@ -69,6 +69,21 @@ def test_a_tag_without_a_receive_is_named_with_a_rank_that_returned():
     )
 
 
+def test_errors_of_the_backend_are_the_same_whichever_rank_they_begin_with():
+    calls = "the ranks of group default disagree in call #1: rank 0 called barrier; rank 1 called"
+    outcomes = [raised(rank, 1.0 + rank, f"rank {rank}: {calls}", "DistBackendError", plain=True)
+                for rank in (0, 1)]  # fmt: skip
+    assert find_same_failures(outcomes, outcomes[0]) == outcomes
+    assert describe_own_failure(outcomes, outcomes[0]) == f"train.py:3: {calls}"
+    assert str(make_rank_error(outcomes)) == f"rank 0: {calls}"
+    # A rank that returned explains another's error better than that error.
+    failed = "rank 0: barrier #2 on group default failed: rank 1 has left the group"
+    lost = raised(0, 1.0, failed, "DistBackendError", plain=True)
+    assert describe_own_failure([lost, Outcome(1, status=0, when=2.0)], lost) == (
+        "rank 1 returned while rank 0 still waited in barrier #2 (train.py:3)"
+    )
+
+
 def test_a_rank_that_returned_without_joining_is_named():
     outcomes = [
         Outcome(0, waiting_for=(1, 3)),

@@ -202,6 +202,32 @@ def test_several_simultaneous_failures_give_one_message(run, capfdbinary):
     assert f"raised ValueError: {told[5]} (train.py:2)" in told
 
 
+def test_errors_of_the_backend_are_shown_once_with_the_users_line(run, capfdbinary):
+    source = """
+import lockstep as ls, torch, torch.distributed as dist
+rank = ls.init().rank
+dist.all_reduce(torch.ones(2 + rank))
+"""
+    told, shown = failure(run, capfdbinary, source, flags="-n 2")
+    folder = next(Path("runs").glob("*"))
+    assert told.startswith("train.py:4: the ranks of group default disagree in call #1: rank 0 ")
+    assert told.endswith(f"; ranks 0 and 1 raised this, see {folder}/rank-*.log")
+    assert "Traceback" not in shown
+    assert "DistBackendError" not in shown
+    for rank in (0, 1):
+        assert "in <module>\n    dist.all_reduce" in (folder / f"rank-{rank}.log").read_text()
+    source = """
+import lockstep as ls, torch, torch.distributed as dist
+if ls.init().rank == 0:
+    dist.recv(torch.ones(2), 1)
+"""
+    told, shown = failure(run, capfdbinary, source, flags="-n 2")
+    assert told.startswith("rank 1 returned while rank 0 still waited in recv from rank 1 ")
+    assert "(train.py:4); the log of rank 0: " in told
+    assert "lost the connection to another rank (train.py:4)" in shown
+    assert "Traceback" not in shown
+
+
 def test_an_error_of_lockstep_is_shown_once_with_the_users_line(run, capfdbinary):
     source = """
 import lockstep as ls

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import lockstep as ls
+from lockstep.comm.backend import ArgumentError
 from lockstep.errors import SampleError, UsageError
 from lockstep.launcher import tracebacks
 from lockstep.launcher.tracebacks import find_user_location, format_user_frames
@@ -79,3 +80,15 @@ def test_a_program_shows_its_own_line_and_keeps_its_own_hook():
         f"lockstep.errors.UsageError: {SENTENCE}",
     ]
     assert (shown[1].stdout, shown[1].stderr) == ("hooked\n", "")
+
+
+def test_messages_of_the_backend_count_as_lockstep_s_and_those_of_others_do_not():
+    from torch.distributed import DistBackendError  # type: ignore[attr-defined]
+
+    def is_own(message: str, kind: type[BaseException] = DistBackendError) -> bool:
+        return tracebacks.is_own_error(kind(message))
+
+    assert is_own("rank 1: barrier #2 on group default failed: rank 0 died (process 123)")
+    assert is_own("send: there is no rank 5 in a group of 2", ArgumentError)
+    assert not is_own("NCCL error in: ProcessGroupNCCL.cpp:77, unhandled system error")
+    assert not is_own("rank 1: mine", RuntimeError)

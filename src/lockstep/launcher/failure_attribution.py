@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RankError
+from lockstep.launcher.tracebacks import BACKEND_ERRORS
 
 __all__ = [
     "STOPPED",
@@ -169,13 +170,17 @@ def find_same_failures(outcomes: Iterable[Outcome], failure: Outcome) -> list[Ou
 
 
 def _identify(outcome: Outcome) -> set[str]:
-    """Return the message of an error of Lockstep, as it is and without the rank's own place."""
+    """Return the message of an error of Lockstep, as it is and without the rank's own place.
+
+    Messages of the backend begin with the rank, and may name it again among all others.
+    """
     error = outcome.error
     if error is None or not error["plain"]:
         return set()
     message = error["message"]
     place = rf"\brank {outcome.rank}\b(?:(, step \d+), micro-batch \d+)?"
-    return {message, re.sub(place, r"rank\1", message)}
+    bare = message.removeprefix(f"rank {outcome.rank}: ")
+    return {message, bare, re.sub(place, r"rank\1", message)}
 
 
 def describe_own_failure(outcomes: Sequence[Outcome], failure: Outcome) -> str:
@@ -190,7 +195,12 @@ def describe_own_failure(outcomes: Sequence[Outcome], failure: Outcome) -> str:
         if each.error is not None and each.error["where"]:
             places.setdefault(each.error["where"], []).append(each.rank)
     alone = len(places) == 1
+    is_of_backend = failure.error["type"] in BACKEND_ERRORS
+    if is_of_backend and (early := _describe_early_return(outcomes, failure)):
+        return early
     said = failure.error["message"] if len(same) == len(outcomes) else _describe_failure(failure)
+    if is_of_backend and len(same) > 1:
+        said = said.removeprefix(f"rank {failure.rank}: ")  # which begins each rank's message
     lines = [where if alone else f"{where} on {format_ranks(at)}" for where, at in places.items()]
     return f"{', '.join(lines)}: {said}" if lines else said
 

@@ -45,6 +45,7 @@ from lockstep.launcher.tracebacks import (
     find_location,
     find_user_location,
     format_user_frames,
+    is_own_error,
 )
 from lockstep.messages import say
 
@@ -314,7 +315,7 @@ def describe_error(error: BaseException) -> Message:
 
     Of Lockstep's own errors it contains only the user's frames.
     """
-    is_own = isinstance(error, LockstepError)
+    is_own = is_own_error(error)
     shown = format_user_frames(error) if is_own else "".join(traceback.format_exception(error))
     return {
         "kind": "error",

@@ -47,7 +47,7 @@ from lockstep.launcher.local_rendezvous import create_store
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.rank_process import is_replaceable
 from lockstep.launcher.stacks import STACK_SIGNAL, describe_location
-from lockstep.launcher.tracebacks import is_full
+from lockstep.launcher.tracebacks import BACKEND_ERRORS, is_full
 from lockstep.messages import say
 
 __all__ = ["GRACE", "STOP_GRACE", "TICK", "RankSupervisor", "reports_on_request"]
@@ -567,11 +567,12 @@ class RankSupervisor:
 
     def _hide_traceback(self, rank: int, outcome: Outcome, report: Message) -> None:
         """Show no traceback of an error that its sentence, or another rank's end, explains."""
-        if report["plain"]:
-            self.outputs[rank].hide_stderr()
-        elif is_consequence(outcome):
+        is_own = report["plain"] and report["type"] not in BACKEND_ERRORS
+        if is_consequence(outcome) and not is_own:
             where = f" ({report['where']})" if report["where"] else ""
             self.outputs[rank].hide_stderr(f"lost the connection to another rank{where}")
+        elif report["plain"]:
+            self.outputs[rank].hide_stderr()
 
 
 def _limit(timeout: float, deadline: float | None) -> float:

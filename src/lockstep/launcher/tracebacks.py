@@ -5,13 +5,15 @@
         trainer = ls.Trainer(model, loss, optimizer)
     lockstep.errors.UsageError: this process has not joined a world: call lockstep.init() first
 
-The sentence says what is wrong, so the frames that raised it do not help. Errors of other
-classes, such as those of the user's model, keep every frame. LOCKSTEP_TRACEBACK=1 shows all.
+The sentence says what is wrong, so the frames that raised it do not help; nor do those of
+torch.distributed, through which the backend "lockstep" is called. Errors of other classes,
+such as those of the user's model, keep every frame. LOCKSTEP_TRACEBACK=1 shows all.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from types import TracebackType
@@ -19,14 +21,37 @@ from types import TracebackType
 from lockstep.errors import LockstepError
 from lockstep.launcher.stacks import PACKAGE, is_user_code
 
-__all__ = ["find_location", "find_user_location", "format_user_frames", "install", "is_full"]
+__all__ = [
+    "BACKEND_ERRORS",
+    "find_location",
+    "find_user_location",
+    "format_user_frames",
+    "install",
+    "is_full",
+    "is_own_error",
+]
 
 FULL = "LOCKSTEP_TRACEBACK"
+# Of torch: the classes of what the backend "lockstep" says about a collective or a message.
+BACKEND_ERRORS = ("DistBackendError", "DistNetworkError")
+COMMUNICATION = "/torch/distributed/"  # the folder of torch that calls the backend
 
 
 def is_full() -> bool:
     """Return whether the environment asks for every frame."""
     return os.environ.get(FULL, "") not in ("", "0")
+
+
+def is_own_error(error: BaseException) -> bool:
+    """Return whether Lockstep has written this error's message, in a class of torch's or its own.
+
+    Messages of the backend "lockstep" begin with a rank, unlike those of torch's backends.
+    """
+    kind = type(error)
+    if isinstance(error, LockstepError) or kind.__module__ == "lockstep.comm.backend":
+        return True
+    is_said_by_rank = re.match(r"rank \d+\b", str(error)) is not None
+    return kind.__name__ in BACKEND_ERRORS and is_said_by_rank
 
 
 def install() -> None:
@@ -41,7 +66,7 @@ def install() -> None:
 def _show_uncaught(
     kind: type[BaseException], error: BaseException, frames: TracebackType | None
 ) -> None:
-    if not isinstance(error, LockstepError) or is_full():
+    if not is_own_error(error) or is_full():
         sys.__excepthook__(kind, error, frames)
         return
     shown = traceback.TracebackException(kind, error, frames)
@@ -62,11 +87,15 @@ def _drop_frames(shown: traceback.TracebackException) -> None:
 
 
 def _select_frames(frames: traceback.StackSummary) -> traceback.StackSummary:
-    """Return the frames without Lockstep's, and without what those call that is not the user's."""
+    """Return the frames without Lockstep's, and without what those call that is not the user's.
+
+    Frames of torch.distributed count as Lockstep's.
+    """
     kept, is_inside = traceback.StackSummary(), False
     for frame in frames:
         is_user = is_user_code(frame.filename)
-        is_inside = not is_user and (is_inside or frame.filename.startswith(PACKAGE))
+        begins = frame.filename.startswith(PACKAGE) or COMMUNICATION in frame.filename
+        is_inside = not is_user and (is_inside or begins)
         if not is_inside:
             kept.append(frame)
     return kept
