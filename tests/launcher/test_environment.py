@@ -22,6 +22,11 @@ def test_alone_without_variables():
     assert read_rank_info({"MASTER_ADDR": "somewhere", "MASTER_PORT": "1"}).launcher == "python"
 
 
+def test_brackets_of_an_ipv6_address_are_left_out():
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "[::1]", "MASTER_PORT": "29500"}
+    assert read_rank_info(environ).master_addr == "::1"
+
+
 @given(nprocs=st.integers(1, 9), hosts=st.integers(1, 9), data=st.data())
 def test_a_rank_reads_what_the_launcher_wrote(nprocs, hosts, data):
     host = data.draw(st.integers(0, hosts - 1))

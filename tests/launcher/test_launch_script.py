@@ -378,6 +378,8 @@ def test_a_syntax_error_is_reported_once_and_nothing_starts(run, source, start):
         ("-n many", "--nproc-per-node many: expected a number"),
         ("--nnodes 1:4", "--nnodes 1:4: lockstep run starts a fixed number"),
         ("--nnodes 2", "--nnodes 2 needs --master-addr"),
+        ("--nnodes 2 --master-addr a", "--nnodes 2 needs --node-rank (PET_NODE_RANK) on every"),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a", "--nnodes 2 needs --node-rank"),
         ("--nnodes 2 --node-rank 2 --master-addr a", "--node-rank 2: with --nnodes 2"),
         ("--master-port 70000", "--master-port 70000"),
         ("--tee x", "--tee x: expected 0 (none)"),
@@ -462,9 +464,12 @@ def test_logs_that_cannot_be_written(run):
 def test_options_from_variables(monkeypatch):
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
     monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_NODE_RANK", "1")
+    assert config_of("--master-addr", "a").node_rank == 1
+    monkeypatch.delenv("PET_NODE_RANK")
     params = command.make_context("run", ["--nnodes", "1", "train.py"]).params
     config = make_config(params.pop("script"), params.pop("arguments"), params)
-    assert (config.nprocs, config.nnodes) == (3, 1)
+    assert (config.nprocs, config.nnodes, config.node_rank) == (3, 1, 0)
 
 
 def config_of(*flags: str) -> LaunchConfig:
@@ -476,6 +481,7 @@ def test_master_address_and_port():
     two = ("--nnodes", "2", "--node_rank", "1")
     assert config_of("--master-port", "5").master_port == 5
     assert config_of(*two, "--master-addr", "a").master_port == DEFAULT_PORT
+    assert config_of(*two, "--master-addr", "[::1]").master_addr == "::1"
     found = config_of(*two, "--rdzv-endpoint", "a:7", "--rdzv-backend", "c10d")
     assert (found.master_addr, found.master_port, found.node_rank) == ("a", 7, 1)
     alone = config_of(*two, "--master-addr", "a", "--master-port", "5", "--standalone")
@@ -686,7 +692,7 @@ def test_a_run_is_continued_with_another_command(lockstep_run):
          "; give the command again in another directory: lockstep run --resume /"),
         ("--resume auto", "--resume auto needs SCRIPT"),
         ("--resume NAME -m", "--module and --no-python need SCRIPT"),
-        ("--resume auto --nnodes 2 --master-addr a other.py",
+        ("--resume auto --nnodes 2 --node-rank 0 --master-addr a other.py",
          "--resume auto: with --nnodes 2 hosts could choose different runs; name the run on every"),
         ("--grace -1 other.py", "--grace -1: expected a number of seconds from 0"),
         ("--grace nan other.py", "--grace nan: expected a number of seconds from 0"),

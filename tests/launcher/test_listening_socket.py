@@ -29,6 +29,8 @@ def test_a_port_in_use_is_an_error_that_names_the_option():
             UsageError, match=rf"^port {port} at 127.0.0.1 is in use.*--master-port"
         ):
             listen("127.0.0.1", port)
+        with pytest.raises(UsageError, match=r"or by a launcher with the same --node-rank: give"):
+            listen("127.0.0.1", port, is_single_host=False)
 
 
 def test_an_address_outside_a_container_is_bound_on_every_interface():

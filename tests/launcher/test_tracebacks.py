@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import traceback
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 import lockstep as ls
 from lockstep.comm.backend import ArgumentError
 from lockstep.errors import SampleError, UsageError
 from lockstep.launcher import tracebacks
-from lockstep.launcher.tracebacks import find_user_location, format_user_frames
+from lockstep.launcher.tracebacks import find_location, find_user_location, format_user_frames
 
 HERE = Path(__file__).name
 SENTENCE = "this process has not joined a world: call lockstep.init() first"
@@ -65,6 +69,54 @@ def test_errors_of_other_classes_keep_every_frame(capsys):
         ls.__getattr__("nothing")
     show(caught.value)
     assert "lockstep/__init__.py" in capsys.readouterr().err
+
+
+def test_a_line_of_lockstep_is_no_location():
+    error = raised()
+    assert find_location(error) == find_user_location(error)
+    error.__traceback__ = error.__traceback__.tb_next.tb_next
+    assert find_location(error) == find_user_location(error) == ""
+    with pytest.raises(ValueError, match="Invalid") as caught:
+        Fraction("text")
+    caught.value.__traceback__ = caught.value.__traceback__.tb_next
+    assert find_location(caught.value).startswith("fractions.py:")
+
+
+@pytest.fixture
+def shell():
+    without_history = Config({"HistoryManager": {"enabled": False}})
+    yield InteractiveShell.instance(colors="nocolor", config=without_history)
+    InteractiveShell.clear_instance()
+
+
+def test_a_notebook_shows_its_own_frames_and_keeps_its_own_handler(capsys, monkeypatch, shell):
+    def show_cell(cell: str) -> str:
+        assert isinstance(shell.run_cell(cell).error_in_exec, ls.LockstepError)
+        return capsys.readouterr().out
+
+    shell.run_cell("import lockstep as ls\ndef main():\n    ls.world()")
+    tracebacks.install()
+    shown = show_cell("main()")
+    assert shown.endswith(f"UsageError: {SENTENCE}\n")
+    assert "----> 3     ls.world()" in shown
+    assert "world.py" not in shown
+    assert "world.py" in "".join(traceback.format_tb(sys.last_traceback))
+
+    chained = (
+        "try:\n    {}\nexcept Exception as error:\n    raise ls.LockstepError('no') from error"
+    )
+    assert "ZeroDivisionError: division by zero" in show_cell(chained.format("1 / 0"))
+    shown = show_cell(chained.format("main()"))
+    assert SENTENCE in shown
+    assert "world.py" not in shown
+
+    monkeypatch.setenv("LOCKSTEP_TRACEBACK", "1")
+    assert "world.py" in show_cell("main()")
+
+    handled = []
+    shell.set_custom_exc((ValueError,), lambda *error, **_: handled.append(error[1]))
+    tracebacks.install()
+    assert shell.custom_exceptions == (ValueError,)
 
 
 def test_a_program_shows_its_own_line_and_keeps_its_own_hook():

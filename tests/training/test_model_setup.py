@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -71,7 +72,7 @@ def trained(**layout) -> tuple[list[list[bool]], list[str], list[object]]:
     return notes, alive, [losses, trainer.digest(), trainer.optimizer_digest()]
 
 
-def test_the_same_bits_with_blocks_alive_on_their_ranks_alone(ranks):
+def test_the_same_bits_with_blocks_alive_on_their_ranks_alone(ranks, capfd):
     def rank():
         given = trained(pipeline=ls.PipelineConfig(stages=2, balance=[3, 3]))
         interleaved = trained(
@@ -91,6 +92,10 @@ def test_the_same_bits_with_blocks_alive_on_their_ranks_alone(ranks):
         assert {name[0] for name in given[1]} == [{"0", "1", "2"}, {"3", "5"}][position % 2]
         assert {name[0] for name in interleaved[1]} == [{"0", "3"}, {"1", "2", "5"}][position % 2]
         assert given[-1] == interleaved[-1] == measured == bits
+    measured_line = (
+        r"^measured 6 blocks in [\d.]+ s: [\d, ]+ and \d blocks per stage, schedule [a-z0-9-]+$"
+    )
+    assert len(re.findall(measured_line, capfd.readouterr().err, re.MULTILINE)) == 1
 
 
 def test_the_first_rank_with_a_weight_gives_it_to_those_that_need_it(ranks):

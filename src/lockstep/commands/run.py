@@ -15,7 +15,12 @@ from click.core import ParameterSource
 from lockstep.errors import UsageError
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch_script import Interrupted, LaunchConfig, launch_script
-from lockstep.launcher.listening_socket import DEFAULT_PORT, LOOPBACK, parse_endpoint
+from lockstep.launcher.listening_socket import (
+    DEFAULT_PORT,
+    LOOPBACK,
+    parse_endpoint,
+    strip_brackets,
+)
 from lockstep.launcher.run_folder import RUNS, find_run, read_description
 from lockstep.launcher.supervisor import STOP_GRACE
 
@@ -62,7 +67,13 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     "auto (gpu if there are any, else cpu). Default: 1.",
 )
 @option("nnodes", metavar="N", default="1", help="Number of hosts. Default: 1.")
-@option("node-rank", metavar="K", default=0, help="Index of this host, from 0. Default: 0.")
+@option(
+    "node-rank",
+    metavar="K",
+    type=int,
+    default=None,
+    help="Index of this host, from 0. Required with several hosts. Default on a single host: 0.",
+)
 @option(
     "master-addr",
     metavar="HOST",
@@ -262,7 +273,7 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
         kind="module" if options["module"] else "program" if options["no_python"] else "script",
         nprocs=nprocs,
         nnodes=nnodes,
-        node_rank=0 if options["standalone"] else options["node_rank"],
+        node_rank=_choose_node_rank(options, nnodes),
         master_addr=master_addr,
         master_port=master_port,
         run_id=options["rdzv_id"],
@@ -282,7 +293,7 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
 
 
 def _choose_master(options: dict[str, Any], nnodes: int) -> tuple[str, int]:
-    address, port = options["master_addr"], options["master_port"]
+    address, port = strip_brackets(options["master_addr"]), options["master_port"]
     if options["standalone"]:
         return LOOPBACK, 0
     if options["rdzv_endpoint"]:
@@ -294,6 +305,18 @@ def _choose_master(options: dict[str, Any], nnodes: int) -> tuple[str, int]:
             f"--nnodes {nnodes} needs --master-addr, the name or address of host 0, on every host"
         )
     return address, port or DEFAULT_PORT
+
+
+def _choose_node_rank(options: dict[str, Any], nnodes: int) -> int:
+    if options["standalone"]:
+        return 0
+    node_rank: int | None = options["node_rank"]
+    if node_rank is None and nnodes > 1:
+        raise UsageError(
+            f"--nnodes {nnodes} needs --node-rank (PET_NODE_RANK) on every host: its index, from 0 "
+            f"on the host with the address of --master-addr to {nnodes - 1}"
+        )
+    return node_rank or 0
 
 
 def _count_gpus() -> int:

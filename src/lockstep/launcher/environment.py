@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.errors import LaunchEnvironmentError
+from lockstep.launcher.listening_socket import strip_brackets
 
 __all__ = ["RankEnvironment", "RankInfo", "first_host", "read_rank_info"]
 
@@ -264,7 +265,8 @@ def _check_local(
 def _master(
     names: VariableNames, world_size: int, local_world_size: int, environ: Mapping[str, str]
 ) -> tuple[str | None, int | None]:
-    addr, port = environ.get("MASTER_ADDR") or None, _number(TORCH, "MASTER_PORT", environ)
+    addr = strip_brackets(environ.get("MASTER_ADDR", "")) or None
+    port = _number(TORCH, "MASTER_PORT", environ)
     if port is not None and not 0 < port < 65536:
         raise LaunchEnvironmentError(
             f"MASTER_PORT is {port}, but a port is a number from 1 to 65535"

@@ -393,7 +393,8 @@ def _start(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
     try:
         port = config.master_port
         if config.node_rank == 0:
-            port = ranks.serve_store(config.master_addr, port)
+            is_single_host = config.nnodes == 1
+            port = ranks.serve_store(config.master_addr, port, is_single_host=is_single_host)
         environment = RankEnvironment(
             nprocs=config.nprocs,
             master_addr=config.master_addr,

@@ -21,6 +21,7 @@ __all__ = [
     "listen",
     "parse_endpoint",
     "resolve_address",
+    "strip_brackets",
 ]
 
 LOOPBACK = "127.0.0.1"
@@ -48,11 +49,23 @@ def parse_endpoint(text: str, option: str = "--rdzv-endpoint") -> tuple[str, int
     return address, int(port) if port else DEFAULT_PORT
 
 
-def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at `address`; `port` 0 selects a free port.
+def strip_brackets(address: str) -> str:
+    """Return "::1" for "[::1]"; other addresses as they are."""
+    is_bracketed = address.startswith("[") and address.endswith("]")
+    return address[1:-1] if is_bracketed else address
+
+
+def listen(address: str, port: int, *, is_single_host: bool = True) -> socket.socket:
+    """Return a socket that listens at `address`.
 
     An address that resolves but belongs to no interface of this host (such as the outside
     address of a container) is bound on every interface.
+
+    Args:
+        address: A name or numeric address of this host.
+        port: The port; 0 selects a free one.
+        is_single_host: Whether every rank is on this host. Otherwise the launcher of another
+            host may hold the port, which the message says.
 
     Raises:
         UsageError: The address is unknown, or the port is in use or not permitted.
@@ -69,6 +82,10 @@ def listen(address: str, port: int) -> socket.socket:
             raise UsageError(
                 f"port {port} at {address} is in use by another program: choose another with "
                 f"--master-port (MASTER_PORT), or on a single host none, to use a free one"
+                if is_single_host
+                else f"port {port} at {address} is in use, by another program or by a launcher "
+                f"with the same --node-rank: give each host its own --node-rank (RANK), or choose "
+                f"another port with --master-port (MASTER_PORT)"
             ) from None
         if error.errno == errno.EACCES:
             raise UsageError(

@@ -129,7 +129,8 @@ def _open_store(rank_info: RankInfo, deadline: float) -> Store:
         return _open_local_store(rank_info, deadline)
     resolve_address(rank_info.master_addr)
     if rank_info.rank == 0 and not _launcher_serves():
-        return _serve(listen(rank_info.master_addr, rank_info.master_port), deadline)
+        address, port = rank_info.master_addr, rank_info.master_port
+        return _serve(listen(address, port, is_single_host=rank_info.is_single_host), deadline)
     return _connect(rank_info, rank_info.master_addr, rank_info.master_port, deadline)
 
 

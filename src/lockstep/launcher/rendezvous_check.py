@@ -207,6 +207,6 @@ def _describe_timeout(rank_info: RankInfo, missing: list[int], waited: float) ->
     return (
         f"{format_ranks(missing)} of {rank_info.world_size} did not come within {waited:.0f} s "
         f"(rank {rank_info.rank} waited at {rank_info.store_location}): check that every host was "
-        f"started with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, or increase "
-        f"init(timeout=...)"
+        f"started with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE and with its own RANK "
+        f"(--node-rank), or increase init(timeout=...)"
     )

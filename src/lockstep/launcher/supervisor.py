@@ -136,14 +136,14 @@ class RankSupervisor:
 
     # --- starting -------------------------------------------------------------------------
 
-    def serve_store(self, address: str, port: int) -> int:
+    def serve_store(self, address: str, port: int, *, is_single_host: bool = True) -> int:
         """Serve the ranks' TCPStore at `address`:`port` (0: a free port); return the port.
 
         Without a loopback interface nothing is served, which only scripts need that call
         `torch.distributed.init_process_group` themselves.
         """
         assert self._channel is not None
-        with listen(address, port) as listening:
+        with listen(address, port, is_single_host=is_single_host) as listening:
             port = int(listening.getsockname()[1])
             if reason := find_obstacle(listening):
                 say(f"{reason}; torch.distributed.init_process_group cannot connect the ranks")

@@ -16,7 +16,10 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
+from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.launcher.stacks import PACKAGE, is_user_code
@@ -57,10 +60,81 @@ def is_own_error(error: BaseException) -> bool:
 def install() -> None:
     """Show uncaught errors of Lockstep without its frames, unless the program has its own hook.
 
-    Debuggers, IPython and torch, once a group is initialized, have one.
+    Debuggers and torch, once a group is initialized, have one. IPython and notebooks get a
+    handler for these errors, unless the user has set one for any errors.
     """
-    if sys.excepthook is sys.__excepthook__:
+    if (shell := _find_notebook_shell()) is not None:
+        if not shell.custom_exceptions:
+            shell.set_custom_exc((LockstepError,), _show_in_notebook)
+    elif sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show_uncaught
+
+
+def _find_notebook_shell() -> Any:
+    """Return the running IPython shell; None outside of IPython and notebooks."""
+    module = sys.modules.get("IPython")
+    get_shell = getattr(module, "get_ipython", None)
+    return None if get_shell is None else get_shell()
+
+
+def _show_in_notebook(
+    shell: Any,
+    kind: type[BaseException],
+    error: BaseException,
+    frames: TracebackType | None,
+    tb_offset: int | None = None,
+) -> None:
+    """Show an error as IPython does, with the user's frames; `%debug` has every frame."""
+    if is_full() or _select_traceback(frames) is None:
+        shell.showtraceback((kind, error, frames), tb_offset=tb_offset)
+        return
+    with _without_lockstep_frames(error):
+        shell.showtraceback((kind, error, error.__traceback__), tb_offset=0)
+    sys.last_traceback = frames
+
+
+@contextmanager
+def _without_lockstep_frames(error: BaseException) -> Iterator[None]:
+    """Drop the frames of Lockstep and IPython from an error and its causes, until the exit.
+
+    Causes that have no other frames are dropped, too.
+    """
+    cause, context, frames = error.__cause__, error.__context__, error.__traceback__
+    is_suppressed = error.__suppress_context__
+    with ExitStack() as stack:
+        error.__traceback__ = _select_traceback(frames)
+        for other in {id(each): each for each in (cause, context) if each is not None}.values():
+            stack.enter_context(_without_lockstep_frames(other))
+        try:
+            if cause is not None and cause.__traceback__ is None:
+                error.__cause__ = None
+            if context is not None and context.__traceback__ is None:
+                error.__context__ = None
+            error.__suppress_context__ = is_suppressed
+            yield
+        finally:
+            error.__cause__, error.__context__, error.__traceback__ = cause, context, frames
+            error.__suppress_context__ = is_suppressed
+
+
+def _select_traceback(frames: TracebackType | None) -> TracebackType | None:
+    """Return a traceback with the frames that `_select_frames` selects, from the user's first."""
+    entries = [] if frames is None else list(_iterate(frames))
+    kept: TracebackType | None = None
+    files = [each.tb_frame.f_code.co_filename for each in entries]
+    for entry, is_kept in reversed(list(zip(entries, _select_files(files), strict=True))):
+        if is_kept:
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    while kept is not None and not is_user_code(kept.tb_frame.f_code.co_filename):
+        kept = kept.tb_next
+    return kept
+
+
+def _iterate(frames: TracebackType) -> Iterator[TracebackType]:
+    entry: TracebackType | None = frames
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next
 
 
 def _show_uncaught(
@@ -91,14 +165,20 @@ def _select_frames(frames: traceback.StackSummary) -> traceback.StackSummary:
 
     Frames of torch.distributed count as Lockstep's.
     """
-    kept, is_inside = traceback.StackSummary(), False
-    for frame in frames:
-        is_user = is_user_code(frame.filename)
-        begins = frame.filename.startswith(PACKAGE) or COMMUNICATION in frame.filename
-        is_inside = not is_user and (is_inside or begins)
-        if not is_inside:
-            kept.append(frame)
-    return kept
+    selected = _select_files([frame.filename for frame in frames])
+    return traceback.StackSummary(
+        frame for frame, is_kept in zip(frames, selected, strict=True) if is_kept
+    )
+
+
+def _select_files(files: list[str]) -> list[bool]:
+    """Return for the file of each frame, the outermost first, whether the frame is shown."""
+    selected, is_inside = [], False
+    for file in files:
+        begins = file.startswith(PACKAGE) or COMMUNICATION in file
+        is_inside = not is_user_code(file) and (is_inside or begins)
+        selected.append(not is_inside)
+    return selected
 
 
 def format_user_frames(error: BaseException) -> str:
@@ -117,8 +197,16 @@ def find_user_location(error: BaseException) -> str:
 
 
 def find_location(error: BaseException) -> str:
-    """Return the innermost line of user code in the traceback, or the innermost line of all."""
-    return find_user_location(error) or _format_location(traceback.extract_tb(error.__traceback__))
+    """Return the innermost line of user code in the traceback, or the innermost line of all.
+
+    It is empty instead of a line of Lockstep: if the caller forgot an argument, for example,
+    no line of the user has run.
+    """
+    if location := find_user_location(error):
+        return location
+    frames = traceback.extract_tb(error.__traceback__)
+    is_inside = bool(frames) and frames[-1].filename.startswith(PACKAGE)
+    return "" if is_inside else _format_location(frames)
 
 
 def _format_location(frames: list[traceback.FrameSummary]) -> str:

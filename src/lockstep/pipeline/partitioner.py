@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -237,6 +238,7 @@ class Partitioner:
                 "stages_per_rank": self._stages_per_rank,
             }
         report = partial(print, file=sys.stderr)
+        begun = time.perf_counter()
         costs = profile_blocks(blocks, data, parallel, report, microbatch.size)
         count = -(-parallel.microbatches // parallel.replicas)
         if self.schedule is None:
@@ -245,6 +247,11 @@ class Partitioner:
             found = plan_schedule(
                 self.schedule, costs, parallel.stages, count, self.stages_per_rank
             )
+        *counts, last = [str(len(span)) for span in found.ranges]
+        report(
+            f"measured {len(blocks)} blocks in {time.perf_counter() - begun:.1f} s: "
+            f"{', '.join(counts)} and {last} blocks per stage, schedule {found.name}"
+        )
         return {
             "ranges": [(span.start, span.stop) for span in found.ranges],
             "schedule": found.name,

@@ -79,7 +79,6 @@ def profile_blocks(
             rows = found if number <= 1 else _take_minimum(rows, found)
     for block in blocks.values():
         block.zero_grad(set_to_none=True)
-    report(f"measured {len(blocks)} blocks in {time.perf_counter() - begun:.1f} s")
     forward, whole, inputs, weights, sizes = zip(*rows, strict=True)
     return Costs(
         forward,
