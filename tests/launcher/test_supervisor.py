@@ -160,6 +160,15 @@ def test_ranks_that_stop_on_request_keep_their_workers_until_then(tmp_path):
     assert exit_status(tmp_path) == 75
 
 
+def test_ctrl_c_tells_how_to_continue_ranks_that_have_saved_their_state(tmp_path):
+    with stopping(tmp_path, STOP.format(stop="sys.exit(75)")) as launcher:
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(PATIENCE) == 128 + signal.SIGINT
+        said = launcher.stderr.read()
+        assert said == "lockstep: SIGINT: ending ranks 0 and 1\n" + continue_with(tmp_path)
+    assert exit_status(tmp_path) == 128 + signal.SIGINT
+
+
 def test_sigterm_to_every_process_of_a_job_leaves_what_the_ranks_need(tmp_path):
     """As srun and systemd send it: also to the fork server and to the process of the store."""
     stop = 'open(f"saved{rank}", "w").close(); sys.exit(75)'

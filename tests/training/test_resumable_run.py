@@ -383,7 +383,7 @@ def test_on_sigterm_every_rank_saves_and_exits_with_status_75(ranks, tmp_path):
         for (when, step), (status, steps, said) in zip(cases, found, strict=True):
             assert status == 75, when
             assert steps == step or step is None, when
-            assert said.startswith(f"stopped on SIGTERM after step {steps}")
+            assert said.startswith(f"stopped on request after step {steps}")
     for when, _ in cases:
         assert read_run(tmp_path / when).state == "stopped"
     for found in ranks(stop_all, 3, True, 0):

@@ -176,7 +176,9 @@ class LaunchConfig:
 
 
 class Interrupted(Exception):
-    """A signal, `number`, asked the launcher to stop."""
+    """A signal, `number`, asked the launcher to stop; `has_stopped`: the ranks can be resumed."""
+
+    has_stopped = False
 
     def __init__(self, number: int) -> None:
         super().__init__(signal_name(number))
@@ -230,20 +232,23 @@ def launch_script(config: LaunchConfig) -> int:
     check_open_files(config.nprocs)
     folder = _open_run_folder(config)
     status: int | None = 1
+    has_stopped = False
     try:
         folder.record(None)
         status = _launch(config, folder)
+        has_stopped = status == STOPPED
     except (LockstepError, Interrupted) as error:
         status = error.exit_status
+        has_stopped = isinstance(error, Interrupted) and error.has_stopped
         raise
     finally:
         folder = folder.settle()
         folder.record(status)
         if folder.path is not None:
             release_run(folder.path)
-    if status == STOPPED:
-        say(_describe_stop(config, folder))
-    elif folder.path is not None:
+        if has_stopped:
+            say(_describe_stop(config, folder))
+    if not has_stopped and folder.path is not None:
         linked = ", ".join(map(str, find_linked_runs(folder.path)))
         say(f"the run is in {folder.path}" + (f", its record in {linked}" if linked else ""))
     return status
@@ -264,6 +269,8 @@ def _launch(config: LaunchConfig, folder: RunFolder) -> int:
                 print(file=sys.stderr)  # the terminal has just shown ^C
             if ranks.running:
                 say(f"{interruption}: ending {format_ranks(ranks.running)}")
+            _terminate(ranks, requests)
+            interruption.has_stopped = ranks.has_stopped
             raise
         finally:
             _terminate(ranks, requests)

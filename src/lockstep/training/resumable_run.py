@@ -304,7 +304,7 @@ class ResumableRun:
         if checkpoints.is_stopping:
             steps = self._state.position.steps
             saved = checkpoints.wait(steps)
-            message = f"stopped on {checkpoints.is_stopping} after step {steps}"
+            message = f"stopped on request after step {steps}"
             if saved is not None:
                 message += f"; checkpoint: {os.path.relpath(saved.path)}"
                 say(message)
