@@ -202,6 +202,22 @@ def test_several_simultaneous_failures_give_one_message(run, capfdbinary):
     assert f"raised ValueError: {told[5]} (train.py:2)" in told
 
 
+def test_breakpoints_of_ranks_without_input_are_skipped_with_a_sentence(run, capfdbinary):
+    source = """
+import os
+for _ in range(2):
+    if os.environ["RANK"] == "1":
+        breakpoint()
+raise ValueError("reached") if os.environ["RANK"] == "1" else SystemExit
+"""
+    told, shown = failure(run, capfdbinary, source, flags="-n 2")
+    assert told.startswith("rank 1 raised ValueError: reached (train.py:6)")
+    skipped = "lockstep: train.py:5: breakpoint() is skipped on rank 1: only rank 0 has the"
+    log = next(Path("runs").glob("*/rank-1.log")).read_text()
+    assert log.count("breakpoint() is skipped") == log.count(skipped) == 1
+    assert "Bdb" not in shown
+
+
 def test_errors_of_the_backend_are_shown_once_with_the_users_line(run, capfdbinary):
     source = """
 import lockstep as ls, torch, torch.distributed as dist

@@ -264,6 +264,8 @@ def run_and_report(message: Message, report: Channel, work: int) -> int:
                 _send_value(report, value)
         else:
             os.close(work)
+            if os.environ.get("RANK", "0") != "0" and "PYTHONBREAKPOINT" not in os.environ:
+                sys.breakpointhook = _skip_breakpoint
             run_code(message["task"], message["target"])
     except SystemExit as error:
         _exit_code = error.code
@@ -271,6 +273,17 @@ def run_and_report(message: Message, report: Channel, work: int) -> int:
     except BaseException as error:
         return _send_error(report, error, shown=message["task"] != "function")
     return 0
+
+
+def _skip_breakpoint(*args: Any, **kwargs: Any) -> None:
+    """Handle `breakpoint()` in a rank without input: say so, once, and go on."""
+    sys.breakpointhook = lambda *args, **kwargs: None
+    caller = sys._getframe(1)
+    say(
+        f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}: breakpoint() is skipped "
+        f"on rank {os.environ['RANK']}: only rank 0 has the terminal's input; write "
+        f"`if ls.rank() == 0: breakpoint()`"
+    )
 
 
 def run_code(kind: str, target: str) -> None:
