@@ -1,5 +1,6 @@
 """Batch norm that will fail on a micro-batch of one sample fails in the epoch's first step."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -72,6 +73,32 @@ def test_the_first_step_says_which_batch_will_fail(samples, options, named):
     with pytest.raises(UsageError, match=sentence):
         train(model, samples, **options)
     assert ls.digest(model) == before
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_first_manual_step_warns_of_the_batch_that_will_fail(skips):
+    """It is no error, since the loop may skip that batch, or call other samples then."""
+    judge, generator = nn.Linear(3, 1), network()
+    trainer = ls.Trainer(judge, None, SGD, microbatches=4, extra_modules=[generator])
+
+    def run_epoch():
+        for batch in trainer.batches(rows(17), 8):
+            if skips and batch.size < 8:
+                continue
+            with trainer.manual_step() as step:
+                for inputs, _ in step.microbatches(batch):
+                    step.backward(judge(generator(inputs)).mean())
+            assert not generator[1]._forward_pre_hooks
+
+    sentence = r"before batch 2 of epoch 0 \(1 sample\): .* batch norm Sequential.1 cannot train: "
+    ends = nullcontext()
+    if not skips:
+        ends = pytest.raises(UsageError, match=r"step 2, micro-batch 0 holds one .* drop_last=")
+    with ends, pytest.warns(UserWarning, match=sentence) as seen:
+        run_epoch()
+    assert len(seen) == 1
+    assert trainer.steps == 2
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,5 +1,7 @@
 """The trainer as a user sees it: loops, resuming, averages, schedules, and what goes wrong."""
 
+import contextlib
+import copy
 import json
 import math
 import os
@@ -760,16 +762,35 @@ def test_splitting_a_whole_batch_counts_as_time_of_the_step(monkeypatch):
     assert results[0].seconds >= sum(taken) > 0.05
 
 
+def failed_step(trainer):
+    """Return a manual step that an exception of the loop ended."""
+    with contextlib.suppress(KeyError), trainer.manual_step() as step:
+        raise KeyError("mine")
+    return step
+
+
 @pytest.mark.usefixtures("alone")
-def test_a_manual_step_that_is_not_entered_says_so():
-    trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
+def test_a_manual_step_has_a_result_once_it_was_entered_and_left():
+    model = nn.Linear(6, 3)
+    initial = copy.deepcopy(model)
+    trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
     with pytest.raises(UsageError, match=r"manual_step\(\) was not entered: write `with"):
         trainer.manual_step().microbatches(rows(16).tensors)
     with pytest.warns(RuntimeWarning, match="its context was never entered"):
         trainer.manual_step()
     with trainer.manual_step() as step:
+        with pytest.raises(UsageError, match=r"no result yet: read step.result after the block"):
+            _ = step.result
         for inputs, targets in step.microbatches(rows(16).tensors):
             step.backward(nn.functional.cross_entropy(trainer.model(inputs), targets))
+    inputs, targets = rows(16).tensors
+    whole = nn.functional.cross_entropy(initial(inputs), targets)
+    assert step.result.loss == pytest.approx(whole.item())
+    assert step.result.step == 0
+    with pytest.raises(AttributeError, match=r"read `step.result.loss`"):
+        _ = trainer.last
+    with pytest.raises(UsageError, match="an exception ended it"):
+        _ = failed_step(trainer).result
     with pytest.raises(UsageError, match="has ended"):
         step.microbatches(rows(16).tensors)
     assert trainer.steps == 1

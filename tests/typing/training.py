@@ -97,6 +97,8 @@ def train_manually(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -
         for inputs, targets in step.microbatches(batch):
             loss: torch.Tensor = nn.functional.cross_entropy(model(inputs), targets)
             step.backward(loss, metrics={"loss": loss.detach()}, final=True)
+    mean: float = step.result.loss
+    print(mean)
 
 
 def train_with_an_existing_loop(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:

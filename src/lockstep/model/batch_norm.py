@@ -13,7 +13,7 @@ the weights change: by then the number of values per sample is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,7 +24,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.data.microbatch import Batch
 from lockstep.errors import UsageError
 
-__all__ = ["check_batch_norm", "freeze_batch_norm"]
+__all__ = [
+    "check_batch_norm",
+    "explain_batch_norm",
+    "freeze_batch_norm",
+    "warn_of_batch_norm",
+]
+
+ADVICE = (
+    "pass drop_last=True to trainer.batches if that is the short last batch, or choose another "
+    "batch size or number of micro-batches"
+)
 
 
 @contextmanager
@@ -41,8 +51,69 @@ def check_batch_norm(
         batch: The batch of the step; the first one of an epoch knows about the others.
         position: Returns the micro-batch and the stage that are being computed.
     """
+
+    def refuse(name: str, single: str) -> None:
+        raise UsageError(
+            f"a micro-batch of {single} holds one sample, on which the batch norm {name} cannot "
+            f"train: {ADVICE}"
+        )
+
+    with _watch({"": model}, batch, position, refuse):
+        yield
+
+
+@contextmanager
+def warn_of_batch_norm(
+    modules: Mapping[str, nn.Module],
+    batch: Any,
+    position: Callable[[], tuple[int, int] | None],
+    warn: Callable[[str], None],
+) -> Iterator[None]:
+    """Warn where `check_batch_norm` would raise, since a loop of the user's own may skip a batch.
+
+    Args:
+        modules: All modules that the loop may call, by their names in the warning.
+        batch: The batch of the step.
+        position: Returns the micro-batch and the stage that are being computed.
+        warn: Takes the warning; called at most once.
+    """
+    said: list[str] = []
+
+    def report(name: str, single: str) -> None:
+        if not said:
+            said.append(name)
+            warn(
+                f"before {single}: a micro-batch of that batch holds one sample, on which the "
+                f"batch norm {name} cannot train: {ADVICE}"
+            )
+
+    with _watch(modules, batch, position, report):
+        yield
+
+
+def explain_batch_norm(error: BaseException, place: str) -> UsageError | None:
+    """Return what to raise for torch's error about one value per channel; None for another."""
+    if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
+        return None
+    return UsageError(
+        f"{place} holds one sample, and batch norm cannot train on one: pass drop_last=True to "
+        "trainer.batches, or choose the batch size and the number of micro-batches so that each "
+        "holds at least two, in the last, short batch of an epoch too"
+    )
+
+
+@contextmanager
+def _watch(
+    modules: Mapping[str, nn.Module],
+    batch: Any,
+    position: Callable[[], tuple[int, int] | None],
+    report: Callable[[str, str], None],
+) -> Iterator[None]:
+    """Report batch norm that gets one value per sample, before a micro-batch of one sample."""
     single = batch.single_sample if isinstance(batch, Batch) else ""
-    if not single or any(_is_compiled(each) for each in model.modules()):
+    if not single or any(
+        _is_compiled(each) for root in modules.values() for each in root.modules()
+    ):
         yield
         return
     sizes = {each.index: each.size for each in batch.microbatches}
@@ -55,15 +126,12 @@ def check_batch_norm(
             return
         if given[0].numel() // given[0].shape[1] != size:
             return
-        raise UsageError(
-            f"a micro-batch of {single} holds one sample, on which the batch norm {name} cannot "
-            "train: pass drop_last=True to trainer.batches if that is the short last batch, or "
-            "choose another batch size or number of micro-batches"
-        )
+        report(name, single)
 
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward:
-            handles.append(module.register_forward_pre_hook(partial(check, name)))
+    for root_name, root in modules.items():
+        for name, module in root.named_modules(prefix=root_name):
+            if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward:
+                handles.append(module.register_forward_pre_hook(partial(check, name)))
     try:
         yield
     finally:

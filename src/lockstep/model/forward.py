@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import LossError, UsageError
+from lockstep.model.batch_norm import explain_batch_norm
 from lockstep.model.compilation import is_limit_error
 
 __all__ = [
@@ -132,13 +133,9 @@ def call_model(model: nn.Module, data: Any, place: str) -> Any:
                 "graphs for; pad the inputs to fewer shapes, or raise "
                 "torch._dynamo.config.recompile_limit"
             ) from error
-        if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
+        if (explained := explain_batch_norm(error, place)) is None:
             raise
-        raise UsageError(
-            f"{place} holds one sample, and batch norm cannot train on one: choose the batch size "
-            "and the number of micro-batches so that each holds at least two, in the last, short "
-            "batch of an epoch too"
-        ) from error
+        raise explained from error
 
 
 def extract_loss(output: Any, place: str) -> Any:

@@ -46,6 +46,8 @@ INSTEAD = {
     "the trainer is made",
     "average": "write `trainer.ema_model`",
     "ema": "write `trainer.ema_model`",
+    "last": "`trainer.step(batch)` returns the loss; after `with trainer.manual_step() as step:` "
+    "read `step.result.loss`",
     "lr": "write `trainer.optimizer.param_groups[0]['lr']`",
 }
 """What to write instead of names that other libraries have."""

@@ -22,13 +22,16 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import UsageError
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
+from lockstep.model.batch_norm import explain_batch_norm, warn_of_batch_norm
 from lockstep.model.buffers import Buffers
 from lockstep.model.step_context import ComputedMicrobatch, StepContext
 from lockstep.model.units import Units
+from lockstep.training.history import StepResult
 
 __all__ = ["ManualStep", "MicrobatchLoop"]
 
@@ -43,10 +46,12 @@ class MicrobatchLoop:
         buffers: Buffers,
         gradients: GradientReducer,
         checkpointing: ActivationCheckpointing,
+        modules: Mapping[str, nn.Module],
     ) -> None:
         self.step = step
+        self.result: StepResult | None = None
         self.buffers, self.gradients = buffers, gradients
-        self._units, self._checkpointing = units, checkpointing
+        self._units, self._checkpointing, self._modules = units, checkpointing, modules
         self._iteration: Iterator[Any] | None = None
         self._current: ComputedMicrobatch | None = None
 
@@ -65,12 +70,26 @@ class MicrobatchLoop:
         """Rank, step and micro-batch, for messages."""
         return self.step.place(self._current.microbatch.index if self._current else 0)
 
-    def microbatches(self, batch: Any) -> Iterator[Any]:
-        """Yield the data of this rank's micro-batches, one after another."""
+    def microbatches(self, batch: Any, *, is_manual: bool = False) -> Iterator[Any]:
+        """Yield the data of this rank's micro-batches, one after another.
+
+        Args:
+            batch: The batch of the step.
+            is_manual: Whether a loop of the user's own takes them.
+        """
         if self._iteration is not None:
             raise UsageError("one step takes one batch: begin another step for the next batch")
         self._iteration = self._microbatches(batch)
+        if is_manual:
+            self._iteration = self._warn_of_batch_norm(batch, self._iteration)
         return self._iteration
+
+    def _warn_of_batch_norm(self, batch: Any, data: Iterator[Any]) -> Iterator[Any]:
+        def warn(sentence: str) -> None:
+            self.step.warnings.append(f"{self.place}, {sentence}")
+
+        with warn_of_batch_norm(self._modules, batch, lambda: self.position, warn):
+            yield from data
 
     def _microbatches(self, batch: Any) -> Iterator[Any]:
         step, parallel = self.step, self.step.parallel
@@ -122,12 +141,21 @@ class MicrobatchLoop:
                 scaled.backward(retain_graph=retain_graph)
 
     def close(self, error: BaseException | None) -> None:
-        """Leave the loop; an error in a micro-batch gets a note that names it."""
+        """Leave the loop; an error in a micro-batch gets a note that names it.
+
+        Raises:
+            UsageError: Instead of torch's, where batch norm got one sample.
+        """
         if isinstance(self._iteration, Generator):
             self._iteration.close()  # leaves autocast, even if the user keeps the generator
-        if error is not None and self._current is not None and "micro-batch" not in str(error):
-            error.add_note(f"in {self.place}")
         self.step.failure = self.gradients.failure
+        if error is None or self._current is None:
+            return
+        is_single = self._current.microbatch.size == 1
+        if is_single and (explained := explain_batch_norm(error, self.place)) is not None:
+            raise explained from error
+        if "micro-batch" not in str(error):
+            error.add_note(f"in {self.place}")
 
     def _watch_backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
         """Return a context that launches buckets early, in this rank's last micro-batch."""
@@ -149,6 +177,7 @@ class ManualStep:
     def __init__(self, opened: AbstractContextManager[MicrobatchLoop]) -> None:
         self._opened = opened
         self._loop: MicrobatchLoop | None = None
+        self._result: StepResult | None = None
         self._was_entered = False
 
     def __del__(self) -> None:
@@ -174,8 +203,10 @@ class ManualStep:
         traceback: TracebackType | None,
     ) -> bool | None:
         """Finish the step, or undo it after an exception."""
-        self._loop = None
-        return self._opened.__exit__(kind, error, traceback)
+        loop, self._loop = self._entered(), None
+        is_suppressed = self._opened.__exit__(kind, error, traceback)
+        self._result = loop.result
+        return is_suppressed
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """Yield the data of this rank's micro-batches, one after another.
@@ -189,7 +220,7 @@ class ManualStep:
         Raises:
             UsageError: The step has a batch already, or its context was not entered.
         """
-        return self._entered().microbatches(batch)
+        return self._entered().microbatches(batch, is_manual=True)
 
     def backward(
         self,
@@ -226,6 +257,22 @@ class ManualStep:
     def place(self) -> str:
         """Rank, step and micro-batch, for messages."""
         return self._entered().place
+
+    @property
+    def result(self) -> StepResult:
+        """The result of the finished step, such as `result.loss`, the same on every rank.
+
+        Raises:
+            UsageError: The step has not finished yet, or was left by an exception.
+        """
+        if self._result is None:
+            raise UsageError(
+                "the step has no result yet: read step.result after the block of "
+                "`with trainer.manual_step() as step:`, which finishes it on every rank"
+                if self._loop is not None
+                else "the step has no result: it was not entered, or an exception ended it"
+            )
+        return self._result
 
     def _entered(self) -> MicrobatchLoop:
         if self._loop is None:

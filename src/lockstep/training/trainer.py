@@ -551,7 +551,9 @@ class Trainer:
         with self._attempted() as step:
             with self._optimizer_step.computing(step) as loop:
                 yield loop
-            self._commit(self._optimizer_step.finish(step), is_manual=True)
+            committed = self._optimizer_step.finish(step)
+            loop.result = committed.result
+            self._commit(committed, is_manual=True)
 
     def _commit(self, committed: CommittedStep, is_manual: bool = False) -> None:
         """Count the step, and report it to the record and the callbacks."""

@@ -72,7 +72,14 @@ class WholeModelExecutor:
         """Seed the generators while the body computes a step."""
         self._loop = None
         buffers = Buffers(self._parallel.modules_with(self._module))
-        loop = MicrobatchLoop(step, self._units, buffers, self._gradients, self._checkpointing)
+        loop = MicrobatchLoop(
+            step,
+            self._units,
+            buffers,
+            self._gradients,
+            self._checkpointing,
+            self._parallel.modules_with(self._called),
+        )
         self._loop = loop
         with self._units.seed_calls(), self._checkpointing.enable(buffers):
             try:
