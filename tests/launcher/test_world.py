@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from datetime import timedelta
 
@@ -15,7 +17,7 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.comm import backend
 from lockstep.errors import LockstepError, RankError, RendezvousError, UsageError
-from lockstep.launcher import rendezvous_check
+from lockstep.launcher import rendezvous, rendezvous_check
 from lockstep.launcher.environment import RankInfo, read_rank_info
 from lockstep.launcher.rendezvous import find_interface
 from lockstep.launcher.world import choose_device, cpu_backend
@@ -193,6 +195,41 @@ def test_a_master_that_does_not_answer_is_reported_while_waiting_and_at_the_time
     assert all(f"no answer from 127.0.0.1:{port}" in sentence for _, sentence in told)
     assert all("connection refused" in sentence for _, sentence in told)
     assert "no answer from 127.0.0.1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b""])
+def test_another_program_at_the_port_of_the_master_is_named(monkeypatch, capfd, answer):
+    monkeypatch.setattr(rendezvous_check, "NOTE_AFTER", 0.2)
+    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as foreign:
+        foreign.settimeout(30)
+        port = foreign.getsockname()[1]
+        rank_info = RankInfo(rank=1, world_size=2, master_addr="127.0.0.1", master_port=port)
+        joining = pool.submit(rendezvous.wait_for_ranks, rank_info, 0.5)
+        with foreign.accept()[0] as connection:
+            connection.settimeout(30)
+            greeting = connection.recv(100)
+            connection.sendall(answer)
+            error = joining.exception(timeout=30)
+    assert greeting
+    assert isinstance(error, RendezvousError)
+    used = f"rank 1: 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT) is used by a program that is not"
+    waiting = f"rank 1: no answer from 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT)"
+    assert str(error).startswith(used if answer else waiting)
+    assert answer or "a program accepts connections there and does not answer" in str(error)
+    printed = capfd.readouterr().err
+    assert "frame #" not in printed
+    assert answer or "does not answer; waiting" in printed
+
+
+@pytest.mark.parametrize("is_uv", [True, False])
+def test_a_store_of_torch_answers_the_greeting(is_uv):
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=is_uv)
+    with socket.create_connection(("127.0.0.1", store.port)) as connection:
+        connection.settimeout(30)
+        connection.sendall(rendezvous.GREETING)
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(100) == rendezvous.PING_NUMBER
+    assert rendezvous._try_connect("127.0.0.1", store.port, time.monotonic() + 30) == ""
 
 
 def test_a_port_in_use_is_an_error_on_the_rank_that_serves():

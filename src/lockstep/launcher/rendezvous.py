@@ -18,6 +18,7 @@ import contextlib
 import errno
 import os
 import socket
+import struct
 import sys
 import time
 from datetime import timedelta
@@ -48,6 +49,14 @@ __all__ = ["find_interface", "leave", "wait_for_ranks"]
 
 LEAVE_TIMEOUT = 5.0  # seconds that the rank that serves the store waits at exit for the others
 RETRY = 0.1  # seconds between two attempts
+
+# What the client of a TCPStore sends first: validate, a magic number, ping, a number that the
+# store returns. The client itself prints a hundred lines of C++ frames if another program
+# answers, and waits beyond its timeout for a program that does not.
+PING_NUMBER = b"\x01\x02\x03\x04"
+FOREIGN = "another program answers"
+SILENT = "a program accepts connections there and does not answer"
+GREETING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + PING_NUMBER
 
 
 class ProcessState:
@@ -162,6 +171,8 @@ def _connect(rank_info: RankInfo, address: str, port: int, deadline: float) -> S
     started, has_noted = time.monotonic(), False
     while reason := _try_connect(address, port, deadline):
         waited = time.monotonic() - started
+        if reason == FOREIGN:
+            raise RendezvousError(_describe_foreign_program(rank_info, address, port))
         if time.monotonic() >= deadline:
             raise RendezvousError(
                 f"rank {rank_info.rank}: no answer from {address}:{port} (MASTER_ADDR, "
@@ -179,17 +190,23 @@ def _connect(rank_info: RankInfo, address: str, port: int, deadline: float) -> S
     try:
         return TCPStore(address, port, None, False, _time_left(deadline), wait_for_workers=False)
     except (DistError, RuntimeError) as error:
-        raise RendezvousError(
-            f"rank {rank_info.rank}: what answers at {address}:{port} (MASTER_ADDR, MASTER_PORT) "
-            f"is not a TCPStore: another program uses the port"
-        ) from error
+        raise RendezvousError(_describe_foreign_program(rank_info, address, port)) from error
+
+
+def _describe_foreign_program(rank_info: RankInfo, address: str, port: int) -> str:
+    return (
+        f"rank {rank_info.rank}: {address}:{port} (MASTER_ADDR, MASTER_PORT) is used by a program "
+        f"that is not a launcher or rank 0 of this run: choose another port with --master-port "
+        f"(MASTER_PORT) on every host"
+    )
 
 
 def _try_connect(address: str, port: int, deadline: float) -> str:
-    """Return why a connection fails; an empty string if it succeeds."""
+    """Return why a connection fails; FOREIGN for another program, "" if it succeeds."""
     timeout = min(5.0, max(0.1, deadline - time.monotonic()))
     try:
-        socket.create_connection((address, port), timeout=timeout).close()
+        with socket.create_connection((address, port), timeout=timeout) as connection:
+            return _greet(connection, min(timeout, rendezvous_check.NOTE_AFTER))
     except TimeoutError:
         return "timed out"
     except OSError as error:
@@ -199,7 +216,24 @@ def _try_connect(address: str, port: int, deadline: float) -> str:
                 "raise the limit (ulimit -n)"
             ) from None
         return (error.strerror or str(error)).lower()
-    return ""
+
+
+def _greet(connection: socket.socket, timeout: float) -> str:
+    """Return FOREIGN if a text answers a TCPStore's greeting, SILENT if nothing does, else "".
+
+    Other bytes and the end of the connection may come from a store of another torch.
+    """
+    connection.settimeout(timeout)
+    try:
+        connection.sendall(GREETING)
+        connection.shutdown(socket.SHUT_WR)
+        answer = connection.recv(len(PING_NUMBER))
+    except TimeoutError:
+        return SILENT
+    except OSError:
+        return ""
+    is_text = all(0x20 <= byte < 0x7F for byte in answer)
+    return FOREIGN if answer and is_text else ""
 
 
 def _time_left(deadline: float) -> timedelta:
