@@ -37,7 +37,7 @@ from lockstep.training.compatibility import (
 from lockstep.training.history import History
 from lockstep.training.rank_status import RankStatus
 from lockstep.training.run_checkpoints import RunCheckpoints
-from lockstep.training.run_folder import RunFolder
+from lockstep.training.run_record import RunRecord
 from lockstep.training.script_log import OpenEpoch, ScriptLog
 from lockstep.training.state import TrainingState
 
@@ -71,7 +71,7 @@ class ResumableRun:
         history: Takes the lines about checkpoints.
         settings: The description of model, optimizer and arguments.
         rank: This rank.
-        folder: The folder of the run.
+        record: Where the run is recorded.
         checkpoints: Where checkpoints are; None for a trainer without them.
     """
 
@@ -81,11 +81,11 @@ class ResumableRun:
         history: History,
         settings: Mapping[str, str],
         rank: int,
-        folder: RunFolder,
+        record: RunRecord,
         checkpoints: RunCheckpoints | None,
     ) -> None:
         self._state, self._history, self._settings = state, history, settings
-        self._rank, self._folder, self._checkpoints = rank, folder, checkpoints
+        self._rank, self._record, self._checkpoints = rank, record, checkpoints
         self._has_begun = False
         self._log, self._samplers = ScriptLog(), KnownSamplers()
         if checkpoints is not None:
@@ -150,7 +150,7 @@ class ResumableRun:
         if self._checkpoints is not None:
             self._checkpoints.begin()
         elif self._rank == 0:
-            self._folder.begin()
+            self._record.begin()
         self._has_begun = True
 
     @property

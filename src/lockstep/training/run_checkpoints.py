@@ -39,7 +39,7 @@ from lockstep.launcher.run_folder import hold_run, is_resuming, wait_until_free
 from lockstep.messages import say
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.randomness import global_states, set_global_states
-from lockstep.training.run_folder import RunFolder
+from lockstep.training.run_record import RunRecord
 
 __all__ = ["RunCheckpoints"]
 
@@ -63,7 +63,7 @@ class RunCheckpoints:
         FileError: The folder cannot be created.
     """
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelContext, run: RunFolder) -> None:
+    def __init__(self, config: CheckpointConfig, parallel: ParallelContext, run: RunRecord) -> None:
         global _latest
         if _latest is not None:
             _latest.close()

@@ -54,7 +54,7 @@ from lockstep.training.rank_status import StepTrace, make_timeline_rows
 from lockstep.training.resumable_run import ResumableRun, stopping
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.run_end import RunEnd
-from lockstep.training.run_folder import LoggerLike, RunFolder
+from lockstep.training.run_record import LoggerLike, RunRecord
 from lockstep.training.state import Position, TrainingState
 from lockstep.training.step import CommittedStep, OptimizerStep
 from lockstep.training.unsupported_modules import reject_unsupported_modules
@@ -227,14 +227,14 @@ class Trainer:
             self._position,
         )
         self._end = RunEnd(self._state, self.history, stages.stages > 1)
-        self._folder = RunFolder(loggers if is_rank0 else (), checkpoint, self._open_record)
+        self._record = RunRecord(loggers if is_rank0 else (), checkpoint, self._open_record)
         checkpoints = None
         if checkpoint is not None:
-            checkpoints = RunCheckpoints(checkpoint, self.parallel, self._folder)
+            checkpoints = RunCheckpoints(checkpoint, self.parallel, self._record)
         self._run = ResumableRun(
-            self._state, self.history, settings, self.world.rank, self._folder, checkpoints
+            self._state, self.history, settings, self.world.rank, self._record, checkpoints
         )
-        has_stages, is_recorded = stages.stages > 1, is_rank0 and self._folder.may_record
+        has_stages, is_recorded = stages.stages > 1, is_rank0 and self._record.may_record
         if has_stages:  # digests are made by all ranks together
             here = b"1" if is_recorded else b""
             is_recorded = any(all_gather_bytes(here, "opening a record", self.parallel.group))
@@ -534,7 +534,7 @@ class Trainer:
             if error is step.error or not step.is_agreed:
                 raise  # on this rank alone: no other rank would take part in saving
             saved = save_last_good(
-                self._folder.path, self._state.model_state(), self.parallel.group
+                self._record.path, self._state.model_state(), self.parallel.group
             )
             raise type(error)(f"{error}; training stopped, {saved}") from None
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""The folder of a trainer's run: which one it is, and the loggers that write there.
+"""Where a trainer's run is recorded: its folder, and the loggers that write there.
 
     loggers=, CheckpointConfig(folder=)   folder
     "runs/mine"                           runs/mine; if it holds an earlier run, runs/mine-2, ...
@@ -40,7 +40,7 @@ from lockstep.messages import say
 from lockstep.record.loggers import DashboardLogger, Logger
 from lockstep.record.recorder import RECORD_FILE, Recorder, create_run_folder
 
-__all__ = ["LoggerLike", "RunFolder"]
+__all__ = ["LoggerLike", "RunRecord"]
 
 LoggerLike = str | Path | Logger
 """Where a run is recorded: its folder, or an object that takes the lines."""
@@ -51,8 +51,8 @@ CANNOT_RESUME = "cannot_resume"  # in the first line of a record: its trainer ha
 _uses: Counter[Path] = Counter()  # trainers of this process by the folder of their run
 
 
-class RunFolder:
-    """The folder of one trainer's run. Only that of rank 0 decides anything.
+class RunRecord:
+    """The folder and the loggers of one trainer's run. Only those of rank 0 decide anything.
 
     Args:
         loggers: The trainer's `loggers=`; None for the default.

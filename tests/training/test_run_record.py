@@ -13,8 +13,8 @@ from lockstep.launcher.run_folder import find_linked_runs, locate_renamed, remov
 from lockstep.record.loggers import TensorBoard
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import RECORD_FILE, Recorder
-from lockstep.training import run_folder as module
-from lockstep.training.run_folder import RunFolder
+from lockstep.training import run_record as module
+from lockstep.training.run_record import RunRecord
 
 CHECKPOINTS = CheckpointConfig()
 
@@ -41,7 +41,7 @@ class Run:
 
     def __init__(self, loggers=None, checkpoint=None):
         self.loggers = None
-        self.folder = RunFolder(loggers, checkpoint, self.start)
+        self.folder = RunRecord(loggers, checkpoint, self.start)
 
     def start(self, loggers):
         self.loggers = loggers
