@@ -22,7 +22,6 @@
 
 namespace lockstep {
 
-using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // Returns where a thread of this process is in its own code, or "" if unknown.

@@ -1,4 +1,5 @@
 // torch's collective calls: each checks its arguments, then hands the call to the core.
+#include "arguments.h"
 #include "backend.h"
 #include "collectives/all_reduce.h"
 #include "collectives/barrier.h"
@@ -37,56 +38,8 @@ static void set_reduction(CallInfo& info, const char* op, const at::Tensor& tens
 
 static std::vector<Block> empty_blocks(int n) { return std::vector<Block>(static_cast<size_t>(n)); }
 
-static const at::Tensor& single(const char* op, const Tensors& tensors, const char* role = "") {
-  CHECK_ARGUMENT(tensors.size() == 1, op, " requires a single-element ", role,
-                 "tensor list, not one of ", tensors.size());
-  return tensors[0];
-}
-
-static const Tensors& single(const char* op, const std::vector<Tensors>& lists, const char* role,
-                             int n) {
-  CHECK_ARGUMENT(lists.size() == 1, op, " requires a single-element ", role,
-                 " list containing a list with ", n, " tensors, not one of ", lists.size());
-  return lists[0];
-}
-
-// Throws unless the list has tensors, and all have the layout, dtype and shape of the first.
-static void check_alike(const char* op, const Tensors& tensors) {
-  CHECK_ARGUMENT(!tensors.empty(), op, " requires non-empty tensor lists");
-  const at::Tensor& first = tensors[0];
-  for (size_t i = 1; i < tensors.size(); ++i) {
-    const at::Tensor& tensor = tensors[i];
-    CHECK_ARGUMENT(tensor.layout() == first.layout(), op, ": invalid tensor layout at index ", i,
-                   ": ", tensor.layout(), ", and the first is ", first.layout());
-    CHECK_ARGUMENT(tensor.scalar_type() == first.scalar_type(), op,
-                   ": invalid tensor type at index ", i, ": ",
-                   dtype_name(static_cast<int>(tensor.scalar_type())), ", and the first is ",
-                   dtype_name(static_cast<int>(first.scalar_type())));
-    CHECK_ARGUMENT(tensor.sizes() == first.sizes(), op, ": invalid tensor size at index ", i, ": ",
-                   tensor.sizes(), ", and the first has ", first.sizes());
-  }
-}
-
 static void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
   lockstep::copy_bytes(to.data_ptr(), from.data_ptr(), from.nbytes());
-}
-
-static void check_dtypes(const char* op, const at::Tensor& a, const at::Tensor& b) {
-  CHECK_ARGUMENT(a.scalar_type() == b.scalar_type(), op, ": invalid tensor type: ",
-                 dtype_name(static_cast<int>(a.scalar_type())), " beside ",
-                 dtype_name(static_cast<int>(b.scalar_type())));
-}
-
-static void check_list(const char* op, const char* role, const Tensors& list,
-                       const at::Tensor& model, int n) {
-  CHECK_ARGUMENT(static_cast<int>(list.size()) == n, op, ": Incorrect ", role, " list size ",
-                 list.size(), ". ", role[0] == 'i' ? "Input" : "Output", " list size should be ", n,
-                 ", the number of ranks");
-  check_tensor(op, model);
-  for (const at::Tensor& tensor : list) {
-    check_tensor(op, tensor);
-    check_dtypes(op, tensor, model);
-  }
 }
 
 // Returns a body that keeps tensors alive for as long as it exists.
@@ -100,12 +53,6 @@ LockstepBackend::PreparedCall LockstepBackend::prepare_exchange(CallInfo info,
                                                                 ExchangeBlocks blocks) {
   info.uneven = 1;
   return {info, [blocks = std::move(blocks)](CollectiveCall& call) { exchange(call, blocks); }};
-}
-
-static void check_root_tensor(const char* op, int64_t index, const Tensors& tensors) {
-  CHECK_ARGUMENT(index >= 0 && index < static_cast<int64_t>(tensors.size()), op,
-                 ": invalid root tensor: there is no tensor ", index, " in a list of ",
-                 tensors.size());
 }
 
 // ---- all-reduce, reduce, barrier ----

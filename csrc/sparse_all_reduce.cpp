@@ -10,6 +10,7 @@
 #include "errors.h"
 #include "tensors.h"
 #include "torch_errors.h"
+#include "tree_reduce.h"
 
 namespace lockstep {
 
@@ -43,13 +44,19 @@ Shape shape_of(const at::Tensor& tensor) {
   return shape;
 }
 
-// Adds parts [lo, hi), which are coalesced, along the tree.
-at::Tensor add_along_tree(const std::vector<at::Tensor>& parts, size_t lo, size_t hi) {
-  if (hi - lo == 1) return parts[lo];
-  size_t width = 1;
-  while (2 * width < hi - lo) width *= 2;
-  return at::add(add_along_tree(parts, lo, lo + width), add_along_tree(parts, lo + width, hi))
-      .coalesce();
+// Adds parts, which are coalesced, along the tree.
+at::Tensor add_along_tree(const std::vector<at::Tensor>& parts) {
+  std::vector<at::Tensor> stack;
+  for (int step : tree_steps(static_cast<int>(parts.size()))) {
+    if (step != kCombine) {
+      stack.push_back(parts[static_cast<size_t>(step)]);
+      continue;
+    }
+    const at::Tensor right = std::move(stack.back());
+    stack.pop_back();
+    stack.back() = at::add(stack.back(), right).coalesce();
+  }
+  return stack.back();
 }
 
 void gather(CollectiveCall& call, const Block& own, std::vector<Block> receive) {
@@ -70,7 +77,7 @@ SparseAllReduce::SparseAllReduce(std::vector<at::Tensor> tensors) : tensors_(std
                    tensor.device().str());
     parts.push_back(tensor.detach().coalesce());
   }
-  own_ = add_along_tree(parts, 0, parts.size());
+  own_ = add_along_tree(parts);
 }
 
 void SparseAllReduce::gather_shapes(CollectiveCall& call) {
@@ -122,7 +129,7 @@ void SparseAllReduce::write_sum() {
     parts.push_back(at::_sparse_coo_tensor_unsafe(indices_[rank], values_[rank].to(wide),
                                                   own_.sizes(), own_.options().dtype(wide),
                                                   /*is_coalesced=*/true));
-  const at::Tensor sum = add_along_tree(parts, 0, parts.size()).to(type);
+  const at::Tensor sum = add_along_tree(parts).to(type);
   for (at::Tensor& tensor : tensors_) tensor.copy_(sum);
 }
 

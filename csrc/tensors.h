@@ -12,10 +12,12 @@
 
 namespace lockstep {
 
+using Tensors = std::vector<at::Tensor>;
+
 DataType data_type_of(at::ScalarType type);  // DataType::bytes if it cannot be reduced
 std::string dtype_name(int scalar_type);     // "float32"
 
-// Throws ValueError unless the tensor is a dense CPU tensor.
+// Throws ArgumentError unless the tensor is a dense CPU tensor.
 void check_tensor(const char* op, const at::Tensor& tensor);
 
 // Whether the tensor's memory holds exactly its elements, in order and unconjugated.
