@@ -84,6 +84,14 @@ def ranks() -> Callable[..., list[Any]]:
     return run
 
 
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    """Let the test's own process be a world of one rank."""
+    lockstep.init()
+    yield
+    lockstep.shutdown()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process, a shared-memory file, a port, a thread or a variable."""

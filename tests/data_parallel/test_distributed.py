@@ -111,13 +111,6 @@ def test_everybody_begins_with_rank_zeros_parameters_and_buffers(ranks):
     assert evaluated == [1.0, 1.0]
 
 
-@pytest.fixture
-def alone():
-    ls.init()
-    yield
-    ls.shutdown()
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_state_dict_has_the_modules_own_names(ranks, compiled):
     def names():
@@ -139,7 +132,7 @@ def test_the_state_dict_has_the_modules_own_names(ranks, compiled):
     assert not kept
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_state_dict_with_a_missing_name_is_still_refused():
     state = net().state_dict()
     state.pop("last.bias")
@@ -213,7 +206,7 @@ def test_a_backward_that_raised_does_not_spoil_the_next(ranks, forward_between):
         assert all(rank)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_nothing_keeps_a_dropped_wrapper_alive():
     module = net()
     wrapper = ls.DistributedDataParallel(module)
@@ -229,7 +222,7 @@ def test_different_models_are_told_apart(ranks):
         ranks(lambda: ls.DistributedDataParallel(nn.Linear(2, 2 + dist.get_rank())), 2)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_parameter_that_is_unfrozen_later_is_refused_by_name():
     model = ls.DistributedDataParallel(net())
     model.module.frozen.weight.requires_grad_(True)

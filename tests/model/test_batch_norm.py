@@ -16,13 +16,6 @@ from lockstep.model.batch_norm import check_batch_norm
 SGD = partial(torch.optim.SGD, lr=0.1)
 
 
-@pytest.fixture
-def alone():
-    ls.init()
-    yield
-    ls.shutdown()
-
-
 class Keyword(nn.BatchNorm1d):
     """A module whose input the model passes by keyword, which is not looked at."""
 
@@ -54,7 +47,7 @@ def train(model, samples, *shape, loss=None, **options):
     return trainer
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("samples", "options", "named"),
     [
@@ -75,7 +68,7 @@ def test_the_first_step_says_which_batch_will_fail(samples, options, named):
     assert ls.digest(model) == before
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("skips", [False, True])
 def test_the_first_manual_step_warns_of_the_batch_that_will_fail(skips):
     """It is no error, since the loop may skip that batch, or call other samples then."""
@@ -101,7 +94,7 @@ def test_the_first_manual_step_warns_of_the_batch_that_will_fail(skips):
     assert trainer.steps == 2
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_what_works_is_not_refused():
     pictures = nn.Sequential(
         nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2 * 2 * 2, 3)

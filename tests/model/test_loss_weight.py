@@ -137,14 +137,7 @@ class LanguageModel(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())}
 
 
-@pytest.fixture
-def alone():
-    ls.init()
-    yield
-    ls.shutdown()
-
-
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_labels_of_a_model_that_returns_its_loss_are_counted_by_target_weight():
     lengths = torch.tensor([2, 9, 3, 5, 7, 4, 6, 8])
     tokens = torch.randint(0, 9, (8, 9), generator=torch.Generator().manual_seed(1))
@@ -174,7 +167,7 @@ def test_labels_of_a_model_that_returns_its_loss_are_counted_by_target_weight():
         ).step({"input_ids": tokens})
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_microbatch_without_a_target_is_named_as_the_reason_of_its_nan():
     inputs, targets = batch(ignored=True)
     for weight in (float("nan"), 1.0):  # with 1.0, the targets are the reason
@@ -219,6 +212,7 @@ def test_the_weight_of_a_loss_inside_of_another_one():
             ls.target_weight(loss)
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("loss", "option"),
     [
@@ -236,11 +230,7 @@ def test_a_loss_that_hides_its_weights_is_named(loss, option, capsys):
         return float(len(data[-1]))
 
     assert find_hidden_weights(loss) == option
-    ls.init()
-    try:
-        ls.Trainer(nn.Linear(2, 3), loss, partial(torch.optim.SGD, lr=0.1))
-        assert (f"uses {option}=" in capsys.readouterr().err) == bool(option)
-        ls.Trainer(nn.Linear(2, 3), loss, partial(torch.optim.SGD, lr=0.1), loss_weight=count)
-        assert not capsys.readouterr().err
-    finally:
-        ls.shutdown()
+    ls.Trainer(nn.Linear(2, 3), loss, partial(torch.optim.SGD, lr=0.1))
+    assert (f"uses {option}=" in capsys.readouterr().err) == bool(option)
+    ls.Trainer(nn.Linear(2, 3), loss, partial(torch.optim.SGD, lr=0.1), loss_weight=count)
+    assert not capsys.readouterr().err

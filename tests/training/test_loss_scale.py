@@ -113,14 +113,7 @@ def test_every_layout_has_the_bits_of_one_process(ranks, alone, n):
         assert by_hand == alone[1]
 
 
-@pytest.fixture
-def world():
-    ls.init()
-    yield
-    ls.shutdown()
-
-
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("world_of_one")
 def test_one_micro_batch_has_the_bits_of_torchs_scaler():
     results: list[Any] = []
     trainer = make(results, microbatches=1)
@@ -168,7 +161,7 @@ class Unlearnable(nn.Linear):
         return Broken.apply(super().forward(inputs))
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_gradient_that_no_scale_makes_finite_ends_the_training(tmp_path):
     results: list[Any] = []
     trainer = make(results, model=Unlearnable, loggers=tmp_path / "run")
@@ -186,7 +179,7 @@ def test_a_gradient_that_no_scale_makes_finite_ends_the_training(tmp_path):
     assert (first["loss_scale"], first["is_skipped"], first["norm"]) == (65536, True, None)
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("world_of_one")
 def test_float16_parameters_are_refused_by_name():
     with pytest.raises(
         UsageError, match=r"the parameter 0\.weight is float16, and autocast_dtype="

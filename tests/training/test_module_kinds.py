@@ -149,18 +149,11 @@ def test_every_layout_has_the_bits_of_one_process(ranks, alone, n, layouts):
             assert bits == alone[f"{name.split()[0]} {{}}"], name
 
 
-@pytest.fixture
-def world():
-    ls.init()
-    yield
-    ls.shutdown()
-
-
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(48.0).view(8, 6) / 48, torch.arange(8) % 4
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("world_of_one")
 def test_the_average_copies_what_it_cannot_average_and_can_be_evaluated():
     torch.manual_seed(1)
     model = nn.Sequential(normed(), Adapted())
@@ -178,7 +171,7 @@ def test_the_average_copies_what_it_cannot_average_and_can_be_evaluated():
     assert result.loss == pytest.approx(float(expected), rel=1e-6)
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_loss_is_found_in_what_a_model_or_a_loss_function_returns():
     def train(kind, is_own):
         torch.manual_seed(1)
@@ -194,7 +187,7 @@ def test_a_loss_is_found_in_what_a_model_or_a_loss_function_returns():
         assert len({train(kind, is_own) for kind in RETURNS}) == 1
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("returned", "sentence"),
     [
@@ -211,7 +204,7 @@ def test_what_is_no_loss_is_explained(monkeypatch, returned, sentence):
         trainer.step(batch())
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("world_of_one")
 def test_backward_of_a_tuple_in_a_manual_step_is_explained():
     trainer = ls.Trainer(OwnLoss("tuple"), None, SGD)
 
@@ -247,7 +240,7 @@ class Exported(nn.Linear):
         raise NotImplementedError("Calling train() is not supported yet.")
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("world_of_one")
 def test_an_exported_model_trains_and_says_why_it_cannot_be_evaluated():
     model = nn.Sequential(nn.Dropout(0.1), Exported(6, 4))
     trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
@@ -258,7 +251,7 @@ def test_an_exported_model_trains_and_says_why_it_cannot_be_evaluated():
     assert all(module.training for module in model.modules())
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("world_of_one")
 def test_what_is_no_model_is_refused():
     class ExportedProgram:
         """Has the name of torch's."""

@@ -131,14 +131,7 @@ def test_buffers_of_extra_modules_go_on(ranks, tmp_path):
     assert ranks(played, 2, 3, 6) == [whole, whole]
 
 
-@pytest.fixture
-def alone():
-    ls.init()
-    yield
-    ls.shutdown()
-
-
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_state_without_buffers_is_loaded_as_before():
     trainer = ls.Trainer(nn.Sequential(nn.Linear(6, 3), Drift(3)), Centred(), ADAM)
     trainer.step(batch(0))
@@ -150,7 +143,7 @@ def test_a_state_without_buffers_is_loaded_as_before():
     assert mean.any()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_buffer_of_another_shape_is_refused_by_name():
     def trainer(width):
         return ls.Trainer(nn.Linear(6, 3), nn.Sequential(Drift(width)), ADAM)

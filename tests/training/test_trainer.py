@@ -294,43 +294,40 @@ def test_training_goes_on_at_another_width_from_any_batch(ranks, tmp_path):
     assert ranks(resume, 1) == [expected]
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_epochs_without_a_number_follow_each_other():
     def make():
         return ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
 
-    ls.init()
-    try:
-        numbered, again, reused, parts = make(), make(), make(), make()
-        for epoch in range(3):
-            for batch in numbered.batches(rows(), 10, epoch=epoch):
-                numbered.step(batch)
-            assert again.epoch == max(0, epoch - 1)
-            for batch in again.batches(rows(), 10):
-                again.step(batch)
-        loader = reused.batches(rows(), 10)
-        for epoch in range(3):
-            assert [batch.epoch for batch in loader if reused.step(batch)] == [epoch] * len(loader)
-        assert numbered.digest() == again.digest() == reused.digest()
+    numbered, again, reused, parts = make(), make(), make(), make()
+    for epoch in range(3):
+        for batch in numbered.batches(rows(), 10, epoch=epoch):
+            numbered.step(batch)
+        assert again.epoch == max(0, epoch - 1)
+        for batch in again.batches(rows(), 10):
+            again.step(batch)
+    loader = reused.batches(rows(), 10)
+    for epoch in range(3):
+        assert [batch.epoch for batch in loader if reused.step(batch)] == [epoch] * len(loader)
+    assert numbered.digest() == again.digest() == reused.digest()
 
-        interrupted = parts.batches(rows(), 10)
-        for count in (None, 2):  # stopped in epoch 1
-            for batch in islice(interrupted, count):
-                parts.step(batch)
-        rest = make()
-        rest.load_state_dict(parts.state_dict())
-        continued = rest.batches(rows(), 10)
-        continued.load_state_dict(interrupted.state_dict())
-        for _ in range(2):
-            for batch in continued:
-                rest.step(batch)
-        assert (rest.epoch, rest.digest()) == (2, numbered.digest())
-        rest.load_state_dict(parts.state_dict())
-        assert rest.batches(rows(), 10).epoch == 1
-        rest.load_state_dict(again.state_dict())
-        assert rest.batches(rows(), 10).epoch == 3
-        assert rest.batches(rows(), 10, epoch=7).epoch == 7
-    finally:
-        ls.shutdown()
+    interrupted = parts.batches(rows(), 10)
+    for count in (None, 2):  # stopped in epoch 1
+        for batch in islice(interrupted, count):
+            parts.step(batch)
+    rest = make()
+    rest.load_state_dict(parts.state_dict())
+    continued = rest.batches(rows(), 10)
+    continued.load_state_dict(interrupted.state_dict())
+    for _ in range(2):
+        for batch in continued:
+            rest.step(batch)
+    assert (rest.epoch, rest.digest()) == (2, numbered.digest())
+    rest.load_state_dict(parts.state_dict())
+    assert rest.batches(rows(), 10).epoch == 1
+    rest.load_state_dict(again.state_dict())
+    assert rest.batches(rows(), 10).epoch == 3
+    assert rest.batches(rows(), 10, epoch=7).epoch == 7
 
 
 def test_a_state_of_another_seed_is_refused():
@@ -615,19 +612,12 @@ def test_every_rank_begins_with_rank_zeros_weights(ranks):
     assert agreed == also == first
 
 
-@pytest.fixture
-def alone():
-    ls.init()
-    yield
-    ls.shutdown()
-
-
 def test_without_init_the_trainer_says_so():
     with pytest.raises(UsageError, match=r"call lockstep.init\(\) first"):
         ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("wrong", "error", "sentence"),
     [
@@ -657,7 +647,7 @@ def test_wrong_arguments_get_one_sentence(wrong, error, sentence):
         ls.Trainer(**arguments)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("loss", "batch", "sentence"),
     [
@@ -702,7 +692,7 @@ def test_a_wrong_loss_or_batch_is_named_with_its_place(loss, batch, sentence):
     assert trainer.digest() == before
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_batch_norm_with_a_microbatch_of_one_sample_is_explained():
     trainer = ls.Trainer(
         nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), nn.CrossEntropyLoss(), SGD
@@ -711,7 +701,7 @@ def test_batch_norm_with_a_microbatch_of_one_sample_is_explained():
         trainer.step(rows(9).tensors)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_model_that_returns_no_loss_is_explained():
     class Wordy(nn.Linear):
         def forward(self, inputs, targets):
@@ -721,7 +711,7 @@ def test_a_model_that_returns_no_loss_is_explained():
         ls.Trainer(Wordy(6, 3), None, SGD).step(rows(16).tensors)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_an_exception_in_a_loop_of_ones_own_undoes_the_step():
     model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
     trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
@@ -743,7 +733,7 @@ def test_an_exception_in_a_loop_of_ones_own_undoes_the_step():
     assert trainer.step(rows(32).tensors) > 0
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_splitting_a_whole_batch_counts_as_time_of_the_step(monkeypatch):
     taken, split = [], ParallelContext.split
 
@@ -769,7 +759,7 @@ def failed_step(trainer):
     return step
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_manual_step_has_a_result_once_it_was_entered_and_left():
     model = nn.Linear(6, 3)
     initial = copy.deepcopy(model)
@@ -796,7 +786,7 @@ def test_a_manual_step_has_a_result_once_it_was_entered_and_left():
     assert trainer.steps == 1
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_misuse_of_the_step_object_is_explained():
     model = nn.Linear(6, 3)
     trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
@@ -834,7 +824,7 @@ def test_misuse_of_the_step_object_is_explained():
     assert trainer.steps == 0
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_data_loader_trains_and_evaluates_like_its_dataset():
     """It was read as a dataset whose samples are batches."""
     digests, evaluations = [], []
@@ -857,7 +847,7 @@ def test_a_data_loader_trains_and_evaluates_like_its_dataset():
     assert evaluations[0].samples == 45
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_calls_that_do_not_fit_say_what_to_write():
     trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
     batch = rows(16).tensors
@@ -894,7 +884,7 @@ def test_calls_that_do_not_fit_say_what_to_write():
         ls.Trainer(nn.Bilinear(6, 6, 3), None, SGD).step(batch[0])
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_plateau_is_given_the_loss_of_each_epoch_or_of_the_scripts_choice():
     """With the default interval the first step raised TypeError, after the weights changed."""
     plateau = partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=0.9)
@@ -945,7 +935,7 @@ def test_weights_that_cannot_be_written_fail_on_every_rank(ranks, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_the_suffix_of_a_weights_file_decides_its_format(tmp_path, capfd):
     """`torch.load` rejected "model.pt", which was safetensors."""
     model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))

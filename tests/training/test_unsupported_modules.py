@@ -25,13 +25,6 @@ class Measured(nn.Module):
         return self.judge(outputs - targets).square().mean()
 
 
-@pytest.fixture
-def alone():
-    ls.init()
-    yield
-    ls.shutdown()
-
-
 def wrapped(wrapper):
     """Return Trainers' arguments with a wrapper at the top, inside, in the loss, beside."""
     other = {"loss": nn.MSELoss(), "optimizer": SGD}
@@ -46,7 +39,7 @@ def wrapped(wrapper):
     )
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     "wrapper", [ls.DistributedDataParallel, DistributedDataParallel, nn.DataParallel]
 )
@@ -58,7 +51,7 @@ def test_a_wrapper_is_refused_wherever_it_is(wrapper):
         assert str(raised.value).endswith(f"pass {path}.module to the Trainer")
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_wrapper_inside_a_compiled_model_is_refused():
     model = ls.DistributedDataParallel(nn.Linear(4, 4))
     with pytest.raises(UsageError, match=r"^model is wrapped in DistributedDataParallel, "):
@@ -149,7 +142,7 @@ def refused():
     ]
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_kinds_of_modules_and_tensors_that_are_refused():
     for arguments, beginning in refused():
@@ -160,7 +153,7 @@ def test_kinds_of_modules_and_tensors_that_are_refused():
         assert str(raised.value).startswith(beginning)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
 def test_what_the_refusals_advise_works():
     lazy = nn.Sequential(nn.LazyLinear(4))
