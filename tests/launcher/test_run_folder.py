@@ -14,9 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import UsageError
+from lockstep.errors import FileError, UsageError
 from lockstep.launcher import run_folder
-from lockstep.launcher.run_folder import hold_run, release_run, wait_until_free
+from lockstep.launcher.run_folder import (
+    create_run_folder,
+    hold_run,
+    release_run,
+    wait_until_free,
+)
+from lockstep.record.recorder import Recorder
 
 # Runs `code` with `folder` in scope, says so, and stays until its standard input is closed.
 USER = """
@@ -226,3 +232,18 @@ def test_the_command_of_a_rank_is_that_of_its_launcher(tmp_path):
     assert run_folder.command_words(mpi, argv) == ["mpiexec", "-n", "2", "python", *argv]
     (tmp_path / "launch.json").write_text("{")
     assert run_folder.command_words(launched, argv) == argv, "a damaged file ends no training"
+
+
+def test_run_folders_of_one_minute_have_different_names(tmp_path: Path) -> None:
+    folders = [create_run_folder(tmp_path / "runs", "digits") for _ in range(4)]
+    assert len(set(folders)) == 4
+    assert all(each.is_dir() and each.name.startswith("digits-20") for each in folders)
+    Recorder(folders[0]).close()
+
+
+def test_a_run_folder_that_cannot_be_created(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(FileError, match="is not a folder"):
+        create_run_folder(tmp_path / "runs", "digits")
+    with pytest.raises(FileError, match="cannot be created"):
+        create_run_folder(Path("/proc/runs"), "digits")

@@ -18,7 +18,7 @@ from lockstep.launcher import world
 from lockstep.record import recorder as recorder_module
 from lockstep.record.environment import describe_environment
 from lockstep.record.reader import read_run
-from lockstep.record.recorder import RECORD_FILE, RECORD_VERSION, Recorder, create_run_folder
+from lockstep.record.recorder import RECORD_FILE, RECORD_VERSION, Recorder
 
 
 def lines_of(folder):
@@ -244,15 +244,11 @@ def test_a_file_instead_of_the_folder(tmp_path):
         Recorder(tmp_path / "runs" / "a")
     with pytest.raises(FileError, match="is not a folder"):
         Recorder(tmp_path / "runs")
-    with pytest.raises(FileError, match="is not a folder"):
-        create_run_folder(tmp_path / "runs", "digits")
 
 
 def test_a_folder_that_cannot_be_created():
     with pytest.raises(FileError, match=r"/proc/runs.* cannot be created"):
         Recorder(Path("/proc/runs/a"))  # refuses even root
-    with pytest.raises(FileError, match="cannot be created"):
-        create_run_folder(Path("/proc/runs"), "digits")
 
 
 DISK_FILLS = """
@@ -302,13 +298,6 @@ def test_writing_after_closing_does_nothing(tmp_path):
     recorder.write("step", step=1)
     assert recorder.failure is None
     assert lines_of(tmp_path) == []
-
-
-def test_run_folders_of_one_minute_have_different_names(tmp_path):
-    names = [create_run_folder(tmp_path / "runs", "digits") for _ in range(4)]
-    assert len(set(names)) == 4
-    assert all(name.startswith("digits-20") for name in names)
-    Recorder(tmp_path / "runs" / names[0]).close()
 
 
 def test_the_environment_is_recorded(tmp_path):

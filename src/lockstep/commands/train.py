@@ -164,8 +164,8 @@ def command(
     _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
     from lockstep.launcher.failure_attribution import STOPPED
     from lockstep.launcher.launch import launch
+    from lockstep.launcher.run_folder import create_run_folder
     from lockstep.record.loggers import create_logger
-    from lockstep.record.recorder import create_run_folder
 
     if recipe != "resnet50" and given["size"] is not None:
         raise UsageError(f"--size: the images of {recipe} have a fixed size; omit this option")
@@ -173,9 +173,10 @@ def command(
         create_logger(each, Path(runs))  # its package is missing: say so before the ranks start
     if given["data"] is not None:
         given["data"] = os.path.abspath(given["data"])  # to be found from another directory, too
-    folder = Path(runs) / (name or "") if resumed is None else resumed.folder
-    if resumed is None and not name:
-        folder /= create_run_folder(Path(runs), recipe)
+    if resumed is not None:
+        folder = resumed.folder
+    else:
+        folder = Path(runs) / name if name else create_run_folder(Path(runs), recipe)
     if given["download"]:
         _download(recipe, given["data"])
     elif recipe == "resnet50" and given["data"] is None:

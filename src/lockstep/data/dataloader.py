@@ -38,7 +38,7 @@ OPTIONS = (
     "drop_last",
     "timeout",
 )
-"""Options of `Batches` that a DataLoader has too, besides `batch_size`."""
+"""Options that both `Batches` and a DataLoader have, in addition to `batch_size`."""
 
 UNUSED = {
     "worker_init_fn": "random numbers are seeded for every sample in any worker, and files can be "

@@ -33,8 +33,8 @@ __all__ = [
 READ_ONCE = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_")
 READ_LATER = ("TORCHELASTIC_", "TORCHINDUCTOR_")
 
-OPEN_FILES = 16  # of the launcher, besides ...
-OPEN_FILES_PER_RANK = 6  # its pipes, sockets, stack, activity page and log
+OPEN_FILES = 16  # that the launcher needs at most, and ...
+OPEN_FILES_PER_RANK = 6  # ... for each rank: pipes, sockets, stack, activity page and log
 
 PRELOADED = ("lockstep.launcher.world", "cloudpickle")
 # The first step of any optimizer imports torch._dynamo, in 1.4 s of processor time, and the

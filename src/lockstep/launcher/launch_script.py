@@ -56,6 +56,7 @@ from lockstep.launcher.run_folder import (
     describe_launch,
     find_linked_runs,
     locate_renamed,
+    name_run,
     release_run,
     remove_old_name,
     wait_until_free,
@@ -373,7 +374,7 @@ def _open_run_folder(config: LaunchConfig) -> RunFolder:
 def _make_log_folder(config: LaunchConfig) -> Path | None:
     """Make the run's folder; return None if the default location is not writable."""
     stem = config.target.rpartition(".")[2] if config.kind == "module" else Path(config.target).stem
-    name = config.name or f"{stem or 'run'}-{datetime.datetime.now():%Y-%m-%d-%H%M}"
+    name = config.name or name_run(stem or "run")
     parent = Path(config.log_dir) if config.log_dir is not None else Path(RUNS)
     try:
         path = create_numbered_folder(parent, name)

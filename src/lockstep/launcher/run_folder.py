@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UsageError
+from lockstep.errors import FileError, UsageError
 from lockstep.files import make_folder, open_or_create, replace_file
 from lockstep.launcher.environment import LAUNCHER, read_rank_info
 from lockstep.launcher.failure_attribution import read_stat
@@ -48,6 +48,7 @@ __all__ = [
     "claim_newest_run",
     "command_words",
     "create_numbered_folder",
+    "create_run_folder",
     "describe_launch",
     "find_launch_folder",
     "find_linked_runs",
@@ -57,6 +58,7 @@ __all__ = [
     "is_resuming",
     "link_launch_folder",
     "locate_renamed",
+    "name_run",
     "read_description",
     "release_run",
     "remove_old_name",
@@ -285,6 +287,35 @@ def create_numbered_folder(parent: Path, name: str) -> Path:
             number += 1
         else:
             return folder
+
+
+def name_run(stem: str) -> str:
+    """Return the name of a run that begins now, such as "digits-2026-11-21-0752"."""
+    return f"{stem}-{datetime.datetime.now():%Y-%m-%d-%H%M}"
+
+
+def create_run_folder(parent: Path, stem: str) -> Path:
+    """Create and return a folder for a run that begins now.
+
+    Runs that start at the same time get different folders.
+
+    Args:
+        parent: The folder of runs.
+        stem: The first part of the name.
+
+    Raises:
+        FileError: The folder cannot be created.
+    """
+    name = name_run(stem)
+    try:
+        return create_numbered_folder(parent, name)
+    except FileExistsError:
+        raise FileError(f"{parent} is not a folder, so no run can be kept in it") from None
+    except OSError as error:
+        raise FileError(
+            f"{parent / name} cannot be created ({error.strerror}); choose a folder that is "
+            "writable"
+        ) from None
 
 
 def find_launch_folder() -> Path | None:

@@ -26,6 +26,7 @@ from lockstep.launcher.stacks import PACKAGE, is_user_code
 
 __all__ = [
     "BACKEND_ERRORS",
+    "find_ipython_shell",
     "find_location",
     "find_user_location",
     "format_user_frames",
@@ -63,14 +64,14 @@ def install() -> None:
     Debuggers and torch, once a group is initialized, have one. IPython and notebooks get a
     handler for these errors, unless the user has set one for any errors.
     """
-    if (shell := _find_notebook_shell()) is not None:
+    if (shell := find_ipython_shell()) is not None:
         if not shell.custom_exceptions:
             shell.set_custom_exc((LockstepError,), _show_in_notebook)
     elif sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show_uncaught
 
 
-def _find_notebook_shell() -> Any:
+def find_ipython_shell() -> Any:
     """Return the running IPython shell; None outside of IPython and notebooks."""
     module = sys.modules.get("IPython")
     get_shell = getattr(module, "get_ipython", None)

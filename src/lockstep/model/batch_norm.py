@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data.microbatch import Batch
 from lockstep.errors import UsageError
+from lockstep.model.compilation import is_compiled
 
 __all__ = [
     "check_batch_norm",
@@ -111,9 +112,7 @@ def _watch(
 ) -> Iterator[None]:
     """Report batch norm that gets one value per sample, before a micro-batch of one sample."""
     single = batch.single_sample if isinstance(batch, Batch) else ""
-    if not single or any(
-        _is_compiled(each) for root in modules.values() for each in root.modules()
-    ):
+    if not single or any(is_compiled(each) for root in modules.values() for each in root.modules()):
         yield
         return
     sizes = {each.index: each.size for each in batch.microbatches}
@@ -159,7 +158,3 @@ def freeze_batch_norm(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def _normalizes_by_batch(module: nn.Module) -> bool:
     return module.training or getattr(module, "running_mean", None) is None
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return "dynamo_ctx" in vars(module) or vars(module).get("_compiled_call_impl") is not None

@@ -18,7 +18,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 
-__all__ = ["check_static", "is_limit_error", "static_shapes"]
+__all__ = ["check_static", "is_compiled", "is_limit_error", "static_shapes"]
 
 
 @contextmanager
@@ -35,6 +35,11 @@ def static_shapes() -> Iterator[None]:
         yield
     finally:
         config.automatic_dynamic_shapes, config.fail_on_recompile_limit_hit = before
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module was compiled, by `torch.compile(module)` or `module.compile()`."""
+    return "dynamo_ctx" in vars(module) or vars(module).get("_compiled_call_impl") is not None
 
 
 def check_static(model: nn.Module) -> None:

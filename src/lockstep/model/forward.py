@@ -11,6 +11,7 @@ from torch import nn
 from lockstep.errors import LossError, UsageError
 from lockstep.model.batch_norm import explain_batch_norm
 from lockstep.model.compilation import is_limit_error
+from lockstep.model.loss_weight import loss_name
 
 __all__ = [
     "Metric",
@@ -83,8 +84,8 @@ def compute_loss(
         value = loss(outputs, targets)
     except Exception as error:
         raise LossError(
-            f"{place}: the loss {_name(loss)} failed on outputs {_describe(outputs)} and targets "
-            f"{_describe(targets)}: {type(error).__name__}: {_first_line(error)}"
+            f"{place}: the loss {loss_name(loss)} failed on outputs {_describe(outputs)} and "
+            f"targets {_describe(targets)}: {type(error).__name__}: {_first_line(error)}"
         ) from error
     value = _find_loss(value, place)
     if value is None or isinstance(value, (tuple, list, Mapping)):
@@ -94,7 +95,7 @@ def compute_loss(
         returned = "None: end it with `return loss`"
         if value is not None:
             returned = f"{_describe_output(value)}: {advice}"
-        raise LossError(f"{place}: the loss {_name(loss)} returned {returned}")
+        raise LossError(f"{place}: the loss {loss_name(loss)} returned {returned}")
     with torch.no_grad():
         values = {name: metric(outputs, targets) for name, metric in metrics.items()}
     for name, number in values.items():
@@ -179,10 +180,6 @@ def _find_loss(value: Any, place: str) -> Any:
 def _is_number(value: Any) -> bool:
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return is_float and value.numel() == 1
-
-
-def _name(loss: object) -> str:
-    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def _first_line(error: Exception) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "find_hidden_weights",
     "infer_weight_function",
     "is_sum",
+    "loss_name",
     "target_weight",
 ]
 
@@ -34,6 +35,11 @@ IGNORED_BY_DEFAULT = -100
 """The default `ignore_index` of torch's losses."""
 LABELS = "labels"
 """The key of the targets in a batch that is a mapping, as Hugging Face models name them."""
+
+
+def loss_name(loss: object) -> str:
+    """Return the name of a loss function or module, for messages."""
+    return str(getattr(loss, "__name__", type(loss).__name__))
 
 
 def is_sum(loss: object) -> bool:
@@ -78,8 +84,8 @@ def target_weight(loss: Callable[..., Any], *, shift: int = 0) -> WeightFunction
     if not _is_classification(loss) and len(inner) != 1:
         raise UsageError(
             "ls.target_weight takes a CrossEntropyLoss, an NLLLoss or a module with one of them, "
-            f"not {_name(loss)}: pass the one that it uses, or a function of your own that counts "
-            "the targets of a micro-batch, such as loss_weight=lambda data: "
+            f"not {loss_name(loss)}: pass the one that it uses, or a function of your own "
+            "that counts the targets of a micro-batch, such as loss_weight=lambda data: "
             "float((data[-1] != padding).sum())"
         )
     loss = inner[0] if inner else loss
@@ -140,10 +146,6 @@ def _inner_losses(loss: object) -> list[Any]:
     """Return the losses that a loss module contains, and that are means over their targets."""
     parts = loss.modules() if isinstance(loss, nn.Module) else ()
     return [each for each in parts if _is_classification(each)]
-
-
-def _name(loss: object) -> str:
-    return str(getattr(loss, "__name__", f"a {type(loss).__name__}"))
 
 
 def count_ignored_targets(loss: object, data: Any) -> int:

@@ -24,6 +24,7 @@ from lockstep.model.loss_weight import (
     WeightFunction,
     find_hidden_weights,
     infer_weight_function,
+    loss_name,
 )
 
 __all__ = ["ParallelContext"]
@@ -83,11 +84,11 @@ class ParallelContext:
         option = "" if loss_weight is not None else find_hidden_weights(loss)
         if option and world.rank == 0:
             say(
-                f"the loss {getattr(loss, '__name__', type(loss).__name__)} uses {option}=, so it "
-                "may not be a mean over the samples, and micro-batches may count too much or too "
-                "little: pass loss_weight=ls.target_weight(...) of the loss in it, or a function "
-                "that counts the targets of a micro-batch (len of its last entry if it is a mean "
-                "over the samples after all)"
+                f"the loss {loss_name(loss)} uses {option}=, so it may not be a mean over the "
+                "samples, and micro-batches may count too much or too little: pass "
+                "loss_weight=ls.target_weight(...) of the loss in it, or a function that counts "
+                "the targets of a micro-batch (len of its last entry if it is a mean over the "
+                "samples after all)"
             )
         return cls(
             microbatches=microbatches,

@@ -22,6 +22,8 @@ from typing import Any, Protocol, TextIO
 
 from rich.console import Console, RenderableType
 
+from lockstep.launcher.tracebacks import find_ipython_shell
+
 __all__ = ["LiveRegion", "NotebookRegion", "Region", "find_notebook", "is_terminal"]
 
 MAX_LINES = 30  # that stay above the region in a notebook
@@ -197,8 +199,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 def find_notebook() -> Any:
     """Return IPython's shell if this process is the kernel of a notebook, else None."""
-    module = sys.modules.get("IPython")
-    shell = module.get_ipython() if module is not None else None
+    shell = find_ipython_shell()
     return shell if getattr(shell, "kernel", None) is not None else None
 
 

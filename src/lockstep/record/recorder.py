@@ -39,7 +39,7 @@ from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import say
 from lockstep.redaction import redact
 
-__all__ = ["RECORD_FILE", "RECORD_VERSION", "TIME_CATEGORIES", "Recorder", "create_run_folder"]
+__all__ = ["RECORD_FILE", "RECORD_VERSION", "TIME_CATEGORIES", "Recorder"]
 
 RECORD_FILE = "record.jsonl"
 RECORD_VERSION = 1
@@ -312,34 +312,3 @@ def _stringify_unsupported(line: dict[str, Any]) -> dict[str, Any]:
         except TypeError:
             values[name] = str(value)
     return values
-
-
-def create_run_folder(folder: Path, recipe: str) -> str:
-    """Create a folder for a new run and return its name, such as "digits-2026-11-21-0752".
-
-    Runs that start at the same time get different folders.
-
-    Args:
-        folder: The folder of runs.
-        recipe: The first part of the name.
-
-    Raises:
-        FileError: The folder cannot be created.
-    """
-    stem = f"{recipe}-{datetime.datetime.now():%Y-%m-%d-%H%M}"
-    name, number = stem, 1
-    while True:
-        try:
-            make_folder(folder / name, exist_ok=False)
-        except FileExistsError:
-            if not folder.is_dir():
-                raise FileError(f"{folder} is not a folder, so no run can be kept in it") from None
-            number += 1
-            name = f"{stem}-{number}"
-        except OSError as error:
-            raise FileError(
-                f"{folder / name} cannot be created ({error.strerror}); "
-                f"choose a folder that is writable"
-            ) from None
-        else:
-            return name

@@ -1,7 +1,7 @@
 """Comparison of runs: speed, digests, losses, weights and settings.
 
-Each run is compared with the first one. The sentence that calls one of two runs faster also says
-what may be the reason besides the runs themselves: another time, another machine, a busy machine.
+Each run is compared with the first one. The sentence that calls one of two runs faster also names
+other possible reasons: another time, another machine, a busy machine.
 Saved weights are compared tensor by tensor.
 """
 

@@ -188,27 +188,33 @@ def timeline_sentences(recorded: Timeline | None, simulated: Timeline | None) ->
     return found
 
 
-def learning_rate_text(run: Run) -> str:
-    """Return the learning rate of a run: "0.05", "0.1 to 0.001", "" if it was not recorded."""
+def _learning_rates(run: Run) -> list[str]:
+    """Return the learning rates to show: the only one; or the first, a larger one, the last."""
     rates = run.steps.lr[np.isfinite(run.steps.lr)]
     if not len(rates):
-        return ""
+        return []
     first, last, top = f"{rates[0]:.4g}", f"{rates[-1]:.4g}", f"{rates.max():.4g}"
     if rates.min() == rates.max():
-        return first
-    return f"{first} to {last}" if top in (first, last) else f"{first} to {top} to {last}"
+        return [first]
+    return [first, last] if top in (first, last) else [first, top, last]
+
+
+def learning_rate_text(run: Run) -> str:
+    """Return the learning rate of a run: "0.05", "0.1 to 0.001", "" if it was not recorded."""
+    return " to ".join(_learning_rates(run))
 
 
 def learning_rate_sentence(run: Run) -> str:
     """Return the sentence about the learning rate; "" if it was not recorded."""
-    text = learning_rate_text(run)
-    if not text:
+    rates = _learning_rates(run)
+    if not rates:
         return ""
-    first, *others = text.split(" to ")
+    first, *others = rates
     if not others:
         return f"The learning rate is {first} in all steps."
-    top = f", with a maximum of {others[0]}" if len(others) > 1 else ""
-    return f"The learning rate goes from {first} to {others[-1]}{top}."
+    *top, last = others
+    maximum = f", with a maximum of {top[0]}" if top else ""
+    return f"The learning rate goes from {first} to {last}{maximum}."
 
 
 def warning_sentence(line: dict[str, Any]) -> str:

@@ -74,7 +74,7 @@ class RunCheckpoints:
         self.run_folder = self.folder = Path()
         self.writer = CheckpointWriter(self.folder, config.keep)
         self.stop = StopRequest()
-        self.is_stopping = ""
+        self.is_stopping = False
         """The signal that some rank received, once all ranks know of it."""
         self._schedule = CheckpointSchedule(config, time.monotonic())
         self._due_since: int | None = None
@@ -186,7 +186,7 @@ class RunCheckpoints:
 
     def note_step(self, is_due: bool, stop: str, steps: int) -> None:
         """Take in what the ranks agreed on in a step: a checkpoint is due, or they stop."""
-        self.is_stopping = self.is_stopping or stop
+        self.is_stopping |= bool(stop)
         if is_due and self._due_since is None:
             self._due_since = steps
         if self._due_since is not None and steps - self._due_since == 200:
@@ -201,12 +201,12 @@ class RunCheckpoints:
         said = all_gather_bytes(
             self.stop.signal.encode(), "looking for a request to stop", self._parallel.group
         )
-        self.is_stopping = self.is_stopping or next((each.decode() for each in said if each), "")
+        self.is_stopping |= any(said)
 
     @property
     def is_wanted(self) -> bool:
         """Whether a checkpoint is to be saved at the next place where a script can continue."""
-        return self._due_since is not None or bool(self.is_stopping)
+        return self._due_since is not None or self.is_stopping
 
     def require_encodable(self, local: Mapping[str, Any]) -> None:
         """Raise UsageError if a checkpoint cannot hold a state, before hours of training.

@@ -96,7 +96,7 @@ class RunEnd:
             raise failure
 
     def finish_alone(self, state: str, message: str | None) -> None:
-        """End the run on this rank, whatever the others do."""
+        """End the run on this rank, without the others."""
         if self._is_finished or self._run is None:
             return
         self._is_finished = True

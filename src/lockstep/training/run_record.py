@@ -31,6 +31,7 @@ from lockstep.errors import FileError, UsageError
 from lockstep.launcher.run_folder import (
     DESCRIPTION_FILE,
     RUNS,
+    create_run_folder,
     find_launch_folder,
     is_resuming,
     link_launch_folder,
@@ -38,7 +39,7 @@ from lockstep.launcher.run_folder import (
 )
 from lockstep.messages import say
 from lockstep.record.loggers import DashboardLogger, Logger
-from lockstep.record.recorder import RECORD_FILE, Recorder, create_run_folder
+from lockstep.record.recorder import RECORD_FILE, Recorder
 
 __all__ = ["LoggerLike", "RunRecord"]
 
@@ -305,7 +306,7 @@ def _begin_named(base: Path, is_recorded: bool) -> tuple[Path, Recorder | None]:
 
 
 def _open_another(base: Path, resume: bool) -> Recorder:
-    """Return the recorder of a folder besides that of the run."""
+    """Return the recorder of another folder than that of the run."""
     family = _find_family(base)
     if resume and family:
         return Recorder(max(family.values(), key=_last_written), resume=True)
@@ -389,5 +390,4 @@ def _shorten(path: Path) -> Path:
 
 
 def _make_run_folder() -> Path:
-    stem = Path(sys.argv[0]).stem or "run"
-    return (Path(RUNS) / create_run_folder(Path(RUNS), stem)).absolute()
+    return create_run_folder(Path(RUNS), Path(sys.argv[0]).stem or "run").absolute()

@@ -282,11 +282,6 @@ class Trainer:
         batch has been trained.
         """
         self._run.begin()
-
-        def agree(message: bytes, doing: str) -> list[bytes]:
-            about = f"{doing} epoch {self._position.epoch}"
-            return all_gather_bytes(message, about, self.parallel.group)
-
         return Epoch(
             self._run,
             self.history,
@@ -297,7 +292,7 @@ class Trainer:
             **self.parallel.share(),
             seed=self.seed if seed is None else seed,
             epoch=epoch,
-            agree=agree,
+            agree=self._make_agree(lambda: f"epoch {self._position.epoch}"),
             sampler_states=self._state.samplers,
         )
 
@@ -357,7 +352,7 @@ class Trainer:
         batches = Batches(
             **{"shuffle": False} | resolve_data(dataset, batch_size, options),
             **self.parallel.share(),
-            agree=self._make_agree("an evaluation"),
+            agree=self._make_agree(lambda: "an evaluation"),
         )
 
         def evaluate() -> dict[str, Any]:
@@ -571,7 +566,7 @@ class Trainer:
                 self._fingerprinter, result.loss, self.digest(), self._optimization.local_state()
             )
 
-    def _make_agree(self, what: str) -> Agree:
+    def _make_agree(self, what: Callable[[], str]) -> Agree:
         return lambda message, doing: all_gather_bytes(
-            message, f"{doing} {what}", self.parallel.group
+            message, f"{doing} {what()}", self.parallel.group
         )

@@ -14,9 +14,8 @@ from safetensors.torch import save
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.errors import FileError
 from lockstep.files import replace_file
-from lockstep.launcher.run_folder import RUNS
+from lockstep.launcher.run_folder import RUNS, create_run_folder
 from lockstep.messages import say
-from lockstep.record.recorder import create_run_folder
 
 __all__ = ["save_from_rank0", "save_last_good", "save_weights"]
 
@@ -95,7 +94,7 @@ def save_last_good(
     outcome = ""
     if dist.get_rank(group) == 0:
         try:
-            folder = folder or Path(RUNS) / create_run_folder(Path(RUNS), "stopped")
+            folder = folder or create_run_folder(Path(RUNS), "stopped")
             save_weights(folder / LAST_GOOD, state)
             outcome = f"the weights before this step are in {folder / LAST_GOOD}"
         except Exception as error:  # whatever it is, the other ranks wait for the outcome
