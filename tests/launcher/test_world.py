@@ -131,6 +131,32 @@ def test_a_world_may_be_left_and_joined_again():
     assert ls.launch(twice, nprocs=3, timeout=60) == [([3.0] * 3, None)] * 3
 
 
+def test_no_rank_of_gloo_has_joined_before_the_last_one(tmp_path):
+    """Gloo connects ranks one by one: one that had left again would break off a slower one."""
+    joined = tmp_path / "joined"
+
+    def join() -> bool:
+        connect, came = dist.init_process_group, False
+
+        def connect_slowly(*arguments, **options):
+            nonlocal came
+            connect(*arguments, **options)
+            until = time.monotonic() + 0.5
+            while not came and time.monotonic() < until:
+                came = joined.exists()
+
+        if os.environ["RANK"] == "0":
+            dist.init_process_group = connect_slowly
+        ls.init(backend="gloo", timeout=30)
+        if ls.rank() == 1:
+            joined.touch()
+        ls.shutdown()
+        return came
+
+    assert ls.launch(join, nprocs=2, timeout=60) == [False, False]
+    assert joined.exists()
+
+
 def test_an_unknown_interface_is_an_error_that_names_it(alone, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(RendezvousError, match=r"gloo could not connect them: .*nowhere0"):

@@ -286,6 +286,10 @@ def _join(rank_info: RankInfo, backend: str, timeout: float, device: torch.devic
             timeout=timedelta(seconds=timeout),
             device_id=device if device.type == "cuda" else None,
         )
+        if "gloo" in backend:
+            # Gloo returns when this rank is connected. A rank that left the world at once would
+            # close connections that a slower one is still setting up, which then fails.
+            dist.all_reduce(torch.zeros(1))
     except (dist.DistError, RuntimeError) as error:
         said = escape_control(str(error).partition("\n")[0])
         seconds = round(time.monotonic() - started)
