@@ -37,6 +37,14 @@ def test_the_name_is_known_without_an_import(tmp_path):
     assert (done.stdout, done.stderr) == ("[1.0, 1.0, 1.0]\n", "")
 
 
+def test_it_is_available_before_torch_is_imported(tmp_path):
+    script = "from lockstep.comm import backend; print(backend.reason_unavailable())"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert (done.stdout, done.stderr) == ("None\n", "")
+
+
 def test_an_extension_that_does_not_load_breaks_nothing(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.modules['lockstep.comm._native'] = None\n"

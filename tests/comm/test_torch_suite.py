@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401 (the extension is linked with its libraries)
 
 from lockstep.comm import backend
 

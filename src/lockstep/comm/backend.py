@@ -52,6 +52,8 @@ def register() -> None:
 @functools.cache
 def load() -> ModuleType:
     """Return the native module; raise ImportError if it was not built for this torch."""
+    import torch  # noqa: F401 (loads the libraries that the extension is linked with)
+
     from lockstep.comm import _native  # type: ignore[attr-defined]
 
     native: ModuleType = _native
