@@ -131,20 +131,23 @@ class BatchIdentity:
         position: The index of a batch from a loader within its epoch, from 0.
         order: A digest of the epoch's order for a batch from a loader; "" for iterable datasets.
         checksum: A hash of the content of a batch that was passed as a whole.
+        samples: A hash of the indices of the batch's samples, for the record; ranks compare
+            `order` instead.
     """
 
     epoch: int = -1
     position: int = -1
     order: str = ""
     checksum: str = ""
+    samples: str = ""
 
     def pack(self) -> str:
-        """Return the fields as one line."""
+        """Return what ranks compare as one line."""
         return f"{self.epoch} {self.position} {self.order or '-'} {self.checksum or '-'}"
 
     @classmethod
     def unpack(cls, line: str) -> BatchIdentity:
-        """Return the identity that `pack` wrote."""
+        """Return the identity that `pack` wrote, without `samples`."""
         epoch, position, order, checksum = line.split(" ")
         return cls(int(epoch), int(position), order.strip("-"), checksum.strip("-"))
 

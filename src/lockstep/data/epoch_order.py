@@ -14,11 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from lockstep.errors import DatasetError
 from lockstep.randomness import key
 
-__all__ = ["EpochOrder", "epoch_permutation"]
+__all__ = ["EpochOrder", "epoch_permutation", "hash_indices"]
 
 
 def epoch_permutation(samples: int, seed: int, epoch: int, shuffle: bool = True) -> torch.Tensor:
@@ -98,12 +99,22 @@ class EpochOrder:
             numbers = [*numbers[:1], *numbers[-1:]]
         return next((number for number in numbers if len(self.span(number)) < size), None)
 
+    def hash_batch(self, batch: int) -> str:
+        """Return a hash of the indices of the samples of `batch`, as 16 hexadecimal digits."""
+        span = self.span(batch)
+        return hash_indices(self.indices[span.start : span.stop])
+
     def digest(self) -> bytes:
         """Return a hash of 16 bytes, equal on two ranks if their batches are equal."""
         starts = torch.tensor(self.starts, dtype=torch.int64)
         result = hashlib.blake2b(starts.numpy().tobytes(), digest_size=16)
         result.update(self.indices.contiguous().numpy().data)
         return result.digest()
+
+
+def hash_indices(indices: torch.Tensor) -> str:
+    """Return a hash of some int64 indices, in their order."""
+    return xxhash.xxh3_64_hexdigest(indices.contiguous().numpy().data)
 
 
 def _repeats(indices: torch.Tensor) -> torch.Tensor | None:

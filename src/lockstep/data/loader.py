@@ -26,7 +26,7 @@ from lockstep.data.consistency import (
     require_same_epoch,
     require_same_samples,
 )
-from lockstep.data.epoch_order import EpochOrder, epoch_permutation
+from lockstep.data.epoch_order import EpochOrder, epoch_permutation, hash_indices
 from lockstep.data.iterable_dataset import IterableSource
 from lockstep.data.map_dataset import (
     Collate,
@@ -126,6 +126,7 @@ class Batches:
         self.position = 0
         self._start = 0
         self._order, self._single_sample = "", ""
+        self._planned: EpochOrder | None = None  # the order, of a map-style dataset
         self._comparing = 0.0  # seconds that the ranks spent on comparing the next batch
         self._sampler_states = sampler_states or SamplerStates()
         self._drawn_from: dict[str, Any] | None = (
@@ -247,7 +248,7 @@ class Batches:
         if self._iterable:
             self._compare_epoch(start, None)
             return self._prepare(self._stream(start), None)
-        epoch = self._plan_epoch(start)
+        epoch = self._planned = self._plan_epoch(start)
         # A batch has micro-batches of one sample if it has fewer than two for each.
         if (found := epoch.find_smaller(2 * self._share.microbatches, start)) is not None:
             size = format_quantity(len(epoch.span(found)), "sample")
@@ -385,9 +386,18 @@ class Batches:
             ),
             epoch=self.epoch,
             seconds=seconds,
-            identity=BatchIdentity(self.epoch, self.position, self._order),
+            identity=BatchIdentity(
+                self.epoch, self.position, self._order, samples=self._hash_samples(size)
+            ),
             single_sample=single_sample,
         )
+
+    def _hash_samples(self, size: int) -> str:
+        """Return a hash of the indices of the current batch, or of its positions in the stream."""
+        if self._planned is not None:
+            return self._planned.hash_batch(self.position)
+        first = self.position * cast(int, self.batch_size)
+        return hash_indices(torch.arange(first, first + size))
 
 
 def _length(dataset: Any) -> int | None:

@@ -42,7 +42,7 @@ from lockstep.record.columns import (
 from lockstep.record.recorder import RECORD_FILE, RECORD_VERSION
 from lockstep.redaction import redact
 
-__all__ = ["Run", "State", "read_ends", "read_run"]
+__all__ = ["Run", "State", "open_record", "read_ends", "read_run"]
 
 State = Literal["done", "failed", "stopped", "running", "died"]
 
@@ -159,23 +159,36 @@ def read_ends(folder: Path) -> Run:
 
 
 def _parse_record(folder: Path, parse: Callable[[RecordParser, BinaryIO], None]) -> Run:
+    parser = RecordParser()
+    with open_record(folder) as file:
+        parse(parser, file)
+        locked = _is_locked(file.fileno())
+        age = time.time() - os.fstat(file.fileno()).st_mtime
+    path = Path(file.name)
+    if parser.num_bad and not parser.num_good:
+        raise FileError(f"{path} is not the record of a run: it has no line that a record has")
+    return parser.run(path.parent, locked, age)
+
+
+@contextlib.contextmanager
+def open_record(folder: Path) -> Iterator[BinaryIO]:
+    """Open the record of a run, which is in `folder`, or is that file, while the body runs.
+
+    Raises:
+        UsageError: There is no record.
+        FileError: The record cannot be read.
+    """
     path = Path(folder)
     path = path / RECORD_FILE if path.is_dir() else path
-    parser = RecordParser()
     try:
         with path.open("rb") as file:
-            parse(parser, file)
-            locked = _is_locked(file.fileno())
-            age = time.time() - os.fstat(file.fileno()).st_mtime
+            yield file
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
             f"there is no run at {folder} ({path} does not exist); `lockstep runs` lists the runs"
         ) from None
     except OSError as error:
         raise FileError(f"{path} cannot be read ({error.strerror})") from None
-    if parser.num_bad and not parser.num_good:
-        raise FileError(f"{path} is not the record of a run: it has no line that a record has")
-    return parser.run(path.parent, locked, age)
 
 
 class RecordParser:

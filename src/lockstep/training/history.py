@@ -43,7 +43,9 @@ class StepResult:
     `loss` is the batch's loss before the step, `metrics` means over its samples,
     `norm` the whole gradient's 2-norm before clipping. `loss_scale` is the scale of the
     loss, and `is_skipped` whether gradients overflowed, so that the weights did not change;
-    None without float16 autocast.
+    None without float16 autocast. `losses` are those of the micro-batches; None for one that
+    has no weight and was not computed. `batch` is a hash of the batch's sample indices, or of its
+    content if it does not come from `trainer.batches`; None where neither is known.
     """
 
     step: int
@@ -57,6 +59,8 @@ class StepResult:
     norm: float = 0.0
     loss_scale: float | None = None
     is_skipped: bool | None = None
+    losses: list[float | None] = field(default_factory=list)
+    batch: str | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ class History:
         self.samples += result.samples
         self.last = result
         if self.loggers:
-            self.write("step", **_without_none(vars(result)))
+            self.write("step", **_without_none(vars(result) | _exact(result)))
         if self.progress is not None:
             self.progress.step(**vars(result))
         for callback in self._on_step:
@@ -335,6 +339,12 @@ class _Sums:
     def from_state(cls, state: Mapping[str, Any]) -> _Sums:
         metrics = {name: (Fraction(value), n) for name, (value, n) in state["metrics"].items()}
         return cls(Fraction(state["loss"]), metrics, state["samples"], state["seconds"])
+
+
+def _exact(result: StepResult) -> dict[str, Any]:
+    """Return the numbers that identify a step, in `float.hex` form."""
+    losses = [None if loss is None else loss.hex() for loss in result.losses]
+    return {"loss_hex": result.loss.hex(), "norm_hex": result.norm.hex(), "losses": losses}
 
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

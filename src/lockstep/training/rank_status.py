@@ -29,6 +29,7 @@ __all__ = [
     "average_metrics",
     "exchange_statuses",
     "find_non_finite",
+    "list_losses",
     "make_span_row",
     "make_timeline_rows",
     "read_peak_memory",
@@ -121,6 +122,15 @@ def find_non_finite(statuses: Sequence[RankStatus]) -> tuple[int, MicrobatchResu
         if not math.isfinite(each.loss)
     ]
     return min(found)[1:] if found else None
+
+
+def list_losses(statuses: Iterable[RankStatus], leaves: int) -> list[float | None]:
+    """Return the loss of each micro-batch; None for one without weight, which is not computed."""
+    found: list[float | None] = [None] * leaves
+    for status in statuses:
+        for each in status.microbatches:
+            found[each.leaf] = each.loss
+    return found
 
 
 def sum_losses(statuses: Iterable[RankStatus], leaves: int) -> float:

@@ -50,6 +50,7 @@ from lockstep.training.rank_status import (
     average_metrics,
     exchange_statuses,
     find_non_finite,
+    list_losses,
     make_span_row,
     read_peak_memory,
     sum_losses,
@@ -228,6 +229,8 @@ class OptimizerStep:
             norm=norm,
             loss_scale=None if scale is None else scale.value,
             is_skipped=is_skipped,
+            losses=list_losses(statuses, leaves),
+            batch=step.batch.identity.samples or step.batch.identity.checksum or None,
         )
         if scale is not None:
             scale.update(bool(is_skipped))

@@ -1,0 +1,106 @@
+"""Fingerprints of a run: what identifies each of its steps, as its record has it.
+
+Two runs whose fingerprints are equal computed the same bits; losses and norms are compared
+exactly, whatever the layouts were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from lockstep.record.columns import as_float
+from lockstep.record.reader import open_record
+
+__all__ = ["RecordedStep", "read_step_fingerprints"]
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """What identifies one committed step.
+
+    Attributes:
+        step: Its number, from 0.
+        epoch: Its epoch, from 0.
+        loss: The loss of the batch, before the step; NaN where none was recorded.
+        norm: The 2-norm of the gradient before clipping; NaN where none was recorded.
+        losses: The loss of each micro-batch; None for one that was not computed. Empty in
+            records of older versions.
+        batch: A hash of the indices of the batch's samples, or of its content; None where
+            none was recorded.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    norm: float
+    losses: tuple[float | None, ...] = ()
+    batch: str | None = None
+
+
+def read_step_fingerprints(folder: Path) -> list[RecordedStep]:
+    """Return the steps of a run in ascending order, each as it was taken last.
+
+    Steps that a resumed run took again replace the earlier ones. Lines that cannot be read are
+    skipped; `read_run` lists them.
+
+    Args:
+        folder: The folder of the run, or the path of its record.
+
+    Raises:
+        UsageError: There is no record.
+        FileError: The record cannot be read.
+    """
+    found: list[RecordedStep] = []
+    for line in _lines(folder):
+        number = line.get("step")
+        if not isinstance(number, int):
+            continue
+        while found and found[-1].step >= number:  # a resumed run takes these steps again
+            found.pop()
+        if line["kind"] == "step":
+            found.append(_step(number, line))
+    return found
+
+
+def _lines(folder: Path) -> Iterator[dict[str, Any]]:
+    with open_record(folder) as file:
+        for text in file:
+            if b'"step"' not in text and b'"resume"' not in text:
+                continue
+            try:
+                line = orjson.loads(text)
+            except orjson.JSONDecodeError:
+                continue
+            if isinstance(line, dict) and line.get("kind") in ("step", "resume"):
+                yield line
+
+
+def _step(number: int, line: dict[str, Any]) -> RecordedStep:
+    losses, batch, epoch = line.get("losses"), line.get("batch"), line.get("epoch")
+    return RecordedStep(
+        step=number,
+        epoch=epoch if isinstance(epoch, int) else 0,
+        loss=_exact(line, "loss"),
+        norm=_exact(line, "norm"),
+        losses=tuple(map(_parse, losses)) if isinstance(losses, list) else (),
+        batch=batch if isinstance(batch, str) else None,
+    )
+
+
+def _exact(line: dict[str, Any], name: str) -> float:
+    """Return a number of a line, from its `float.hex` form if it has one."""
+    found = _parse(line.get(f"{name}_hex"))
+    return as_float(line.get(name)) if found is None else found
+
+
+def _parse(text: Any) -> float | None:
+    try:
+        return float.fromhex(text)
+    except (ValueError, TypeError):
+        return math.nan if isinstance(text, str) else None
