@@ -11,10 +11,11 @@ from torch import nn
 import lockstep as ls
 from lockstep.check.difference import RankFingerprint
 from lockstep.check.layouts import Layout
-from lockstep.check.session import CheckComplete, Session, open_session
+from lockstep.check.session import CheckSession
 from lockstep.checksum import checksum
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.model.fingerprinter import checksums, hookable_modules
+from lockstep.training.session import SessionComplete, open_session
 
 
 class Scaled(nn.Module):
@@ -52,7 +53,7 @@ def recorded():
 def trained(model, layout, steps=2, **options):
     """Train under a session as a script would; return what it recorded."""
     found, record = recorded()
-    with open_session(Session(layout, steps, record)):
+    with open_session(CheckSession(layout, steps, record)):
         trainer = ls.Trainer(
             model,
             nn.CrossEntropyLoss(),
@@ -63,7 +64,7 @@ def trained(model, layout, steps=2, **options):
         try:
             for batch in batches(steps + 3):
                 trainer.step(batch)
-        except CheckComplete:
+        except SessionComplete:
             pass
     return found
 
@@ -150,7 +151,7 @@ def test_calls_belong_to_their_stage_and_microbatch(ranks):
 
 def test_the_session_decides_the_layout_and_nothing_is_recorded_or_saved(ranks, tmp_path):
     def rank():
-        with open_session(Session(Layout(2, shared=True), 1, recorded()[1])):
+        with open_session(CheckSession(Layout(2, shared=True), 1, recorded()[1])):
             trainer = ls.Trainer(
                 model(),
                 nn.CrossEntropyLoss(),
@@ -168,7 +169,7 @@ def test_the_session_decides_the_layout_and_nothing_is_recorded_or_saved(ranks, 
 def test_a_run_ends_when_every_trainer_has_its_steps(ranks):
     def rank():
         found, record = recorded()
-        with open_session(Session(Layout(1), 2, record)):
+        with open_session(CheckSession(Layout(1), 2, record)):
             make = partial(ls.Trainer, microbatches=2)
             sgd = partial(torch.optim.SGD, lr=0.1)
             often = make(nn.Linear(6, 4), nn.CrossEntropyLoss(), sgd)
@@ -178,7 +179,7 @@ def test_a_run_ends_when_every_trainer_has_its_steps(ranks):
                     often.step(batches()[0])
                     if number % 3 == 2:
                         seldom.step(batches()[0])
-            except CheckComplete:
+            except SessionComplete:
                 return [(each.trainer, each.step) for each in found.steps]
 
     ((*_, last),) = (done,) = ranks(rank, 1)
@@ -190,14 +191,14 @@ def test_a_run_ends_when_every_trainer_has_its_steps(ranks):
 def test_a_run_ends_also_where_a_trainer_takes_no_step(ranks):
     def rank():
         found, record = recorded()
-        with open_session(Session(Layout(1), 2, record)):
+        with open_session(CheckSession(Layout(1), 2, record)):
             make = partial(ls.Trainer, microbatches=2)
             sgd = partial(torch.optim.SGD, lr=0.1)
             used, _ = (make(nn.Linear(6, 4), nn.CrossEntropyLoss(), sgd) for _ in range(2))
             try:
                 while True:
                     used.step(batches()[0])
-            except CheckComplete:
+            except SessionComplete:
                 return len(found.steps)
 
     assert ranks(rank, 1) == [20]
@@ -208,7 +209,7 @@ def test_outside_of_a_step_and_of_a_session_there_are_no_hooks(ranks):
         counts = []
         make = partial(ls.Trainer, microbatches=4)
         given = nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1)
-        with open_session(Session(Layout(1), 9, recorded()[1])):
+        with open_session(CheckSession(Layout(1), 9, recorded()[1])):
             trainer = make(
                 model(),
                 *given,
@@ -217,7 +218,7 @@ def test_outside_of_a_step_and_of_a_session_there_are_no_hooks(ranks):
             trainer.step(batches()[0])
         plain = make(model(), *given)
         plain.step(batches()[0])
-        return counts, plain._fingerprinter
+        return counts, plain._observer
 
     assert ranks(rank, 1) == [([0], None)]
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep as ls
 from lockstep.check.layouts import Layout
-from lockstep.check.session import Session, open_session
+from lockstep.check.session import CheckSession
 from lockstep.errors import (
     DisagreementError,
     FileError,
@@ -34,6 +34,7 @@ from lockstep.errors import (
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.record import progress as progress_module
 from lockstep.record.recorder import Recorder
+from lockstep.training.session import open_session
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -515,7 +516,7 @@ def test_rank_0_shows_its_progress(monkeypatch, capsys):
         assert shown[7::2] == ["epoch 2", "epoch 2  step 4"]
         assert shown[8].startswith("epoch 2  held out: loss ")
         assert train(progress=False) == []
-        with open_session(Session(Layout(1), 99, lambda fingerprint: None)):
+        with open_session(CheckSession(Layout(1), 99, lambda fingerprint: None)):
             assert train() == []
         other = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
         for batch in other.batches(rows(), 45):

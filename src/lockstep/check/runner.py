@@ -132,7 +132,8 @@ def _run_rank(
     rank: int, script: str, arguments: Sequence[str], layout: Layout, steps: int, folder: str
 ) -> None:
     """Run the script in this process as `python SCRIPT` would, and record what it computes."""
-    from lockstep.check.session import CheckComplete, Session, open_session
+    from lockstep.check.session import CheckSession
+    from lockstep.training.session import SessionComplete, open_session
 
     _redirect(_log_of(Path(folder), rank))
     os.environ["LOCKSTEP_RUN"] = folder
@@ -141,11 +142,11 @@ def _run_rank(
     sys.argv[:] = [script, *arguments]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     with _record_of(Path(folder), rank).open("xb", buffering=0) as file:
-        session = Session(layout, steps, lambda fingerprint: pickle.dump(fingerprint, file))
+        session = CheckSession(layout, steps, lambda fingerprint: pickle.dump(fingerprint, file))
         try:
             with open_session(session), launch_in_this_process():
                 run_code("script", script)
-        except CheckComplete:
+        except SessionComplete:
             pass
         except BaseException as error:
             session.record_unfinished()

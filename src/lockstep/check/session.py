@@ -1,16 +1,13 @@
-"""Check session: how `lockstep check` reaches the trainers of an unchanged script.
+"""Check session: what `lockstep check` does with the trainers of a script.
 
-    rank starts     a session is opened in the process, then the script runs
-    Trainer()       asks for it: layout from the session, fingerprints, no record, no files
-    S steps         CheckComplete unwinds the script, which ends the rank successfully
-
-Without a session, a trainer works as usual.
+    Trainer()       layout from the session, fingerprints, no record, no files
+    S steps         SessionComplete unwinds the script
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -19,21 +16,18 @@ from lockstep.check.layouts import Layout
 from lockstep.data.microbatch import split_evenly
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.model.fingerprinter import Fingerprinter
-from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.partition import find_block_names
 from lockstep.pipeline.partitioner import PipelineConfig
+from lockstep.training.session import ObservedTrainer, SessionComplete
+from lockstep.training.step import CommittedStep
 
-__all__ = ["CheckComplete", "Session", "current_session", "open_session"]
+__all__ = ["CheckSession", "choose_options"]
 
 WAIT_FACTOR = 10
 """How many times its steps a trainer may take while another one has too few."""
 
 
-class CheckComplete(BaseException):
-    """Every trainer has taken its steps; no `except Exception` of a script stops this."""
-
-
-class Session:
+class CheckSession:
     """The check of one layout on this rank.
 
     Args:
@@ -49,75 +43,80 @@ class Session:
         record: Callable[[TrainerFingerprint | StepFingerprint], None],
     ) -> None:
         self.layout, self.steps = layout, steps
-        self._record = record
-        self._fingerprinters: list[Fingerprinter] = []
-        self._counts: list[int] = []  # of each trainer's committed steps
+        self.record = record
+        self._trainers: list[CheckedTrainer] = []
 
     def options(
         self, model: nn.Module | Sequence[Any], given: PipelineConfig
     ) -> tuple[PipelineConfig, bool]:
-        """Return the stages of a trainer of `model`, and whether it shares parameters.
+        """Return the stages of a trainer of `model`, and whether it shares parameters."""
+        return choose_options(self.layout, model, given)
 
-        The blocks are cut evenly where their number is known, so that nothing is measured.
-        """
-        layout, blocks = self.layout, given.blocks
-        if layout.stages == 1:
-            return PipelineConfig(blocks=blocks), layout.shared
-        stages = layout.stages * (layout.stages_per_rank or 1)
-        count = 0
-        if isinstance(model, nn.Module):
-            count = 0 if hasattr(model, "_orig_mod") else len(find_block_names(model, blocks))
-        elif blocks is None:
-            count = len(model)
-        balance = [len(span) for span in split_evenly(count, stages)] if count >= stages else None
-        schedule, per_rank = layout.schedule, layout.stages_per_rank
-        return PipelineConfig(layout.stages, schedule, blocks, balance, per_rank), False
+    def attach(self, trainer: ObservedTrainer) -> CheckedTrainer:
+        """Return what takes the fingerprints of a trainer that has just been constructed."""
+        attached = CheckedTrainer(self, len(self._trainers), trainer)
+        self._trainers.append(attached)
+        return attached
 
-    def fingerprinter(
-        self,
-        backend: str,
-        parallel: ParallelContext,
-        called: nn.Module,
-        module: nn.Module,
-        has_whole_gradients: bool,
-    ) -> Fingerprinter:
-        """Return the fingerprinter of a trainer that has just been constructed."""
-        made = Fingerprinter(len(self._counts), parallel, called, module, has_whole_gradients)
-        self._fingerprinters.append(made)
-        self._counts.append(0)
-        self._record(made.trainer(backend))
-        return made
-
-    def commit(
-        self, fingerprinter: Fingerprinter, loss: float, digest: str, optimizer: Mapping[str, Any]
-    ) -> None:
-        """Record a trainer's step; raise CheckComplete when no trainer needs another one."""
-        self._record(fingerprinter.commit(loss, digest, optimizer))
-        self._counts[fingerprinter.number] += 1
-        if min(self._counts) >= self.steps or max(self._counts) >= WAIT_FACTOR * self.steps:
-            raise CheckComplete
+    def end_if_complete(self) -> None:
+        """Raise SessionComplete when no trainer needs another step."""
+        counts = [each.steps for each in self._trainers]
+        if min(counts) >= self.steps or max(counts) >= WAIT_FACTOR * self.steps:
+            raise SessionComplete
 
     def record_unfinished(self) -> None:
         """Record what is there of the steps that were begun and not committed."""
-        for each in self._fingerprinters:
-            if each.is_unfinished:
-                self._record(each.current)
+        for each in self._trainers:
+            if each.fingerprinter.is_unfinished:
+                self.record(each.fingerprinter.current)
 
 
-_current: Session | None = None
+class CheckedTrainer:
+    """One trainer of a check: all its steps have fingerprints."""
+
+    checkpoint: Path | None = None
+
+    def __init__(self, session: CheckSession, number: int, trainer: ObservedTrainer) -> None:
+        self._session, self._trainer = session, trainer
+        self.steps = 0  # committed
+        self.fingerprinter = Fingerprinter(
+            number,
+            trainer.parallel,
+            trainer.called,
+            trainer.module,
+            trainer.has_whole_gradients,
+        )
+        session.record(self.fingerprinter.trainer(trainer.backend))
+
+    def begin_step(self, step: int) -> Fingerprinter:
+        """Return what takes the fingerprint of a step."""
+        return self.fingerprinter
+
+    def commit(self, committed: CommittedStep) -> None:
+        """Record a step; raise SessionComplete when no trainer needs another one."""
+        trainer = self._trainer
+        loss, state = committed.result.loss, trainer.optimizer_state()
+        self._session.record(self.fingerprinter.commit(loss, trainer.digest(), state))
+        self.steps += 1
+        self._session.end_if_complete()
 
 
-def current_session() -> Session | None:
-    """Return the session of this process; None outside of `lockstep check`."""
-    return _current
+def choose_options(
+    layout: Layout, model: nn.Module | Sequence[Any], given: PipelineConfig
+) -> tuple[PipelineConfig, bool]:
+    """Return the stages of a trainer of `model` in a layout, and whether it shares parameters.
 
-
-@contextmanager
-def open_session(session: Session) -> Iterator[Session]:
-    """Use `session` for the trainers of this process while the body runs."""
-    global _current
-    _current = session
-    try:
-        yield session
-    finally:
-        _current = None
+    The blocks are cut evenly where their number is known, so that nothing is measured.
+    """
+    blocks = given.blocks
+    if layout.stages == 1:
+        return PipelineConfig(blocks=blocks), layout.shared
+    stages = layout.stages * (layout.stages_per_rank or 1)
+    count = 0
+    if isinstance(model, nn.Module):
+        count = 0 if hasattr(model, "_orig_mod") else len(find_block_names(model, blocks))
+    elif blocks is None:
+        count = len(model)
+    balance = [len(span) for span in split_evenly(count, stages)] if count >= stages else None
+    schedule, per_rank = layout.schedule, layout.stages_per_rank
+    return PipelineConfig(layout.stages, schedule, blocks, balance, per_rank), False

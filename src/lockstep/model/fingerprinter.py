@@ -27,6 +27,7 @@ from lockstep.data.microbatch import Batch
 from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprint import Checksums, StepFingerprint, TrainerFingerprint
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.step_context import StepContext
 from lockstep.model.units import is_in_backward
 
 __all__ = ["Fingerprinter", "checksums", "hookable_modules"]
@@ -78,9 +79,9 @@ class Fingerprinter:
         return TrainerFingerprint(type(self._model).__name__, backend, parameters, self._state())
 
     @contextmanager
-    def recording(self, step: int, position: Position) -> Iterator[None]:
+    def recording(self, step: StepContext, position: Position) -> Iterator[None]:
         """Record the module calls of a step while the body runs."""
-        self.current = StepFingerprint(self.number, step, self._state())
+        self.current = StepFingerprint(self.number, step.number, self._state())
         self._position = position
         self.is_unfinished = True
         handles = [
@@ -93,11 +94,12 @@ class Fingerprinter:
             for handle in handles:
                 handle.remove()
 
-    def record_data(self, batch: Batch) -> None:
+    def select(self, batch: Batch) -> Batch:
         """Record the data of this rank's micro-batches, before any module can write into it."""
         for each in batch.microbatches:
             if each.data is not None:
                 self.current.data[each.index] = checksums(each.data)
+        return batch
 
     def record_refusal(self, sentence: str) -> None:
         """Record why the trainer would have stopped; "" for no reason."""

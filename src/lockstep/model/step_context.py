@@ -18,10 +18,11 @@ these ranks apart. The number of the attempt can, and every exchange of a step c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,6 @@ from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.consistency import require_same_batch
 from lockstep.data.microbatch import Batch, Microbatch, split_evenly
 from lockstep.errors import LossError
-from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.model.forward import check_scalar
 from lockstep.model.loss_weight import compute_shares, count_ignored_targets, is_sum
 from lockstep.model.parallel_context import ParallelContext
@@ -43,6 +43,7 @@ __all__ = [
     "Span",
     "StepContext",
     "StepLabel",
+    "StepObserver",
     "begin_attempts",
 ]
 
@@ -176,6 +177,29 @@ class Span(NamedTuple):
     received: int
 
 
+class StepObserver(Protocol):
+    """Sees what a step computes, for a command such as `lockstep check`."""
+
+    def recording(
+        self, step: StepContext, position: Callable[[], tuple[int, int] | None]
+    ) -> AbstractContextManager[None]:
+        """Return the context in which the micro-batches are computed.
+
+        Args:
+            step: The step.
+            position: Returns the (micro-batch, stage) that is being computed; None between.
+        """
+
+    def select(self, batch: Batch) -> Batch:
+        """Take in this rank's part of the batch; return what is to be computed of it."""
+
+    def record_refusal(self, sentence: str) -> None:
+        """Take in why the trainer would have stopped; "" for no reason."""
+
+    def record_reduction(self, losses: Mapping[int, float]) -> None:
+        """Take in this rank's losses by micro-batch, when `.grad` has the sums of all."""
+
+
 @dataclass
 class StepContext:
     """One attempt at an optimizer step on this rank.
@@ -183,7 +207,7 @@ class StepContext:
     Attributes:
         attempt: Which one.
         parallel: The layout, the loss and the arithmetic.
-        fingerprinter: Records what the step computes, under `lockstep check`.
+        observer: Sees what the step computes, for a command such as `lockstep check`.
         is_traced: Whether the executor keeps spans.
         is_checkpoint_due: Whether rank 0 wants a checkpoint after the step.
         batch: This rank's part of the batch, once it is known.
@@ -203,7 +227,7 @@ class StepContext:
 
     attempt: Attempt
     parallel: ParallelContext
-    fingerprinter: Fingerprinter | None = None
+    observer: StepObserver | None = None
     is_traced: bool = False
     is_checkpoint_due: bool = False
     batch: Batch | None = None
@@ -250,9 +274,9 @@ class StepContext:
             LossError: The weights of the micro-batches cannot be computed, or sum to 0.
         """
         self.batch = self.parallel.split(batch)
-        if self.fingerprinter is not None:
-            self.fingerprinter.record_data(self.batch)
         self.shares, self.samples = self._shares(self.batch)
+        if self.observer is not None:
+            self.batch = self.observer.select(self.batch)
         return self.batch
 
     def check_loss(self, loss: torch.Tensor, place: str) -> None:

@@ -17,10 +17,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from lockstep.checkpoint.folder import read_checkpoint
+from lockstep.checkpoint.schedule import Stateful
 from lockstep.checkpoint.stop_request import StoppedOnRequest
 from lockstep.data.content_hash import hash_content
 from lockstep.data.loader import Batches
@@ -36,7 +40,7 @@ from lockstep.training.compatibility import (
 )
 from lockstep.training.history import History
 from lockstep.training.rank_status import RankStatus
-from lockstep.training.run_checkpoints import RunCheckpoints
+from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects
 from lockstep.training.run_record import RunRecord
 from lockstep.training.script_log import OpenEpoch, ScriptLog
 from lockstep.training.state import TrainingState
@@ -93,6 +97,7 @@ class ResumableRun:
         self._saves = 0
         self._saved = (-1, -1)  # steps and size of the log in the latest checkpoint
         self._restored: dict[str, Any] | None = None  # once the script has come to it
+        self._restore_objects: Callable[[Mapping[str, Any]], None] | None = None
         self.resumed_from: int | None = None
 
     @cached_property
@@ -116,13 +121,7 @@ class ResumableRun:
             path = checkpoints.find(place)
             if path is not None:
                 state = checkpoints.read(path)
-                here = self._state.position_state() | self._training
-                require_same_training(state, here)
-                differences = find_differences(state, here)
-                self._log.load_state_dict(state["script"])
-                self._samplers.load_state_dict(state["known_samplers"])
-                self._state.load_local(state)
-                self._restored = state
+                differences = self._load(state)
                 checkpoints.set_aside_newer(path, state["steps"])
                 steps, epochs = state["steps"], state["history"]["epochs"]
         except LockstepError:
@@ -143,6 +142,34 @@ class ResumableRun:
         if not self._log.is_answering:
             self._restore()
 
+    def replay_from(
+        self, path: Path, stateful: Mapping[str, Stateful], device: torch.device
+    ) -> None:
+        """Answer the script's calls up to a checkpoint as `resume` does, and write nothing.
+
+        Args:
+            path: The checkpoint.
+            stateful: The registered objects.
+            device: The device of the trainer.
+        """
+        state = read_checkpoint(path)
+        self._load(state)
+        self.resumed_from = state["steps"]
+        self._restore_objects = partial(restore_objects, stateful, device=device)
+        if not self._log.is_answering:
+            self._restore()
+
+    def _load(self, state: dict[str, Any]) -> list[str]:
+        """Load a checkpoint's state and its log of calls; return what differs, in sentences."""
+        here = self._state.position_state() | self._training
+        require_same_training(state, here)
+        differences = find_differences(state, here)
+        self._log.load_state_dict(state["script"])
+        self._samplers.load_state_dict(state["known_samplers"])
+        self._state.load_local(state)
+        self._restored = state
+        return differences
+
     def begin(self) -> None:
         """Begin the run with the script's first call, unless it is resumed."""
         if self._has_begun:
@@ -160,11 +187,14 @@ class ResumableRun:
 
     def _restore(self) -> None:
         state, self._restored = self._restored, None
-        if state is not None and self._checkpoints is not None:
+        if state is not None:
             self._state.load_local(state)
             # Its samplers have their states by now, or get them when they are used.
             self._state.load_position({**state, "samplers": []})
-            self._checkpoints.restore(state, state["steps"])
+            if self._checkpoints is not None:
+                self._checkpoints.restore(state, state["steps"])
+            elif self._restore_objects is not None:
+                self._restore_objects(state)
             self._saved = state["steps"], self._log.size
 
     def _note_answer(self, steps: int) -> None:
@@ -201,13 +231,14 @@ class ResumableRun:
 
     def use_sampler(self, batches: Batches) -> None:
         """Restore the state of the sampler of batches if it is used for the first time."""
-        if self._checkpoints is not None:
+        if self._checkpoints is not None or self.resumed_from is not None:
             self._samplers.use(batches.user_sampler())
 
     def call_step(self, batch: Any, step: Callable[[], float]) -> float:
         """Take a step, or return the loss of the interrupted run; also for batches from outside."""
         self.begin()
-        if self._checkpoints is None or self._log.is_inside_epoch:
+        is_logged = self._checkpoints is not None or self._log.is_answering
+        if not is_logged or self._log.is_inside_epoch:
             return step()
         is_loaded = isinstance(batch, Batch)
         identity = batch.identity.pack() if is_loaded else str(hash_content(batch))

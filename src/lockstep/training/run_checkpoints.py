@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import xxhash
 
 from lockstep.checkpoint.encoding import encode
@@ -28,7 +30,7 @@ from lockstep.checkpoint.folder import (
     set_aside_newer,
     verify,
 )
-from lockstep.checkpoint.schedule import CheckpointConfig, CheckpointSchedule
+from lockstep.checkpoint.schedule import CheckpointConfig, CheckpointSchedule, Stateful
 from lockstep.checkpoint.stop_request import StopRequest
 from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from lockstep.checksum import checksum
@@ -41,7 +43,7 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.randomness import global_states, set_global_states
 from lockstep.training.run_record import RunRecord
 
-__all__ = ["RunCheckpoints"]
+__all__ = ["RunCheckpoints", "restore_objects"]
 
 _latest: RunCheckpoints | None = None
 
@@ -374,12 +376,7 @@ class RunCheckpoints:
 
     def restore(self, state: Mapping[str, Any], steps: int) -> None:
         """Restore the registered objects and the generators."""
-        for name, each in self._config.stateful.items():
-            if name in state["stateful"]:
-                each.load_state_dict(state["stateful"][name])
-            elif self._parallel.rank == 0:
-                say(f"the checkpoint has no state of stateful[{name!r}]; it begins anew")
-        set_global_states(state["generators"], self._parallel.device)
+        restore_objects(self._config.stateful, state, self._parallel.device)
         self._schedule.saved(steps, time.monotonic())
 
     def _tell_all(self, function: Callable[[], str]) -> str:
@@ -399,6 +396,18 @@ class RunCheckpoints:
         if kind != b"+":
             raise (FileError if kind == b"F" else UsageError)(text)
         return text
+
+
+def restore_objects(
+    stateful: Mapping[str, Stateful], state: Mapping[str, Any], device: torch.device
+) -> None:
+    """Give registered objects and the generators their states in a checkpoint."""
+    for name, each in stateful.items():
+        if name in state["stateful"]:
+            each.load_state_dict(state["stateful"][name])
+        elif dist.get_rank() == 0:
+            say(f"the checkpoint has no state of stateful[{name!r}]; it begins anew")
+    set_global_states(state["generators"], device)
 
 
 def _hash(value: Any, path: str = "") -> str:

@@ -167,9 +167,9 @@ class OptimizerStep:
             with ExitStack() as stack:
                 stack.enter_context(static_shapes())
                 loop = stack.enter_context(self.executor.open(step))
-                if step.fingerprinter is not None:
+                if step.observer is not None:
                     position = self.executor.position
-                    stack.enter_context(step.fingerprinter.recording(step.number, position))
+                    stack.enter_context(step.observer.recording(step, position))
                 yield loop
             has_failed = step.error is not None
         finally:
@@ -253,8 +253,8 @@ class OptimizerStep:
         effects.finish()
         place = f"rank {self.parallel.rank}, step {step.number}"
         side_effect, weights = effects.failure, effects.summary
-        if step.fingerprinter is not None:  # lockstep check continues, to compare the layouts
-            step.fingerprinter.record_refusal(side_effect)
+        if step.observer is not None:  # lockstep check continues, to compare the layouts
+            step.observer.record_refusal(side_effect)
             side_effect = weights = ""
         is_alone = self.parallel.replicas == 1
         return RankStatus(
@@ -323,9 +323,9 @@ class OptimizerStep:
         for number, (gradients, _) in enumerate(self.executor.parts()):
             gradients.reduce(nodes, [each.gradients[number] for each in peers])
         self.executor.broadcast_tied_gradients(step.attempt.number)
-        if step.fingerprinter is not None:
+        if step.observer is not None:
             losses = {each.leaf: each.loss for each in status.microbatches}
-            step.fingerprinter.record_reduction(losses)
+            step.observer.record_reduction(losses)
 
     def _clip(self, step: StepContext) -> float:
         """Scale the gradients down to the limit, and return their norm before.

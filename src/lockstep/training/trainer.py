@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.check import session as check
 from lockstep.checkpoint.schedule import CheckpointConfig
 from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import all_gather_bytes
@@ -29,7 +28,6 @@ from lockstep.model.agreement import require_same_settings
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.description import describe, describe_environment, describe_module
 from lockstep.model.evaluation import Evaluation
-from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.model.forward import Metric
 from lockstep.model.loss_weight import WeightFunction
 from lockstep.model.parallel_context import ParallelContext
@@ -55,6 +53,7 @@ from lockstep.training.resumable_run import ResumableRun, stopping
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.run_end import RunEnd
 from lockstep.training.run_record import LoggerLike, RunRecord
+from lockstep.training.session import ObservedTrainer, TrainerObserver, current_session
 from lockstep.training.state import Position, TrainingState
 from lockstep.training.step import CommittedStep, OptimizerStep
 from lockstep.training.unsupported_modules import reject_unsupported_modules
@@ -170,7 +169,7 @@ class Trainer:
         require_same_settings(description, "give every rank the same arguments and settings")
         settings = dict(description)
         check_options(max_grad_norm, storage, stages)
-        session = check.current_session()
+        session, restored = current_session(), checkpoint
         if session is not None:
             stages, is_shared = session.options(model, stages)
             storage = "shared" if is_shared else "replicated"
@@ -251,13 +250,21 @@ class Trainer:
             trace,
             checkpoints.stop if checkpoints is not None else None,
         )
-        self._fingerprinter: Fingerprinter | None = None
+        self._observer: TrainerObserver | None = None
         if session is not None:
-            is_whole = self._optimization.sharded is None
-            self._fingerprinter = session.fingerprinter(
-                self.world.backend, self.parallel, self.model, self.module, is_whole
+            observed = ObservedTrainer(
+                self.world.backend,
+                self.parallel,
+                self.model,
+                self.module,
+                self._optimization.sharded is None,
+                self._state.digest,
+                self._optimization.local_state,
             )
-        if checkpoints is not None and is_resuming():
+            self._observer = session.attach(observed)
+            if restored is not None and (path := self._observer.checkpoint) is not None:
+                self._run.replay_from(path, restored.stateful, self.parallel.device)
+        elif checkpoints is not None and is_resuming():
             self.resume()
 
     # --- what a loop calls -------------------------------------------------------------
@@ -440,11 +447,10 @@ class Trainer:
         Call it on every rank: all return when the file is written, or all raise FileError (also
         where its folder does not exist). Under `lockstep check` nothing is written.
         """
-        if check.current_session() is not None:
-            return
 
         def save() -> None:
-            save_from_rank0(Path(path), self._state.model_state(ema=ema), self.parallel.group)
+            if self._observer is None:
+                save_from_rank0(Path(path), self._state.model_state(ema=ema), self.parallel.group)
 
         with stopping(self.finish, self._run.abandon):
             self._run.call("save", save)
@@ -464,7 +470,7 @@ class Trainer:
             UsageError: The trainer has no `checkpoint=`, or `path` is something else.
             FileError: On every rank, if it cannot be written.
         """
-        if check.current_session() is None:
+        if self._observer is None:
             self._run.save_to(Path(path))
 
     def resume(self, place: str | Path | None = None) -> None:
@@ -484,7 +490,7 @@ class Trainer:
                 the checkpoint; or there is none; or the script has begun already.
             FileError: Every checkpoint is damaged.
         """
-        if check.current_session() is None:
+        if self._observer is None:
             self._run.resume(place, describe_run(self.world, self.parallel, self._optimization))
 
     def __enter__(self) -> Trainer:
@@ -520,7 +526,8 @@ class Trainer:
         """
         attempt = self._position.attempt = self._position.attempt.following(self.steps)
         self._live_settings.begin()
-        step = StepContext(attempt, self.parallel, self._fingerprinter)
+        observer = None if self._observer is None else self._observer.begin_step(self.steps)
+        step = StepContext(attempt, self.parallel, observer)
         step.is_checkpoint_due = self._run.is_due_after(self.steps + 1)
         try:
             yield step
@@ -561,10 +568,8 @@ class Trainer:
         self.history.step(result, [status.memory for status in statuses])
         if self.world.rank == 0 and (rows := make_timeline_rows(statuses, committed.times)):
             self.history.write("timeline", step=result.step, ranks=rows)
-        if self._fingerprinter is not None and (session := check.current_session()) is not None:
-            session.commit(
-                self._fingerprinter, result.loss, self.digest(), self._optimization.local_state()
-            )
+        if self._observer is not None:
+            self._observer.commit(committed)
 
     def _make_agree(self, what: Callable[[], str]) -> Agree:
         return lambda message, doing: all_gather_bytes(
