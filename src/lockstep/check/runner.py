@@ -25,7 +25,7 @@ from lockstep.launcher.launch import launch, launch_in_this_process
 from lockstep.launcher.rank_process import run_code
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 
-__all__ = ["Run", "run_layout"]
+__all__ = ["Run", "describe_failure", "redirect_output", "run_layout"]
 
 TAIL = 12
 """Lines of the failed rank's output that are shown."""
@@ -125,7 +125,16 @@ def run_layout(
     is_refused = _is_refusal(layout, error)
     # Every rank refuses; which of them was the first says nothing.
     said = re.sub(r"^rank \d+ failed: ", "", str(error)) if is_refused else str(error)
-    return Run(layout, steps, seconds, ranks, said, False, is_refused, _details(error, folder))
+    return Run(
+        layout,
+        steps,
+        seconds,
+        ranks,
+        said,
+        False,
+        is_refused,
+        describe_failure(error, _log_of(folder, error.rank or 0)),
+    )
 
 
 def _run_rank(
@@ -135,7 +144,7 @@ def _run_rank(
     from lockstep.check.session import CheckSession
     from lockstep.training.session import SessionComplete, open_session
 
-    _redirect(_log_of(Path(folder), rank))
+    redirect_output(_log_of(Path(folder), rank))
     os.environ["LOCKSTEP_RUN"] = folder
     if layout.backend:
         os.environ["LOCKSTEP_BACKEND"] = layout.backend
@@ -176,7 +185,7 @@ def _fingerprint(record: Path) -> RankFingerprint:
     return found
 
 
-def _redirect(log: Path) -> None:
+def redirect_output(log: Path) -> None:
     """Let everything that this process prints go into a file, and its input be empty."""
     for number, place, flags in (
         (0, os.devnull, os.O_RDONLY),
@@ -198,9 +207,10 @@ def _is_refusal(layout: Layout, error: RankError) -> bool:
     )
 
 
-def _details(error: RankError, folder: Path) -> str:
+def describe_failure(error: RankError, log: Path) -> str:
+    """Return the last lines of output of a failed rank, and its traceback."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
-        lines = _log_of(folder, error.rank or 0).read_text(errors="replace").splitlines()[-TAIL:]
+        lines = log.read_text(errors="replace").splitlines()[-TAIL:]
     printed = [f"the last lines of rank {error.rank}:", *(f"    {line}" for line in lines)]
     return "\n".join([*(printed if lines else ()), *getattr(error, "__notes__", ())])

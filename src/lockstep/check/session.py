@@ -1,7 +1,7 @@
 """Check session: what `lockstep check` does with the trainers of a script.
 
-    Trainer()       layout from the session, fingerprints, no record, no files
-    S steps         SessionComplete unwinds the script
+Trainer()       layout from the session, fingerprints, no record, no files
+S steps         SessionComplete unwinds the script
 """
 
 from __future__ import annotations

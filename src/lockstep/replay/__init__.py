@@ -1,0 +1,1 @@
+"""`lockstep replay` and `lockstep bisect`: recorded steps, computed again."""

@@ -1,0 +1,217 @@
+"""Running a recorded program again: ranks are launched, the wanted steps come back.
+
+command ── launch ──> rank: session opened, output into a log, the program runs
+   progress <─ rank 0: steps finished
+        <─ per rank: what it recorded, or the sentence of the first failure
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.check.runner import describe_failure, redirect_output
+from lockstep.errors import RankError
+from lockstep.launcher.fork_server import get_fork_server
+from lockstep.launcher.launch import launch, launch_in_this_process
+from lockstep.launcher.rank_process import run_code
+from lockstep.launcher.run_folder import RESUME, RUN
+from lockstep.record.reader import read_run
+from lockstep.replay.program import Base, Program, find_base, is_deciding, read_program
+from lockstep.replay.result import Replay, ReplayedStep, ReplayRequest
+
+__all__ = ["run_replay"]
+
+POLL = 0.2  # seconds between two reports of progress
+READ_AT_START = ("OMP_NUM_THREADS",)
+"""Variables that a forked rank heeds although torch is loaded; others need a new interpreter."""
+
+Report = Callable[[int, int], None]
+"""Called with the steps that are done, and their number."""
+
+
+def run_replay(request: ReplayRequest, report: Report | None = None) -> Replay:
+    """Compute steps of a recorded run again, from the nearest checkpoint.
+
+    Args:
+        request: The steps and the layout.
+        report: Called a few times per second while it runs.
+
+    Raises:
+        UsageError: The run cannot be replayed, or has no such step.
+        FileError: Its record cannot be read.
+    """
+    run = read_run(request.run)
+    program = read_program(run, request.first)
+    base = find_base(run, request.first)
+    return run_program(program, base, request, report)
+
+
+def run_program(
+    program: Program, base: Base, request: ReplayRequest, report: Report | None = None
+) -> Replay:
+    """Run a program from a checkpoint on; see `run_replay`."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
+        folder = Path(name)
+        begun = time.monotonic()
+        error = _launch(program, base, request, folder, report or (lambda done, total: None))
+        seconds = time.monotonic() - begun
+        steps = _read_steps(folder, request)
+        if error is None and len(steps) == request.last + 1 - request.first:
+            return Replay(steps, base.steps, seconds)
+        if error is not None:
+            details = describe_failure(error, _log_of(folder, error.rank or 0))
+            return Replay(steps, base.steps, seconds, str(error), details)
+        done = read_count(folder) or base.steps
+        sentence = f"the program ended after {done} steps, before step {request.last} was finished"
+        return Replay(steps, base.steps, seconds, sentence)
+
+
+def _launch(
+    program: Program, base: Base, request: ReplayRequest, folder: Path, report: Report
+) -> RankError | None:
+    """Run the ranks to their end; return the error of the first that failed."""
+    order = (program, base, request, str(folder))
+    total = request.last + 1 - base.steps
+    with _environment(program.environ) as needs_interpreter:
+        if not needs_interpreter:
+            get_fork_server(for_training=True)
+        ranks = launch(
+            _run_rank,
+            order,
+            request.layout.ranks,
+            start_method="spawn" if needs_interpreter else "forkserver",
+            join=False,
+            daemon=True,
+            timeout=request.timeout,
+            pass_rank=True,
+        )
+    while True:
+        try:
+            ranks.join(POLL)
+        except TimeoutError:
+            report(max(0, read_count(folder) - base.steps), total)
+        except RankError as error:
+            return error
+        else:
+            report(max(0, read_count(folder) - base.steps), total)
+            return None
+
+
+@contextlib.contextmanager
+def _environment(recorded: Mapping[str, str]) -> Iterator[bool]:
+    """Have the recorded variables in this process, which ranks inherit, while the body runs.
+
+    Yields whether some of them are heeded by new interpreters only.
+    """
+    before = dict(os.environ)
+    here = {name: value for name, value in before.items() if is_deciding(name)}
+    names = {name for name in {**here, **recorded} if here.get(name) != recorded.get(name)}
+    for name in (*here, RUN, RESUME):
+        os.environ.pop(name, None)
+    os.environ.update(recorded)
+    try:
+        yield not names <= {*READ_AT_START}
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# --- on a rank ------------------------------------------------------------------------------
+
+
+def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, name: str) -> None:
+    """Run the program in this process, and record the wanted steps."""
+    from lockstep.replay.session import ReplaySession
+    from lockstep.training.session import SessionComplete, open_session
+
+    folder = Path(name)
+    redirect_output(_log_of(folder, rank))
+    os.environ[RUN] = name
+    if request.layout.backend:
+        os.environ["LOCKSTEP_BACKEND"] = request.layout.backend
+    counter = os.open(folder / "count", os.O_WRONLY | os.O_CREAT, 0o600) if rank == 0 else -1
+
+    def count(steps: int) -> None:
+        if rank == 0:
+            os.pwrite(counter, steps.to_bytes(8, "little"), 0)
+
+    with _record_of(folder, rank).open("xb", buffering=0) as file:
+        session = ReplaySession(
+            request,
+            program.trainer,
+            base.checkpoint,
+            lambda found: pickle.dump(found, file),
+            count,
+        )
+        try:
+            with open_session(session), launch_in_this_process():
+                _run_program(program, folder)
+        except SessionComplete:
+            pass
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+
+
+def _run_program(program: Program, folder: Path) -> None:
+    """Run what was recorded as its interpreter would."""
+    os.chdir(program.cwd)
+    if program.kind == "recipe":
+        _run_recipe(program.options, folder)
+        return
+    sys.argv[:] = [program.target, *program.arguments]
+    is_module = program.kind == "module"
+    first = program.cwd if is_module else os.path.dirname(os.path.realpath(program.target))
+    sys.path[0] = first
+    run_code(program.kind, program.target)
+
+
+def _run_recipe(recorded: Mapping[str, Any], folder: Path) -> None:
+    from lockstep.recipes.classification import Options, train
+
+    known = {field.name for field in fields(Options)}
+    options = Options(**{name: value for name, value in recorded.items() if name in known})
+    module = importlib.import_module(f"lockstep.recipes.{options.recipe}")
+    quiet = replace(options, quiet=True, download=False, logger=())
+    train(quiet, module.load, module.network, str(folder / "run"))
+
+
+# --- files between ranks and command ----------------------------------------------------------
+
+
+def _log_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def _record_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.pickle"
+
+
+def read_count(folder: Path) -> int:
+    """Return how many steps rank 0 has finished; 0 before the first one."""
+    try:
+        return int.from_bytes((folder / "count").read_bytes(), "little")
+    except OSError:
+        return 0
+
+
+def _read_steps(folder: Path, request: ReplayRequest) -> list[ReplayedStep]:
+    """Return the steps that rank 0 recorded, up to where it was ended."""
+    return list(_read(_record_of(folder, 0)))
+
+
+def _read(record: Path) -> Iterator[Any]:
+    ends = FileNotFoundError, EOFError, pickle.UnpicklingError
+    with contextlib.suppress(*ends), record.open("rb") as file:
+        while True:
+            yield pickle.load(file)

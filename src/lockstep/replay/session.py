@@ -1,0 +1,109 @@
+"""Replay session: what `lockstep replay` does with the trainers of a recorded program.
+
+Trainer()          layout of the replay; continues from the checkpoint
+steps before       as they were, and counted
+wanted steps       results and digest, and at other levels what modules or operators compute
+after the last     SessionComplete unwinds the program
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lockstep.check.session import choose_options
+from lockstep.model.step_context import StepObserver
+from lockstep.pipeline.partitioner import PipelineConfig
+from lockstep.replay.result import ReplayedStep, ReplayRequest
+from lockstep.training.session import ObservedTrainer, SessionComplete, TrainerObserver
+from lockstep.training.step import CommittedStep
+
+__all__ = ["ReplaySession"]
+
+
+class ReplaySession:
+    """The replay on this rank.
+
+    Args:
+        request: The steps that are wanted.
+        trainer: The number of the trainer that they belong to.
+        checkpoint: Where it begins; None for its beginning.
+        record: Called with what was computed of each wanted step.
+        count: Called with the number of finished steps after each one.
+    """
+
+    def __init__(
+        self,
+        request: ReplayRequest,
+        trainer: int,
+        checkpoint: Path | None,
+        record: Callable[[Any], None],
+        count: Callable[[int], None],
+    ) -> None:
+        self.request = request
+        self.record, self.count = record, count
+        self._trainer, self._checkpoint = trainer, checkpoint
+        self._trainers = 0
+
+    def options(
+        self, model: nn.Module | Sequence[Any], given: PipelineConfig
+    ) -> tuple[PipelineConfig, bool]:
+        """Return the stages of a trainer of `model`, and whether it shares parameters."""
+        return choose_options(self.request.layout, model, given)
+
+    def attach(self, trainer: ObservedTrainer) -> TrainerObserver:
+        """Return what observes a trainer; all but the recorded one train as they do."""
+        number, self._trainers = self._trainers, self._trainers + 1
+        if number != self._trainer:
+            return UnobservedTrainer()
+        return ReplayedTrainer(self, trainer, self._checkpoint)
+
+
+class UnobservedTrainer:
+    """A trainer whose steps are not wanted."""
+
+    checkpoint: Path | None = None
+
+    def begin_step(self, step: int) -> None:
+        """Observe nothing."""
+
+    def commit(self, committed: CommittedStep) -> None:
+        """Do nothing."""
+
+
+class ReplayedTrainer:
+    """The trainer whose steps are wanted."""
+
+    def __init__(
+        self, session: ReplaySession, trainer: ObservedTrainer, checkpoint: Path | None
+    ) -> None:
+        self._session, self._trainer = session, trainer
+        self.checkpoint = checkpoint
+
+    def begin_step(self, step: int) -> StepObserver | None:
+        """Return what observes a step."""
+        return None
+
+    def commit(self, committed: CommittedStep) -> None:
+        """Take in a step; end the program after the last one that is wanted."""
+        result, session = committed.result, self._session
+        request = session.request
+        session.count(result.step + 1)
+        if request.first <= result.step <= request.last:
+            digest = self._trainer.digest()
+            session.record(
+                ReplayedStep(
+                    step=result.step,
+                    epoch=result.epoch,
+                    loss=result.loss,
+                    norm=result.norm,
+                    losses=tuple(result.losses),
+                    batch=result.batch,
+                    digest=digest,
+                )
+            )
+        if result.step >= request.last:
+            raise SessionComplete

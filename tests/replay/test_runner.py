@@ -1,0 +1,53 @@
+"""Recorded steps that are computed again, in other layouts, have the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from lockstep.check.layouts import Layout
+from lockstep.cli import cli
+from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
+from lockstep.replay.result import Replay, ReplayRequest
+from lockstep.replay.runner import run_replay
+
+
+def recorded(run: Path, first: int, last: int) -> list[RecordedStep]:
+    return read_step_fingerprints(run)[first : last + 1]
+
+
+def results(replay: Replay) -> list[RecordedStep]:
+    assert not replay.failure, replay.details
+    return [
+        RecordedStep(each.step, each.epoch, each.loss, each.norm, each.losses, each.batch)
+        for each in replay.steps
+    ]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two stages on four ranks, with checkpoints after 20 and 40 steps."""
+    runs = tmp_path_factory.mktemp("runs")
+    words = ["train", "digits", "-n", "4", "--stages", "2", "--epochs", "1", "--quiet", "--name"]
+    words += ["mine", "--runs", str(runs), "--checkpoint-every", "20"]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    return runs / "mine"
+
+
+def test_a_step_of_a_recipe_on_2_x_2_ranks_is_replayed_by_one_and_by_two(recipe):
+    alone = run_replay(ReplayRequest(recipe, 42, 43))
+    assert alone.base == 40
+    assert results(alone) == recorded(recipe, 42, 43)
+    both = run_replay(ReplayRequest(recipe, 42, 43, Layout(2)))
+    assert both.steps == alone.steps
+    assert list(alone.steps[0].digest) != list(alone.steps[1].digest)
+
+
+def test_steps_before_the_first_checkpoint_are_replayed_from_the_beginning(recipe):
+    reported = []
+    replay = run_replay(ReplayRequest(recipe, 3, 5), lambda *counts: reported.append(counts))
+    assert replay.base == 0
+    assert results(replay) == recorded(recipe, 3, 5)
+    assert reported[-1] == (6, 6)
