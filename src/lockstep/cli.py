@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": "measure collectives, point-to-point messages and startup",
     "schedule": "simulate and draw a pipeline schedule",
     "report": "render the record of a run as HTML, Markdown or an image",
+    "replay": "compute a recorded step again and compare the bits",
     "compare": "compare the speed, results and settings of runs",
     "runs": "list the runs of a folder",
     "doctor": "check whether this machine has what a run needs",

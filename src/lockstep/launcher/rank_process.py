@@ -33,6 +33,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
@@ -286,20 +287,25 @@ def _skip_breakpoint(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def run_code(kind: str, target: str) -> None:
-    """Run a "module" or a "script" (a file or folder) as the interpreter does."""
+def run_code(kind: str, target: str, source: bytes | None = None) -> None:
+    """Run a "module" or a "script" (a file or folder) as the interpreter does.
+
+    Args:
+        kind: "module" or "script".
+        target: The module, file or folder.
+        source: What a file is taken to hold; None for what it holds now.
+    """
     if kind == "module":
         runpy.run_module(target, run_name="__main__", alter_sys=True)
-    elif os.path.isdir(target):
+    elif source is None and os.path.isdir(target):
         runpy.run_path(target, run_name="__main__")
     else:
-        _run_script(target)
+        _run_script(target, Path(target).read_bytes() if source is None else source)
 
 
-def _run_script(path: str) -> None:
+def _run_script(path: str, source: bytes) -> None:
     """Run a file as `python FILE` does: its names stay in `__main__` until the process exits."""
-    with open(path, "rb") as file:
-        code: CodeType = compile(file.read(), path, "exec")
+    code: CodeType = compile(source, path, "exec")
     module = ModuleType("__main__")
     module.__dict__.update({"__file__": path, "__builtins__": __builtins__, "__spec__": None})
     sys.modules["__main__"] = module

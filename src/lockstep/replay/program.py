@@ -17,9 +17,11 @@ from lockstep.checkpoint.folder import FOLDER, find_checkpoints, verify
 from lockstep.errors import UsageError
 from lockstep.launcher.run_folder import read_description
 from lockstep.record.columns import as_dict
+from lockstep.record.environment import describe_environment
 from lockstep.record.reader import Run
+from lockstep.redaction import MARK
 
-__all__ = ["Base", "Program", "find_base", "read_program"]
+__all__ = ["Base", "Program", "find_base", "find_obstacles", "is_deciding", "read_program"]
 
 DECIDING = ("ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "PYTHONHASHSEED")
 DECIDING_PREFIXES = ("DNNL_", "MKL_", "ONEDNN_")
@@ -74,34 +76,64 @@ def read_program(run: Run, step: int) -> Program:
     Raises:
         UsageError: The record does not say what ran, or it cannot run again.
     """
-    options = as_dict(_latest(run, step, "options"))
-    variables = as_dict(as_dict(_latest(run, step, "environment")).get("variables"))
-    environ = {name: str(value) for name, value in variables.items() if is_deciding(name)}
+    program = as_dict(_latest(run, step, "program"))
+    if not program:
+        program = _read_launch(run)
+    kind, target = str(program.get("kind")), str(program.get("target"))
+    environ = {str(name): str(value) for name, value in as_dict(program.get("environ")).items()}
     threads = as_dict(_latest(run, step, "layout")).get("threads")
     if isinstance(threads, int):
         environ.setdefault("OMP_NUM_THREADS", str(threads))
-    if "recipe" in options:
-        recipe = str(options["recipe"])
-        return Program("recipe", recipe, cwd=os.getcwd(), environ=environ, options=options)
+    arguments = tuple(str(each) for each in program.get("arguments") or ())
+    where = f"{run.folder} was recorded by"
+    if kind == "notebook" or "ipykernel" in target:
+        raise UsageError(
+            f"{where} a notebook, whose cells are not stored, so it cannot be replayed: train in a "
+            "script to replay its steps"
+        )
+    if kind == "command":
+        raise UsageError(
+            f"{where} `python -c` or an interactive interpreter, whose code is not stored, so it "
+            "cannot be replayed: train in a script to replay its steps"
+        )
+    if kind == "program":
+        raise UsageError(
+            f"{run.folder} ran {target} with --no-python, and only Python programs can be replayed"
+        )
+    if any(MARK in each for each in (target, *arguments)) or program.get("is_redacted"):
+        raise UsageError(
+            f"the command of {run.folder} contained a secret, which is not stored, so it cannot be "
+            "replayed"
+        )
+    trainer, sources = _latest(run, step, "trainer"), _latest(run, step, "sources")
+    path = program.get("path")
+    return Program(
+        kind,
+        target,
+        arguments,
+        cwd=str(program.get("cwd") or os.getcwd()),
+        path=tuple(map(str, path)) if isinstance(path, list) else None,
+        environ=environ,
+        options=as_dict(_latest(run, step, "options")),
+        trainer=trainer if isinstance(trainer, int) else 0,
+        sources=run.folder.resolve() / sources if isinstance(sources, str) else None,
+    )
+
+
+def _read_launch(run: Run) -> dict[str, Any]:
+    """Return what a record of an older version has of the program, as its field `program`."""
+    variables = as_dict(run.environment.get("variables"))
+    environ = {name: value for name, value in variables.items() if is_deciding(name)}
+    options = run.latest("options")
+    if "recipe" in as_dict(options):
+        return {"kind": "recipe", "target": options["recipe"], "environ": environ}
     launched = read_description(run.folder)
     if launched is None:
         raise UsageError(
             f"{run.folder} does not say which program it ran, so no step can be replayed; record "
             "the run again with this version of lockstep"
         )
-    if launched.kind == "program":
-        raise UsageError(
-            f"{run.folder} ran {launched.target} with --no-python, and only Python programs can be "
-            "replayed"
-        )
-    if launched.is_redacted:
-        raise UsageError(
-            f"the command of {run.folder} contained a secret, which is not stored, so it cannot be "
-            "replayed"
-        )
-    return Program(
-        launched.kind, launched.target, launched.arguments, launched.cwd, environ=environ
-    )
+    return {**vars(launched), "environ": environ}
 
 
 def is_deciding(name: str) -> bool:
@@ -129,6 +161,29 @@ def find_base(run: Run, step: int) -> Base:
             return Base(steps, path, tuple(remarks))
         remarks.append(f"the checkpoint {path} is damaged: {problem}; the one before it is used")
     return Base(remarks=tuple(remarks))
+
+
+def find_obstacles(run: Run, step: int, program: Program, base: Base) -> list[str]:
+    """Return why a replay may compute other bits than the run, or takes longer, in sentences."""
+    found = list(base.remarks)
+    resumes = run.resumes[: run.segment(step)]
+    if resumes and base.steps < int(resumes[-1].get("step") or 0):
+        number = resumes[-1]["step"]
+        found.append(
+            f"the run was resumed after step {number}, from a checkpoint that is gone: the steps "
+            f"from {base.steps} on are computed as the resumed program would have"
+        )
+    recorded, here = as_dict(_latest(run, step, "environment")), describe_environment()
+    for name in ("lockstep", "torch", "python", "processor", "instructions", "gpus"):
+        before, now = recorded.get(name), here.get(name)
+        is_set = name == "instructions" and "ATEN_CPU_CAPABILITY" in program.environ
+        if before is not None and before != now and not is_set:
+            found.append(f"{name} is {now}, it was {before}: the bits may differ")
+    if program.kind == "recipe":
+        return found
+    if program.sources is None or not program.sources.is_dir():
+        found.append("the sources of the run are not stored: today's files are run")
+    return found
 
 
 def _latest(run: Run, step: int, name: str) -> Any:

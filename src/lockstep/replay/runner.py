@@ -28,6 +28,7 @@ from lockstep.launcher.run_folder import RESUME, RUN
 from lockstep.record.reader import read_run
 from lockstep.replay.program import Base, Program, find_base, is_deciding, read_program
 from lockstep.replay.result import Replay, ReplayedStep, ReplayRequest
+from lockstep.replay.stored_sources import StoredSources
 
 __all__ = ["run_replay"]
 
@@ -169,11 +170,19 @@ def _run_program(program: Program, folder: Path) -> None:
     if program.kind == "recipe":
         _run_recipe(program.options, folder)
         return
+    sources = None
+    if program.sources is not None and program.sources.is_dir():
+        sources = StoredSources(program.sources)
+        sources.install()
     sys.argv[:] = [program.target, *program.arguments]
-    is_module = program.kind == "module"
-    first = program.cwd if is_module else os.path.dirname(os.path.realpath(program.target))
-    sys.path[0] = first
-    run_code(program.kind, program.target)
+    kind = "module" if program.kind == "module" else "script"
+    first = program.cwd if kind == "module" else os.path.dirname(os.path.realpath(program.target))
+    if program.path is None:
+        sys.path[0] = first
+    else:
+        sys.path[:] = [*program.path, *(each for each in sys.path if each not in program.path)]
+    source = None if sources is None or kind == "module" else sources.read(program.target)
+    run_code(kind, program.target, source)
 
 
 def _run_recipe(recorded: Mapping[str, Any], folder: Path) -> None:

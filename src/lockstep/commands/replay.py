@@ -1,0 +1,214 @@
+"""`lockstep replay`: computes a recorded step again and compares the bits."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.commands.report import find_run
+from lockstep.errors import LayoutError, UsageError
+from lockstep.formatting import format_duration
+from lockstep.messages import JSON_HELP, discard_if_lost, escape_control, say
+
+if TYPE_CHECKING:
+    from lockstep.record.reader import Run
+    from lockstep.replay.comparison import Comparison, Recorded
+
+__all__ = ["ReplayProgress", "command"]
+
+REPLAYS_FILE = "replays.jsonl"
+POSITIVE = click.IntRange(min=1)
+INTERVAL = 30.0  # seconds between two lines of progress where there is no terminal
+
+
+@click.command()
+@click.argument("run")
+@click.option(
+    "--step", required=True, type=click.IntRange(min=0), help="The step to replay, from 0."
+)
+@click.option(
+    "--microbatch", metavar="M", type=click.IntRange(min=0),
+    help="Replay this micro-batch of the step alone, from 0.",
+)  # fmt: skip
+@click.option(
+    "-n", "--nprocs", default=1, show_default=True, type=POSITIVE, help="Number of ranks."
+)
+@click.option(
+    "--stages", default=1, show_default=True, type=POSITIVE,
+    help="Pipeline stages; -n must be a multiple of it.",
+)  # fmt: skip
+@click.option(
+    "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
+    help="End the replay after this time.  [default: no limit]",
+)  # fmt: skip
+@click.option("--runs", "folder", default="runs", show_default=True, help="Folder of runs.")
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+def command(
+    run: str,
+    step: int,
+    microbatch: int | None,
+    nprocs: int,
+    stages: int,
+    timeout: float | None,
+    folder: str,
+    as_json: bool,
+) -> None:
+    """Compute a step of RUN, the name or folder of a run, again and compare the bits.
+
+    The recorded program is run with its own sources, from the nearest checkpoint to
+    the step, or from its beginning if there is none before it. The number of ranks and
+    stages may differ from the recorded ones. Nothing is recorded or saved by the
+    trainer; files that the program writes itself are written again.
+
+    Exit status: 0 same bits, 1 different bits or the replay failed, 2 usage error.
+    """
+    from lockstep.check.layouts import Layout
+    from lockstep.record.fingerprints import read_step_fingerprints
+    from lockstep.record.reader import read_run
+    from lockstep.replay.comparison import compare, find_recorded
+    from lockstep.replay.program import find_base, find_obstacles, read_program
+    from lockstep.replay.result import ReplayRequest
+    from lockstep.replay.runner import run_program
+
+    if nprocs % stages:
+        raise LayoutError(f"-n {nprocs} must be a multiple of --stages {stages}")
+    found = read_run(find_run(run, folder))
+    steps = {each.step: each for each in read_step_fingerprints(found.folder)}
+    recorded = find_recorded(found, steps, step)
+    _require_step(found, recorded, max(steps, default=-1) + 1, step)
+    _require_microbatch(found, recorded, microbatch, step)
+    program, base = read_program(found, step), find_base(found, step)
+    for each in find_obstacles(found, step, program, base):
+        say(each)
+    schedule = "1f1b" if stages > 1 else None
+    layout = Layout(nprocs, stages=stages, schedule=schedule)
+    request = ReplayRequest(
+        found.folder, step, step, layout, microbatch=microbatch, timeout=timeout
+    )
+    place = "the beginning"
+    if base.checkpoint is not None:
+        place = f"the checkpoint after {base.steps} steps"
+    click.echo(f"replaying step {step} of {found.name} on {layout}, from {place}", err=True)
+    with ReplayProgress(base.steps) as progress:
+        replay = run_program(program, base, request, progress.show)
+    result = compare(request, recorded, replay)
+    _append_replay(found.folder, result)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        _print(result)
+    if as_json:
+        click.echo(json.dumps(result.plain()))
+    sys.exit(0 if result.equal else 1)
+
+
+def _require_step(run: Run, recorded: Recorded, count: int, step: int) -> None:
+    """Raise UsageError unless a run has a step, or stopped in it."""
+    if recorded.step is not None or recorded.failure:
+        return
+    state = " so far" if run.state == "running" else ""
+    if not count:
+        raise UsageError(f"{run.folder} has no finished step{state}, so there is none to replay")
+    if step >= count:
+        raise UsageError(
+            f"--step {step}: {run.folder} has {count} steps{state}; the last one is {count - 1}"
+        )
+    raise UsageError(f"--step {step}: the record of {run.folder} has no line of this step")
+
+
+def _require_microbatch(run: Run, recorded: Recorded, microbatch: int | None, step: int) -> None:
+    """Raise UsageError unless a step has a micro-batch."""
+    if microbatch is None:
+        return
+    count = len(recorded.step.losses) if recorded.step is not None else 0
+    count = count or int(run.layout.get("microbatches") or 0)
+    if count and microbatch >= count:
+        raise UsageError(
+            f"--microbatch {microbatch}: step {step} has {count} micro-batches; the last one is "
+            f"{count - 1}"
+        )
+
+
+def _append_replay(folder: Path, result: Comparison) -> None:
+    """Add a line about a replay to RUN/replays.jsonl; a replay goes on without."""
+    from lockstep.files import open_or_create
+
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    line = json.dumps({"kind": "replay", "replayed": now, **result.plain()})
+    try:
+        path = folder / REPLAYS_FILE
+        descriptor = open_or_create(path, os.O_WRONLY | os.O_APPEND)
+        with open(descriptor, "wb") as file:
+            file.write(f"{line}\n".encode())
+    except OSError as error:
+        say(f"{path} cannot be written: {error.strerror}")
+
+
+def _print(result: Comparison) -> None:
+    """Print the result, and the last lines of a program that failed."""
+    request, replay, replayed = result.request, result.replay, result.replayed
+    what = f"step {request.first}"
+    if request.microbatch is not None:
+        what += f", micro-batch {request.microbatch}"
+    figures = result.plain()
+    for name in ("loss", "norm", "digest"):
+        before, now = figures[f"recorded_{name}"], figures[name]
+        if now is not None or before is not None:
+            click.echo(f"{name:<7}{now}  recorded: {'-' if before is None else before}")
+    if result.equal:
+        click.echo(f"{what}: the same bits ({', '.join(result.compared)})")
+    else:
+        click.echo(escape_control(f"{what}: different; {'; '.join(result.differences)}"))
+    if replay.failure and replayed is None and not result.recorded.failure:
+        click.echo(f"\n{escape_control(replay.details)}", err=True)
+
+
+class ReplayProgress:
+    """Shows on standard error how many steps are done, and the time that is left.
+
+    Args:
+        first: The number of steps that were finished at the checkpoint.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._is_live = sys.stderr.isatty()
+        self._started: tuple[int, float] | None = None  # steps done, and when
+        self._shown_at = time.monotonic()
+
+    def show(self, done: int, total: int) -> None:
+        """Show the progress, on a terminal in one line, otherwise at times."""
+        now = time.monotonic()
+        if self._started is None and done:
+            self._started = done, now
+        if not self._is_live and now - self._shown_at < INTERVAL:
+            return
+        self._shown_at = now
+        text = f"step {self._first + done} of {self._first + total}{self._left(done, total, now)}"
+        try:
+            sys.stderr.write(f"\r{text}\x1b[K" if self._is_live else f"{text}\n")
+            sys.stderr.flush()
+        except OSError as error:
+            discard_if_lost(sys.stderr, error)
+
+    def _left(self, done: int, total: int, now: float) -> str:
+        if self._started is None or done <= self._started[0]:
+            return ""
+        pace = (now - self._started[1]) / (done - self._started[0])
+        return f", {format_duration(pace * (total - done))} left"
+
+    def __enter__(self) -> ReplayProgress:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Erase the line of a terminal."""
+        if self._is_live:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

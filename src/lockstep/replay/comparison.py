@@ -1,0 +1,212 @@
+"""The comparison of a replayed step with the record, bit for bit, as plain values."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.record.fingerprints import RecordedStep
+from lockstep.record.reader import Run
+from lockstep.replay.result import Replay, ReplayedStep, ReplayRequest
+
+__all__ = ["Comparison", "Recorded", "compare", "find_recorded"]
+
+MOST_NAMED = 8  # micro-batches in a sentence
+
+STOPPED_AT = re.compile(
+    r"(?:LossError|GradientError): (?:rank \d+, )?step (?P<step>\d+)"
+    r"(?:, micro-batch (?P<microbatch>\d+))?: (?P<what>the .*?)(?:; training stopped.*)?$",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a record has of a step.
+
+    Attributes:
+        step: The step; None for one at which the run stopped.
+        digest: The digest of the weights after it; None where none was recorded.
+        failure: Why the run stopped in this step: "the loss is nan"; "" if it did not.
+        microbatch: The micro-batch where it stopped; None for no certain one.
+    """
+
+    step: RecordedStep | None
+    digest: str | None = None
+    failure: str = ""
+    microbatch: int | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A replayed step beside the recorded one.
+
+    Attributes:
+        request: What was asked for.
+        recorded: What the record has.
+        replay: What came of the replay.
+        replayed: The step; None where it was not finished.
+        differences: What differs, in phrases.
+        compared: The names of what was compared.
+    """
+
+    request: ReplayRequest
+    recorded: Recorded
+    replay: Replay
+    replayed: ReplayedStep | None
+    differences: tuple[str, ...]
+    compared: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything that was recorded is the same."""
+        return bool(self.compared) and not self.differences
+
+    def plain(self) -> dict[str, Any]:
+        """Return the object for `--json`."""
+        layout, microbatch = self.request.layout, self.request.microbatch
+        loss, norm = _results(self.replayed, microbatch)
+        recorded_loss, recorded_norm = _results(self.recorded.step, microbatch)
+        digest = None if self.replayed is None or microbatch is not None else self.replayed.digest
+        return {
+            "run": str(self.request.run),
+            "step": self.request.first,
+            "microbatch": microbatch,
+            **_number("loss", loss),
+            **_number("norm", norm),
+            "digest": digest,
+            **_number("recorded_loss", recorded_loss),
+            **_number("recorded_norm", recorded_norm),
+            "recorded_digest": self.recorded.digest if microbatch is None else None,
+            "equal": self.equal,
+            "compared": list(self.compared),
+            "differences": list(self.differences),
+            "layout": {
+                "world_size": layout.ranks,
+                "replicas": layout.replicas,
+                "stages": layout.stages,
+            },
+            "from_step": self.replay.base,
+            "seconds": round(self.replay.seconds, 3),
+            "failure": self.replay.failure or None,
+        }
+
+
+def find_recorded(run: Run, steps: Mapping[int, RecordedStep], number: int) -> Recorded:
+    """Return what a run's record has of a step.
+
+    Args:
+        run: The run.
+        steps: Its committed steps, by number.
+        number: The step.
+    """
+    if number in steps:
+        return Recorded(steps[number], _find_digest(run, number))
+    stop = STOPPED_AT.match(str((run.end or {}).get("message") or ""))
+    if stop is None or int(stop["step"]) != number:
+        return Recorded(None)
+    microbatch = None if stop["microbatch"] is None else int(stop["microbatch"])
+    return Recorded(None, failure=stop["what"], microbatch=microbatch)
+
+
+def _find_digest(run: Run, number: int) -> str | None:
+    """Return the recorded digest of the weights after a step."""
+    lines = [*run.checkpoints, *([{**run.end, "step": run.end.get("steps")}] if run.end else [])]
+    found = [
+        line["digest"] for line in lines if line.get("step") == number + 1 and "digest" in line
+    ]
+    return next((each for each in found if isinstance(each, str)), None)
+
+
+def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Comparison:
+    """Compare the first replayed step with the recorded one."""
+    replayed = next((each for each in replay.steps if each.step == request.first), None)
+    pairs: dict[str, tuple[str, str]] = {}
+    differences: list[str] = []
+    if recorded.failure:
+        pairs["how it stopped"] = recorded.failure, _describe_stop(replay, replayed)
+    elif replayed is None:
+        differences.append(f"the replay failed: {replay.failure}")
+    elif recorded.step is not None:
+        pairs = _pairs(request, recorded, recorded.step, replayed)
+        if request.microbatch is None:
+            differences += _losses(recorded.step, replayed)
+    for name, (before, now) in pairs.items():
+        if before != now:
+            differences.append(f"{name}: recorded {before}, replayed {now}")
+    compared = tuple(pairs)
+    if replayed is not None and recorded.step is not None and recorded.step.losses:
+        compared += ("losses of the micro-batches",) if request.microbatch is None else ()
+    return Comparison(request, recorded, replay, replayed, tuple(differences), compared)
+
+
+def _pairs(
+    request: ReplayRequest, recorded: Recorded, step: RecordedStep, replayed: ReplayedStep
+) -> dict[str, tuple[str, str]]:
+    """Return what is recorded and replayed, as texts, by its name."""
+    found = {}
+    if step.batch is not None and replayed.batch is not None:
+        found["samples of the batch"] = step.batch, replayed.batch
+    microbatch = request.microbatch
+    if microbatch is None:
+        found["loss"] = _exact(step.loss), _exact(replayed.loss)
+        if not math.isnan(step.norm):
+            found["gradient norm"] = _exact(step.norm), _exact(replayed.norm)
+        if recorded.digest is not None:
+            found["digest of the weights"] = recorded.digest, replayed.digest
+    elif microbatch < len(step.losses):
+        name = f"loss of micro-batch {microbatch}"
+        found[name] = _exact(step.losses[microbatch]), _exact(_loss_of(replayed, microbatch))
+    return found
+
+
+def _losses(step: RecordedStep, replayed: ReplayedStep) -> list[str]:
+    """Return which micro-batches have another loss, as a phrase in a list."""
+    if not step.losses:
+        return []
+    if len(step.losses) != len(replayed.losses):
+        counts = len(step.losses), len(replayed.losses)
+        return [f"micro-batches: recorded {counts[0]}, replayed {counts[1]}"]
+    both = zip(step.losses, replayed.losses, strict=True)
+    other = [str(leaf) for leaf, (a, b) in enumerate(both) if _exact(a) != _exact(b)]
+    if not other:
+        return []
+    more = f" and {len(other) - MOST_NAMED} more" if len(other) > MOST_NAMED else ""
+    return [f"losses of the micro-batches: other ones in {', '.join(other[:MOST_NAMED])}{more}"]
+
+
+def _describe_stop(replay: Replay, replayed: ReplayedStep | None) -> str:
+    """Return why a replay stopped, as `Recorded.failure` has it."""
+    if replayed is not None and not replay.failure:
+        return "the step was finished"
+    text = re.sub(r"^rank \d+ failed: ", "", replay.failure)
+    stop = STOPPED_AT.match(text)
+    return text if stop is None else stop["what"]
+
+
+def _results(
+    step: ReplayedStep | RecordedStep | None, microbatch: int | None
+) -> tuple[float | None, float | None]:
+    """Return the loss and the norm of a step, or the loss of one of its micro-batches."""
+    if step is None:
+        return None, None
+    if microbatch is None:
+        return step.loss, step.norm
+    return _loss_of(step, microbatch), None
+
+
+def _loss_of(step: ReplayedStep | RecordedStep, microbatch: int) -> float | None:
+    return step.losses[microbatch] if microbatch < len(step.losses) else None
+
+
+def _number(name: str, value: float | None) -> dict[str, Any]:
+    """Return a number and its exact form under two names; what is not finite has the latter."""
+    is_plain = value is not None and math.isfinite(value)
+    return {name: value if is_plain else None, f"{name}_hex": _exact(value)}
+
+
+def _exact(value: float | None) -> Any:
+    return None if value is None else value.hex()

@@ -1,0 +1,86 @@
+"""`lockstep replay`: what it prints, its exit status, and what is wrong to ask for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from lockstep.cli import cli
+from lockstep.errors import FileError, LayoutError, UsageError
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 45 steps on two ranks, with checkpoints after 20, 40 and 45 steps."""
+    runs = tmp_path_factory.mktemp("runs")
+    words = ["train", "digits", "-n", "2", "--epochs", "1", "--quiet", "--name", "mine"]
+    words += ["--runs", str(runs), "--checkpoint-every", "20"]
+    assert CliRunner().invoke(cli, words).exit_code == 0
+    return runs / "mine"
+
+
+def replay(run: Path, *words: str):
+    words = ("replay", run.name, "--runs", str(run.parent), *words)
+    return CliRunner().invoke(cli, words, catch_exceptions=False)
+
+
+def test_the_last_step_with_its_digest(run):
+    result = replay(run, "--step", "44", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["equal"] is True
+    assert len(found["digest"]) == 64
+    assert found["digest"] == found["recorded_digest"]
+    assert float.fromhex(found["loss_hex"]) == found["loss"] == found["recorded_loss"]
+    assert found["norm_hex"] == found["recorded_norm_hex"]
+    assert found["layout"] == {"world_size": 1, "replicas": 1, "stages": 1}
+    assert found["from_step"] == 40
+    assert "replaying step 44 of mine on 1 rank, from the checkpoint after 40" in result.stderr
+    assert "step 44: the same bits" in result.stderr
+    kept = [json.loads(line) for line in (run / "replays.jsonl").read_text().splitlines()]
+    assert (kept[-1]["kind"], kept[-1]["step"], kept[-1]["equal"]) == ("replay", 44, True)
+    assert kept[-1]["replayed"].endswith("+00:00")
+
+
+def test_other_bits_than_the_recorded_ones_are_status_1(run, tmp_path):
+    import shutil
+
+    copy = Path(shutil.copytree(run, tmp_path / "edited"))
+    record = copy / "record.jsonl"
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "step" and line["step"] == 41:
+            line["norm_hex"] = (line["norm"] * (1 + 2**-52)).hex()
+    record.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    result = replay(copy, "--step", "41")
+    assert result.exit_code == 1
+    assert "step 41: different; gradient norm: recorded 0x" in result.stdout
+
+
+def test_what_is_wrong_to_ask_for_is_one_sentence(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cases = [
+        (["--step", "45"], UsageError, "has 45 steps; the last one is 44"),
+        (
+            ["--step", "3", "--microbatch", "8"],
+            UsageError,
+            "has 8 micro-batches; the last one is 7",
+        ),
+        (["--step", "3", "-n", "3", "--stages", "2"], LayoutError, "must be a multiple of --stag"),
+    ]
+    for words, kind, said in cases:
+        with pytest.raises(kind, match=said):
+            replay(run, *words)
+    with pytest.raises(UsageError, match="there is no run at"):
+        replay(run.parent / "nothing", "--step", "1")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "record.jsonl").write_text('{"kind": "run", "name": "empty"}\n')
+    with pytest.raises(UsageError, match="has no finished step"):
+        replay(empty, "--step", "0")
+    (empty / "record.jsonl").write_text("what is this\n")
+    with pytest.raises(FileError, match="is not the record of a run"):
+        replay(empty, "--step", "0")

@@ -1,0 +1,123 @@
+"""A replayed step beside the recorded one, as plain values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from lockstep.record.columns import concatenate_blocks
+from lockstep.record.fingerprints import RecordedStep
+from lockstep.record.reader import Run
+from lockstep.replay.comparison import Recorded, compare, find_recorded
+from lockstep.replay.result import Replay, ReplayedStep, ReplayRequest
+
+STEP = RecordedStep(7, 1, 0.5, 2.0, (0.25, 0.75, None), "ab")
+REPLAYED = ReplayedStep(7, 1, 0.5, 2.0, (0.25, 0.75, None), "ab", "d1")
+REQUEST = ReplayRequest(Path("runs/mine"), 7, 7)
+
+
+def compared(step=STEP, replayed=REPLAYED, digest=None, request=REQUEST):
+    return compare(request, Recorded(step, digest), Replay([replayed], 4, 1.0))
+
+
+def make_run(**lines):
+    return Run(Path("runs/mine"), {}, concatenate_blocks([]), **lines)
+
+
+def test_equal_bits_are_equal_and_what_was_compared_is_named():
+    found = compared(digest="d1")
+    assert found.equal
+    assert found.compared == (
+        "samples of the batch",
+        "loss",
+        "gradient norm",
+        "digest of the weights",
+        "losses of the micro-batches",
+    )
+    plain = found.plain()
+    assert plain["loss"] == plain["recorded_loss"] == 0.5
+    assert plain["norm_hex"] == plain["recorded_norm_hex"] == "0x1.0000000000000p+1"
+    assert plain["digest"] == plain["recorded_digest"] == "d1"
+    assert plain["from_step"] == 4
+
+
+def test_one_last_bit_is_a_difference():
+    for name in ("loss", "norm"):
+        found = compared(replayed=replace(REPLAYED, **{name: math.nextafter(0.5, 1)}))
+        assert not found.equal
+        assert "0x1.0000000000001p-1" in found.differences[0]
+
+
+def test_signs_of_zero_and_nan_are_compared_by_their_bits():
+    zero = replace(STEP, loss=0.0), replace(REPLAYED, loss=-0.0)
+    assert not compared(*zero).equal
+    nan = replace(STEP, losses=(math.nan,)), replace(REPLAYED, losses=(math.nan,))
+    assert compared(*nan).equal
+    assert compared(*nan).plain()["loss"] == 0.5
+
+
+def test_other_samples_digests_and_micro_batches_are_named():
+    found = compared(
+        replayed=replace(REPLAYED, batch="cd", losses=(0.25, 0.5, 0.5)), digest="another"
+    )
+    assert found.differences == (
+        "losses of the micro-batches: other ones in 1, 2",
+        "samples of the batch: recorded ab, replayed cd",
+        "digest of the weights: recorded another, replayed d1",
+    )
+    fewer = compared(replayed=replace(REPLAYED, losses=(0.25,)))
+    assert fewer.differences == ("micro-batches: recorded 3, replayed 1",)
+
+
+def test_an_old_record_compares_what_it_has():
+    found = compared(step=RecordedStep(7, 1, 0.5, math.nan))
+    assert found.equal
+    assert found.compared == ("loss",)
+
+
+def test_a_micro_batch_is_compared_alone():
+    request = replace(REQUEST, microbatch=1)
+    alone = replace(REPLAYED, losses=(None, 0.75, None), loss=math.nan)
+    found = compared(replayed=alone, request=request)
+    assert found.equal
+    plain = found.plain()
+    assert (plain["loss"], plain["recorded_loss"]) == (0.75, 0.75)
+    assert (plain["norm"], plain["digest"], plain["recorded_norm"]) == (None, None, None)
+    other = compared(replayed=replace(alone, losses=(None, 0.5, None)), request=request)
+    assert "loss of micro-batch 1" in other.differences[0]
+
+
+def test_a_replay_that_failed_is_no_equal_one():
+    found = compare(REQUEST, Recorded(STEP), Replay([], 0, 1.0, "rank 0 failed: no data"))
+    assert not found.equal
+    assert found.differences == ("the replay failed: rank 0 failed: no data",)
+    assert found.plain()["loss"] is None
+
+
+def test_the_step_in_which_a_run_stopped_is_equal_where_the_replay_stops_alike():
+    message = (
+        "LossError: rank 1, step 7, micro-batch 3: the loss is nan; training stopped, the weights "
+        "before this step are in runs/mine/last-good.safetensors"
+    )
+    run = make_run(end={"state": "failed", "message": message})
+    recorded = find_recorded(run, {}, 7)
+    assert (recorded.step, recorded.microbatch) == (None, 3)
+    assert find_recorded(run, {}, 8) == Recorded(None)
+    again = "rank 0 failed: " + message.replace("rank 1", "rank 0")
+    assert compare(REQUEST, recorded, Replay([], 0, 1.0, again)).equal
+    other = again.replace("nan", "inf")
+    assert not compare(REQUEST, recorded, Replay([], 0, 1.0, other)).equal
+    assert not compare(REQUEST, recorded, Replay([REPLAYED], 0, 1.0)).equal
+
+
+def test_the_digest_after_a_step_is_that_of_a_checkpoint_or_of_the_end():
+    run = make_run(
+        checkpoints=[{"step": 8, "digest": "d8"}, {"step": 9, "digest": None}, {"step": 10}],
+        end={"steps": 12, "digest": "d12"},
+    )
+    steps = {number: replace(STEP, step=number) for number in range(12)}
+    assert find_recorded(run, steps, 7).digest == "d8"
+    assert find_recorded(run, steps, 8).digest is None
+    assert find_recorded(run, steps, 9).digest is None
+    assert find_recorded(run, steps, 11).digest == "d12"
