@@ -51,3 +51,16 @@ def test_steps_before_the_first_checkpoint_are_replayed_from_the_beginning(recip
     assert replay.base == 0
     assert results(replay) == recorded(recipe, 3, 5)
     assert reported[-1] == (6, 6)
+
+
+def test_what_each_module_computes_is_the_same_in_another_layout(recipe):
+    alone = run_replay(ReplayRequest(recipe, 41, 42, level="modules"))
+    spread = run_replay(ReplayRequest(recipe, 41, 42, Layout(2), level="modules"))
+    assert results(alone) == results(spread) == recorded(recipe, 41, 42)
+    assert [len(each.fingerprints) for each in spread.steps] == [2, 2]
+    for number in (0, 1):
+        whole, *_ = alone.steps[number].fingerprints
+        parts = spread.steps[number].fingerprints
+        assert whole.calls == parts[0].calls | parts[1].calls
+        assert whole.gradients == parts[1].gradients
+        assert len(whole.calls) == 8

@@ -215,11 +215,16 @@ def read_count(folder: Path) -> int:
 
 
 def _read_steps(folder: Path, request: ReplayRequest) -> list[ReplayedStep]:
-    """Return the steps that rank 0 recorded, up to where it was ended."""
-    return list(_read(_record_of(folder, 0)))
+    """Return the steps that every rank recorded, each with the fingerprints of all."""
+    ranks = [list(_read(_record_of(folder, rank))) for rank in range(request.layout.ranks)]
+    return [
+        replace(own[0], fingerprints=[found for each in own for found in each.fingerprints])
+        for own in zip(*ranks, strict=False)  # a rank that failed has fewer
+    ]
 
 
-def _read(record: Path) -> Iterator[Any]:
+def _read(record: Path) -> Iterator[ReplayedStep]:
+    """Yield what a rank recorded, up to where it was ended."""
     ends = FileNotFoundError, EOFError, pickle.UnpicklingError
     with contextlib.suppress(*ends), record.open("rb") as file:
         while True:

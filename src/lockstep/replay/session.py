@@ -15,9 +15,11 @@ from typing import Any
 from torch import nn
 
 from lockstep.check.session import choose_options
+from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.model.step_context import StepObserver
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.replay.result import ReplayedStep, ReplayRequest
+from lockstep.training.history import StepResult
 from lockstep.training.session import ObservedTrainer, SessionComplete, TrainerObserver
 from lockstep.training.step import CommittedStep
 
@@ -31,7 +33,7 @@ class ReplaySession:
         request: The steps that are wanted.
         trainer: The number of the trainer that they belong to.
         checkpoint: Where it begins; None for its beginning.
-        record: Called with what was computed of each wanted step.
+        record: Called with each wanted step; the same on every rank except for fingerprints.
         count: Called with the number of finished steps after each one.
     """
 
@@ -40,12 +42,12 @@ class ReplaySession:
         request: ReplayRequest,
         trainer: int,
         checkpoint: Path | None,
-        record: Callable[[Any], None],
+        record: Callable[[ReplayedStep], None],
         count: Callable[[int], None],
     ) -> None:
         self.request = request
         self.record, self.count = record, count
-        self._trainer, self._checkpoint = trainer, checkpoint
+        self.trainer, self._checkpoint = trainer, checkpoint
         self._trainers = 0
 
     def options(
@@ -57,7 +59,7 @@ class ReplaySession:
     def attach(self, trainer: ObservedTrainer) -> TrainerObserver:
         """Return what observes a trainer; all but the recorded one train as they do."""
         number, self._trainers = self._trainers, self._trainers + 1
-        if number != self._trainer:
+        if number != self.trainer:
             return UnobservedTrainer()
         return ReplayedTrainer(self, trainer, self._checkpoint)
 
@@ -82,28 +84,48 @@ class ReplayedTrainer:
     ) -> None:
         self._session, self._trainer = session, trainer
         self.checkpoint = checkpoint
+        self._fingerprinter: Fingerprinter | None = None
+        if session.request.level != "result":
+            self._fingerprinter = Fingerprinter(
+                session.trainer,
+                trainer.parallel,
+                trainer.called,
+                trainer.module,
+                trainer.has_whole_gradients,
+            )
 
     def begin_step(self, step: int) -> StepObserver | None:
         """Return what observes a step."""
-        return None
+        return self._fingerprinter if self._is_wanted(step) else None
 
     def commit(self, committed: CommittedStep) -> None:
         """Take in a step; end the program after the last one that is wanted."""
         result, session = committed.result, self._session
-        request = session.request
         session.count(result.step + 1)
-        if request.first <= result.step <= request.last:
-            digest = self._trainer.digest()
-            session.record(
-                ReplayedStep(
-                    step=result.step,
-                    epoch=result.epoch,
-                    loss=result.loss,
-                    norm=result.norm,
-                    losses=tuple(result.losses),
-                    batch=result.batch,
-                    digest=digest,
-                )
-            )
-        if result.step >= request.last:
+        if self._is_wanted(result.step):
+            self._record(result)
+        if result.step >= session.request.last:
             raise SessionComplete
+
+    def _is_wanted(self, step: int) -> bool:
+        return self._session.request.first <= step <= self._session.request.last
+
+    def _record(self, result: StepResult) -> None:
+        """Record a wanted step; a collective call with stages."""
+        digest, fingerprints = self._trainer.digest(), []
+        if self._fingerprinter is not None:
+            state = self._trainer.optimizer_state()
+            found = self._fingerprinter.commit(result.loss, digest, state)
+            fingerprints.append(found)
+        self._session.record(
+            ReplayedStep(
+                step=result.step,
+                epoch=result.epoch,
+                loss=result.loss,
+                norm=result.norm,
+                losses=tuple(result.losses),
+                batch=result.batch,
+                digest=digest,
+                fingerprints=fingerprints,
+            )
+        )
