@@ -67,7 +67,7 @@ ENVIRONMENT = {
 FILES = {
     "launch.json", "run.lock", "rank-0.log", "rank-1.log", "record.jsonl",
     "weights.safetensors", "last-good.safetensors",
-    "report.html", "report.md", "report.svg", "report.png",
+    "report.html", "report.md", "report.svg", "report.png", "sources",
 }  # fmt: skip
 
 
@@ -112,6 +112,9 @@ def test_everything_that_a_run_writes_is_its_owners_alone(place):
 
 
 def test_no_secret_is_in_anything_that_a_run_writes(place):
+    (copy,) = place.glob("runs/*/sources/**/train.py")  # of the user's text, as it is
+    assert copy.read_text() == TRAIN
+    copy.unlink()
     (place / "train.py").unlink()
     contents = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
     assert [str(path) for path, content in contents.items() if b"planted" in content] == []

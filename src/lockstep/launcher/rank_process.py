@@ -55,6 +55,7 @@ __all__ = [
     "describe_error",
     "exit_process",
     "get_exit_code",
+    "get_task",
     "ignore_requests",
     "is_replaceable",
     "main",
@@ -71,6 +72,7 @@ STORE_TIMEOUT = timedelta(seconds=300)
 _report: Channel | None = None
 _report_owner = 0
 _exit_code: object = None  # what the program passed to sys.exit()
+_task: str | None = None
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,11 @@ def get_exit_code() -> object:
     return _exit_code
 
 
+def get_task() -> str | None:
+    """Return what this rank runs: a "function", "script" or "module"; None without a launcher."""
+    return _task
+
+
 def report_to_launcher(message: Message) -> None:
     """Send a message to the launcher, if this process is a rank that has one."""
     if _report is not None and _is_rank():
@@ -250,8 +257,8 @@ def _path(message: Message) -> list[str]:
 
 def run_and_report(message: Message, report: Channel, work: int) -> int:
     """Run, send the value or the error to the launcher, and return the exit status."""
-    global _report, _report_owner, _exit_code
-    _report, _report_owner = report, os.getpid()
+    global _report, _report_owner, _exit_code, _task
+    _report, _report_owner, _task = report, os.getpid(), message["task"]
     stack, page = write_memfd(b""), write_memfd(bytes(activity.PAGE_BYTES))
     dump_stack_on_signal(stack)  # before the launcher can ask: by default the signal kills
     report.send({"kind": "stack"}, [stack, page])

@@ -20,6 +20,7 @@ from lockstep.model.forward import accuracy
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.recipes.learning_rate import WarmupSchedule
 from lockstep.record.loggers import create_logger
+from lockstep.record.program import describe_program
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
 from lockstep.training.optimization import OptimizerConfig
@@ -96,6 +97,7 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
         progress = Progress(epochs=options.epochs, steps=steps, title=title, quiet=options.quiet)
         metadata = {
             "recipe": options.recipe,
+            "program": describe_program("recipe", options.recipe),
             "options": asdict(options),
             "epochs": options.epochs,
             "steps_per_epoch": steps,

@@ -58,7 +58,7 @@ class Run:
 
     `state` is "running" while the writing process lives, "stopped" if it was asked to end and
     saved a checkpoint first, and "died" if it ended without writing a last line. `resumes` are
-    the lines that resumed the run, the last one last.
+    the lines that resumed the run, the last one last; `data` those about the files of datasets.
     """
 
     folder: Path
@@ -72,6 +72,7 @@ class Run:
     timelines: list[Line] = field(default_factory=list)
     checkpoints: list[Line] = field(default_factory=list)
     resumes: list[Line] = field(default_factory=list)
+    data: list[Line] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -202,6 +203,7 @@ class RecordParser:
         self.timelines: list[Line] = []
         self.checkpoints: list[Line] = []
         self.resumes: list[Line] = []
+        self.data: list[Line] = []
         self.blocks: list[StepBlock] = []
         self.may_repeat = False  # a line "resume" may be among those that could not be read
         self.was_bad = False  # the last line could not be read
@@ -350,6 +352,8 @@ class RecordParser:
             self.checkpoints.append(_clean(line))
         elif kind == "timeline":
             self.timelines.append(line)
+        elif kind == "data":
+            self.data.append(_clean(line))
 
     def run(self, folder: Path, locked: bool | None, age: float) -> Run:
         """Return the run.
@@ -372,6 +376,7 @@ class RecordParser:
             timelines=self.timelines,
             checkpoints=self.checkpoints,
             resumes=self.resumes,
+            data=self.data,
         )
 
     def _state(self, locked: bool | None, age: float) -> State:

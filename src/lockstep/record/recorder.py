@@ -37,6 +37,7 @@ from lockstep.errors import FileError, UsageError
 from lockstep.files import create_file, make_folder
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import say
+from lockstep.record.sources import SourceFolder
 from lockstep.redaction import redact
 
 __all__ = ["RECORD_FILE", "RECORD_VERSION", "TIME_CATEGORIES", "Recorder"]
@@ -58,7 +59,8 @@ class Recorder:
     """The logger that writes the record of one run, on rank 0.
 
     `write` adds the field `t` to each line, the seconds since the recorder was created, and
-    `version`, `name` and `started` to the line "run". The line "end" gets `core_wait`, the
+    `version`, `name`, `started` and `sources` to the line "run": the name of the folder with the
+    program's own files, which are copied there. The line "end" gets `core_wait`, the
     fraction of its time that this thread waited for a core, where the system counts it. Writing
     the line of a step takes about 5 microseconds.
 
@@ -71,7 +73,7 @@ class Recorder:
     Args:
         folder: The folder of the run, which is created if it does not exist.
         metadata: More entries for the line "run" ("recipe", "epochs", "options", ...). Of
-            these a line "resume" gets "options".
+            these a line "resume" gets "options" and "program".
         resume: Continue the record that the folder holds, if it holds one. By default True
             in a run that `--resume` started (the variable LOCKSTEP_RESUME is set).
 
@@ -91,6 +93,7 @@ class Recorder:
         self.folder = Path(folder)
         self._metadata = dict(metadata or {})
         self.path = self.folder / RECORD_FILE
+        self._sources: SourceFolder | None = SourceFolder(self.folder)
         self.failure: str | None = None
         """The message that was printed when the record could not be written any more."""
         self.is_continued = False
@@ -117,12 +120,14 @@ class Recorder:
         if kind == "step" and "ranks" in fields:
             line["ranks"] = [[round(part, 6) for part in row] for row in fields["ranks"]]
         elif kind == "run":
-            line = self._header(fields)
+            line = self._header(fields) | self._store_sources()
         elif kind == "end" and (wait := _read_core_wait(self._thread)) is not None:
             passed = max(time.perf_counter() - self._opened, 1e-9)
             line["core_wait"] = round((wait - self._core_wait) / passed, 4)
         elif kind == "resume":
-            line |= {"resumed": _now()} | self._changed_options()
+            line |= {"resumed": _now()} | self._changed_metadata() | self._store_sources()
+        if kind in ("checkpoint", "end"):
+            self._store_sources(new=False)
         try:
             text = orjson.dumps(line, _to_json, JSON_OPTIONS)
         except TypeError:  # an integer of more than 64 bits, a cycle of containers, ...
@@ -159,10 +164,30 @@ class Recorder:
         metadata: dict[str, Any] = redact(self._metadata)
         return own | {"started": _now()} | fields | metadata
 
-    def _changed_options(self) -> dict[str, Any]:
-        """Return the entry "options" of a line "resume", if there are options."""
+    def _changed_metadata(self) -> dict[str, Any]:
+        """Return the entries "options" and "program" of a line "resume", if there are some."""
         found: dict[str, Any] = redact(self._metadata)
-        return {"options": found["options"]} if "options" in found else {}
+        return {name: found[name] for name in ("options", "program") if name in found}
+
+    def _store_sources(self, new: bool = True) -> dict[str, Any]:
+        """Copy the program's own files; return the name of their folder as an entry.
+
+        Args:
+            new: Whether a process begins to write the record; otherwise only modules that it
+                has imported since then are copied.
+        """
+        if self._sources is None:
+            return {}
+        try:
+            if new:
+                self._sources.open()
+            else:
+                self._sources.add()
+        except OSError as error:
+            say(f"the sources of the program cannot be copied to {self.folder}: {error.strerror}")
+            self._sources = None
+            return {}
+        return {"sources": self._sources.name}
 
     def _fail(self, error: OSError) -> None:
         self.failure = (

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from typing import Any
 import xxhash
 
 from lockstep.errors import UsageError
-from lockstep.launcher.stacks import is_user_code
 from lockstep.messages import say
 from lockstep.record.environment import describe_environment
+from lockstep.record.sources import find_sources
 
 __all__ = [
     "describe_training",
@@ -36,16 +35,10 @@ SHOWN = 5  # differences that are printed
 
 def describe_sources() -> dict[str, str]:
     """Return a hash of the program and of each module of its own, by file name."""
-    found = {}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if file and file.endswith(".py") and is_user_code(os.path.abspath(file)):
-            try:
-                content = Path(file).read_bytes()
-            except OSError:
-                continue
-            found[os.path.relpath(file)] = xxhash.xxh3_64_hexdigest(content)
-    return found
+    return {
+        os.path.relpath(path): xxhash.xxh3_64_hexdigest(content)
+        for path, content in find_sources().items()
+    }
 
 
 def require_same_training(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:

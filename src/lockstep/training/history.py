@@ -17,6 +17,7 @@ from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.record.environment import describe_environment
 from lockstep.record.loggers import Logger
+from lockstep.record.program import describe_data, describe_program
 from lockstep.record.progress import ScriptProgress
 from lockstep.redaction import redact
 from lockstep.training.optimization import Optimization
@@ -134,6 +135,7 @@ class History:
         self._pending: EpochResult | None = None
         self._memory: list[int] = []
         self._warned: set[str] = set()
+        self._data: list[list[dict[str, Any]]] = []  # files of the datasets that were used
         self.samples = 0
         self.epochs = 0
         """How many epochs the record has."""
@@ -162,6 +164,15 @@ class History:
             self.progress.step(**vars(result))
         for callback in self._on_step:
             callback(result)
+
+    def add_data(self, dataset: object) -> None:
+        """Write the files that a dataset names, when it is used for the first time."""
+        if not self.loggers:
+            return
+        files = describe_data(dataset)
+        if files and files not in self._data:
+            self._data.append(files)
+            self.write("data", dataset=type(dataset).__name__, files=files)
 
     def begin_epoch(self, epoch: int, steps: int | None, done: int = 0) -> None:
         """Begin an epoch of `steps` steps, and forget one that was broken off.
@@ -281,12 +292,15 @@ def _split_callbacks(callbacks: Callback | Sequence[Callback]) -> tuple[list[Any
 
 
 def describe_run(
-    world: World, parallel: ParallelContext, optimization: Optimization
+    world: World, parallel: ParallelContext, optimization: Optimization, seed: int, trainer: int
 ) -> dict[str, Any]:
-    """Return the fields of the first line."""
+    """Return the fields of the first line; `trainer` is the trainer's number in the program."""
     module = optimization.module
     return {
         "command": command_words(os.environ, sys.argv),
+        "program": describe_program(),
+        "seed": seed,
+        "trainer": trainer,
         "layout": {
             "world_size": world.world_size,
             "replicas": parallel.replicas,

@@ -226,6 +226,7 @@ class ResumableRun:
     def evaluate(self, batches: Batches, call: Callable[[], Any], *, ema: bool) -> Any:
         """Evaluate, or return the result of the interrupted run."""
         self.use_sampler(batches)
+        self._history.add_data(batches.dataset)
         samples = batches.state_dict()["samples"]
         return self.call("evaluation", call, ask=True, samples=samples, ema=ema)
 
@@ -270,6 +271,7 @@ class ResumableRun:
 
     def begin_epoch(self, batches: Batches) -> OpenEpoch | None:
         """Begin an iteration over batches; None if it was completed before."""
+        self._history.add_data(batches.dataset)
         epoch, entry = self._log.begin_epoch(batches)
         if epoch is None:
             assert entry is not None, "only an iteration that was complete has an answer"

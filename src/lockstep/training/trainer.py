@@ -491,7 +491,7 @@ class Trainer:
             FileError: Every checkpoint is damaged.
         """
         if self._observer is None:
-            self._run.resume(place, describe_run(self.world, self.parallel, self._optimization))
+            self._run.resume(place, self._describe_run())
 
     def __enter__(self) -> Trainer:
         """Return itself."""
@@ -514,7 +514,11 @@ class Trainer:
         self.history.loggers = loggers
         if loggers:
             self._end.end_at_exit(loggers)
-            self.history.write("run", **describe_run(self.world, self.parallel, self._optimization))
+            self.history.write("run", **self._describe_run())
+
+    def _describe_run(self) -> dict[str, Any]:
+        number = self._position.attempt.trainer
+        return describe_run(self.world, self.parallel, self._optimization, self.seed, number)
 
     # --- around a step ------------------------------------------------------------------
 

@@ -1,0 +1,145 @@
+"""The program of a run: what has to be run again to repeat it, and where its data is.
+
+program     kind        script, module, function (of `ls.launch`), recipe, command (-c), notebook
+            target      the script's `__file__`, or the name of the module or recipe
+            arguments, cwd, path (entries of sys.path that belong to no installation)
+            environ     the variables that decide bits
+data        files and folders that a dataset names, with size and time of modification
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.errors import UsageError
+from lockstep.launcher.rank_process import get_task
+from lockstep.launcher.run_folder import find_launch_folder, read_description
+from lockstep.launcher.stacks import INSTALLED
+
+__all__ = ["describe_data", "describe_program", "find_started_folder", "select_variables"]
+
+# Variables that decide the bits of a result: threads, instruction sets and algorithms.
+PREFIXES = ("DNNL_", "MKL_", "ONEDNN_", "OPENBLAS_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
+NAMES = {
+    "ATEN_CPU_CAPABILITY", "CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "PYTHONHASHSEED",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_COMPILE_DISABLE",
+}  # fmt: skip
+INSTALLATION = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+MOST_PATHS = 1000  # that are looked at
+LONGEST = 4096  # characters of a path
+DEPTH = 5  # of objects within objects
+
+
+def describe_program(kind: str | None = None, target: str | None = None) -> dict[str, Any]:
+    """Return the field `program` of a record's first line: what this process runs.
+
+    Args:
+        kind: Its kind, where it is not that of the process: "recipe".
+        target: What is run then.
+    """
+    found_kind, found_target = _find_target()
+    return {
+        "kind": kind or found_kind,
+        "target": target or found_target,
+        "arguments": sys.argv[1:],
+        "cwd": find_started_folder(),
+        "path": [os.path.abspath(each) for each in sys.path if not _is_installed(each)],
+        "environ": select_variables(os.environ),
+    }
+
+
+def find_started_folder() -> str:
+    """Return the working directory in which the program was started, as far as it is known."""
+    folder = find_launch_folder()
+    try:
+        launched = None if folder is None else read_description(folder)
+    except UsageError:  # damaged
+        launched = None
+    return os.getcwd() if launched is None else launched.cwd
+
+
+def select_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that decide the bits of a result."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(PREFIXES) or name in NAMES
+    }
+
+
+def _find_target() -> tuple[str, str]:
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if "ipykernel" in sys.modules or hasattr(main, "get_ipython"):
+        return "notebook", ""
+    if get_task() == "function":
+        return "function", sys.argv[0]
+    if sys.argv[0] == "-c" or file is None or file == "<stdin>":
+        return "command", ""
+    if spec is None:
+        return "script", file
+    if spec.name == "__main__":  # a folder, or a zip file
+        return "script", os.path.dirname(file)
+    return "module", spec.name.removesuffix(".__main__")
+
+
+def _is_installed(entry: str) -> bool:
+    """Return whether an entry of sys.path belongs to an installation, not to the user."""
+    path = os.path.abspath(entry)
+    is_archive = path.endswith(".zip") and path.startswith(os.path.dirname(INSTALLATION[0]))
+    return (
+        path == PACKAGE_FOLDER
+        or is_archive
+        or path.startswith(INSTALLATION)
+        or any(part in f"{path}/" for part in INSTALLED)
+    )
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+def describe_data(dataset: object) -> list[dict[str, Any]]:
+    """Return the files and folders that a dataset names: path, size in bytes, mtime_ns.
+
+    Named are those in its attributes, in lists there, in datasets inside it, and memory-mapped
+    arrays. A file that the program reads by itself is not known. A folder has no size.
+    """
+    found = {}
+    for path in islice(_named_paths(dataset, set(), DEPTH), MOST_PATHS):
+        absolute = os.path.abspath(path)
+        try:
+            status = os.stat(absolute)
+        except (OSError, ValueError):
+            continue
+        size = None if os.path.isdir(absolute) else status.st_size
+        found[absolute] = {"path": absolute, "size": size, "mtime_ns": status.st_mtime_ns}
+    return list(found.values())
+
+
+def _named_paths(value: object, seen: set[int], depth: int) -> Iterator[str | Path]:
+    """Yield what may be a path in a value and its attributes, each object once."""
+    if isinstance(value, (str, Path)):
+        if value and len(str(value)) < LONGEST:
+            yield value
+    elif isinstance(value, np.memmap):
+        if value.filename is not None:
+            yield Path(os.fsdecode(value.filename))
+    elif depth and id(value) not in seen and not isinstance(value, type) and not callable(value):
+        seen.add(id(value))
+        inside: Iterable[object] = getattr(value, "__dict__", {}).values()
+        if isinstance(value, Mapping):
+            inside = value.values()
+        elif isinstance(value, (list, tuple)):
+            inside = value[:MOST_PATHS]
+        for each in inside:
+            yield from _named_paths(each, seen, depth - 1)

@@ -1,0 +1,117 @@
+"""The sources of a run: the program's own files, as they were when it ran.
+
+    RUN/sources/home/ann/train.py       what /home/ann/train.py held when the run began
+    RUN/sources-2/...                   the same of a resumed run whose files had changed
+
+Own files are those of modules that belong to no installation. They are copied as they are:
+a secret that someone wrote into a source is in the copy, too. Files that a program reads
+by itself, such as its configuration, are not copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+
+from lockstep.files import create_file, make_folder
+from lockstep.launcher.stacks import is_user_code
+from lockstep.record.program import find_started_folder
+
+__all__ = ["FOLDER", "SourceFolder", "find_sources", "locate_stored"]
+
+FOLDER = "sources"
+
+
+def find_sources() -> dict[str, bytes]:
+    """Return the program's own files by absolute path, with their content."""
+    found = {}
+    for path in _find_files():
+        try:
+            found[path] = Path(path).read_bytes()
+        except OSError:
+            continue
+    return found
+
+
+def _find_files() -> list[str]:
+    # A function of `ls.launch` comes from a script that is no module of this process. A module
+    # may run code where its attributes are read, so only its dict is.
+    modules = [getattr(each, "__dict__", {}) for each in list(sys.modules.values())]
+    files = [sys.argv[0], *(each.get("__file__") for each in modules)]
+    python = [each for each in files if isinstance(each, str) and each.endswith(".py")]
+    started = find_started_folder()
+    paths = (os.path.normpath(os.path.join(started, each)) for each in python)
+    return [path for path in dict.fromkeys(paths) if is_user_code(path)]
+
+
+def locate_stored(folder: Path, path: str) -> Path:
+    """Return where a folder of sources has the copy of a file, by its absolute path."""
+    return folder / os.path.relpath(path, os.sep)
+
+
+class SourceFolder:
+    """The folder of sources of a run that this process records.
+
+    Args:
+        run: The folder of the run.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._stored: set[str] = set()
+        self.name = FOLDER
+        """The name of the folder in the run's."""
+
+    def open(self) -> None:
+        """Store the sources of a process that begins or resumes the run.
+
+        Where a file differs from the copy that an earlier process stored, a new folder is begun.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
+        sources = find_sources()
+        numbers = sorted(map(_number, self._run.glob(f"{FOLDER}*")))
+        number = max((each for each in numbers if each), default=1)
+        self.name = _name(number)
+        if any(self._has_changed(path, content) for path, content in sources.items()):
+            self.name = _name(number + 1)
+        self._store(sources)
+
+    def add(self) -> None:
+        """Store the files of modules that were imported since the last call.
+
+        Raises:
+            OSError: A file cannot be written.
+        """
+        if set(_find_files()) - self._stored:
+            self._store(find_sources())
+
+    def _has_changed(self, path: str, content: bytes) -> bool:
+        try:
+            return locate_stored(self._run / self.name, path).read_bytes() != content
+        except OSError:
+            return False
+
+    def _store(self, sources: dict[str, bytes]) -> None:
+        for path, content in sources.items():
+            if path in self._stored:
+                continue
+            self._stored.add(path)
+            place = locate_stored(self._run / self.name, path)
+            make_folder(place.parent)
+            with contextlib.suppress(FileExistsError), open(create_file(place), "wb") as file:
+                file.write(content)
+
+
+def _name(number: int) -> str:
+    return FOLDER if number == 1 else f"{FOLDER}-{number}"
+
+
+def _number(path: Path) -> int:
+    """Return the number of a folder of sources, from 1; 0 for another name."""
+    match = re.fullmatch(rf"{FOLDER}(?:-([1-9]\d*))?", path.name)
+    return 0 if match is None else int(match[1] or 1)
