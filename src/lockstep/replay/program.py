@@ -8,7 +8,7 @@ Everything here only reads.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,11 @@ from lockstep.errors import UsageError
 from lockstep.launcher.run_folder import read_description
 from lockstep.record.columns import as_dict
 from lockstep.record.environment import describe_environment
+from lockstep.record.program import select_variables
 from lockstep.record.reader import Run
 from lockstep.redaction import MARK
 
-__all__ = ["Base", "Program", "find_base", "find_obstacles", "is_deciding", "read_program"]
-
-DECIDING = ("ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "PYTHONHASHSEED")
-DECIDING_PREFIXES = ("DNNL_", "MKL_", "ONEDNN_")
+__all__ = ["Base", "Program", "find_base", "find_obstacles", "read_program"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Program:
     """What ran.
 
     Attributes:
-        kind: "script", "module" or "recipe".
+        kind: "script", "module", "function" (a script that calls `ls.launch`) or "recipe".
         target: The script, the module or the recipe.
         arguments: Its arguments.
         cwd: The working directory.
@@ -123,7 +121,7 @@ def read_program(run: Run, step: int) -> Program:
 def _read_launch(run: Run) -> dict[str, Any]:
     """Return what a record of an older version has of the program, as its field `program`."""
     variables = as_dict(run.environment.get("variables"))
-    environ = {name: value for name, value in variables.items() if is_deciding(name)}
+    environ = select_variables({name: str(value) for name, value in variables.items()})
     options = run.latest("options")
     if "recipe" in as_dict(options):
         return {"kind": "recipe", "target": options["recipe"], "environ": environ}
@@ -134,11 +132,6 @@ def _read_launch(run: Run) -> dict[str, Any]:
             "the run again with this version of lockstep"
         )
     return {**vars(launched), "environ": environ}
-
-
-def is_deciding(name: str) -> bool:
-    """Return whether a variable can change the bits of a training."""
-    return name in DECIDING or name.startswith(DECIDING_PREFIXES)
 
 
 def find_base(run: Run, step: int) -> Base:
@@ -179,11 +172,26 @@ def find_obstacles(run: Run, step: int, program: Program, base: Base) -> list[st
         is_set = name == "instructions" and "ATEN_CPU_CAPABILITY" in program.environ
         if before is not None and before != now and not is_set:
             found.append(f"{name} is {now}, it was {before}: the bits may differ")
+    found += [sentence for line in run.data for sentence in _changed_files(line.get("files"))]
     if program.kind == "recipe":
         return found
     if program.sources is None or not program.sources.is_dir():
         found.append("the sources of the run are not stored: today's files are run")
     return found
+
+
+def _changed_files(files: Any) -> Iterator[str]:
+    """Yield which data files are not as they were recorded, in sentences."""
+    for file in map(as_dict, files if isinstance(files, list) else ()):
+        path = str(file.get("path"))
+        try:
+            status = os.stat(path)
+        except (OSError, ValueError):
+            yield f"the data {path} is not there any more"
+            continue
+        size = None if os.path.isdir(path) else status.st_size
+        if (size, status.st_mtime_ns) != (file.get("size"), file.get("mtime_ns")):
+            yield f"the data {path} has changed since the run: the bits may differ"
 
 
 def _latest(run: Run, step: int, name: str) -> Any:

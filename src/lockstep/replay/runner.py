@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import os
 import pickle
+import re
 import sys
 import tempfile
 import time
@@ -25,16 +26,17 @@ from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch import launch, launch_in_this_process
 from lockstep.launcher.rank_process import run_code
 from lockstep.launcher.run_folder import RESUME, RUN
+from lockstep.record.program import select_variables
 from lockstep.record.reader import read_run
-from lockstep.replay.program import Base, Program, find_base, is_deciding, read_program
+from lockstep.replay.program import Base, Program, find_base, read_program
 from lockstep.replay.result import Replay, ReplayedStep, ReplayRequest
 from lockstep.replay.stored_sources import StoredSources
 
 __all__ = ["run_replay"]
 
 POLL = 0.2  # seconds between two reports of progress
-READ_AT_START = ("OMP_NUM_THREADS",)
-"""Variables that a forked rank heeds although torch is loaded; others need a new interpreter."""
+READ_LATE = re.compile(r"OMP_NUM_THREADS|CUBLAS.*|NVIDIA_.*|TORCH_.*|TORCHINDUCTOR_CACHE_DIR")
+"""Variables that a forked rank obeys although torch is loaded; others need a new interpreter."""
 
 Report = Callable[[int, int], None]
 """Called with the steps that are done, and their number."""
@@ -112,16 +114,16 @@ def _launch(
 def _environment(recorded: Mapping[str, str]) -> Iterator[bool]:
     """Have the recorded variables in this process, which ranks inherit, while the body runs.
 
-    Yields whether some of them are heeded by new interpreters only.
+    Yields whether some of them are obeyed by new interpreters only.
     """
     before = dict(os.environ)
-    here = {name: value for name, value in before.items() if is_deciding(name)}
-    names = {name for name in {**here, **recorded} if here.get(name) != recorded.get(name)}
+    here = select_variables(before)
+    names = [name for name in {**here, **recorded} if here.get(name) != recorded.get(name)]
     for name in (*here, RUN, RESUME):
         os.environ.pop(name, None)
     os.environ.update(recorded)
     try:
-        yield not names <= {*READ_AT_START}
+        yield not all(map(READ_LATE.fullmatch, names))
     finally:
         os.environ.clear()
         os.environ.update(before)
