@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lockstep as ls
-from lockstep.checksum import checksum, name_optimizer_tensors
+from lockstep.checksum import _pieces, checksum, name_optimizer_tensors
 from lockstep.errors import UsageError
 
 VALUES = torch.arange(12, dtype=torch.float32).reshape(3, 4)
@@ -50,15 +50,32 @@ def test_negative_zero_is_not_zero():
         lambda x: x.to(torch.bfloat16),
         lambda x: x[:, :0],
         lambda x: x.to("meta"),
+        lambda x: x.to_mkldnn(),
+        lambda x: torch.nested.nested_tensor([x, x[1:]], layout=torch.strided),
+        lambda x: torch.nested.nested_tensor([x, x[1:]], layout=torch.jagged),
     ],
-    ids=["coo", "csr", "csc", "conjugate", "quantized", "bfloat16", "empty", "meta"],
-)
+    ids=[
+        "coo", "csr", "csc", "conjugate", "quantized", "bfloat16", "empty", "meta",
+        "mkldnn", "nested", "jagged",
+    ],
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_every_kind_of_tensor_has_one(make):
     assert checksum(make(VALUES)) == checksum(make(VALUES.clone()))
     if make(VALUES).numel() and not make(VALUES).is_meta:
         assert checksum(make(VALUES)) != checksum(make(VALUES + 1))
+
+
+def test_large_tensors_are_copied_in_pieces(monkeypatch):
+    expanded = VALUES.t().unsqueeze(0).expand(3, 4, 3)
+    for each in (VALUES.t(), VALUES[None, :, ::2], expanded):
+        whole = checksum(each.contiguous())
+        monkeypatch.setattr("lockstep.checksum.PIECE_BYTES", 8)
+        assert checksum(each) == whole
+        assert len(list(_pieces(each))) > each.shape[0]
+        monkeypatch.undo()
 
 
 STATE = {"b": torch.arange(6.0).view(2, 3), "a": torch.tensor(True), "c": torch.empty(0)}
@@ -70,6 +87,13 @@ def test_it_is_sha256_over_name_dtype_shape_and_bytes_in_sorted_order():
     sha.update(b"b|torch.float32|(2, 3)|" + STATE["b"].numpy().tobytes())
     sha.update(b"c|torch.float32|(0,)|")
     assert ls.digest(STATE) == sha.hexdigest()
+
+
+def test_one_element_of_any_stride_has_a_checksum_and_a_digest():
+    one = VALUES[1:2, 0]
+    assert (one.stride(), one.is_contiguous()) == ((4,), True)
+    assert checksum(one) == checksum(torch.tensor([4.0]))
+    assert ls.digest({"a": one}) == ls.digest({"a": torch.tensor([4.0])})
 
 
 def test_order_and_memory_format_do_not_matter():

@@ -8,39 +8,81 @@ digests that people compare use SHA-256 (`digest`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import xxhash
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.errors import UsageError
 
 __all__ = ["checksum", "digest", "name_optimizer_tensors"]
+
+PIECE_BYTES = 8 << 20
 
 
 def checksum(tensor: torch.Tensor) -> int:
     """Return a 64-bit hash of a tensor's dtype, shape and elements in row-major order.
 
     Args:
-        tensor: Of any dtype, strided or sparse, on any device; a copy is made on the
-            CPU only where the elements are not contiguous there already.
+        tensor: Of any dtype, strided, sparse or nested, on any device; also of a subclass that
+            wraps other tensors. Elements that are not contiguous on the CPU already are copied
+            there, 8 MiB at a time.
 
     Returns:
         A number from 0 to 2**64 - 1; of a tensor on the meta device the hash of dtype and
         shape alone.
     """
+    tensor = tensor.detach()
+    if (parts := _wrapped_parts(tensor)) is not None:
+        numbers = [checksum(each) for each in parts]
+        return xxhash.xxh3_64_intdigest(f"{tensor.dtype}|{numbers}".encode())
     hasher = xxhash.xxh3_64(f"{tensor.dtype}|{tuple(tensor.shape)}".encode())
-    for part in _strided_parts(tensor.detach()):
+    for part in _strided_parts(tensor):
         if not part.is_meta and part.numel():
-            part = part.cpu().resolve_conj().resolve_neg().contiguous()
-            hasher.update(memoryview(part.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            for piece in _pieces(part):
+                hasher.update(_bytes_of(piece.cpu().resolve_conj().resolve_neg()))
     return hasher.intdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor's elements in row-major order; of a view without a copy."""
+    # Torch calls a single element contiguous whatever its stride, and then cannot view its bytes.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the elements in order, in pieces that need little memory where they are copied."""
+    size = tensor.numel() * tensor.element_size()
+    if size <= PIECE_BYTES or (tensor.is_contiguous() and tensor.device.type == "cpu"):
+        yield tensor
+    elif tensor.shape[0] == 1:
+        yield from _pieces(tensor[0])
+    else:
+        for piece in tensor.split(max(1, tensor.shape[0] * PIECE_BYTES // size)):
+            yield from _pieces(piece)
+
+
+def _wrapped_parts(tensor: Any) -> Sequence[torch.Tensor] | None:
+    """Return the tensors that a tensor without memory of its own stands for; None for others."""
+    if tensor.is_nested and tensor.layout is torch.jagged:
+        lengths = tensor.lengths()
+        return [tensor.values(), tensor.offsets(), *([] if lengths is None else [lengths])]
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
+        return None
+    names, _ = tensor.__tensor_flatten__()
+    return [getattr(tensor, name) for name in names]
 
 
 def _strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.is_quantized:
         return [tensor.int_repr()]
+    if tensor.is_mkldnn:
+        return [tensor.to_dense()]
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         return [tensor.indices(), tensor.values()]
@@ -71,7 +113,7 @@ def digest(state: Mapping[str, Any] | torch.nn.Module) -> str:
         value = tensors[name].detach()
         sha.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
         for part in [value] if value.layout is torch.strided else _strided_parts(value):
-            sha.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            sha.update(_bytes_of(part.cpu()))
     return sha.hexdigest()
 
 

@@ -1,0 +1,138 @@
+"""Call sites: the module and the line of the user's program that call an operator.
+
+forward     the innermost frame that belongs to neither torch nor Lockstep, and the innermost
+            module whose call is on the stack
+backward    those of the operator that is being differentiated, which autograd numbered; unless
+            Python code runs in backward: a hook, a function of the user's own, a recomputation
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import graph as autograd_graph
+
+import lockstep
+from lockstep.model.units import is_in_backward
+
+__all__ = ["CallSite", "CallSites"]
+
+MODULE_CALL = nn.Module._call_impl.__code__
+BACKWARD = autograd_graph._engine_run_backward.__code__
+
+TORCH = str(Path(torch.__file__).parent)
+LOCKSTEP = str(Path(lockstep.__file__).parent)
+STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+PACKAGES = ("site-packages", "dist-packages")
+"""Folders in that of the standard library that do not belong to it."""
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """Where an operator was called.
+
+    Attributes:
+        unit: The dotted name of the innermost module; of a model itself the name of its class.
+            "" outside of modules.
+        source: The line, such as "train.py:31 in forward"; "" where unknown.
+        buffers: The buffers of the module by `id`, with their names in the model.
+    """
+
+    unit: str = ""
+    source: str = ""
+    buffers: Mapping[int, str] = field(default_factory=dict, compare=False)
+
+
+class CallSites:
+    """Finds call sites in the modules that a step calls.
+
+    Args:
+        modules: Those modules by name; "" for the model, whose modules keep their own names.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._units: dict[nn.Module, str] = {}
+        self._parameters: dict[int, tuple[str, str]] = {}  # name and unit
+        self._numbered: dict[int, CallSite] = {}
+        for root, module in modules.items():
+            for name, each in module.named_modules():
+                # Without the part of each name that torch.compile adds.
+                parts = [part for part in (root, *name.split(".")) if part not in ("", "_orig_mod")]
+                path = ".".join(parts)
+                self._units.setdefault(each, path or _class_name(each))
+                for own, parameter in each.named_parameters(recurse=False):
+                    named = ".".join([*parts, own]), self._units[each]
+                    self._parameters.setdefault(id(parameter), named)
+
+    def find(self, frame: FrameType | None) -> CallSite:
+        """Return the site of the operator that is called from a frame."""
+        found = self._walk(frame)
+        if is_in_backward():
+            known = self._differentiated()
+            found = CallSite(found.unit or known.unit, found.source or known.source, found.buffers)
+        # Autograd numbers an operator right before it is executed. What needs no number comes
+        # after the one that had this number.
+        self._numbered.setdefault(torch._C._autograd._get_sequence_nr() - 1, found)
+        return found
+
+    def name(self, tensor: torch.Tensor, site: CallSite) -> str:
+        """Return the name of a parameter, or of a buffer of the site's module; "" for others."""
+        known = self._parameters.get(id(tensor))
+        return site.buffers.get(id(tensor), "") if known is None else known[0]
+
+    def _walk(self, frame: FrameType | None) -> CallSite:
+        """Return what is on the stack, up to the start of a backward pass."""
+        module: nn.Module | None = None
+        source = ""
+        while frame is not None and not (module is not None and source):
+            code = frame.f_code
+            if code is BACKWARD:
+                break
+            if code is MODULE_CALL:
+                candidate = frame.f_locals["self"]
+                module = candidate if module is None and candidate in self._units else module
+            elif not source and _is_user_code(code):
+                source = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+            frame = frame.f_back
+        if module is None:
+            return CallSite(source=source)
+        unit, buffers = self._units[module], {}
+        prefix = "" if unit == _class_name(module) else f"{unit}."
+        for name, buffer in module._buffers.items():
+            buffers[id(buffer)] = f"{prefix}{name}"
+        return CallSite(unit, source, buffers)
+
+    def _differentiated(self) -> CallSite:
+        """Return the site of the operator whose derivative autograd is computing."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:  # while autograd makes what backward begins with
+            return CallSite()
+        variable = getattr(node, "variable", None)  # of the node that writes to .grad
+        if isinstance(variable, torch.Tensor):
+            _, unit = self._parameters.get(id(variable), ("", ""))
+            return CallSite(unit)
+        return self._numbered.get(node._sequence_nr(), CallSite())
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(getattr(module, "_orig_mod", module)).__name__
+
+
+@cache
+def _is_user_code(code: CodeType) -> bool:
+    """Return whether code belongs to the user's program, or to a library of models in it."""
+    name = code.co_filename
+    if name.startswith(("<frozen", "<eval_with_key>")) or name.startswith(TORCH):
+        return False
+    if name.startswith(LOCKSTEP):
+        return Path(name).parent.name == "recipes"
+    in_library = name.startswith(STANDARD_LIBRARY)
+    return not in_library or any(each in Path(name).parts for each in PACKAGES)

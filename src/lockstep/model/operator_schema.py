@@ -1,0 +1,182 @@
+"""What an operator reads, writes and draws, from its schema and the exceptions that it needs.
+
+aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)
+    reads self and other, writes self, has the argument alpha
+aten::copy_(Tensor(a!) self, Tensor src, ...)       reads src alone, though the schema is alike
+aten::mm.out(Tensor self, Tensor mat2, *, Tensor(a!) out)          does not read out
+aten::empty_like(Tensor self, ...)                  returns memory that nothing was written to
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["OperatorSchema", "describe_operator", "format_value", "tensors_in"]
+
+OVERWRITING = {
+    "bernoulli_",
+    "cauchy_",
+    "copy_",
+    "exponential_",
+    "fill_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "uniform_",
+    "zero_",
+    "_foreach_copy_",
+    "_foreach_zero_",
+}
+"""Operators that write every element of what they write to, and read none of it."""
+
+EMPTY = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_quantized",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "resize_as_",
+    "_efficientzerotensor",
+}
+"""Operators whose result has memory that nothing was written to."""
+
+UNDECLARED_WRITES = {
+    "cudnn_batch_norm": ("running_mean", "running_var"),
+    "miopen_batch_norm": ("running_mean", "running_var"),
+    "native_batch_norm": ("running_mean", "running_var"),
+    "native_batch_norm.out": ("running_mean", "running_var"),
+}
+"""What operators write although their schema does not say so."""
+
+ASYNCHRONOUS = ("_c10d_functional", "c10d")
+"""Namespaces of operators that return before their results are there."""
+
+MAX_TEXT = 400
+"""Characters of the arguments of one call that are kept."""
+
+
+@dataclass(frozen=True)
+class OperatorSchema:
+    """What is known of an operator.
+
+    Attributes:
+        name: Its name, with the overload unless that is the default one.
+        arguments: The names of its arguments, in order.
+        written: The names of the arguments that it writes to.
+        unread: Those of them that it does not read.
+        is_view: Whether it returns or changes views only, and computes nothing.
+        makes_empty: Whether it returns memory that nothing was written to.
+        is_random: Whether it may draw random numbers.
+        is_asynchronous: Whether it returns before its results are there.
+        is_opaque: Whether nothing is known of what it writes.
+        is_ignored: Whether it is no computation at all, such as a mark for a profiler.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+    unread: frozenset[str] = frozenset()
+    is_view: bool = False
+    makes_empty: bool = False
+    is_random: bool = False
+    is_asynchronous: bool = False
+    is_opaque: bool = False
+    is_ignored: bool = False
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name, in the order of the schema."""
+        if self.is_opaque:
+            return {"": tree_leaves([args, kwargs])}
+        given = dict(zip(self.arguments, args, strict=False)) | dict(kwargs)
+        return {name: given[name] for name in self.arguments if name in given}
+
+    def tensors(
+        self, values: Mapping[str, Any]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Return the tensors that a call reads, writes in part, and overwrites as a whole."""
+        read: list[torch.Tensor] = []
+        written: list[torch.Tensor] = []
+        overwritten: list[torch.Tensor] = []
+        for name, value in values.items():
+            found = tensors_in([value])
+            if name in self.unread:
+                overwritten += found
+            else:
+                read += found
+                written += found if name in self.written else []
+        return read, written, overwritten
+
+    def format_arguments(self, values: Mapping[str, Any]) -> str:
+        """Return the arguments of a call that are no tensors: "dim=1, keepdim=True"."""
+        if self.is_opaque:
+            return ""
+        parts = [
+            f"{name}={text}"
+            for name, value in values.items()
+            if value is not None and (text := format_value(value))
+        ]
+        return ", ".join(parts)[:MAX_TEXT]
+
+
+@cache
+def describe_operator(operator: Any) -> OperatorSchema:
+    """Return what is known of an operator of torch, or of a higher-order operator."""
+    if not isinstance(operator, torch._ops.OpOverload):
+        name = getattr(operator, "compile_region_name", None) or operator.name()
+        return OperatorSchema(name, is_opaque=True, is_random=True)
+    schema, namespace = operator._schema, operator.namespace
+    plain = schema.name.rpartition("::")[2]
+    overload = f".{schema.overload_name}" if schema.overload_name else ""
+    writable = [
+        each
+        for each in schema.arguments
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
+    written = [each.name for each in writable]
+    written += UNDECLARED_WRITES.get(plain, ()) if namespace == "aten" else ()
+    is_overwriting = plain in OVERWRITING
+    tags = set(operator.tags)
+    makes_empty = namespace == "aten" and plain in EMPTY
+    return OperatorSchema(
+        name=f"{namespace}.{plain}{overload}",
+        arguments=tuple(each.name for each in schema.arguments),
+        written=tuple(written),
+        unread=frozenset(each.name for each in writable if is_overwriting or each.is_out),
+        is_view=not makes_empty and (operator.is_view or torch.Tag.inplace_view in tags),
+        makes_empty=makes_empty,
+        is_random=torch.Tag.nondeterministic_seeded in tags,
+        is_asynchronous=namespace in ASYNCHRONOUS,
+        is_ignored=namespace == "profiler",
+    )
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among arguments or results, which may be lists of tensors."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
+
+
+def format_value(value: Any) -> str:
+    """Return a number or setting as a text, the same in every process; "" for other objects."""
+    if isinstance(value, (list, tuple)):
+        parts = [format_value(each) for each in value]
+        return f"[{', '.join(parts)}]" if any(parts) or not parts else ""
+    plain = (
+        bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format
+    )  # fmt: skip
+    return str(value) if isinstance(value, plain) else ""

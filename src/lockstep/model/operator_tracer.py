@@ -1,0 +1,306 @@
+"""The operator tracer: records every operator that torch executes in a step, with checksums.
+
+    with tracer.tracing("forward", position):        calls get the micro-batch of position()
+        loss = model(inputs) ...                     aten.addmm   inputs, outputs, line, module
+        loss.backward()                              phase "backward", line of the forward operator
+    with tracer.tracing("optimizer"):
+        optimizer.step()
+
+It is a dispatch mode of torch, so it sees the operators below autograd, each with the tensors
+that it computes on. It computes nothing itself, changes no tensor, and keeps none alive, except
+those of one call on request.
+
+What torch.compile compiled stays compiled. Each graph is one operator if
+`record_graphs_as_operators` was called before it was compiled; otherwise the kernels that it
+calls from torch are recorded.
+
+Some functions that torch makes of several operators choose these in another way while any
+dispatch mode is active (`isTensorSubclassLike`). To know that tracing changed no bits, compare
+the norm of the gradient with that of the step without tracing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lockstep.checksum import checksum
+from lockstep.model.call_site import CallSites
+from lockstep.model.operator_call import OperatorCall, Phase
+from lockstep.model.operator_schema import describe_operator, format_value, tensors_in
+from lockstep.model.units import is_in_backward
+
+__all__ = ["KeptTensors", "OperatorTracer", "record_graphs_as_operators"]
+
+Position = Callable[[], tuple[int, int] | None]
+"""Returns the (micro-batch, stage) that is being computed; None between them."""
+
+UNKNOWN = 0
+"""Stands for the checksum of values that do not matter or cannot be read."""
+
+
+def record_graphs_as_operators() -> None:
+    """Let tracers record each graph that torch.compile makes from now on as one operator.
+
+    Only where torch.compile is in use in this process already; the graphs compute the same.
+    """
+    # Looked up, not imported, which takes a second: without it nothing is compiled.
+    if "torch._dynamo.config" in sys.modules:
+        import torch._inductor.config as config
+
+        if hasattr(config, "wrap_inductor_compiled_regions"):
+            config.wrap_inductor_compiled_regions = True
+
+
+@dataclass(frozen=True)
+class KeptTensors:
+    """Copies of the tensors of one call.
+
+    Attributes:
+        inputs: What it read, as before the call.
+        outputs: What it returned, and what else it wrote.
+    """
+
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+
+
+class OperatorTracer(TorchDispatchMode):
+    """Records the operators of one step on this rank.
+
+    Args:
+        modules: What the step calls, by name; "" for the model, whose modules keep their names.
+        keep: The index of the call whose tensors are kept; None for none.
+    """
+
+    supports_higher_order_operators = True  # a compiled graph is one
+
+    def __init__(self, modules: Mapping[str, nn.Module], keep: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[OperatorCall] = []
+        """The calls so far, in the order of execution."""
+        self.kept: KeptTensors | None = None
+        """The tensors of the call `keep`, once it was executed."""
+        self._keep = keep
+        self._sites, self._memory = CallSites(modules), _Memory()
+        self._phase: Phase | None = None
+        self._position: Position | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile work as without the mode, instead of going on uncompiled."""
+        return True
+
+    @contextmanager
+    def tracing(self, phase: Phase, position: Position | None = None) -> Iterator[None]:
+        """Record the operators that the body executes.
+
+        Args:
+            phase: What the body does. Within "forward", what autograd executes is "backward".
+            position: Returns the micro-batch; None for that of the enclosing `tracing`.
+        """
+        before = self._phase, self._position
+        self._phase, self._position = phase, position or self._position
+        try:
+            with nullcontext() if before[0] is not None else self:
+                yield
+        finally:
+            self._phase, self._position = before
+
+    def record_data(self, microbatch: int, data: Any) -> None:
+        """Record the data of a micro-batch, before any module can write into it."""
+        tensors = tensors_in(tree_leaves(data))
+        index = len(self.calls)
+        if index == self._keep:
+            self.kept = KeptTensors(outputs=_copy(tensors))
+        self._memory.note_writes(tensors, index)
+        outputs, types = tuple(map(_checksum, tensors)), tuple(map(_describe, tensors))
+        call = OperatorCall("data", "data", microbatch, "", (), outputs, output_types=types)
+        self.calls.append(call)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Execute an operator, and record it."""
+        kwargs = kwargs or {}
+        schema = describe_operator(func)
+        if schema.is_ignored or any(issubclass(each, FakeTensor) for each in types):
+            return func(*args, **kwargs)
+        index, memory = len(self.calls), self._memory
+        is_kept, is_computing = index == self._keep, not (schema.is_view or schema.makes_empty)
+        phase = self._phase or "forward"
+        if phase == "forward" and is_in_backward():
+            phase = "backward"
+        site = self._sites.find(sys._getframe(1))
+        values = schema.bind(args, kwargs)
+        read, written, overwritten = schema.tensors(values)
+        inputs = tuple(memory.checksum(each) if is_computing else UNKNOWN for each in read)
+        input_types = tuple(self._describe(each, site) for each in read)
+        producers = memory.producers(read)
+        kept = _copy(read) if is_kept else []
+        generator = _find_generator(values) if schema.is_random else None
+        before = _checksum_state(generator)
+
+        result = func(*args, **kwargs)
+
+        after = _checksum_state(generator)
+        if schema.is_opaque:
+            known = zip(read, inputs, strict=True)
+            written = [each for each, seen in known if memory.checksum(each) != seen]
+        made = _distinct([*tree_leaves(result), *written, *overwritten])
+        outputs: tuple[int, ...] = ()
+        if schema.makes_empty:
+            memory.note_uninitialized(tensors_in(made))
+        elif is_computing:
+            complete = set(map(id, overwritten))
+            outputs = tuple(
+                UNKNOWN
+                if schema.is_asynchronous
+                else _checksum(each)
+                if id(each) in complete
+                else memory.checksum(each)
+                for each in made
+            )
+            memory.note_overwritten(overwritten)
+        memory.note_writes(tensors_in(made), index)
+        if is_kept:
+            self.kept = KeptTensors(kept, _copy(tensors_in(made)))
+        position = self._position() if self._position is not None else None
+        call = OperatorCall(
+            operator=schema.name,
+            phase=phase,
+            microbatch=None if position is None else position[0],
+            unit=site.unit,
+            inputs=inputs,
+            outputs=outputs,
+            arguments=schema.format_arguments(values),
+            generator=(before, after),
+            input_types=input_types,
+            output_types=tuple(self._describe(each, site) for each in made),
+            producers=producers,
+            source=site.source,
+        )
+        self.calls.append(call)
+        return result
+
+    def _describe(self, value: Any, site: Any) -> str:
+        if not isinstance(value, torch.Tensor):
+            return type(value).__name__
+        name = self._sites.name(value, site)
+        return f"{name}: {_describe(value)}" if name else _describe(value)
+
+
+class _Memory:
+    """Which calls wrote to which memory, by its address."""
+
+    def __init__(self) -> None:
+        self._writers: dict[int, int] = {}
+        # Memory that was not written to as a whole since it was allocated, and how many of its
+        # bytes were not.
+        self._uninitialized: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def checksum(self, value: Any) -> int:
+        """Return the checksum of a value; UNKNOWN if some of its memory was never written."""
+        is_unknown = isinstance(value, torch.Tensor) and self._is_uninitialized(value)
+        return UNKNOWN if is_unknown else _checksum(value)
+
+    def producers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+        """Return the index of the call that wrote to each tensor's memory last; -1 for none."""
+        return tuple(self._writers.get(_address(each), -1) for each in tensors)
+
+    def note_writes(self, tensors: Iterable[torch.Tensor], index: int) -> None:
+        """Note that a call returned or wrote these tensors."""
+        for each in tensors:
+            if address := _address(each):
+                self._writers[address] = index
+
+    def note_uninitialized(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that nothing was written to the memory of these tensors."""
+        for each in tensors:
+            if address := _address(each):
+                storage = each.untyped_storage()
+                self._uninitialized[address] = StorageWeakRef(storage), storage.nbytes()
+
+    def note_overwritten(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that every element of these tensors was written."""
+        for each in tensors:
+            if self._is_uninitialized(each):
+                reference, missing = self._uninitialized.pop(_address(each))
+                missing -= each.numel() * each.element_size()
+                if missing > 0:
+                    self._uninitialized[_address(each)] = reference, missing
+
+    def _is_uninitialized(self, tensor: torch.Tensor) -> bool:
+        if not self._uninitialized or (address := _address(tensor)) not in self._uninitialized:
+            return False
+        is_freed = self._uninitialized[address][0].expired()
+        if is_freed:  # and what is there now is something else
+            del self._uninitialized[address]
+        return not is_freed
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of the memory behind a tensor; 0 if it has none of its own."""
+    if tensor.layout is not torch.strided or type(tensor) not in PLAIN:
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def _checksum(value: Any) -> int:
+    """Return the checksum of a tensor or number; UNKNOWN for an object that has no values."""
+    if isinstance(value, torch.Tensor):
+        return checksum(value)
+    text = format_value(value)
+    return xxhash.xxh3_64_intdigest(text.encode()) if text else UNKNOWN
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    """Return dtype and shape: "float32[4, 8]"."""
+    shape = "[nested]" if tensor.is_nested else str(list(tensor.shape))
+    return str(tensor.dtype).removeprefix("torch.") + shape
+
+
+def _copy(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [each.detach().clone() for each in tensors]
+
+
+def _distinct(values: Sequence[Any]) -> list[Any]:
+    """Return each of the values once, without None."""
+    return list({id(each): each for each in values if each is not None}.values())
+
+
+def _find_generator(values: Mapping[str, Any]) -> torch.Generator:
+    """Return the generator that an operator with these arguments draws from."""
+    for value in values.values():
+        if isinstance(value, torch.Generator):
+            return value
+    device = next((each.device for each in tensors_in(values.values())), values.get("device"))
+    if device is not None and torch.device(device).type == "cuda":
+        index = torch.device(device).index
+        number = torch.cuda.current_device() if index is None else index
+        return torch.cuda.default_generators[number]
+    return torch.default_generator
+
+
+def _checksum_state(generator: torch.Generator | None) -> int:
+    if generator is None:
+        return UNKNOWN
+    return xxhash.xxh3_64_intdigest(generator.get_state().numpy().data)

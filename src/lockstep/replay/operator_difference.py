@@ -1,0 +1,253 @@
+"""The operator that made two computations of a step differ, found on their calls. Pure.
+
+    a   mm    relu   mul   sum       equal inputs, arguments and generator; other outputs:
+    b   mm    relu   mul   sum       this operator computed another result
+              ────
+    a   mm    relu   mul   sum       an operator that only one side called, and through which
+    b   mm    gelu   mul   sum       came the values that a later operator got
+              ────
+    a   mm    relu   mul   sum       inputs differ, and no operator wrote them: parameters, data, or
+    b   mm    relu   mul   sum       memory that was written from outside
+                     ───
+
+Both sides are walked in step. Operators that differ without effect on a later one, such as those
+of a message that only one side prints, are no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from itertools import groupby
+from typing import Literal
+
+from lockstep.model.fingerprint import Checksums
+from lockstep.model.operator_call import OperatorCall
+
+__all__ = ["OperatorDifference", "first_operator_difference"]
+
+WINDOW = 64
+"""Calls of each side among which those that correspond are sought, where the sides differ."""
+
+SAME = 16
+"""The likeness of two calls that compute the same from the same values, or get the same result."""
+
+
+@dataclass(frozen=True)
+class OperatorDifference:
+    """Where two computations of a step differ first.
+
+    Attributes:
+        kind: "output": equal inputs, and another result. "arguments": equal inputs, and another
+            result because of other arguments that are no tensors. "generator": random numbers
+            from another state of the generator. "call": an operator that only one side called, or
+            another one in its place. "input": a value that no recorded operator wrote.
+        a: The index of the call in the first sequence; None if it has none.
+        b: The index of the call in the second sequence; None if it has none.
+        position: Which output differs first, or which input at "input"; None at "call".
+    """
+
+    kind: Literal["output", "arguments", "generator", "call", "input"]
+    a: int | None
+    b: int | None
+    position: int | None = None
+
+
+def first_operator_difference(
+    a: Sequence[OperatorCall], b: Sequence[OperatorCall]
+) -> OperatorDifference | None:
+    """Return the operator that made the first difference between two sequences of calls.
+
+    Args:
+        a: All calls of one computation of a step, in order.
+        b: Those of another computation of the same step.
+
+    Returns:
+        The difference; None where no operator that both sides called has another result, and no
+        operator that only one side called wrote to the model or belongs to the optimizer.
+    """
+    sides = _Side(a), _Side(b)
+    for i, j in _pairs(a, b):
+        if i is None or j is None:
+            for side, index in zip(sides, (i, j), strict=True):
+                side.alone |= set() if index is None else {index}
+            continue
+        for side, index, other in zip(sides, (i, j), (j, i), strict=True):
+            side.partners[index] = other
+        if a[i].outputs != b[j].outputs:
+            return _explain(i, j, *sides)
+    for side, is_first in zip(sides, (True, False), strict=True):
+        for index in sorted(side.alone):
+            if _has_effect(side.calls[index]):
+                return OperatorDifference("call", *((index, None) if is_first else (None, index)))
+    return None
+
+
+@dataclass
+class _Side:
+    """One sequence of calls, as far as it was walked.
+
+    Attributes:
+        calls: The calls.
+        alone: Those that the other side has not.
+        partners: Of the others, the index of the same call on the other side.
+    """
+
+    calls: Sequence[OperatorCall]
+    alone: set[int] = field(default_factory=set)
+    partners: dict[int, int] = field(default_factory=dict)
+
+    def values(self) -> set[int]:
+        """Return the checksums of all values."""
+        return {value for each in self.calls for value in (*each.inputs, *each.outputs)}
+
+    def origins(self, index: int, known: set[int]) -> set[int]:
+        """Return the calls alone, and the paired views, behind unknown inputs of a call."""
+        found: set[int] = set()
+        pending = [index]
+        while pending:
+            call = self.calls[pending.pop()]
+            for value, producer in zip(call.inputs, call.producers, strict=True):
+                # A view has no checksums, so all that is behind it counts.
+                is_known = value in known and value != 0
+                if is_known or producer < 0 or producer in found:
+                    continue
+                if producer in self.alone or not self.calls[producer].outputs:
+                    found.add(producer)
+                    pending.append(producer)
+        return found
+
+
+def _explain(i: int, j: int, a: _Side, b: _Side) -> OperatorDifference:
+    """Return why a call that both sides have has another result."""
+    left, right = a.calls[i], b.calls[j]
+    position = _first_unequal(left.outputs, right.outputs)
+    changed = _first_unequal(left.inputs, right.inputs)
+    if changed is None and left.generator[0] == right.generator[0]:
+        if left.arguments == right.arguments:
+            return OperatorDifference("output", i, j, position)
+        return OperatorDifference("arguments", i, j, position)
+    if changed is None:
+        drawn = [
+            max((each for each in side.alone if any(side.calls[each].generator)), default=None)
+            for side in (a, b)
+        ]
+        if drawn != [None, None]:
+            return OperatorDifference("call", *drawn)
+        return OperatorDifference("generator", i, j, position)
+    behind_a, behind_b = a.origins(i, b.values()), b.origins(j, a.values())
+    alone = [
+        min(behind & side.alone, default=None) for behind, side in ((behind_a, a), (behind_b, b))
+    ]
+    if alone != [None, None]:
+        return OperatorDifference("call", *alone)
+    for view in sorted(behind_a - a.alone):
+        other = a.partners[view]
+        if a.calls[view].arguments != b.calls[other].arguments:
+            return OperatorDifference("arguments", view, other)
+    return OperatorDifference("input", i, j, changed)
+
+
+def _has_effect(call: OperatorCall) -> bool:
+    """Return whether what only one side called changes what the step leaves."""
+    writes_model = any(": " in each for each in call.output_types) and bool(call.outputs)
+    return writes_model or (call.phase == "optimizer" and bool(call.outputs))
+
+
+def _first_unequal(a: Checksums, b: Checksums) -> int | None:
+    """Return the first position where two sequences differ; None if they are equal."""
+    if a == b:
+        return None
+    unequal = (n for n, (left, right) in enumerate(zip(a, b, strict=False)) if left != right)
+    return next(unequal, min(len(a), len(b)))
+
+
+# --- which calls correspond ----------------------------------------------------------------------
+
+Pair = tuple[int | None, int | None]
+
+
+def _pairs(a: Sequence[OperatorCall], b: Sequence[OperatorCall]) -> Iterator[Pair]:
+    """Yield the indices of calls that correspond, in order; None for a call of one side alone.
+
+    First the phases of the micro-batches are brought in step, then the calls within each.
+    """
+    parts_a, parts_b = _parts(a), _parts(b)
+    names_a, names_b = [name for name, _ in parts_a], [name for name, _ in parts_b]
+    matcher = SequenceMatcher(None, names_a, names_b, autojunk=False)
+    for tag, begin_a, end_a, begin_b, end_b in matcher.get_opcodes():
+        some_a, some_b = parts_a[begin_a:end_a], parts_b[begin_b:end_b]
+        if tag == "equal":
+            for (_, span_a), (_, span_b) in zip(some_a, some_b, strict=True):
+                yield from _pairs_within(a, span_a, b, span_b)
+        else:
+            yield from ((index, None) for _, span in some_a for index in span)
+            yield from ((None, index) for _, span in some_b for index in span)
+
+
+def _parts(calls: Sequence[OperatorCall]) -> list[tuple[tuple[str, int | None], range]]:
+    """Return the phases of each micro-batch in order, with the indices of their calls."""
+    found: list[tuple[tuple[str, int | None], range]] = []
+    grouped = groupby(range(len(calls)), lambda n: (calls[n].phase, calls[n].microbatch))
+    for name, members in grouped:
+        indices = list(members)
+        found.append((name, range(indices[0], indices[-1] + 1)))
+    return found
+
+
+def _pairs_within(
+    a: Sequence[OperatorCall], span_a: range, b: Sequence[OperatorCall], span_b: range
+) -> Iterator[Pair]:
+    """Yield the calls of two parts that correspond: the same operator in the same unit."""
+    i = j = 0
+    while i < len(span_a) and j < len(span_b):
+        if _likeness(a[span_a[i]], b[span_b[j]]) == SAME:
+            pairs: list[Pair] = [(span_a[i], span_b[j])]
+        else:
+            pairs = _align(a, span_a[i : i + WINDOW], b, span_b[j : j + WINDOW])
+            is_end = i + WINDOW >= len(span_a) and j + WINDOW >= len(span_b)
+            pairs = pairs if is_end else pairs[: WINDOW // 2]
+        yield from pairs
+        i += sum(1 for index, _ in pairs if index is not None)
+        j += sum(1 for _, index in pairs if index is not None)
+    yield from ((index, None) for index in span_a[i:])
+    yield from ((None, index) for index in span_b[j:])
+
+
+def _align(
+    a: Sequence[OperatorCall], span_a: range, b: Sequence[OperatorCall], span_b: range
+) -> list[Pair]:
+    """Return the order-preserving pairs of two short parts that are most alike together."""
+    best = [[0] * (len(span_b) + 1) for _ in range(len(span_a) + 1)]  # of the rest from (i, j) on
+    likeness = [[_likeness(a[m], b[n]) for n in span_b] for m in span_a]
+    for i in reversed(range(len(span_a))):
+        for j in reversed(range(len(span_b))):
+            both = likeness[i][j] and likeness[i][j] + best[i + 1][j + 1]
+            best[i][j] = max(both, best[i + 1][j], best[i][j + 1])
+    pairs: list[Pair] = []
+    i = j = 0
+    while i < len(span_a) and j < len(span_b):
+        alike = likeness[i][j]
+        if alike and best[i][j] == alike + best[i + 1][j + 1]:
+            pairs.append((span_a[i], span_b[j]))
+            i, j = i + 1, j + 1
+        elif best[i][j] == best[i + 1][j]:
+            pairs.append((span_a[i], None))
+            i += 1
+        else:
+            pairs.append((None, span_b[j]))
+            j += 1
+    pairs += [(index, None) for index in span_a[i:]]
+    return pairs + [(None, index) for index in span_b[j:]]
+
+
+def _likeness(a: OperatorCall, b: OperatorCall) -> int:
+    """Return how certain it is that two calls correspond; 0 if they do not."""
+    if (a.unit, a.operator) != (b.unit, b.operator):
+        return 0
+    if a.arguments != b.arguments:
+        return 1
+    if a.outputs != b.outputs and a.inputs != b.inputs:
+        return 2
+    return SAME

@@ -1,0 +1,375 @@
+"""The operator tracer: what it records of each kind of operator, and that it changes nothing."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.checksum import checksum
+from lockstep.model.operator_call import OperatorCall
+from lockstep.model.operator_tracer import OperatorTracer
+
+
+def trace(
+    body: Callable[[], Any], model: nn.Module | None = None, keep: int | None = None
+) -> OperatorTracer:
+    """Return the tracer after `body` ran as the forward pass of micro-batch 3."""
+    tracer = OperatorTracer({} if model is None else {"": model}, keep)
+    with tracer.tracing("forward", lambda: (3, 0)):
+        body()
+    return tracer
+
+
+def calls_of(body: Callable[[], Any], model: nn.Module | None = None) -> list[OperatorCall]:
+    """Return what `body` called, without the views."""
+    return [each for each in trace(body, model).calls if each.outputs]
+
+
+def only(calls: list[OperatorCall], operator: str) -> OperatorCall:
+    (found,) = [each for each in calls if each.operator == operator]
+    return found
+
+
+def line_of(function: Callable[..., Any], offset: int) -> str:
+    """Return how the tracer names a line of a function of this file."""
+    first = inspect.getsourcelines(function)[1]
+    return f"test_operator_tracer.py:{first + offset} in {function.__name__}"
+
+
+# --- what is read and written ----------------------------------------------------------------
+
+
+def test_inputs_outputs_and_arguments_of_a_call():
+    a, b = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
+    (call,) = calls_of(lambda: torch.add(a, b, alpha=2))
+    assert (call.operator, call.phase, call.microbatch) == ("aten.add.Tensor", "forward", 3)
+    assert call.inputs == (checksum(a), checksum(b))
+    assert call.outputs == (checksum(a + 2 * b),)
+    assert call.arguments == "alpha=2"
+    assert (call.input_types, call.output_types) == (("float32[2, 3]",) * 2, ("float32[2, 3]",))
+    assert (call.generator, call.producers) == ((0, 0), (-1, -1))
+    (call,) = calls_of(lambda: torch.cat([a, b], dim=1))
+    assert (call.inputs, call.arguments) == ((checksum(a), checksum(b)), "dim=1")
+    (call,) = calls_of(lambda: a.argmax().item())[1:]
+    assert (call.operator, call.output_types) == ("aten._local_scalar_dense", ("int",))
+    assert call.outputs != calls_of(lambda: a.argmin().item())[1].outputs
+
+
+def test_an_operator_in_place_reads_and_writes():
+    a = torch.arange(3.0)
+    before = checksum(a)
+    (call,) = calls_of(lambda: a.mul_(2))
+    assert (call.inputs, call.outputs) == ((before,), (checksum(a),))
+    (call,) = calls_of(lambda: a.copy_(torch.ones(())))[1:]  # its own values do not matter
+    assert (call.operator, call.inputs) == ("aten.copy_", (checksum(torch.ones(())),))
+    out = torch.full((3,), 7.0)
+    (call,) = calls_of(lambda: torch.add(a, 1, out=out))
+    assert (call.inputs, call.outputs) == ((checksum(a),), (checksum(out),))
+    grid = torch.zeros(2, 3)
+    row = checksum(grid[0])
+    (call,) = calls_of(lambda: grid[0].add_(1))
+    assert (call.inputs, call.outputs) == ((row,), (checksum(torch.ones(3)),))
+
+
+def test_running_statistics_are_outputs_though_the_schema_does_not_say_so():
+    norm, data = nn.BatchNorm1d(3), torch.randn(4, 3)
+    call = only(calls_of(lambda: norm(data), norm), "aten.native_batch_norm")
+    assert call.output_types[-2:] == ("running_mean: float32[3]", "running_var: float32[3]")
+    assert call.outputs[-2:] == (checksum(norm.running_mean), checksum(norm.running_var))
+    assert call.inputs[3] != call.outputs[3]
+
+
+def test_views_have_no_checksums_and_are_followed():
+    a = torch.arange(6.0).view(2, 3)
+    calls = trace(lambda: (a + 1).t()[1:].sum()).calls
+    assert [each.operator for each in calls] == [
+        "aten.add.Tensor",
+        "aten.t",
+        "aten.slice.Tensor",
+        "aten.sum",
+    ]
+    assert [bool(each.outputs) for each in calls] == [True, False, False, True]
+    assert calls[2].arguments.startswith("dim=0, start=1")
+    assert [each.producers for each in calls] == [(-1,), (0,), (1,), (2,)]
+    assert calls[3].inputs == (checksum((a + 1).t()[1:]),)
+
+
+def test_memory_that_was_never_written_has_no_checksum():
+    def body() -> None:
+        a = torch.empty(2, 3)
+        a[0].copy_(torch.ones(3))  # a part of it
+        a.index_put_((torch.tensor([0]),), torch.ones(3))
+        a.add_(1)
+        a[1].fill_(2)  # the rest
+        a.sum()
+        b = torch.empty_like(a)
+        torch.add(a, 1, out=b)
+        b.sum()
+        a.new_empty(3).uniform_().sum()
+
+    calls = trace(body).calls
+    assert [each.outputs for each in calls if "empty" in each.operator] == [(), (), ()]
+    assert [each.outputs for each in calls if each.operator == "aten.copy_"] == [
+        (checksum(torch.ones(3)),)
+    ]
+    partial_writes = [
+        each for each in calls if each.operator in ("aten.index_put_", "aten.add_.Tensor")
+    ]
+    assert [(each.inputs[0], each.outputs) for each in partial_writes] == [(0, (0,)), (0, (0,))]
+    assert all(all(each.inputs) for each in calls if each.operator == "aten.sum")
+    assert only(calls, "aten.add.out").outputs[0] != 0
+
+
+def test_freed_memory_is_not_taken_for_memory_that_was_never_written():
+    def body() -> None:
+        for _ in range(20):
+            torch.empty(1000)  # freed at once: the next tensor may get the same memory
+            torch.from_numpy(torch.ones(1000).numpy().copy()).sum()
+
+    assert all(each.inputs[0] for each in trace(body).calls if each.operator == "aten.sum")
+
+
+# --- random numbers --------------------------------------------------------------------------
+
+
+def test_the_generator_is_an_input_of_operators_that_draw():
+    torch.manual_seed(0)
+    own = torch.Generator().manual_seed(1)
+    data = torch.ones(2, 3)
+
+    def body() -> None:
+        F.dropout(data, 0.5)
+        torch.rand(3)
+        torch.rand(3, generator=own)
+        torch.randperm(4)
+        torch.multinomial(torch.ones(4), 2)
+        data + 1
+
+    calls = calls_of(body)
+    drawing = [each for each in calls if each.generator != (0, 0)]
+    assert [each.operator for each in drawing] == [
+        "aten.bernoulli_.float",
+        "aten.rand",
+        "aten.rand.generator",
+        "aten.randperm",
+        "aten.multinomial",
+    ]
+    default = [drawing[0], drawing[1], drawing[3], drawing[4]]
+    for earlier, later in pairwise(default):
+        assert earlier.generator[1] == later.generator[0]
+    assert all(before != after for before, after in (each.generator for each in drawing))
+    torch.manual_seed(0)
+    own.manual_seed(1)
+    assert calls_of(body) == calls
+
+
+# --- where it was called -----------------------------------------------------------------------
+
+
+class Square(torch.autograd.Function):
+    """A function with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return the square."""
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """Return the gradient."""
+        (x,) = ctx.saved_tensors
+        return gradients[0] * 2 * x
+
+
+class Network(nn.Module):
+    """Modules in modules, a function of its own, and an operation outside of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+        self.tail = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output."""
+        x = self.head(x)
+        x = Square.apply(x)
+        x = x.sigmoid()
+        return self.tail(x)
+
+
+def test_units_and_lines_of_forward_and_backward():
+    network, data = Network(), torch.randn(5, 3)
+    found = {
+        (each.phase, each.operator): (each.unit, each.source)
+        for each in calls_of(lambda: network(data).sum().backward(), network)
+    }
+    lines = {
+        name: line_of(Network.forward, n)
+        for n, name in enumerate(["", "", "head", "", "sigmoid", "tail"])
+    }
+    assert found["forward", "aten.tanh"] == ("head.1", lines["head"])
+    assert found["backward", "aten.tanh_backward"] == ("head.1", lines["head"])
+    assert found["forward", "aten.sigmoid"] == ("Network", lines["sigmoid"])
+    assert found["backward", "aten.sigmoid_backward"] == ("Network", lines["sigmoid"])
+    assert found["forward", "aten.addmm"] == ("tail", lines["tail"])
+    assert found["backward", "aten.mm"][0] == "head.0"  # the last one
+    # A backward of the user's own has lines of its own.
+    assert found["forward", "aten.mul.Tensor"] == ("Network", line_of(Square.forward, 4))
+    assert found["backward", "aten.mul.Tensor"] == ("Network", line_of(Square.backward, 4))
+
+
+def test_hooks_and_the_sum_of_gradients_belong_to_their_parameter():
+    network, data = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
+
+    def write(parameter: torch.Tensor) -> None:
+        parameter.grad.mul_(0.5)
+
+    network[1].weight.register_post_accumulate_grad_hook(write)
+    network(data).sum().backward()
+    calls = calls_of(lambda: network(data).sum().backward(), network)
+    scaled = only(calls, "aten.mul_.Tensor")
+    assert (scaled.phase, scaled.unit, scaled.source) == ("backward", "1", line_of(write, 1))
+    assert {each.unit for each in calls if each.operator == "aten.add_.Tensor"} == {"0", "1"}
+
+
+def test_a_recomputed_part_has_its_lines_and_is_backward():
+    network, data = Network(), torch.randn(5, 3)
+
+    def body() -> None:
+        checkpoint(network, data, use_reentrant=False).sum().backward()
+
+    found = [each for each in calls_of(body, network) if each.operator == "aten.sigmoid"]
+    assert [each.phase for each in found] == ["forward", "backward"]
+    assert {each.source for each in found} == {line_of(Network.forward, 4)}
+    assert found[0].outputs == found[1].outputs
+
+
+# --- kinds of tensors and programs ---------------------------------------------------------------
+
+
+def embed() -> None:
+    embedding = nn.Embedding(5, 2, sparse=True)
+    embedding(torch.tensor([1, 2, 1])).sum().backward()
+    torch.optim.SparseAdam(embedding.parameters()).step()
+
+
+def transform() -> None:
+    matrices = torch.arange(12.0).view(3, 2, 2)
+    torch.func.vmap(lambda a: a @ a)(matrices)
+    torch.func.grad(lambda a: (a * a).sum())(matrices)
+    torch.func.vmap(torch.func.jacrev(torch.sin))(matrices)
+
+
+def step_all(options: dict[str, bool]) -> None:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.ones(n)) for n in (1, 3)]
+    for each in parameters:
+        each.grad = torch.full_like(each, 0.1)
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        kind(parameters, lr=0.1, **options).step()
+
+
+def nest() -> None:
+    parts = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    (parts * 2).values().sum()
+
+
+PROGRAMS: dict[str, Callable[[], Any]] = {
+    "expanded": lambda: (torch.ones(3, 1).expand(3, 4) + 1).sum(),
+    "transposed": lambda: (torch.arange(6.0).view(2, 3).t() * 2).contiguous(),
+    "bfloat16": lambda: torch.ones(3, dtype=torch.bfloat16) * 2,
+    "complex": lambda: torch.fft.fft(torch.arange(4.0)).conj() * 1j,
+    "no elements": lambda: torch.ones(0, 3).sum(),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16)(nn.Linear(3, 2))(torch.ones(1, 3)),
+    "sparse gradients": embed,
+    "vmap and grad": transform,
+    "foreach": partial(step_all, {"foreach": True}),
+    "fused": partial(step_all, {"fused": True}),
+    "one by one": partial(step_all, {"foreach": False}),
+    "jagged": nest,
+    "data": lambda: next(iter(torch.utils.data.DataLoader([1.0, 2.0], batch_size=2))) * 2,
+    "inference": lambda: torch.inference_mode()(lambda: torch.ones(2) * 2)(),
+    "meta": lambda: torch.ones(3, device="meta") * 2,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_every_kind_of_program_is_recorded_alike_each_time(name):
+    program = PROGRAMS[name]
+
+    def run() -> list[OperatorCall]:
+        torch.manual_seed(0)
+        return calls_of(program)
+
+    run()  # what is made once
+    calls = run()
+    assert calls
+    assert run() == calls
+    assert any(any(each.inputs) for each in calls)
+
+
+def test_foreach_operators_name_each_parameter():
+    model = nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=True)
+    tracer = OperatorTracer({"": model})
+    with tracer.tracing("optimizer"):
+        optimizer.step()
+    (call,) = tracer.calls
+    assert (call.operator, call.phase, call.microbatch) == (
+        "aten._foreach_add_.List",
+        "optimizer",
+        None,
+    )
+    assert call.output_types == ("weight: float32[2, 3]", "bias: float32[2]")
+    assert call.outputs == (checksum(model.weight), checksum(model.bias))
+    assert call.arguments == "alpha=-0.5"
+
+
+def test_tensors_of_one_call_are_kept():
+    a = torch.arange(3.0)
+    tracer = trace(lambda: (a + 1).mul_(3).sum(), keep=1)
+    assert tracer.calls[1].operator == "aten.mul_.Tensor"
+    assert [each.tolist() for each in tracer.kept.inputs] == [[1, 2, 3]]
+    assert [each.tolist() for each in tracer.kept.outputs] == [[3, 6, 9]]
+    tracer = OperatorTracer({}, keep=0)
+    tracer.record_data(2, (a, {"labels": a + 1}))
+    (call,) = tracer.calls
+    assert (call.operator, call.phase, call.microbatch) == ("data", "data", 2)
+    assert call.outputs == (checksum(a), checksum(a + 1))
+    assert [each.tolist() for each in tracer.kept.outputs] == [[0, 1, 2], [1, 2, 3]]
+
+
+def test_no_other_tensor_is_kept_alive():
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def body() -> None:
+        for _ in range(10):
+            seen.append(weakref.ref(torch.ones(100) + 1))
+
+    tracer = trace(body)
+    gc.collect()
+    assert [each() for each in seen] == [None] * 10
+    assert len(tracer.calls) == 20
+
+
+def test_an_error_passes_and_leaves_the_calls_before_it():
+    tracer = OperatorTracer({})
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), tracer.tracing("forward"):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert [each.operator for each in tracer.calls] == ["aten.ones", "aten.ones"]
+    torch.ones(3)
+    assert len(tracer.calls) == 2
