@@ -388,3 +388,46 @@ def test_on_sigterm_every_rank_saves_and_exits_with_status_75(ranks, tmp_path):
         assert read_run(tmp_path / when).state == "stopped"
     for found in ranks(stop_all, 3, True, 0):
         assert found == [whole] * len(cases)
+
+
+class Unusual(nn.Module):
+    """Has what a checkpoint stores otherwise than a state dict has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        self.tied = self.body[0].weight
+        image = torch.randn(1, 4, 3, 3).contiguous(memory_format=torch.channels_last)
+        self.register_buffer("image", image)
+        self.register_buffer("wave", torch.randn(3, dtype=torch.complex128))
+        self.register_buffer("coarse", torch.randn(5).bfloat16())
+
+    def get_extra_state(self):
+        return 0.5
+
+    def set_extra_state(self, state):
+        assert state == 0.5
+
+    def forward(self, inputs):
+        return self.body(inputs)
+
+
+def test_a_checkpoint_is_recorded_with_its_digest(ranks, world_of_one, tmp_path):
+    torch.manual_seed(2)
+    trainer = build(tmp_path / "run", model=Unusual(), resume=False, every=1)
+    digests = []
+    for batch in trainer.batches(data(), 16):
+        trainer._run._checkpoints.writer.wait()  # while it writes, none is due
+        trainer.step(batch)
+        digests.append(trainer.digest())
+    trainer.finish()
+    found = {line["step"]: line["digest"] for line in read_run(tmp_path / "run").checkpoints}
+    assert found == dict(enumerate(digests, 1))
+    assert len({*digests}) == 3
+
+    def train_in_stages():
+        train(build(tmp_path / "stages", pipeline=ls.PipelineConfig(2, balance=[2, 1])))
+
+    ranks(train_in_stages, 2)
+    checkpoints = read_run(tmp_path / "stages").checkpoints
+    assert {line["digest"] for line in checkpoints} == {None}, "each stage wrote its part"

@@ -26,10 +26,11 @@ from typing import Any
 import torch
 import xxhash
 
-from lockstep.checkpoint.encoding import encode
+from lockstep.checkpoint.encoding import decode, encode
 from lockstep.checkpoint.folder import FORMAT, KINDS, MANIFEST, REST, name_part, prune
 from lockstep.checkpoint.tensor_file import write_tensors
-from lockstep.errors import WorkError
+from lockstep.checksum import digest
+from lockstep.errors import UsageError, WorkError
 from lockstep.files import create_file, exchange_folders, make_folder, replace_file, sync_folder
 from lockstep.messages import say
 
@@ -54,6 +55,7 @@ class SavedCheckpoint:
         stall: Seconds that training waited for the copy.
         seconds: Seconds until it was complete.
         failure: Why it is not there; "" if it is.
+        digest: The digest of the model in it; None where each stage wrote a part of the model.
     """
 
     step: int
@@ -62,6 +64,7 @@ class SavedCheckpoint:
     stall: float
     seconds: float
     failure: str = ""
+    digest: str | None = None
 
 
 class _Abandoned(Exception):
@@ -203,8 +206,24 @@ class CheckpointWriter:
             failure = said or type(error).__name__
             shutil.rmtree(aside, ignore_errors=True)
         seconds = time.perf_counter() - begun
-        self.latest = SavedCheckpoint(step, final, size, stall, seconds, failure)
+        # Last, since others may need the checkpoint, and nobody waits for its digest.
+        model = _digest_model(plain, tensors) if part == (0, 1) and not failure else None
+        self.latest = SavedCheckpoint(step, final, size, stall, seconds, failure, model)
         self._saved.append(self.latest)
+
+
+def _digest_model(plain: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str | None:
+    """Return the digest of the encoded model of a state; None if it holds none that has one."""
+    if "model" not in plain:
+        return None
+    state: dict[str, Any] = {}
+    for name, value in plain["model"].items():
+        is_stored_as_it_is = value == {"$tensor": f"model/{name}"}  # and needs no copy
+        state[name] = tensors[f"model/{name}"] if is_stored_as_it_is else decode(value, tensors)
+    try:
+        return digest(state)
+    except UsageError:  # a state dict of a form of its own
+        return None
 
 
 def _write_files(

@@ -423,6 +423,7 @@ class ResumableRun:
                     seconds=each.seconds,
                     bytes=each.size,
                     path=str(each.path),
+                    digest=each.digest,
                 )
 
     def _require(self, call: str) -> RunCheckpoints:
