@@ -14,6 +14,7 @@ The record of a run that is resumed is continued. Its line "resume" rewinds it:
     step 0 | ... | step 40 | ... | step 47 | resume, step 40 | step 40 | step 41 | ...
                    ~~~~~~~~~~~~~~~~~~~~~~~ no longer counts: the reader drops these lines
 
+Each line holds a hash of itself and of the line before it, under `chain` (`chain.py`).
 Non-finite numbers are written as null and read back as NaN.
 """
 
@@ -37,6 +38,7 @@ from lockstep.errors import FileError, UsageError
 from lockstep.files import create_file, make_folder
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import say
+from lockstep.record.chain import add_link, find_last_link
 from lockstep.record.sources import SourceFolder
 from lockstep.redaction import redact
 
@@ -49,7 +51,7 @@ TIME_CATEGORIES = ("compute", "communication", "waiting", "data")
 
 LOCK_SECONDS = 2.0  # until a lock that is held counts as another run's
 TAIL_BYTES = 1 << 17  # of a record's end, in which the last time is looked for
-JSON_OPTIONS = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+JSON_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 _open: weakref.WeakValueDictionary[tuple[int, int], Recorder] = weakref.WeakValueDictionary()
 """The recorders of this process that are open, by device and number of their file."""
@@ -98,10 +100,10 @@ class Recorder:
         """The message that was printed when the record could not be written any more."""
         self.is_continued = False
         """Whether the lines follow those of an earlier process."""
-        passed = 0.0
+        passed, self._link = 0.0, 0
         resume = is_resuming() if resume is None else resume
         if resume and self.path.exists():
-            self._descriptor, last = _open_file(self.path)
+            self._descriptor, last, self._link = _open_file(self.path)
             self.is_continued, passed = last is not None, last or 0.0
         else:
             self._descriptor = _create_file(self.path)
@@ -131,7 +133,8 @@ class Recorder:
         try:
             text = orjson.dumps(line, _to_json, JSON_OPTIONS)
         except TypeError:  # an integer of more than 64 bits, a cycle of containers, ...
-            text = json.dumps(_stringify_unsupported(line)).encode() + b"\n"
+            text = json.dumps(_stringify_unsupported(line)).encode()
+        text, self._link = add_link(text, self._link)
         try:
             written = os.write(self._descriptor, text)
             while written < len(text):  # a disk that is almost full accepts only a part
@@ -220,10 +223,11 @@ def _create_file(path: Path) -> int:
     return descriptor
 
 
-def _open_file(path: Path) -> tuple[int, float | None]:
+def _open_file(path: Path) -> tuple[int, float | None, int]:
     """Lock the file of a record that is continued, and end its last line.
 
-    Returns the descriptor, and the `t` of the last line; None if there is no complete line.
+    Returns the descriptor, the `t` of the last line, or None if there is no complete line, and
+    the link of that line.
     """
     try:
         flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -239,7 +243,7 @@ def _open_file(path: Path) -> tuple[int, float | None]:
             earlier.close()  # a cell of a notebook is run again
         _lock(descriptor, path)
         with open(descriptor, "rb", closefd=False) as file:
-            last, has_newline = _read_last_time(file)
+            last, link, has_newline = _read_last(file)
         if last is None:
             os.ftruncate(descriptor, 0)  # killed while its first line was written
         elif not has_newline:
@@ -250,7 +254,7 @@ def _open_file(path: Path) -> tuple[int, float | None]:
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor, last
+    return descriptor, last, link
 
 
 def _lock(descriptor: int, path: Path) -> None:
@@ -276,10 +280,11 @@ def _lock(descriptor: int, path: Path) -> None:
         return
 
 
-def _read_last_time(file: BinaryIO) -> tuple[float | None, bool]:
-    """Return the `t` of the last line that has one, and whether the file ends with a newline.
+def _read_last(file: BinaryIO) -> tuple[float | None, int, bool]:
+    """Return the `t` of the last line that has one, its link, and whether the file ends it.
 
-    The time is 0 if no line has one, and None if the file has no complete line.
+    The time is 0 if no line has one, and None if the file has no complete line. The file ends
+    its last line with a newline, unless the process was killed.
     """
     size = file.seek(0, os.SEEK_END)
     begin = max(0, size - TAIL_BYTES)
@@ -287,11 +292,12 @@ def _read_last_time(file: BinaryIO) -> tuple[float | None, bool]:
         file.seek(begin)
         tail = file.read()
         lines = tail.split(b"\n")[1 if begin else 0 :]
-        parsed = [line for line in map(_parse_line, lines) if line is not None]
-        times = [line["t"] for line in parsed if isinstance(line.get("t"), (int, float))]
+        parsed = [(text, line) for text in lines if (line := _parse_line(text)) is not None]
+        times = [line["t"] for _, line in parsed if isinstance(line.get("t"), (int, float))]
         if times or begin == 0:
             found = float(times[-1]) if times else 0.0
-            return found if parsed else None, tail.endswith(b"\n")
+            link = find_last_link([text for text, _ in parsed])
+            return found if parsed else None, link, tail.endswith(b"\n")
         begin = 0  # a line that is longer than the tail
 
 
