@@ -110,9 +110,10 @@ def find_missing_end(folder: Path, last: float) -> str:
     """
     latest = max(_saved_steps(folder), default=0)
     if latest > last + 1:
+        steps = format_quantity(last + 1, "step")
         return (
-            f"Lines are missing at the end of the record: it has {format_quantity(last + 1, 'step')}"
-            f", and the run a checkpoint after step {latest}."
+            f"Lines are missing at the end of the record: it has {steps}, and the run a checkpoint "
+            f"after step {latest}."
         )
     try:
         launched = read_description(folder)
