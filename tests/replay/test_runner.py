@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.check.layouts import Layout
+from lockstep.checksum import checksum
 from lockstep.cli import cli
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.replay.result import Replay, ReplayRequest
@@ -51,6 +52,26 @@ def test_steps_before_the_first_checkpoint_are_replayed_from_the_beginning(recip
     assert replay.base == 0
     assert results(replay) == recorded(recipe, 3, 5)
     assert reported[-1] == (6, 6)
+
+
+def test_operators_are_recorded_in_any_layout_without_a_change_of_bits(recipe):
+    alone = run_replay(ReplayRequest(recipe, 42, 42, level="operators", kept=3))
+    stages = Layout(2, stages=2, schedule="1f1b")
+    spread = run_replay(ReplayRequest(recipe, 42, 42, stages, level="operators"))
+    assert results(alone) == results(spread) == recorded(recipe, 42, 42)
+    ours, theirs = ((each.steps[0].operators) for each in (alone, spread))
+    # The first stage, which rank 0 has, computes the same as on one rank.
+    first = [each for each in ours if each.microbatch == 5 and each.phase == "forward"]
+    same = [each for each in theirs if each.microbatch == 5 and each.phase == "forward"]
+    shared = [each.outputs for each in same if each.operator == "aten.convolution"]
+    assert (
+        shared
+        == [each.outputs for each in first if each.operator == "aten.convolution"][: len(shared)]
+    )
+    assert shared
+    kept = alone.steps[0].kept
+    assert kept is not None
+    assert tuple(map(checksum, kept.outputs)) == ours[3].outputs
 
 
 def test_what_each_module_computes_is_the_same_in_another_layout(recipe):

@@ -6,12 +6,15 @@ those of two runs. This module needs no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from lockstep.model.fingerprint import Checksums
 
-__all__ = ["OperatorCall", "Phase"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KeptTensors", "OperatorCall", "Phase"]
 
 Phase = Literal["data", "forward", "backward", "reduction", "optimizer"]
 """What a step is doing: "reduction" is the summation of gradients and buffers, and clipping."""
@@ -22,6 +25,7 @@ class OperatorCall:
     """One call of an operator.
 
     A view has no checksums: it computes nothing, and what reads it is recorded with its values.
+    Neither has a collective call, whose results come later.
 
     Attributes:
         operator: The operator and its overload, such as "aten.addmm" or "aten.add.Tensor";
@@ -42,7 +46,7 @@ class OperatorCall:
             if it is a parameter or buffer: "fc.weight: float32[4, 8]".
         output_types: The same of each output.
         producers: For each input the index of the call that wrote to its memory last; -1 for
-            none. An estimate: memory that is freed and used again may have had another writer.
+            none. An estimate, because memory is freed and used again, and no part of equality.
         source: The line of the user's program, such as "train.py:31 in forward"; in
             backward that of the operator that is being differentiated. "" where unknown.
     """
@@ -57,5 +61,18 @@ class OperatorCall:
     generator: tuple[int, int] = (0, 0)
     input_types: tuple[str, ...] = ()
     output_types: tuple[str, ...] = ()
-    producers: tuple[int, ...] = ()
+    producers: tuple[int, ...] = field(default=(), compare=False)
     source: str = ""
+
+
+@dataclass(frozen=True)
+class KeptTensors:
+    """Copies of the tensors of one call.
+
+    Attributes:
+        inputs: What it read, as before the call.
+        outputs: What it returned, and what else it wrote.
+    """
+
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)

@@ -50,6 +50,9 @@ EMPTY = {
 }
 """Operators whose result has memory that nothing was written to."""
 
+IDENTITIES = {"alias", "detach", "detach_", "lift_fresh"}
+"""Views that are the same tensor again, of which a step has hundreds."""
+
 UNDECLARED_WRITES = {
     "cudnn_batch_norm": ("running_mean", "running_var"),
     "miopen_batch_norm": ("running_mean", "running_var"),
@@ -57,6 +60,17 @@ UNDECLARED_WRITES = {
     "native_batch_norm.out": ("running_mean", "running_var"),
 }
 """What operators write although their schema does not say so."""
+
+WORKSPACES = {
+    "_batch_norm_with_update": 3,
+    "_cudnn_rnn": 4,
+    "_thnn_fused_gru_cell": 1,
+    "_thnn_fused_lstm_cell": 2,
+    "cudnn_batch_norm": 3,
+    "miopen_rnn": 4,
+    "mkldnn_rnn_layer": 3,
+}
+"""Results that are memory for the operator's backward, which need not be written as a whole."""
 
 ASYNCHRONOUS = ("_c10d_functional", "c10d")
 """Namespaces of operators that return before their results are there."""
@@ -76,10 +90,11 @@ class OperatorSchema:
         unread: Those of them that it does not read.
         is_view: Whether it returns or changes views only, and computes nothing.
         makes_empty: Whether it returns memory that nothing was written to.
+        workspace: Which of its results need not be written as a whole; None for none.
         is_random: Whether it may draw random numbers.
-        is_asynchronous: Whether it returns before its results are there.
+        is_asynchronous: Whether it returns before its results are there, such as a collective.
         is_opaque: Whether nothing is known of what it writes.
-        is_ignored: Whether it is no computation at all, such as a mark for a profiler.
+        is_ignored: Whether it says nothing: the same tensor again, or a mark for a profiler.
     """
 
     name: str
@@ -88,6 +103,7 @@ class OperatorSchema:
     unread: frozenset[str] = frozenset()
     is_view: bool = False
     makes_empty: bool = False
+    workspace: int | None = None
     is_random: bool = False
     is_asynchronous: bool = False
     is_opaque: bool = False
@@ -154,9 +170,10 @@ def describe_operator(operator: Any) -> OperatorSchema:
         unread=frozenset(each.name for each in writable if is_overwriting or each.is_out),
         is_view=not makes_empty and (operator.is_view or torch.Tag.inplace_view in tags),
         makes_empty=makes_empty,
+        workspace=WORKSPACES.get(plain) if namespace == "aten" else None,
         is_random=torch.Tag.nondeterministic_seeded in tags,
         is_asynchronous=namespace in ASYNCHRONOUS,
-        is_ignored=namespace == "profiler",
+        is_ignored=namespace == "profiler" or (namespace == "aten" and plain in IDENTITIES),
     )
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,12 +35,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.checksum import checksum
+from lockstep.data.microbatch import Batch
 from lockstep.model.call_site import CallSites
-from lockstep.model.operator_call import OperatorCall, Phase
+from lockstep.model.operator_call import KeptTensors, OperatorCall, Phase
 from lockstep.model.operator_schema import describe_operator, format_value, tensors_in
+from lockstep.model.step_context import StepContext
 from lockstep.model.units import is_in_backward
 
-__all__ = ["KeptTensors", "OperatorTracer", "record_graphs_as_operators"]
+__all__ = ["OperatorTracer", "record_graphs_as_operators"]
 
 Position = Callable[[], tuple[int, int] | None]
 """Returns the (micro-batch, stage) that is being computed; None between them."""
@@ -61,19 +62,6 @@ def record_graphs_as_operators() -> None:
 
         if hasattr(config, "wrap_inductor_compiled_regions"):
             config.wrap_inductor_compiled_regions = True
-
-
-@dataclass(frozen=True)
-class KeptTensors:
-    """Copies of the tensors of one call.
-
-    Attributes:
-        inputs: What it read, as before the call.
-        outputs: What it returned, and what else it wrote.
-    """
-
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    outputs: list[torch.Tensor] = field(default_factory=list)
 
 
 class OperatorTracer(TorchDispatchMode):
@@ -103,6 +91,26 @@ class OperatorTracer(TorchDispatchMode):
         return True
 
     @contextmanager
+    def recording(self, step: StepContext, position: Position) -> Iterator[None]:
+        """Record the micro-batches in the body, and let the step name its other phases."""
+        step.trace = self.tracing
+        with self.tracing("forward", position):
+            yield
+
+    def select(self, batch: Batch) -> Batch:
+        """Record the data of this rank's micro-batches, before any module can write into it."""
+        for each in batch.microbatches:
+            if each.data is not None:
+                self.record_data(each.index, each.data)
+        return batch
+
+    def record_refusal(self, sentence: str) -> None:
+        """Do nothing: what stops a step is no operator."""
+
+    def record_reduction(self, losses: Mapping[int, float]) -> None:
+        """Do nothing: the operators of the reduction are recorded."""
+
+    @contextmanager
     def tracing(self, phase: Phase, position: Position | None = None) -> Iterator[None]:
         """Record the operators that the body executes.
 
@@ -119,7 +127,7 @@ class OperatorTracer(TorchDispatchMode):
             self._phase, self._position = before
 
     def record_data(self, microbatch: int, data: Any) -> None:
-        """Record the data of a micro-batch, before any module can write into it."""
+        """Record the data of a micro-batch."""
         tensors = tensors_in(tree_leaves(data))
         index = len(self.calls)
         if index == self._keep:
@@ -142,7 +150,8 @@ class OperatorTracer(TorchDispatchMode):
         if schema.is_ignored or any(issubclass(each, FakeTensor) for each in types):
             return func(*args, **kwargs)
         index, memory = len(self.calls), self._memory
-        is_kept, is_computing = index == self._keep, not (schema.is_view or schema.makes_empty)
+        is_kept = index == self._keep
+        is_computing = not (schema.is_view or schema.makes_empty or schema.is_asynchronous)
         phase = self._phase or "forward"
         if phase == "forward" and is_in_backward():
             phase = "backward"
@@ -163,18 +172,15 @@ class OperatorTracer(TorchDispatchMode):
             known = zip(read, inputs, strict=True)
             written = [each for each, seen in known if memory.checksum(each) != seen]
         made = _distinct([*tree_leaves(result), *written, *overwritten])
+        if schema.workspace is not None:
+            memory.note_uninitialized(tensors_in([result[schema.workspace]]))
         outputs: tuple[int, ...] = ()
         if schema.makes_empty:
             memory.note_uninitialized(tensors_in(made))
         elif is_computing:
             complete = set(map(id, overwritten))
             outputs = tuple(
-                UNKNOWN
-                if schema.is_asynchronous
-                else _checksum(each)
-                if id(each) in complete
-                else memory.checksum(each)
-                for each in made
+                _checksum(each) if id(each) in complete else memory.checksum(each) for each in made
             )
             memory.note_overwritten(overwritten)
         memory.note_writes(tensors_in(made), index)

@@ -19,7 +19,7 @@ these ranks apart. The number of the attempt can, and every exchange of a step c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -33,6 +33,7 @@ from lockstep.data.microbatch import Batch, Microbatch, split_evenly
 from lockstep.errors import LossError
 from lockstep.model.forward import check_scalar
 from lockstep.model.loss_weight import compute_shares, count_ignored_targets, is_sum
+from lockstep.model.operator_call import Phase
 from lockstep.model.parallel_context import ParallelContext
 
 __all__ = [
@@ -208,6 +209,8 @@ class StepContext:
         attempt: Which one.
         parallel: The layout, the loss and the arithmetic.
         observer: Sees what the step computes, for a command such as `lockstep check`.
+        trace: Returns the context in which the operators of a phase are recorded; None where
+            they are not.
         is_traced: Whether the executor keeps spans.
         is_checkpoint_due: Whether rank 0 wants a checkpoint after the step.
         batch: This rank's part of the batch, once it is known.
@@ -228,6 +231,7 @@ class StepContext:
     attempt: Attempt
     parallel: ParallelContext
     observer: StepObserver | None = None
+    trace: Callable[[Phase], AbstractContextManager[None]] | None = None
     is_traced: bool = False
     is_checkpoint_due: bool = False
     batch: Batch | None = None
@@ -257,6 +261,10 @@ class StepContext:
         if (scale := self.parallel.loss_scale) is not None:
             about += f" and a loss scale of {scale.value:g}"
         return StepLabel(attempt.step, about, batch.identity.pack(), attempt.previous_failure)
+
+    def tracing(self, phase: Phase) -> AbstractContextManager[None]:
+        """Return the context of a phase of the step, for what records operators."""
+        return nullcontext() if self.trace is None else self.trace(phase)
 
     def place(self, microbatch: int) -> str:
         """Return the rank, the step and the micro-batch, for messages."""

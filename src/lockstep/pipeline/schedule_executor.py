@@ -223,7 +223,8 @@ class ScheduleExecutor:
     def _finish_leaf(self, stage: Stage, microbatch: Microbatch) -> None:
         self._skip_absent(stage, microbatch.index)
         self._missing[stage.number].pop(0)
-        stage.finish(microbatch.index, microbatch.size / self.step.samples)
+        with self.step.tracing("reduction"):
+            stage.finish(microbatch.index, microbatch.size / self.step.samples)
 
     def _receive(self, receiver: Receiver, leaf: int, more: bool = False) -> Any:
         begun, before = time.perf_counter(), receiver.received_bytes

@@ -8,6 +8,7 @@ from typing import Literal
 
 from lockstep.check.layouts import Layout
 from lockstep.model.fingerprint import StepFingerprint
+from lockstep.model.operator_call import KeptTensors, OperatorCall
 
 __all__ = ["Level", "Replay", "ReplayRequest", "ReplayedStep"]
 
@@ -27,6 +28,8 @@ class ReplayRequest:
         level: What is recorded of the wanted steps.
         microbatch: The only micro-batch to compute of the step `first`, which is then not
             finished; None for whole steps.
+        kept: The index, among the operators of the step `first`, of the one whose tensors are
+            kept at level "operators"; None for none.
         timeout: Seconds after which the ranks are ended; None for no limit.
     """
 
@@ -36,6 +39,7 @@ class ReplayRequest:
     layout: Layout = field(default_factory=lambda: Layout(1))
     level: Level = "result"
     microbatch: int | None = None
+    kept: int | None = None
     timeout: float | None = None
 
 
@@ -51,7 +55,9 @@ class ReplayedStep:
         losses: The loss of each micro-batch; None for one that was not computed.
         batch: A hash of the batch's samples, as in the record; None where it is not known.
         digest: `trainer.digest()` after the step.
-        fingerprints: What each rank's modules computed, by rank; empty at level "result".
+        fingerprints: What each rank's modules computed, by rank; only at level "modules".
+        operators: The operators that rank 0 executed, in order; only at level "operators".
+        kept: The tensors of the operator that the request names, of this step; None for none.
     """
 
     step: int
@@ -62,6 +68,8 @@ class ReplayedStep:
     batch: str | None
     digest: str
     fingerprints: list[StepFingerprint] = field(default_factory=list)
+    operators: list[OperatorCall] = field(default_factory=list)
+    kept: KeptTensors | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import nn
 
 from lockstep.check.session import choose_options
 from lockstep.model.fingerprinter import Fingerprinter
+from lockstep.model.operator_tracer import OperatorTracer, record_graphs_as_operators
 from lockstep.model.step_context import StepObserver
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.replay.result import ReplayedStep, ReplayRequest
@@ -85,7 +86,8 @@ class ReplayedTrainer:
         self._session, self._trainer = session, trainer
         self.checkpoint = checkpoint
         self._fingerprinter: Fingerprinter | None = None
-        if session.request.level != "result":
+        self._tracer: OperatorTracer | None = None
+        if session.request.level == "modules":
             self._fingerprinter = Fingerprinter(
                 session.trainer,
                 trainer.parallel,
@@ -96,7 +98,14 @@ class ReplayedTrainer:
 
     def begin_step(self, step: int) -> StepObserver | None:
         """Return what observes a step."""
-        return self._fingerprinter if self._is_wanted(step) else None
+        if self._session.request.level != "operators":
+            return self._fingerprinter if self._is_wanted(step) else None
+        record_graphs_as_operators()
+        if self._is_wanted(step):
+            modules = self._trainer.parallel.modules_with(self._trainer.called)
+            kept = self._session.request.kept if step == self._session.request.first else None
+            self._tracer = OperatorTracer(modules, kept)
+        return self._tracer
 
     def commit(self, committed: CommittedStep) -> None:
         """Take in a step; end the program after the last one that is wanted."""
@@ -127,5 +136,7 @@ class ReplayedTrainer:
                 batch=result.batch,
                 digest=digest,
                 fingerprints=fingerprints,
+                operators=[] if self._tracer is None else self._tracer.calls,
+                kept=None if self._tracer is None else self._tracer.kept,
             )
         )

@@ -112,8 +112,9 @@ class MicrobatchLoop:
                     f"{step.place(leaf)}: step.backward(loss) was not called: write it instead of "
                     "loss.backward()"
                 )
-            self.buffers.collect(leaf, microbatch.size / step.samples)
-            self.gradients.accumulate(leaf)
+            with step.tracing("reduction"):
+                self.buffers.collect(leaf, microbatch.size / step.samples)
+                self.gradients.accumulate(leaf)
             step.computed.append(self._current)
             self._current = None
         self.gradients.launch_remaining()
