@@ -125,3 +125,81 @@ def test_a_traced_step_has_the_same_bits(name):
             assert rest in (["data", "backward", "reduction"], ["data", "backward"])
         assert places[-2:] == [("reduction", None), ("optimizer", None)]
     assert not plain[0].operators
+
+
+class Gated(nn.Module):
+    """A part to be compiled, with batch norm and dropout, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.GELU(), nn.Dropout(0.3))
+        self.head = nn.Linear(9, 10)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        return self.head(self.body(rows))
+
+
+def train_compiled(backend: Any) -> None:
+    model = Gated()
+    model.body = torch.compile(model.body, backend=backend)
+    trainer = ls.Trainer(model, nn.CrossEntropyLoss(), ADAM, microbatches=4, loggers=None)
+    for batch in row_batches([8, 8, 8]):
+        trainer.step(batch)
+
+
+def test_a_compiled_module_stays_compiled():
+    graphs = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            counts[-1] += 1
+            return graph(*args)
+
+        graphs.append(graph)
+        return run
+
+    counts: list[int] = []
+    found = []
+    for level in ("result", "operators"):
+        torch._dynamo.reset()
+        counts.append(0)
+        found.append(replayed(partial(train_compiled, compiler), level))
+    assert counts == [12, 12]
+    plain, traced = ([(each.norm, each.digest) for each in steps] for steps in found)
+    assert plain == traced
+
+
+@pytest.mark.stress
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of inductor's own
+def test_a_graph_of_inductor_is_one_operator(monkeypatch):
+    import torch._inductor.config as config
+
+    monkeypatch.setattr(config, "wrap_inductor_compiled_regions", False)
+    monkeypatch.setattr(config, "compile_threads", 1)  # in this process
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # which inductor sets
+    found = {}
+    for level in ("result", "operators"):
+        torch._dynamo.reset()
+        found[level] = replayed(partial(train_compiled, "inductor"), level)
+    for plain, traced in zip(found["result"], found["operators"], strict=True):
+        assert (plain.norm, plain.digest) == (traced.norm, traced.digest)
+        first = [
+            each
+            for each in traced.operators
+            if (each.microbatch, each.operator) == (0, "inductor_compiled_code")
+        ]
+        assert [(each.phase, each.unit) for each in first] == [
+            ("forward", "body"),
+            ("backward", "body"),
+        ]
+        forward, backward = first
+        assert forward.input_types[0] == "body.0.weight: float32[9, 6]"
+        assert forward.source.startswith("test_session.py")
+        assert "in forward" in forward.source
+        # Batch norm's buffers are written in place, and its counter.
+        assert {"float32[9]", "int64[]"} <= {*forward.output_types}
+        assert forward.generator[0] != forward.generator[1]
+        assert backward.output_types[0] == "float32[9, 6]"
+        own = [each for each in traced.operators if each.unit.startswith("body")]
+        assert len(own) == 8

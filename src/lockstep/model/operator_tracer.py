@@ -93,7 +93,7 @@ class OperatorTracer(TorchDispatchMode):
     @contextmanager
     def recording(self, step: StepContext, position: Position) -> Iterator[None]:
         """Record the micro-batches in the body, and let the step name its other phases."""
-        step.trace = self.tracing
+        step.phase_recorder = self.tracing
         with self.tracing("forward", position):
             yield
 

@@ -209,8 +209,8 @@ class StepContext:
         attempt: Which one.
         parallel: The layout, the loss and the arithmetic.
         observer: Sees what the step computes, for a command such as `lockstep check`.
-        trace: Returns the context in which the operators of a phase are recorded; None where
-            they are not.
+        phase_recorder: Returns the context in which the operators of a phase are recorded; None
+            where they are not.
         is_traced: Whether the executor keeps spans.
         is_checkpoint_due: Whether rank 0 wants a checkpoint after the step.
         batch: This rank's part of the batch, once it is known.
@@ -231,7 +231,7 @@ class StepContext:
     attempt: Attempt
     parallel: ParallelContext
     observer: StepObserver | None = None
-    trace: Callable[[Phase], AbstractContextManager[None]] | None = None
+    phase_recorder: Callable[[Phase], AbstractContextManager[None]] | None = None
     is_traced: bool = False
     is_checkpoint_due: bool = False
     batch: Batch | None = None
@@ -262,9 +262,9 @@ class StepContext:
             about += f" and a loss scale of {scale.value:g}"
         return StepLabel(attempt.step, about, batch.identity.pack(), attempt.previous_failure)
 
-    def tracing(self, phase: Phase) -> AbstractContextManager[None]:
+    def in_phase(self, phase: Phase) -> AbstractContextManager[None]:
         """Return the context of a phase of the step, for what records operators."""
-        return nullcontext() if self.trace is None else self.trace(phase)
+        return nullcontext() if self.phase_recorder is None else self.phase_recorder(phase)
 
     def place(self, microbatch: int) -> str:
         """Return the rank, the step and the micro-batch, for messages."""

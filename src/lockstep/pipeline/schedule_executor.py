@@ -223,7 +223,7 @@ class ScheduleExecutor:
     def _finish_leaf(self, stage: Stage, microbatch: Microbatch) -> None:
         self._skip_absent(stage, microbatch.index)
         self._missing[stage.number].pop(0)
-        with self.step.tracing("reduction"):
+        with self.step.in_phase("reduction"):
             stage.finish(microbatch.index, microbatch.size / self.step.samples)
 
     def _receive(self, receiver: Receiver, leaf: int, more: bool = False) -> Any:

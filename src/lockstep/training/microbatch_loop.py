@@ -112,7 +112,7 @@ class MicrobatchLoop:
                     f"{step.place(leaf)}: step.backward(loss) was not called: write it instead of "
                     "loss.backward()"
                 )
-            with step.tracing("reduction"):
+            with step.in_phase("reduction"):
                 self.buffers.collect(leaf, microbatch.size / step.samples)
                 self.gradients.accumulate(leaf)
             step.computed.append(self._current)

@@ -203,18 +203,18 @@ class OptimizerStep:
         step.is_agreed = True
         self._check(step, statuses)
         nodes, peers = self._nodes(leaves), self._peers(statuses)
-        with step.tracing("reduction"):
+        with step.in_phase("reduction"):
             self._reduce(step, status, nodes, peers)
             norm = self._clip(step)
         scale = self.parallel.loss_scale
         is_skipped = None if scale is None else not math.isfinite(norm)
         with self._restored_buffers():
-            with step.tracing("reduction"):
+            with step.in_phase("reduction"):
                 self._merge_buffers(leaves, nodes, peers)
             reduced = time.perf_counter()
             rate = self.optimization.rate
             if not is_skipped:
-                with step.tracing("optimizer"):
+                with step.in_phase("optimizer"):
                     self.optimization.step(step.label.about)
         updated = time.perf_counter()
         step.is_agreed = False
