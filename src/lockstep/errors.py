@@ -100,7 +100,12 @@ class SampleError(WorkError):
 
 
 class LossError(WorkError):
-    """A loss that is no scalar, is not finite, or that raised."""
+    """A loss that is no scalar, is not finite, or that raised.
+
+    `microbatch` is the first micro-batch whose loss is not finite; None for another failure.
+    """
+
+    microbatch: int | None = None
 
 
 class GradientError(WorkError):

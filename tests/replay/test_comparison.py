@@ -104,11 +104,16 @@ def test_the_step_in_which_a_run_stopped_is_equal_where_the_replay_stops_alike()
     recorded = find_recorded(run, {}, 7)
     assert (recorded.step, recorded.microbatch) == (None, 3)
     assert find_recorded(run, {}, 8) == Recorded(None)
-    again = "rank 0 failed: " + message.replace("rank 1", "rank 0")
+    again = message.removeprefix("LossError: ").replace("rank 1", "rank 0")
     assert compare(REQUEST, recorded, Replay([], 0, 1.0, again)).equal
     other = again.replace("nan", "inf")
     assert not compare(REQUEST, recorded, Replay([], 0, 1.0, other)).equal
     assert not compare(REQUEST, recorded, Replay([REPLAYED], 0, 1.0)).equal
+    for microbatch, loss, is_equal in ((3, math.nan, True), (3, 0.5, False), (2, 0.5, True)):
+        request = replace(REQUEST, microbatch=microbatch)
+        losses = tuple(loss if each == microbatch else None for each in range(4))
+        alone = replace(REPLAYED, losses=losses, loss=math.nan)
+        assert compare(request, recorded, Replay([alone], 0, 1.0)).equal is is_equal
 
 
 def test_the_digest_after_a_step_is_that_of_a_checkpoint_or_of_the_end():

@@ -60,6 +60,10 @@ def test_operators_are_recorded_in_any_layout_without_a_change_of_bits(recipe):
     spread = run_replay(ReplayRequest(recipe, 42, 42, stages, level="operators"))
     assert results(alone) == results(spread) == recorded(recipe, 42, 42)
     ours, theirs = ((each.steps[0].operators) for each in (alone, spread))
+    assert [each.phase for each in ours[:8]] == ["data"] * 8
+    phases = {each.phase for each in ours}
+    assert phases == {"data", "forward", "backward", "reduction", "optimizer"}
+    assert {each.microbatch for each in ours if each.phase == "backward"} == {*range(8)}
     # The first stage, which rank 0 has, computes the same as on one rank.
     first = [each for each in ours if each.microbatch == 5 and each.phase == "forward"]
     same = [each for each in theirs if each.microbatch == 5 and each.phase == "forward"]

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,20 @@ INTERVAL = 30.0  # seconds between two lines of progress where there is no termi
     help="Pipeline stages; -n must be a multiple of it.",
 )  # fmt: skip
 @click.option(
+    "--pdb", "debug", is_flag=True,
+    help="Run the micro-batch under pdb, which stops where the model's forward begins.",
+)  # fmt: skip
+@click.option(
+    "--dump", metavar="DIR", type=click.Path(path_type=Path),
+    help="Write inputs, weights, activations and gradients of the micro-batch to this new folder, "
+    "as safetensors.",
+)  # fmt: skip
+@click.option(
+    "--anomaly", is_flag=True,
+    help="Run the micro-batch in autograd's anomaly mode, which names the operation whose gradient "
+    "is NaN.",
+)  # fmt: skip
+@click.option(
     "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
     help="End the replay after this time.  [default: no limit]",
 )  # fmt: skip
@@ -57,6 +72,9 @@ def command(
     microbatch: int | None,
     nprocs: int,
     stages: int,
+    debug: bool,
+    dump: Path | None,
+    anomaly: bool,
     timeout: float | None,
     folder: str,
     as_json: bool,
@@ -67,6 +85,9 @@ def command(
     the step, or from its beginning if there is none before it. The number of ranks and
     stages may differ from the recorded ones. Nothing is recorded or saved by the
     trainer; files that the program writes itself are written again.
+
+    --microbatch compares the loss of that micro-batch. On one rank it is computed
+    alone, and can be inspected with --pdb, --dump and --anomaly.
 
     Exit status: 0 same bits, 1 different bits or the replay failed, 2 usage error.
     """
@@ -80,6 +101,10 @@ def command(
 
     if nprocs % stages:
         raise LayoutError(f"-n {nprocs} must be a multiple of --stages {stages}")
+    asked = {"--pdb": debug, "--dump": dump is not None, "--anomaly": anomaly}
+    _require_alone([name for name, given in asked.items() if given], microbatch, nprocs)
+    if dump is not None and dump.exists() and (not dump.is_dir() or any(dump.iterdir())):
+        raise UsageError(f"--dump {dump}: this is not an empty folder; give the name of a new one")
     found = read_run(find_run(run, folder))
     steps = {each.step: each for each in read_step_fingerprints(found.folder)}
     recorded = find_recorded(found, steps, step)
@@ -91,7 +116,15 @@ def command(
     schedule = "1f1b" if stages > 1 else None
     layout = Layout(nprocs, stages=stages, schedule=schedule)
     request = ReplayRequest(
-        found.folder, step, step, layout, microbatch=microbatch, timeout=timeout
+        found.folder,
+        step,
+        step,
+        layout,
+        microbatch=microbatch,
+        dump=None if dump is None else dump.absolute(),
+        anomaly=anomaly,
+        debug=debug,
+        timeout=timeout,
     )
     place = "the beginning"
     if base.checkpoint is not None:
@@ -106,6 +139,14 @@ def command(
     if as_json:
         click.echo(json.dumps(result.plain()))
     sys.exit(0 if result.equal else 1)
+
+
+def _require_alone(asked: Sequence[str], microbatch: int | None, nprocs: int) -> None:
+    """Raise UsageError if options for one micro-batch are given without one, or on more ranks."""
+    if asked and microbatch is None:
+        raise UsageError(f"{asked[0]} needs --microbatch M: it shows one micro-batch of the step")
+    if asked and nprocs > 1:
+        raise UsageError(f"{asked[0]} shows a micro-batch on one rank: omit -n {nprocs}")
 
 
 def _require_step(run: Run, recorded: Recorded, count: int, step: int) -> None:
@@ -158,13 +199,18 @@ def _print(result: Comparison) -> None:
         what += f", micro-batch {request.microbatch}"
     figures = result.plain()
     for name in ("loss", "norm", "digest"):
-        before, now = figures[f"recorded_{name}"], figures[name]
+        before, now = (
+            figures[each] if figures[each] is not None else figures.get(f"{each}_hex")
+            for each in (f"recorded_{name}", name)
+        )
         if now is not None or before is not None:
             click.echo(f"{name:<7}{now}  recorded: {'-' if before is None else before}")
     if result.equal:
         click.echo(f"{what}: the same bits ({', '.join(result.compared)})")
     else:
         click.echo(escape_control(f"{what}: different; {'; '.join(result.differences)}"))
+    for remark in () if replayed is None else replayed.remarks:
+        click.echo(escape_control(remark))
     if replay.failure and replayed is None and not result.recorded.failure:
         click.echo(f"\n{escape_control(replay.details)}", err=True)
 

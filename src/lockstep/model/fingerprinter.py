@@ -101,6 +101,9 @@ class Fingerprinter:
                 self.current.data[each.index] = checksums(each.data)
         return batch
 
+    def record_loss(self, loss: torch.Tensor) -> None:
+        """Do nothing: all losses come with the reduction."""
+
     def record_refusal(self, sentence: str) -> None:
         """Record why the trainer would have stopped; "" for no reason."""
         self.current.refusal = sentence

@@ -31,7 +31,7 @@ import xxhash
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lockstep.checksum import checksum
@@ -99,10 +99,14 @@ class OperatorTracer(TorchDispatchMode):
 
     def select(self, batch: Batch) -> Batch:
         """Record the data of this rank's micro-batches, before any module can write into it."""
-        for each in batch.microbatches:
-            if each.data is not None:
-                self.record_data(each.index, each.data)
+        with _disable_current_modes():  # checksums are no operators of the step
+            for each in batch.microbatches:
+                if each.data is not None:
+                    self.record_data(each.index, each.data)
         return batch
+
+    def record_loss(self, loss: torch.Tensor) -> None:
+        """Do nothing: the loss is the output of an operator."""
 
     def record_refusal(self, sentence: str) -> None:
         """Do nothing: what stops a step is no operator."""

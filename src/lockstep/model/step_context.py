@@ -194,6 +194,9 @@ class StepObserver(Protocol):
     def select(self, batch: Batch) -> Batch:
         """Take in this rank's part of the batch; return what is to be computed of it."""
 
+    def record_loss(self, loss: torch.Tensor) -> None:
+        """Take in the loss of a micro-batch, before its backward begins."""
+
     def record_refusal(self, sentence: str) -> None:
         """Take in why the trainer would have stopped; "" for no reason."""
 
@@ -281,15 +284,16 @@ class StepContext:
         Raises:
             LossError: The weights of the micro-batches cannot be computed, or sum to 0.
         """
-        self.batch = self.parallel.split(batch)
-        self.shares, self.samples = self._shares(self.batch)
-        if self.observer is not None:
-            self.batch = self.observer.select(self.batch)
+        whole = self.parallel.split(batch)
+        self.batch = whole if self.observer is None else self.observer.select(whole)
+        self.shares, self.samples = self._shares(whole)
         return self.batch
 
     def check_loss(self, loss: torch.Tensor, place: str) -> None:
         """Raise LossError unless `loss` is a scalar that backward can start from."""
         check_scalar(loss, place)
+        if self.observer is not None:
+            self.observer.record_loss(loss)
         if not loss.requires_grad:
             raise LossError(
                 f"{place}: the loss depends on no trainable parameter; either all parameters are "

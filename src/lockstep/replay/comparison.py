@@ -17,9 +17,8 @@ __all__ = ["Comparison", "Recorded", "compare", "find_recorded"]
 MOST_NAMED = 8  # micro-batches in a sentence
 
 STOPPED_AT = re.compile(
-    r"(?:LossError|GradientError): (?:rank \d+, )?step (?P<step>\d+)"
-    r"(?:, micro-batch (?P<microbatch>\d+))?: (?P<what>the .*?)(?:; training stopped.*)?$",
-    re.DOTALL,
+    r"(?:\w+Error: )?(?:rank \d+, )?step (?P<step>\d+)"
+    r"(?:, micro-batch (?P<microbatch>\d+))?: (?P<what>the [\w ]+ is -?(?:nan|inf))"
 )
 
 
@@ -127,7 +126,7 @@ def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Compa
     pairs: dict[str, tuple[str, str]] = {}
     differences: list[str] = []
     if recorded.failure:
-        pairs["how it stopped"] = recorded.failure, _describe_stop(replay, replayed)
+        pairs["whether it stopped"] = _find_stops(request, recorded, replay, replayed)
     elif replayed is None:
         differences.append(f"the replay failed: {replay.failure}")
     elif recorded.step is not None:
@@ -178,13 +177,22 @@ def _losses(step: RecordedStep, replayed: ReplayedStep) -> list[str]:
     return [f"losses of the micro-batches: other ones in {', '.join(other[:MOST_NAMED])}{more}"]
 
 
-def _describe_stop(replay: Replay, replayed: ReplayedStep | None) -> str:
-    """Return why a replay stopped, as `Recorded.failure` has it."""
-    if replayed is not None and not replay.failure:
-        return "the step was finished"
+def _find_stops(
+    request: ReplayRequest, recorded: Recorded, replay: Replay, replayed: ReplayedStep | None
+) -> tuple[str, str]:
+    """Return how the run and the replay stopped in the step, in phrases."""
+    if request.microbatch is not None and replayed is not None:
+        loss = _loss_of(replayed, request.microbatch)
+        if request.microbatch == recorded.microbatch:
+            return recorded.failure, f"the loss is {loss}"
+        is_finite = loss is None or math.isfinite(loss)
+        stopped = f"in micro-batch {recorded.microbatch}"
+        return stopped, stopped if is_finite else f"the loss is {loss}"
+    if replayed is not None:
+        return recorded.failure, "it did not stop"
     text = re.sub(r"^rank \d+ failed: ", "", replay.failure)
     stop = STOPPED_AT.match(text)
-    return text if stop is None else stop["what"]
+    return recorded.failure, text if stop is None else stop["what"]
 
 
 def _results(

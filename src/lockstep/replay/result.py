@@ -26,10 +26,13 @@ class ReplayRequest:
         last: The last one.
         layout: Where the training takes place.
         level: What is recorded of the wanted steps.
-        microbatch: The only micro-batch to compute of the step `first`, which is then not
-            finished; None for whole steps.
+        microbatch: The micro-batch of the step `first` that is wanted; on one rank it is
+            computed alone, and the step not finished. None for whole steps.
         kept: The index, among the operators of the step `first`, of the one whose tensors are
             kept at level "operators"; None for none.
+        dump: The folder into which the tensors of that micro-batch are written; None for none.
+        anomaly: Compute that micro-batch in autograd's anomaly mode.
+        debug: Compute that micro-batch under pdb, in this terminal.
         timeout: Seconds after which the ranks are ended; None for no limit.
     """
 
@@ -40,7 +43,15 @@ class ReplayRequest:
     level: Level = "result"
     microbatch: int | None = None
     kept: int | None = None
+    dump: Path | None = None
+    anomaly: bool = False
+    debug: bool = False
     timeout: float | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one micro-batch is computed alone, and not the whole step."""
+        return self.microbatch is not None and self.layout.ranks == 1
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,7 @@ class ReplayedStep:
         fingerprints: What each rank's modules computed, by rank; only at level "modules".
         operators: The operators that rank 0 executed, in order; only at level "operators".
         kept: The tensors of the operator that the request names, of this step; None for none.
+        remarks: What was found in the micro-batch that was computed alone, in sentences.
     """
 
     step: int
@@ -70,6 +82,7 @@ class ReplayedStep:
     fingerprints: list[StepFingerprint] = field(default_factory=list)
     operators: list[OperatorCall] = field(default_factory=list)
     kept: KeptTensors | None = None
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

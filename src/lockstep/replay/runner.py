@@ -12,10 +12,12 @@ import importlib
 import os
 import pickle
 import re
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,9 @@ from lockstep.replay.program import Base, Program, find_base, read_program
 from lockstep.replay.result import Replay, ReplayedStep, ReplayRequest
 from lockstep.replay.stored_sources import StoredSources
 
-__all__ = ["run_replay"]
+__all__ = ["run_order", "run_program", "run_replay"]
 
+FAILURE = "failure"  # the file with the sentence of a program that failed in this terminal
 POLL = 0.2  # seconds between two reports of progress
 READ_LATE = re.compile(r"OMP_NUM_THREADS|CUBLAS.*|NVIDIA_.*|TORCH_.*|TORCHINDUCTOR_CACHE_DIR")
 """Variables that a forked rank obeys although torch is loaded; others need a new interpreter."""
@@ -66,14 +69,18 @@ def run_program(
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         folder = Path(name)
         begun = time.monotonic()
-        error = _launch(program, base, request, folder, report or (lambda done, total: None))
-        seconds = time.monotonic() - begun
-        steps = _read_steps(folder, request)
-        if error is None and len(steps) == request.last + 1 - request.first:
-            return Replay(steps, base.steps, seconds)
-        if error is not None:
+        details = ""
+        try:
+            _launch(program, base, request, folder, report or (lambda done, total: None))
+            failure = ""
+        except RankError as error:
+            failure = str(error)
             details = describe_failure(error, _log_of(folder, error.rank or 0))
-            return Replay(steps, base.steps, seconds, str(error), details)
+        seconds = time.monotonic() - begun
+        ranks = [list(_read(_record_of(folder, rank))) for rank in range(request.layout.ranks)]
+        steps = _merge_steps(ranks)
+        if failure or len(steps) == request.last + 1 - request.first:
+            return Replay(steps, base.steps, seconds, failure, details)
         done = read_count(folder) or base.steps
         sentence = f"the program ended after {done} steps, before step {request.last} was finished"
         return Replay(steps, base.steps, seconds, sentence)
@@ -81,10 +88,13 @@ def run_program(
 
 def _launch(
     program: Program, base: Base, request: ReplayRequest, folder: Path, report: Report
-) -> RankError | None:
-    """Run the ranks to their end; return the error of the first that failed."""
+) -> None:
+    """Run the ranks to their end; raise RankError if one failed."""
     order = (program, base, request, str(folder))
     total = request.last + 1 - base.steps
+    if request.debug:
+        _run_in_terminal(order, folder)
+        return
     with _environment(program.environ) as needs_interpreter:
         if not needs_interpreter:
             get_fork_server(for_training=True)
@@ -103,11 +113,41 @@ def _launch(
             ranks.join(POLL)
         except TimeoutError:
             report(max(0, read_count(folder) - base.steps), total)
-        except RankError as error:
-            return error
         else:
             report(max(0, read_count(folder) - base.steps), total)
-            return None
+            return
+
+
+def _run_in_terminal(order: tuple[Program, Base, ReplayRequest, str], folder: Path) -> None:
+    """Run the program on one rank in a new interpreter that shares this terminal."""
+    file = folder / "order.pickle"
+    file.write_bytes(pickle.dumps(order))
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from lockstep.replay.runner import run_order; "
+        f"run_order({os.fspath(file)!r})"
+    )
+    # Ctrl-C is meant for the debugger alone.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with _environment(order[0].environ):
+            ended = subprocess.run([sys.executable, "-c", code], check=False)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if ended.returncode:
+        sentence = f"the program ended with status {ended.returncode}"
+        with contextlib.suppress(OSError):
+            sentence = (folder / FAILURE).read_text()
+        raise RankError(sentence)
+
+
+def run_order(file: str) -> None:
+    """Run one rank as `_run_in_terminal` asks, in a new interpreter."""
+    program, base, request, folder = pickle.loads(Path(file).read_bytes())
+    try:
+        _run_rank(0, program, base, request, folder)
+    except Exception as error:
+        (Path(folder) / FAILURE).write_text(f"{type(error).__name__}: {error}")
+        sys.exit(1)
 
 
 @contextlib.contextmanager
@@ -138,7 +178,8 @@ def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, n
     from lockstep.training.session import SessionComplete, open_session
 
     folder = Path(name)
-    redirect_output(_log_of(folder, rank))
+    if not request.debug:
+        redirect_output(_log_of(folder, rank))
     os.environ[RUN] = name
     if request.layout.backend:
         os.environ["LOCKSTEP_BACKEND"] = request.layout.backend
@@ -216,9 +257,8 @@ def read_count(folder: Path) -> int:
         return 0
 
 
-def _read_steps(folder: Path, request: ReplayRequest) -> list[ReplayedStep]:
+def _merge_steps(ranks: Sequence[Sequence[ReplayedStep]]) -> list[ReplayedStep]:
     """Return the steps that every rank recorded, each with the fingerprints of all."""
-    ranks = [list(_read(_record_of(folder, rank))) for rank in range(request.layout.ranks)]
     return [
         replace(own[0], fingerprints=[found for each in own for found in each.fingerprints])
         for own in zip(*ranks, strict=False)  # a rank that failed has fewer

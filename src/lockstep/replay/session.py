@@ -8,6 +8,7 @@ after the last     SessionComplete unwinds the program
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from torch import nn
 from lockstep.check.session import choose_options
 from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.model.operator_tracer import OperatorTracer, record_graphs_as_operators
-from lockstep.model.step_context import StepObserver
+from lockstep.model.step_context import StepContext, StepObserver
 from lockstep.pipeline.partitioner import PipelineConfig
+from lockstep.replay.microbatch import LoneMicrobatch
 from lockstep.replay.result import ReplayedStep, ReplayRequest
 from lockstep.training.history import StepResult
 from lockstep.training.session import ObservedTrainer, SessionComplete, TrainerObserver
@@ -98,12 +100,18 @@ class ReplayedTrainer:
 
     def begin_step(self, step: int) -> StepObserver | None:
         """Return what observes a step."""
-        if self._session.request.level != "operators":
+        request = self._session.request
+        if request.is_alone:
+            if not self._is_wanted(step):
+                return None
+            trainer = self._trainer
+            return LoneMicrobatch(request, trainer.called, trainer.module, self._record_alone)
+        if request.level != "operators":
             return self._fingerprinter if self._is_wanted(step) else None
         record_graphs_as_operators()
         if self._is_wanted(step):
             modules = self._trainer.parallel.modules_with(self._trainer.called)
-            kept = self._session.request.kept if step == self._session.request.first else None
+            kept = request.kept if step == request.first else None
             self._tracer = OperatorTracer(modules, kept)
         return self._tracer
 
@@ -138,5 +146,26 @@ class ReplayedTrainer:
                 fingerprints=fingerprints,
                 operators=[] if self._tracer is None else self._tracer.calls,
                 kept=None if self._tracer is None else self._tracer.kept,
+            )
+        )
+
+    def _record_alone(
+        self, step: StepContext, loss: float | None, remarks: tuple[str, ...]
+    ) -> None:
+        """Record the one micro-batch that was computed of a step."""
+        assert step.batch is not None
+        losses: list[float | None] = [None] * step.batch.leaves
+        losses[self._session.request.microbatch or 0] = loss
+        identity = step.batch.identity
+        self._session.record(
+            ReplayedStep(
+                step=step.number,
+                epoch=step.batch.epoch,
+                loss=math.nan,
+                norm=math.nan,
+                losses=tuple(losses),
+                batch=identity.samples or identity.checksum or None,
+                digest="",
+                remarks=remarks,
             )
         )

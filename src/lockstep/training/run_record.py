@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ from lockstep.launcher.run_folder import (
 )
 from lockstep.messages import say
 from lockstep.record.loggers import DashboardLogger, Logger
+from lockstep.record.program import describe_program
 from lockstep.record.recorder import RECORD_FILE, Recorder
 
 __all__ = ["LoggerLike", "RunRecord"]
@@ -89,6 +91,7 @@ class RunRecord:
             self.path = self._fixed.folder.absolute()
         self.is_open = False
         self._has_begun = False
+        self._recorded: Path | None = None  # the folder of the record
         if not self._saves_checkpoints:
             if self._fixed is not None and self._fixed.is_continued:
                 self._fixed.close()
@@ -241,6 +244,15 @@ class RunRecord:
             recorder = None if is_of_another_trainer else Recorder(self.path, resume=True)
         self._open(recorder, resume=True)
 
+    def describe_replay(self, step: int, microbatch: int | None) -> str:
+        """Return the command that replays a step, as the end of a sentence; "" if none can."""
+        if self._recorded is None or describe_program()["kind"] in ("notebook", "command"):
+            return ""
+        words = ["lockstep", "replay", os.fspath(_shorten(self._recorded)), "--step", str(step)]
+        if microbatch is not None:
+            words += ["--microbatch", str(microbatch)]
+        return f"; compute it again with: {shlex.join(words)}"
+
     def _use_folder(self) -> None:
         if self.path is None or not self._saves_checkpoints:
             return
@@ -264,6 +276,7 @@ class RunRecord:
                 assert self.path is not None
                 loggers.append(recorder or Recorder(self.path, resume=resume))
         folder = next((each.folder for each in loggers if isinstance(each, Recorder)), None)
+        self._recorded = None if folder is None else folder.absolute()
         for logger in loggers:
             if isinstance(logger, DashboardLogger) and logger.run_folder is None:
                 logger.run_folder = folder

@@ -311,7 +311,9 @@ class OptimizerStep:
                     " (if it ignores all targets of the micro-batch, pass loss_weight="
                     f"ls.target_weight({loss}) to the trainer)"
                 )
-            raise LossError(f"{place}: the loss is {microbatch.loss}{advice}")
+            error = LossError(f"{place}: the loss is {microbatch.loss}{advice}")
+            error.microbatch = microbatch.leaf
+            raise error
 
     # --- (4) reduce and (5) clip ---------------------------------------------------------------
 

@@ -539,8 +539,9 @@ class Trainer:
             self._fail(attempt, error)
             if error is step.error or not step.is_agreed:
                 raise  # on this rank alone: no other rank would take part in saving
+            advice = self._record.describe_replay(self.steps, getattr(error, "microbatch", None))
             saved = save_last_good(
-                self._record.path, self._state.model_state(), self.parallel.group
+                self._record.path, self._state.model_state(), self.parallel.group, advice
             )
             raise type(error)(f"{error}; training stopped, {saved}") from None
         except BaseException as error:

@@ -85,11 +85,15 @@ def save_from_rank0(path: Path, state: Mapping[str, Any], group: dist.ProcessGro
 
 
 def save_last_good(
-    folder: Path | None, state: Mapping[str, Any], group: dist.ProcessGroup | None
+    folder: Path | None, state: Mapping[str, Any], group: dist.ProcessGroup | None, advice: str
 ) -> str:
     """Let rank 0 save the weights of a training that stops; return on all ranks what became of it.
 
-    `folder` is the run's, or None for a new one under `runs`.
+    Args:
+        folder: That of the run; None for a new one under `runs`.
+        state: The state dict.
+        group: The ranks.
+        advice: What rank 0 adds to the sentence.
     """
     outcome = ""
     if dist.get_rank(group) == 0:
@@ -99,4 +103,4 @@ def save_last_good(
             outcome = f"the weights before this step are in {folder / LAST_GOOD}"
         except Exception as error:  # whatever it is, the other ranks wait for the outcome
             outcome = f"and the weights before this step could not be saved: {error}"
-    return all_gather_bytes(outcome.encode(), "stopping", group)[0].decode()
+    return all_gather_bytes((outcome + advice).encode(), "stopping", group)[0].decode()

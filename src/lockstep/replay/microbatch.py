@@ -1,0 +1,314 @@
+"""One micro-batch of a step, computed alone: under a debugger, in anomaly mode, or into files.
+
+    select          of the rank's micro-batches, this one
+    recording       hooks, debugger, anomaly mode; when it is computed, the program ends
+
+Every micro-batch begins with the buffers and generators that it has in the whole step, so alone
+it computes the same bits.
+"""
+
+from __future__ import annotations
+
+import bdb
+import contextlib
+import json
+import pdb
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from lockstep.checkpoint.tensor_file import DTYPES, write_tensors
+from lockstep.data.microbatch import Batch
+from lockstep.errors import UsageError
+from lockstep.files import create_file, make_folder
+from lockstep.launcher.stacks import is_user_code
+from lockstep.model.deferred_init import named_tensors
+from lockstep.model.fingerprinter import hookable_modules
+from lockstep.model.step_context import StepContext
+from lockstep.model.units import is_in_backward
+from lockstep.replay.result import ReplayRequest
+from lockstep.training.session import SessionComplete
+
+__all__ = ["LoneMicrobatch"]
+
+INTERNAL = ["lockstep.*", "torch.nn.modules.module", "torch.utils.*", "torch._*", "contextlib"]
+"""Modules that the debugger does not stop in."""
+
+
+class LoneMicrobatch:
+    """Computes one micro-batch of a step, and ends the program.
+
+    Args:
+        request: Says which micro-batch, and what to do with it.
+        called: What the trainer calls: the model, or what compiled it.
+        module: The model.
+        finish: Called with the step, the loss (None for a micro-batch without weight, which is
+            not computed) and what was found, in sentences.
+    """
+
+    def __init__(
+        self,
+        request: ReplayRequest,
+        called: nn.Module,
+        module: nn.Module,
+        finish: Callable[[StepContext, float | None, tuple[str, ...]], None],
+    ) -> None:
+        self._request, self._called, self._module = request, called, module
+        self._finish = finish
+        self._loss: float | None = None
+        self._remarks: list[str] = []
+        self._dump = None if request.dump is None else MicrobatchDump(called, module)
+
+    def select(self, batch: Batch) -> Batch:
+        """Return the batch with this one of its micro-batches.
+
+        Raises:
+            UsageError: It has fewer.
+        """
+        number = self._request.microbatch
+        chosen = tuple(each for each in batch.microbatches if each.index == number)
+        if not chosen:
+            raise UsageError(
+                f"--microbatch {number}: step {self._request.first} has {batch.leaves} "
+                f"micro-batches; the last one is {batch.leaves - 1}"
+            )
+        if self._dump is not None:
+            self._dump.take_data(chosen[0].data)
+        return replace(batch, microbatches=chosen)
+
+    @contextmanager
+    def recording(
+        self, step: StepContext, position: Callable[[], tuple[int, int] | None]
+    ) -> Iterator[None]:
+        """Compute the micro-batch in the body, then end the program.
+
+        Raises:
+            SessionComplete: It was computed.
+        """
+        with ExitStack() as stack:
+            if self._request.debug:
+                stack.enter_context(debugging(self._called))
+            if self._request.anomaly:
+                stack.enter_context(self._watching())
+            if self._dump is not None:
+                stack.enter_context(self._dump.recording(position))
+            try:
+                yield
+            finally:
+                if self._dump is not None and self._request.dump is not None:
+                    self._dump.write(self._request.dump, self._describe(step))
+        self._finish(step, self._loss, tuple(self._remarks))
+        raise SessionComplete
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Find the first module and the first gradient that are not finite."""
+        name = type(self._module).__name__
+        handles = [
+            module.register_forward_hook(partial(self._check_output, path))
+            for path, module in hookable_modules(name, self._called, is_root=True)
+        ]
+        caught: list[warnings.WarningMessage] = []
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with torch.autograd.detect_anomaly():
+                    yield
+        except RuntimeError as error:
+            if "returned nan values" not in str(error):
+                raise
+            where = next(filter(None, (_find_forward(str(each.message)) for each in caught)), "")
+            self._remarks.append(f"in backward, {str(error).rstrip('.')}{where}")
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _check_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._remarks or torch.compiler.is_compiling() or is_in_backward():
+            return
+        if _is_finite(output):
+            return
+        inputs = "finite inputs" if _is_finite(args) else "inputs that are not finite either"
+        kind = type(module).__name__
+        who = f"the model ({kind})" if module is self._called else f"{name} ({kind})"
+        self._remarks.append(
+            f"in forward, {who} returned the first values that are not finite, from {inputs}"
+        )
+
+    def record_loss(self, loss: torch.Tensor) -> None:
+        """Take in the loss; those of several backward passes are added."""
+        self._loss = (self._loss or 0.0) + float(loss.detach())
+
+    def record_refusal(self, sentence: str) -> None:
+        """Do nothing: the step is not finished."""
+
+    def record_reduction(self, losses: Mapping[int, float]) -> None:
+        """Do nothing: the step is not finished."""
+
+    def _describe(self, step: StepContext) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "run": str(self._request.run),
+            "step": step.number,
+            "microbatch": self._request.microbatch,
+        }
+        for each in step.computed:
+            result = each.result()
+            found |= {"loss_hex": result.loss.hex(), "share": result.share, "size": result.size}
+        return found
+
+
+def _find_forward(message: str) -> str:
+    """Return where the forward of a function was called, as anomaly mode warns; "" if unknown."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', message)
+    own = [frame for frame in frames if is_user_code(frame[0])]
+    if "Traceback of forward call" not in message or not own:
+        return ""
+    file, line, function = own[-1]
+    return f"; its forward was called at {Path(file).name}:{line} in {function}"
+
+
+def _is_finite(value: Any) -> bool:
+    tensors = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+    return all(bool(each.isfinite().all()) for each in tensors if each.is_floating_point())
+
+
+@contextmanager
+def debugging(called: nn.Module) -> Iterator[None]:
+    """Stop in the debugger where the model's forward begins, and where an error is raised."""
+    debugger = pdb.Pdb(skip=INTERNAL)
+
+    def stop(module: nn.Module, args: Any) -> None:
+        handle.remove()
+        debugger.set_trace(sys._getframe())
+
+    handle = called.register_forward_pre_hook(stop)
+    try:
+        yield
+    except bdb.BdbQuit:
+        raise UsageError("the debugger was left before the micro-batch was computed") from None
+    except Exception as error:
+        traceback.print_exception(error)
+        with contextlib.suppress(bdb.BdbQuit):
+            pdb.post_mortem(error.__traceback__)
+        raise
+    finally:
+        sys.settrace(None)
+        handle.remove()
+
+
+class MicrobatchDump:
+    """The tensors of one micro-batch, to be written as safetensors.
+
+        inputs.safetensors               data of the micro-batch
+        weights.safetensors              parameters and buffers before the step
+        activations.safetensors          outputs of every module call
+        activation_gradients.safetensors gradients of these outputs
+        gradients.safetensors            what backward adds to the gradient of each parameter
+        index.json                       step, loss, calls in their order, tensors left out
+
+    Args:
+        called: What the trainer calls: the model, or what compiled it.
+        module: The model.
+    """
+
+    def __init__(self, called: nn.Module, module: nn.Module) -> None:
+        self._called, self._module = called, module
+        self._files: dict[str, dict[str, torch.Tensor]] = {
+            name: {}
+            for name in (
+                "inputs",
+                "weights",
+                "activations",
+                "activation_gradients",
+                "gradients",
+            )
+        }
+        self._calls: list[dict[str, Any]] = []
+        self._skipped: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+
+    def take_data(self, data: Any) -> None:
+        """Keep the data, before any module can write into it."""
+        for path, leaf in tree_flatten_with_path(data)[0]:
+            name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+            self._keep("inputs", name or "data", leaf)
+
+    @contextmanager
+    def recording(self, position: Callable[[], Any]) -> Iterator[None]:
+        """Keep what modules compute, and all gradients, while the body runs."""
+        for name, tensor in named_tensors(self._module).items():
+            self._keep("weights", name, tensor)
+        name = type(self._module).__name__
+        handles = [
+            module.register_forward_hook(self._hook(path, position))
+            for path, module in hookable_modules(name, self._called, is_root=True)
+        ]
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad:
+                handles.append(self._watch(name, parameter))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, module_name: str, position: Callable[[], Any]) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling() or is_in_backward() or position() is None:
+                return
+            call = self._counts[module_name] = self._counts.get(module_name, -1) + 1
+            own = f"{module_name}#{call}" if call else module_name
+            leaves = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+            names = [own] if len(leaves) == 1 else [f"{own}[{n}]" for n in range(len(leaves))]
+            self._calls.append(
+                {"module": module_name, "class": type(module).__name__, "outputs": names}
+            )
+            for name, leaf in zip(names, leaves, strict=True):
+                self._keep("activations", name, leaf)
+                if leaf.requires_grad:
+                    leaf.register_hook(self._keep_gradient(name))
+
+        return leave
+
+    def _keep_gradient(self, name: str) -> Callable[[torch.Tensor], None]:
+        return lambda gradient: self._keep("activation_gradients", name, gradient)
+
+    def _watch(self, name: str, parameter: nn.Parameter) -> RemovableHandle:
+        def accumulated(parameter: torch.Tensor) -> None:
+            self._keep("gradients", name, parameter.grad)
+
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(accumulated)
+        return handle
+
+    def _keep(self, file: str, name: str, value: Any) -> None:
+        """Copy a tensor as it is now; one that no safetensors file can hold is named instead."""
+        if not isinstance(value, torch.Tensor):
+            self._skipped[f"{file}/{name}"] = type(value).__name__
+            return
+        value = value.detach()
+        if value.layout is not torch.strided or value.is_quantized or value.dtype not in DTYPES:
+            self._skipped[f"{file}/{name}"] = f"{value.dtype}, {value.layout}"
+            return
+        self._files[file][name] = value.to("cpu", copy=True).contiguous()
+
+    def write(self, folder: Path, description: Mapping[str, Any]) -> None:
+        """Write the files into a folder, for their owner only."""
+        make_folder(folder)
+        for name, tensors in self._files.items():
+            with open(create_file(folder / f"{name}.safetensors"), "wb") as file:
+                write_tensors(file, tensors)
+        index = {**description, "calls": self._calls, "left_out": self._skipped}
+        with open(create_file(folder / "index.json"), "wb") as file:
+            file.write(f"{json.dumps(index, indent=2)}\n".encode())
