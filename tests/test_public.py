@@ -51,7 +51,7 @@ def test_every_public_name_is_there_and_explained(name):
 
 
 def test_the_signature_of_the_trainer_fits_a_screen():
-    assert len(inspect.signature(ls.Trainer).parameters) <= 18
+    assert len(inspect.signature(ls.Trainer).parameters) <= 19
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -67,6 +67,7 @@ def train(folder: Path) -> float:
         loggers=[folder / "run", ls.loggers.TensorBoard(folder / "tensorboard")],
         checkpoint=ls.CheckpointConfig(every_steps=500, stateful={"dropout": nn.Dropout(0.1)}),
         progress=world.world_size > 1,
+        fingerprints="unit:%100",
     )
     trainer.resume()
     resumed_from: int | None = trainer.resumed_from

@@ -150,6 +150,10 @@ class GradientReducer:
         self._launched, self._siblings, self._partial_sums = 0, None, None
         self._failure = ""
 
+    def current(self) -> dict[str, torch.Tensor]:
+        """Return the gradients in `.grad` by the names of their parameters."""
+        return {name: each.grad for name, each in self._parameters if each.grad is not None}
+
     def accumulate(self, microbatch: int) -> None:
         """Move the gradients in `.grad` to the leaf of `microbatch`."""
         self._open(microbatch)

@@ -101,6 +101,13 @@ class Buffers:
         """Return the step's buffers."""
         return [slot.tensor for slot in self._slots]
 
+    def current(self) -> dict[str, torch.Tensor]:
+        """Return the buffers of the current micro-batch by name, without those set to None."""
+        found = {
+            slot.name: module._buffers[name] for slot, (module, name) in self._iterate_places()
+        }
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
     def install_copies(self) -> None:
         """Install copies of the step's buffers in the model."""
         for slot in self._slots:

@@ -1,8 +1,9 @@
 """Fingerprints of training steps: checksums of everything a step computes, as plain values.
 
 `lockstep.model.fingerprinter` fills them in on each rank while a script runs under
-`lockstep check`; `lockstep.check.difference` compares those of two layouts. This module
-needs no torch, so that the command can read them without importing it.
+`lockstep check` or `lockstep replay`, or with `Trainer(fingerprints="unit")`, which keeps them
+in files (`fingerprint_file.py`). `lockstep.check.difference` compares those of two layouts. This
+module needs no torch, so that a command can read them without importing it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ class StepFingerprint:
         before: Each parameter and buffer before the step.
         data: The data of each micro-batch on this rank.
         calls: The module calls of each (micro-batch, stage), in the order of execution.
+        backward: The gradients of module outputs of each micro-batch, by module, the number of its
+            call and the number of the tensor in its output; empty where they are not recorded.
+        leaf_gradients: The gradient of each parameter in each micro-batch, likewise.
+        leaf_buffers: Each buffer after each micro-batch, likewise.
         losses: The loss of each micro-batch, in `float.hex` form.
         parameters: Each parameter after the last backward, before the update.
         gradients: The reduced gradient of each parameter before clipping; 0 for none.
@@ -43,6 +48,9 @@ class StepFingerprint:
     before: dict[str, int] = field(default_factory=dict)
     data: dict[int, Checksums] = field(default_factory=dict)
     calls: dict[tuple[int, int], list[Call]] = field(default_factory=dict)
+    backward: dict[int, dict[tuple[str, int, int], int]] = field(default_factory=dict)
+    leaf_gradients: dict[int, dict[str, int]] = field(default_factory=dict)
+    leaf_buffers: dict[int, dict[str, int]] = field(default_factory=dict)
     losses: dict[int, str] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
     gradients: dict[str, int] = field(default_factory=dict)

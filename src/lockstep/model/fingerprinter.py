@@ -2,16 +2,20 @@
 
     batch is cut            data of each micro-batch
     forward                 inputs and outputs of each module call, by hooks
+    backward                gradients of module outputs, if wanted
+    it is over              gradients of the parameters and buffers of the micro-batch, if wanted
     gradients are reduced   gradients before clipping, losses
     step is committed       parameters, buffers, optimizer state
 
-A trainer has a `Fingerprinter` only under `lockstep check`. The hooks exist only during a
+A trainer has a `Fingerprinter` only under a command such as `lockstep check`, or where it
+records fingerprints (`Trainer(fingerprints="unit")`). The hooks exist only during a
 step, so that copying or pickling the model between steps works as without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +52,10 @@ class Fingerprinter:
         called: What the trainer calls: the model, or what compiled it.
         module: The model.
         has_whole_gradients: Whether `.grad` holds whole gradients after the reduction.
+        with_backward: Whether the gradients of module outputs are recorded, and the gradients
+            and buffers of each micro-batch.
+        names: The modules whose calls are recorded; empty for all.
+        with_state: Whether the state is recorded before and after a step, and the reduction.
     """
 
     def __init__(
@@ -57,13 +65,19 @@ class Fingerprinter:
         called: nn.Module,
         module: nn.Module,
         has_whole_gradients: bool,
+        *,
+        with_backward: bool = False,
+        names: Sequence[str] = (),
+        with_state: bool = True,
     ) -> None:
         self.number = number
+        self._with_backward, self._with_state = with_backward, with_state
         self._model, self._has_whole_gradients = module, has_whole_gradients
         others = {type(each).__name__: each for each in parallel.extra_modules}
         self._hooked = dict(hookable_modules(type(module).__name__, called, is_root=True))
         for name, each in others.items():
             self._hooked |= dict(hookable_modules(name, each))
+        self._hooked = {n: self._hooked[n] for n in names if n in self._hooked} or self._hooked
         # With stages only the last one merges the buffers of the loss.
         has_loss = parallel.position == parallel.stages - 1
         self._buffers_of = others | (parallel.loss_module() if has_loss else {})
@@ -72,6 +86,8 @@ class Fingerprinter:
         self.is_unfinished = False
         """Whether a step was begun and not committed."""
         self._position: Position | None = None
+        self._numbers: Counter[tuple[int, str]] = Counter()  # of calls, by micro-batch and module
+        self._tensor_hooks: list[RemovableHandle] = []
 
     def trainer(self, backend: str) -> TrainerFingerprint:
         """Return the fingerprint of the trainer as it is now, on ranks of some backend."""
@@ -83,7 +99,10 @@ class Fingerprinter:
         """Record the module calls of a step while the body runs."""
         self.current = StepFingerprint(self.number, step.number, self._state())
         self._position = position
+        self._numbers.clear()
         self.is_unfinished = True
+        if self._with_backward:
+            step.observe_microbatch = self._record_microbatch
         handles = [
             handle for name, module in self._hooked.items() for handle in self._hooks(name, module)
         ]
@@ -91,8 +110,9 @@ class Fingerprinter:
             yield
         finally:
             self._position = None
-            for handle in handles:
+            for handle in (*handles, *self._tensor_hooks):
                 handle.remove()
+            self._tensor_hooks.clear()
 
     def select(self, batch: Batch) -> Batch:
         """Record the data of this rank's micro-batches, before any module can write into it."""
@@ -110,12 +130,14 @@ class Fingerprinter:
 
     def record_reduction(self, losses: Mapping[int, float]) -> None:
         """Record this rank's losses by micro-batch, the parameters, and the sums in `.grad`."""
+        self.current.losses = {leaf: loss.hex() for leaf, loss in losses.items()}
+        if not self._with_state:
+            return
         held = {
             _plain(name): parameter
             for name, parameter in self._model.named_parameters()
             if not parameter.is_meta
         }
-        self.current.losses = {leaf: loss.hex() for leaf, loss in losses.items()}
         self.current.parameters = {name: checksum(each) for name, each in held.items()}
         if self._has_whole_gradients:
             self.current.gradients = {
@@ -145,6 +167,8 @@ class Fingerprinter:
 
     def _state(self) -> dict[str, int]:
         """Return the checksums of the parameters and buffers that are on this rank."""
+        if not self._with_state:
+            return {}
         found = {
             _plain(name): checksum(tensor)
             for name, tensor in named_tensors(self._model).items()
@@ -160,6 +184,8 @@ class Fingerprinter:
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._record("leave", name, output)
+            if self._with_backward:
+                self._hook_gradients(name, output)
 
         return [
             module.register_forward_pre_hook(enter, with_kwargs=True),
@@ -167,12 +193,52 @@ class Fingerprinter:
         ]
 
     def _record(self, kind: str, name: str, value: Any) -> None:
-        if torch.compiler.is_compiling() or is_in_backward() or self._position is None:
-            return
-        position = self._position()
+        position = self._find_position()
         if position is not None:
             calls = self.current.calls.setdefault(position, [])
             calls.append((kind, name, checksums(value)))
+
+    def _find_position(self) -> tuple[int, int] | None:
+        """Return the (micro-batch, stage) of a module call that is to be recorded."""
+        if torch.compiler.is_compiling() or is_in_backward() or self._position is None:
+            return None
+        return self._position()
+
+    def _hook_gradients(self, name: str, output: Any) -> None:
+        """Let the backward of a module call record the gradients of its output."""
+        position = self._find_position()
+        if position is None:
+            return
+        microbatch = position[0]
+        call = self._numbers[microbatch, name]
+        self._numbers[microbatch, name] += 1
+        found = self.current.backward.setdefault(microbatch, {})
+
+        def make_hook(number: int) -> Callable[[torch.Tensor], None]:
+            def record(gradient: torch.Tensor) -> None:
+                # A split backward calls it again, with the same gradient.
+                found.setdefault((name, call, number), checksum(gradient))
+
+            return record
+
+        for number, tensor in enumerate(tree_leaves(output)):
+            is_tensor = isinstance(tensor, torch.Tensor) and not _is_wrapped(tensor)
+            if is_tensor and tensor.grad_fn is not None:
+                self._tensor_hooks.append(tensor.register_hook(make_hook(number)))
+
+    def _record_microbatch(
+        self,
+        microbatch: int,
+        gradients: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Record what a micro-batch left on this rank; several stages of a rank call it each."""
+        for found, tensors in (
+            (self.current.leaf_gradients, gradients),
+            (self.current.leaf_buffers, buffers),
+        ):
+            hashes = {_plain(name): checksum(each) for name, each in tensors.items()}
+            found.setdefault(microbatch, {}).update(hashes)
 
 
 def checksums(value: Any) -> Checksums:

@@ -204,6 +204,9 @@ class StepObserver(Protocol):
         """Take in this rank's losses by micro-batch, when `.grad` has the sums of all."""
 
 
+MicrobatchObserver = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]
+
+
 @dataclass
 class StepContext:
     """One attempt at an optimizer step on this rank.
@@ -214,6 +217,9 @@ class StepContext:
         observer: Sees what the step computes, for a command such as `lockstep check`.
         phase_recorder: Returns the context in which the operators of a phase are recorded; None
             where they are not.
+        observe_microbatch: Called with the number of each micro-batch that was computed, and its
+            gradients and buffers by name; in stages with those of each stage. None for nobody.
+        is_recorded: Whether the observer only records, and the trainer stops as without it.
         is_traced: Whether the executor keeps spans.
         is_checkpoint_due: Whether rank 0 wants a checkpoint after the step.
         batch: This rank's part of the batch, once it is known.
@@ -235,6 +241,8 @@ class StepContext:
     parallel: ParallelContext
     observer: StepObserver | None = None
     phase_recorder: Callable[[Phase], AbstractContextManager[None]] | None = None
+    observe_microbatch: MicrobatchObserver | None = None
+    is_recorded: bool = False
     is_traced: bool = False
     is_checkpoint_due: bool = False
     batch: Batch | None = None

@@ -223,6 +223,9 @@ class ScheduleExecutor:
     def _finish_leaf(self, stage: Stage, microbatch: Microbatch) -> None:
         self._skip_absent(stage, microbatch.index)
         self._missing[stage.number].pop(0)
+        if self.step.observe_microbatch is not None:
+            gradients, buffers = stage.gradients.current(), stage.buffers.current()
+            self.step.observe_microbatch(microbatch.index, gradients, buffers)
         with self.step.in_phase("reduction"):
             stage.finish(microbatch.index, microbatch.size / self.step.samples)
 

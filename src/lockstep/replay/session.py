@@ -96,6 +96,7 @@ class ReplayedTrainer:
                 trainer.called,
                 trainer.module,
                 trainer.has_whole_gradients,
+                with_backward=True,
             )
 
     def begin_step(self, step: int) -> StepObserver | None:

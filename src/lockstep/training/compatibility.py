@@ -29,7 +29,7 @@ __all__ = [
     "say_resumed",
 ]
 
-FREE = ("pipeline.", "storage", "checkpoint")  # settings that decide no bit
+FREE = ("pipeline.", "storage", "checkpoint", "fingerprints")  # settings that decide no bit
 SHOWN = 5  # differences that are printed
 
 

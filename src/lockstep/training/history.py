@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.errors import UsageError
@@ -19,6 +20,7 @@ from lockstep.record.environment import describe_environment
 from lockstep.record.loggers import Logger
 from lockstep.record.program import describe_data, describe_program
 from lockstep.record.progress import ScriptProgress
+from lockstep.record.recorder import Recorder
 from lockstep.redaction import redact
 from lockstep.training.optimization import Optimization
 from lockstep.training.rank_status import RankStatus
@@ -142,6 +144,11 @@ class History:
         self.last: StepResult | None = None
         self.failures: list[str] = []
         """How the latest step failed; empty if it did not."""
+
+    def find_run_folder(self) -> Path | None:
+        """Return the folder in which the run is recorded; None if it is not."""
+        recorders = (each for each in self.loggers if isinstance(each, Recorder))
+        return next((each.folder.absolute() for each in recorders), None)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Give one line to every logger, without the secrets that it may hold."""

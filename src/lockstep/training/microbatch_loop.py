@@ -112,6 +112,8 @@ class MicrobatchLoop:
                     f"{step.place(leaf)}: step.backward(loss) was not called: write it instead of "
                     "loss.backward()"
                 )
+            if step.observe_microbatch is not None:
+                step.observe_microbatch(leaf, self.gradients.current(), self.buffers.current())
             with step.in_phase("reduction"):
                 self.buffers.collect(leaf, microbatch.size / step.samples)
                 self.gradients.accumulate(leaf)
@@ -163,6 +165,8 @@ class MicrobatchLoop:
         assert self.step.batch is not None
         assert self._current is not None
         leaf = self._current.microbatch.index
+        if self.step.observe_microbatch is not None:  # it looks at gradients after the backward
+            return nullcontext()
         if not self.gradients.can_launch_early or leaf != self.step.batch.microbatches[-1].index:
             return nullcontext()
         return self.gradients.watch_backward(loss, leaf)

@@ -256,7 +256,8 @@ class OptimizerStep:
         effects.finish()
         place = f"rank {self.parallel.rank}, step {step.number}"
         side_effect, weights = effects.failure, effects.summary
-        if step.observer is not None:  # lockstep check continues, to compare the layouts
+        if step.observer is not None and not step.is_recorded:
+            # lockstep check continues, to compare the layouts
             step.observer.record_refusal(side_effect)
             side_effect = weights = ""
         is_alone = self.parallel.replicas == 1

@@ -56,6 +56,7 @@ from lockstep.training.run_record import LoggerLike, RunRecord
 from lockstep.training.session import ObservedTrainer, TrainerObserver, current_session
 from lockstep.training.state import Position, TrainingState
 from lockstep.training.step import CommittedStep, OptimizerStep
+from lockstep.training.unit_recorder import UnitRecorder, read_selection
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 from lockstep.training.weights_file import save_from_rank0, save_last_good
 
@@ -111,6 +112,9 @@ class Trainer:
             See `docs/checkpoints.md`.
         progress: Whether rank 0 shows its progress: a live display on a terminal or in a
             notebook, a line at times elsewhere. None: unless another trainer is shown.
+        fingerprints: "unit" records hashes of what each unit computes, in every step; also
+            "unit:100-110" or "unit:%50". None: as LOCKSTEP_FINGERPRINTS says. See
+            `docs/monitoring.md`.
 
     Raises:
         UsageError: `lockstep.init()` was not called, or an argument cannot work.
@@ -140,10 +144,11 @@ class Trainer:
         loggers: LoggerLike | Sequence[LoggerLike] | None = None,
         checkpoint: CheckpointConfig | None = None,
         progress: bool | None = None,
+        fingerprints: str | None = None,
     ) -> None:
         if not isinstance(optimizer, OptimizerConfig):
             optimizer = OptimizerConfig(optimizer)
-        stages = pipeline or PipelineConfig()
+        stages, selection = pipeline or PipelineConfig(), read_selection(fingerprints)
         compared = {
             "loss": loss,
             "microbatches": microbatches,
@@ -157,6 +162,7 @@ class Trainer:
             "extra_modules": extra_modules,
             "storage": storage,
             "checkpoint": None if checkpoint is None else list(checkpoint.stateful),
+            "fingerprints": selection and selection.text,
             "scheduler_interval": optimizer.scheduler_interval or "step",
             **{f"pipeline.{name}": value for name, value in vars(stages).items()},
         }
@@ -251,20 +257,24 @@ class Trainer:
             checkpoints.stop if checkpoints is not None else None,
         )
         self._observer: TrainerObserver | None = None
+        self._is_in_session = session is not None
+        observed = ObservedTrainer(
+            self.world.backend,
+            self.parallel,
+            self.model,
+            self.module,
+            self._optimization.sharded is None,
+            self._state.digest,
+            self._optimization.local_state,
+        )
         if session is not None:
-            observed = ObservedTrainer(
-                self.world.backend,
-                self.parallel,
-                self.model,
-                self.module,
-                self._optimization.sharded is None,
-                self._state.digest,
-                self._optimization.local_state,
-            )
             self._observer = session.attach(observed)
             if restored is not None and (path := self._observer.checkpoint) is not None:
                 self._run.replay_from(path, restored.stateful, self.parallel.device)
-        elif checkpoints is not None and is_resuming():
+        elif selection is not None:
+            blocks = partitioner.block_names
+            self._observer = UnitRecorder(selection, observed, blocks, self.history, self._run)
+        if session is None and checkpoints is not None and is_resuming():
             self.resume()
 
     # --- what a loop calls -------------------------------------------------------------
@@ -449,7 +459,7 @@ class Trainer:
         """
 
         def save() -> None:
-            if self._observer is None:
+            if not self._is_in_session:
                 save_from_rank0(Path(path), self._state.model_state(ema=ema), self.parallel.group)
 
         with stopping(self.finish, self._run.abandon):
@@ -470,7 +480,7 @@ class Trainer:
             UsageError: The trainer has no `checkpoint=`, or `path` is something else.
             FileError: On every rank, if it cannot be written.
         """
-        if self._observer is None:
+        if not self._is_in_session:
             self._run.save_to(Path(path))
 
     def resume(self, place: str | Path | None = None) -> None:
@@ -490,7 +500,7 @@ class Trainer:
                 the checkpoint; or there is none; or the script has begun already.
             FileError: Every checkpoint is damaged.
         """
-        if self._observer is None:
+        if not self._is_in_session:
             self._run.resume(place, self._describe_run())
 
     def __enter__(self) -> Trainer:
@@ -531,7 +541,7 @@ class Trainer:
         attempt = self._position.attempt = self._position.attempt.following(self.steps)
         self._live_settings.begin()
         observer = None if self._observer is None else self._observer.begin_step(self.steps)
-        step = StepContext(attempt, self.parallel, observer)
+        step = StepContext(attempt, self.parallel, observer, is_recorded=not self._is_in_session)
         step.is_checkpoint_due = self._run.is_due_after(self.steps + 1)
         try:
             yield step

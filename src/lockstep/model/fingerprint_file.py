@@ -1,0 +1,238 @@
+"""Files of fingerprints: what each rank computed in chosen steps of a run.
+
+    RUN/fingerprints/rank-0.jsonl     {"kind":"begin","launch":"5f0c...","step":0,...}
+                                      {"kind":"step","step":100,"data":{...},"calls":[...],...}
+    RUN/fingerprints/rank-1.jsonl     ...
+
+Each rank appends to its own file, in lines that are chained as those of the record. A run that is
+resumed begins anew from some step: what an earlier launch recorded of later steps no longer
+counts. Checksums are written in hexadecimal form, because JSON numbers of 64 bits are rounded by
+many programs. This module needs no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from lockstep.errors import FileError
+from lockstep.files import make_folder, open_or_create
+from lockstep.model.fingerprint import Call, StepFingerprint
+from lockstep.record.chain import ChainCheck, add_link, find_last_link
+
+__all__ = [
+    "FOLDER",
+    "FingerprintFile",
+    "RecordedFingerprints",
+    "decode_fingerprint",
+    "encode_fingerprint",
+    "read_unit_fingerprints",
+]
+
+FOLDER = "fingerprints"
+FILE = re.compile(r"rank-(\d+)\.jsonl")
+TAIL_BYTES = 1 << 20  # of a file, in which its last line is looked for
+NAMED = ("before", "parameters", "gradients", "state", "optimizer")  # checksums by name
+BY_MICROBATCH = ("leaf_gradients", "leaf_buffers")  # the same of each micro-batch
+
+
+@dataclass(frozen=True)
+class RecordedFingerprints:
+    """The fingerprints that a run recorded.
+
+    Attributes:
+        steps: Those of each rank that took part in a step, by the number of the step, ascending.
+        remarks: What is wrong with the files, in sentences.
+    """
+
+    steps: dict[int, list[StepFingerprint]] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+
+class FingerprintFile:
+    """The file of one rank of a run; each line is one system call.
+
+    Args:
+        run: The folder of the run.
+        rank: The rank.
+
+    Raises:
+        OSError: The file cannot be created or continued.
+    """
+
+    def __init__(self, run: Path, rank: int) -> None:
+        self.path = run / FOLDER / f"rank-{rank}.jsonl"
+        make_folder(self.path.parent)
+        descriptor = open_or_create(self.path, os.O_RDWR | os.O_APPEND)
+        with open(descriptor, "r+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            content = file.read()
+            if not find_last_link(content.split(b"\n")):  # a line is longer than that
+                file.seek(0)
+                content = file.read()
+            self._link = find_last_link(content.split(b"\n"))
+            if content and not content.endswith(b"\n"):
+                file.write(b"\n")  # killed while it wrote a line
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one line.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        text = orjson.dumps({"kind": kind, **fields}, option=orjson.OPT_NON_STR_KEYS)
+        line, link = add_link(text, self._link)
+        descriptor = open_or_create(self.path, os.O_WRONLY | os.O_APPEND)
+        with open(descriptor, "ab", buffering=0) as file:
+            if file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._link = link
+
+
+def encode_fingerprint(found: StepFingerprint) -> dict[str, Any]:
+    """Return a fingerprint as JSON values, without what it does not have."""
+    fields: dict[str, Any] = {
+        "data": {leaf: _encode(values) for leaf, values in found.data.items()},
+        "calls": [
+            [*place, [[kind, name, _encode(values)] for kind, name, values in calls]]
+            for place, calls in found.calls.items()
+        ],
+        "backward": {
+            leaf: [[*key, f"{value:016x}"] for key, value in gradients.items()]
+            for leaf, gradients in found.backward.items()
+        },
+        "losses": found.losses,
+        "loss": found.loss,
+        "digest": found.digest,
+    }
+    for name in NAMED:
+        fields[name] = _encode_named(getattr(found, name))
+    for name in BY_MICROBATCH:
+        leaves = getattr(found, name).items()
+        fields[name] = {leaf: _encode_named(values) for leaf, values in leaves}
+    kept = {name: value for name, value in fields.items() if value}
+    return {"trainer": found.trainer, "step": found.step} | kept
+
+
+def decode_fingerprint(line: Mapping[str, Any]) -> StepFingerprint:
+    """Return the fingerprint that `encode_fingerprint` encoded.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    try:
+        found = StepFingerprint(int(line["trainer"]), int(line["step"]))
+        found.data = {int(k): _decode(each) for k, each in line.get("data", {}).items()}
+        for leaf, stage, calls in line.get("calls", ()):
+            found.calls[int(leaf), int(stage)] = [_decode_call(*each) for each in calls]
+        for leaf, gradients in line.get("backward", {}).items():
+            found.backward[int(leaf)] = {
+                (str(name), int(call), int(number)): int(value, 16)
+                for name, call, number, value in gradients
+            }
+        found.losses = {int(leaf): str(loss) for leaf, loss in line.get("losses", {}).items()}
+        found.loss, found.digest = str(line.get("loss", "")), str(line.get("digest", ""))
+        for name in NAMED:
+            setattr(found, name, _decode_named(line.get(name, {})))
+        for name in BY_MICROBATCH:
+            leaves = line.get(name, {}).items()
+            setattr(found, name, {int(leaf): _decode_named(values) for leaf, values in leaves})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a fingerprint: {error}") from None
+    return found
+
+
+def _encode(values: tuple[int, ...]) -> list[str]:
+    return [f"{value:016x}" for value in values]
+
+
+def _encode_named(values: Mapping[str, int]) -> dict[str, str]:
+    return {name: f"{value:016x}" for name, value in values.items()}
+
+
+def _decode(values: list[str]) -> tuple[int, ...]:
+    return tuple(int(value, 16) for value in values)
+
+
+def _decode_named(values: Mapping[str, str]) -> dict[str, int]:
+    return {str(name): int(value, 16) for name, value in values.items()}
+
+
+def _decode_call(kind: str, name: str, values: list[str]) -> Call:
+    return str(kind), str(name), _decode(values)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def read_unit_fingerprints(run: Path) -> RecordedFingerprints:
+    """Return the fingerprints that a run recorded; none where it recorded none.
+
+    Raises:
+        FileError: A file cannot be read.
+    """
+    launches: dict[str, _Launch] = {}
+    remarks: list[str] = []
+    for rank, path in _find_files(run):
+        remarks += _read_file(path, rank, launches)
+    steps: dict[int, dict[int, StepFingerprint]] = {}
+    for launch in sorted(launches.values(), key=lambda each: each.begun):
+        steps = {number: ranks for number, ranks in steps.items() if number < launch.first}
+        steps |= launch.steps
+    ordered = {
+        number: [fingerprint for _, fingerprint in sorted(ranks.items())]
+        for number, ranks in sorted(steps.items())
+    }
+    return RecordedFingerprints(ordered, remarks)
+
+
+@dataclass
+class _Launch:
+    """What one launch of a run recorded, by step and rank."""
+
+    begun: float
+    first: int
+    steps: dict[int, dict[int, StepFingerprint]] = field(default_factory=dict)
+
+
+def _find_files(run: Path) -> list[tuple[int, Path]]:
+    found = ((FILE.fullmatch(path.name), path) for path in (run / FOLDER).glob("rank-*.jsonl"))
+    return sorted((int(match[1]), path) for match, path in found if match is not None)
+
+
+def _read_file(path: Path, rank: int, launches: dict[str, _Launch]) -> list[str]:
+    """Add the lines of a file to `launches`; return remarks."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise FileError(f"{path} cannot be read ({error.strerror})") from None
+    check = ChainCheck()
+    check.check(lines)
+    remarks = [f"{FOLDER}/{path.name}: {check.describe()}"] if check.breaks else []
+    launch: _Launch | None = None
+    unread, was_unread = 0, False
+    for text in lines:
+        try:
+            line = orjson.loads(text)
+            if line["kind"] == "begin":
+                unread -= was_unread  # killed while it wrote a line
+                begun, first = float(line["t"]), int(line["step"])
+                launch = launches.setdefault(str(line["launch"]), _Launch(begun, first))
+                launch.begun = min(launch.begun, begun)
+            elif line["kind"] == "step" and launch is not None:
+                found = decode_fingerprint(line)
+                launch.steps.setdefault(found.step, {})[rank] = found
+            was_unread = False
+        except (ValueError, TypeError, KeyError):
+            unread, was_unread = unread + 1, True
+    if unread:
+        remarks.append(f"{FOLDER}/{path.name}: {unread} lines could not be read and were skipped.")
+    return remarks

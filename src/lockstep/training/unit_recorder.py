@@ -1,0 +1,186 @@
+"""The unit recorder: keeps the fingerprints of a model's units in chosen steps of a run.
+
+    Trainer(fingerprints="unit")              every step
+    LOCKSTEP_FINGERPRINTS=unit:100-110,%50    steps 100 to 110, and every 50th
+
+In a chosen step each rank hashes, of every micro-batch that it computes: the data; inputs, outputs
+and gradients of the outputs of each unit; the gradients of the parameters; the buffers. The ranks
+of the first replica also hash the state before and after the step and the reduced gradients. A
+unit is a block of the model (`lockstep.model.units`); a model without blocks has its modules. The
+hashes are the same in every layout. They go into RUN/fingerprints (`model/fingerprint_file.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.comm.collectives import all_gather_bytes
+from lockstep.errors import UsageError
+from lockstep.messages import say
+from lockstep.model.fingerprint_file import FingerprintFile, encode_fingerprint
+from lockstep.model.fingerprinter import Fingerprinter
+from lockstep.training.history import History
+from lockstep.training.resumable_run import ResumableRun
+from lockstep.training.session import ObservedTrainer
+from lockstep.training.step import CommittedStep
+
+__all__ = ["VARIABLE", "StepSelection", "UnitRecorder", "read_selection"]
+
+VARIABLE = "LOCKSTEP_FINGERPRINTS"
+PART = re.compile(r"(?P<first>\d+)(?:(?P<range>-)(?P<last>\d+)?)?|%(?P<every>[1-9]\d*)")
+
+
+@dataclass(frozen=True)
+class StepSelection:
+    """The steps whose fingerprints are recorded.
+
+    Attributes:
+        text: Its form, as it was given.
+        ranges: First and last step of each range; None where it has no end.
+        every: Every N-th step is recorded, for each N.
+    """
+
+    text: str
+    ranges: tuple[tuple[int, int | None], ...] = ()
+    every: tuple[int, ...] = ()
+
+    def __contains__(self, step: int) -> bool:
+        """Return whether the fingerprints of a step are recorded."""
+        return any(step % each == 0 for each in self.every) or any(
+            first <= step and (last is None or step <= last) for first, last in self.ranges
+        )
+
+
+def read_selection(given: str | None) -> StepSelection | None:
+    """Return the steps of `Trainer(fingerprints=)`, or of the variable where that is None.
+
+    Raises:
+        UsageError: It is of no form that is known.
+    """
+    source = "fingerprints" if given is not None else VARIABLE
+    text = os.environ.get(VARIABLE, "") if given is None else given
+    if not text:
+        return None
+    level, _, steps = text.partition(":")
+    parts = [PART.fullmatch(part.strip()) for part in steps.split(",")] if steps else []
+    if level != "unit" or text.endswith(":") or None in parts:
+        raise UsageError(
+            f'{source}={text!r} is none of "unit" (every step), "unit:100-110" (steps 100 to 110) '
+            'and "unit:%50" (every 50th step); several are separated by commas: "unit:0-9,%50"'
+        )
+    found = [part for part in parts if part is not None]
+    ranges = [
+        (int(part["first"]), int(part["last"] or part["first"]) if _has_end(part) else None)
+        for part in found
+        if part["first"]
+    ]
+    every = [int(part["every"]) for part in found if part["every"]]
+    return StepSelection(text, tuple(ranges), tuple(every) if found else (1,))
+
+
+def _has_end(part: re.Match[str]) -> bool:
+    return not part["range"] or bool(part["last"])
+
+
+class UnitRecorder:
+    """Records the fingerprints of one trainer on this rank.
+
+    Args:
+        selection: The steps.
+        trainer: The trainer.
+        units: The names of its model's blocks.
+        history: Knows the folder of the run, on rank 0.
+        run: Knows the step at which this process resumed it.
+    """
+
+    checkpoint: Path | None = None  # a recorded trainer begins where it begins
+
+    def __init__(
+        self,
+        selection: StepSelection,
+        trainer: ObservedTrainer,
+        units: Sequence[str],
+        history: History,
+        run: ResumableRun,
+    ) -> None:
+        self._selection, self._parallel = selection, trainer.parallel
+        self._history, self._run = history, run
+        self._fingerprinter = Fingerprinter(
+            0,
+            trainer.parallel,
+            trainer.called,
+            trainer.module,
+            trainer.has_whole_gradients,
+            with_backward=True,
+            names=units,
+            with_state=trainer.parallel.replica == 0,
+        )
+        self._file: FingerprintFile | None = None
+        self._is_open = False
+
+    def begin_step(self, step: int) -> Fingerprinter | None:
+        """Return what observes a step; None if its fingerprints are not recorded.
+
+        A collective call in the first step that is recorded.
+        """
+        if step not in self._selection:
+            return None
+        if not self._is_open:
+            self._is_open = True
+            self._open()
+        return None if self._file is None else self._fingerprinter
+
+    def commit(self, committed: CommittedStep) -> None:
+        """Write the fingerprint of a committed step, if it was observed."""
+        fingerprinter, result = self._fingerprinter, committed.result
+        was_observed = fingerprinter.is_unfinished and fingerprinter.current.step == result.step
+        if self._file is None or not was_observed:
+            return
+        found = fingerprinter.commit(result.loss, "", {})
+        try:
+            self._file.write("step", **encode_fingerprint(found))
+        except OSError as error:
+            self._fail(error)
+
+    def _open(self) -> None:
+        parallel = self._parallel
+        said = b""
+        if parallel.rank == 0:
+            folder = self._history.find_run_folder()
+            said = f"{secrets.token_hex(8)} {folder or ''}".encode()
+        messages = all_gather_bytes(said, "opening the file of fingerprints", parallel.group)
+        launch, _, path = messages[0].decode().partition(" ")
+        if not path:
+            if parallel.rank == 0:
+                say(
+                    "no fingerprints are kept, because the run is not recorded: pass "
+                    "loggers='runs/NAME' to the trainer, or start it with `lockstep run`"
+                )
+            return
+        try:
+            self._file = FingerprintFile(Path(path), parallel.rank)
+            self._file.write(
+                "begin",
+                launch=launch,
+                t=time.time(),
+                step=self._run.resumed_from or 0,
+                rank=parallel.rank,
+                replicas=parallel.replicas,
+                stages=parallel.stages,
+            )
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        path = self._file.path if self._file is not None else "fingerprints"
+        say(
+            f"rank {self._parallel.rank}: {path} cannot be written ({error.strerror}); the "
+            "training continues without fingerprints of this rank"
+        )
+        self._file = None
