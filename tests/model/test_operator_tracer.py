@@ -131,6 +131,29 @@ def test_memory_that_was_never_written_has_no_checksum():
     assert only(calls, "aten.add.out").outputs[0] != 0
 
 
+def test_what_is_copied_from_such_memory_has_no_checksum_either():
+    def body() -> None:
+        a = torch.empty(4)
+        b = torch.zeros(2)
+        b.copy_(a[:2])
+        a.copy_(torch.ones(4))
+        b.copy_(a[:2])
+
+    copies = [each for each in trace(body).calls if each.operator == "aten.copy_"]
+    assert [each.inputs[0] != 0 for each in copies] == [False, True, True]
+    assert [each.outputs[0] != 0 for each in copies] == [False, True, True]
+
+
+def test_memory_for_backward_has_no_checksum():
+    recurrent = nn.LSTM(3, 4)
+    calls = calls_of(lambda: recurrent(torch.ones(2, 1, 3))[0].sum().backward(), recurrent)
+    forward = only(calls, "aten.mkldnn_rnn_layer")
+    backward = only(calls, "aten.mkldnn_rnn_layer_backward")
+    assert [each != 0 for each in forward.outputs] == [True, True, True, False]
+    assert backward.inputs[-1] == 0
+    assert all(backward.inputs[:-1])
+
+
 def test_freed_memory_is_not_taken_for_memory_that_was_never_written():
     def body() -> None:
         for _ in range(20):

@@ -63,6 +63,7 @@ UNDECLARED_WRITES = {
 
 WORKSPACES = {
     "_batch_norm_with_update": 3,
+    "_ctc_loss": 1,
     "_cudnn_rnn": 4,
     "_thnn_fused_gru_cell": 1,
     "_thnn_fused_lstm_cell": 2,

@@ -15,8 +15,9 @@ What torch.compile compiled stays compiled. Each graph is one operator if
 calls from torch are recorded.
 
 Some functions that torch makes of several operators choose these in another way while any
-dispatch mode is active (`isTensorSubclassLike`). To know that tracing changed no bits, compare
-the norm of the gradient with that of the step without tracing.
+dispatch mode is active (`isTensorSubclassLike`). In torch 2.13 on the CPU, of all operators in
+torch's own tests, only the gradient of `torch.prod` gets other bits by that. To know that tracing
+changed none, compare the norm of the gradient with that of the step without tracing.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ class OperatorTracer(TorchDispatchMode):
         site = self._sites.find(sys._getframe(1))
         values = schema.bind(args, kwargs)
         read, written, overwritten = schema.tensors(values)
+        is_meaningless = any(memory.is_uninitialized(each) for each in read)  # what is copied
         inputs = tuple(memory.checksum(each) if is_computing else UNKNOWN for each in read)
         input_types = tuple(self._describe(each, site) for each in read)
         producers = memory.producers(read)
@@ -182,6 +184,9 @@ class OperatorTracer(TorchDispatchMode):
         if schema.makes_empty:
             memory.note_uninitialized(tensors_in(made))
         elif is_computing:
+            if is_meaningless:
+                memory.note_uninitialized(overwritten)
+                overwritten = []
             complete = set(map(id, overwritten))
             outputs = tuple(
                 _checksum(each) if id(each) in complete else memory.checksum(each) for each in made
@@ -226,7 +231,7 @@ class _Memory:
 
     def checksum(self, value: Any) -> int:
         """Return the checksum of a value; UNKNOWN if some of its memory was never written."""
-        is_unknown = isinstance(value, torch.Tensor) and self._is_uninitialized(value)
+        is_unknown = isinstance(value, torch.Tensor) and self.is_uninitialized(value)
         return UNKNOWN if is_unknown else _checksum(value)
 
     def producers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
@@ -249,13 +254,14 @@ class _Memory:
     def note_overwritten(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that every element of these tensors was written."""
         for each in tensors:
-            if self._is_uninitialized(each):
+            if self.is_uninitialized(each):
                 reference, missing = self._uninitialized.pop(_address(each))
                 missing -= each.numel() * each.element_size()
                 if missing > 0:
                     self._uninitialized[_address(each)] = reference, missing
 
-    def _is_uninitialized(self, tensor: torch.Tensor) -> bool:
+    def is_uninitialized(self, tensor: torch.Tensor) -> bool:
+        """Return whether some of the memory behind a tensor was never written to."""
         if not self._uninitialized or (address := _address(tensor)) not in self._uninitialized:
             return False
         is_freed = self._uninitialized[address][0].expired()
