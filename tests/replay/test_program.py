@@ -1,0 +1,104 @@
+"""The program of a recorded run: what can run again, and what cannot be reproduced here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.launcher.run_folder import describe_launch, write_description
+from lockstep.record.environment import describe_environment
+from lockstep.record.program import describe_data
+from lockstep.record.reader import read_run
+from lockstep.replay.program import Base, find_obstacles, read_program
+
+SCRIPT = {
+    "kind": "script",
+    "target": "train.py",
+    "arguments": ["--lr", "0.1"],
+    "cwd": "/home/ann",
+    "path": ["/home/ann"],
+    "environ": {"PYTHONHASHSEED": "3"},
+}
+
+
+def write(folder: Path, program: dict[str, object] | None = None, *more, **fields):
+    """Write a record, and return its run."""
+    header = {"kind": "run", "version": 1, "name": "mine", **fields}
+    lines = [header if program is None else {**header, "program": program}, *more]
+    (folder / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return read_run(folder)
+
+
+def test_the_program_is_what_the_record_says(tmp_path):
+    run = write(tmp_path, SCRIPT, trainer=1, sources="sources", layout={"threads": 4})
+    program = read_program(run, 0)
+    assert (program.kind, program.target, program.arguments) == (
+        "script",
+        "train.py",
+        ("--lr", "0.1"),
+    )
+    assert (program.cwd, program.path, program.trainer) == ("/home/ann", ("/home/ann",), 1)
+    assert program.environ == {"PYTHONHASHSEED": "3", "OMP_NUM_THREADS": "4"}
+    assert program.sources == tmp_path / "sources"
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ({"kind": "notebook", "target": ""}, "by a notebook, whose cells are not stored"),
+        ({"kind": "function", "target": "/x/ipykernel_launcher.py"}, "by a notebook"),
+        ({"kind": "command", "target": ""}, "by `python -c` or an interactive interpreter"),
+        ({**SCRIPT, "arguments": ["--token", "[redacted]"]}, "contained a secret"),
+    ],
+)
+def test_what_cannot_run_again_is_one_sentence(tmp_path, program, said):
+    with pytest.raises(UsageError, match=said):
+        read_program(write(tmp_path, program), 0)
+
+
+def test_a_record_of_an_older_version_is_read_with_its_launch(tmp_path, monkeypatch):
+    environment = {"variables": {"MKL_NUM_THREADS": "2", "LD_PRELOAD": "x.so"}}
+    run = write(tmp_path, environment=environment)
+    with pytest.raises(UsageError, match="does not say which program it ran"):
+        read_program(run, 0)
+    monkeypatch.chdir(tmp_path)
+    write_description(tmp_path, describe_launch("module", "pack.train", ["-v"], 4, 1))
+    program = read_program(run, 0)
+    assert (program.kind, program.target, program.arguments) == ("module", "pack.train", ("-v",))
+    assert (program.cwd, program.environ) == (str(tmp_path), {"MKL_NUM_THREADS": "2"})
+    assert "the sources of the run are not stored: today's files are run" in find_obstacles(
+        run, 0, program, Base()
+    )
+    write_description(tmp_path, describe_launch("program", "./train.sh", [], 4, 1))
+    with pytest.raises(UsageError, match="only Python programs can be replayed"):
+        read_program(run, 0)
+    recipe = write(tmp_path, options={"recipe": "digits", "lr": 0.1})
+    assert read_program(recipe, 0).options == {"recipe": "digits", "lr": 0.1}
+
+
+def test_what_differs_here_is_said_before(tmp_path):
+    here = describe_environment()
+    data = tmp_path / "data.bin"
+    data.write_bytes(b"1234")
+    gone = tmp_path / "gone.bin"
+    gone.write_bytes(b"12")
+    files = describe_data([str(data), str(gone)])
+    line = {"kind": "data", "dataset": "Mine", "files": files}
+    (tmp_path / "sources").mkdir()
+    run = write(tmp_path, SCRIPT, line, environment=here, sources="sources")
+    program = read_program(run, 0)
+    assert find_obstacles(run, 0, program, Base(remarks=("damaged",))) == ["damaged"]
+    data.write_bytes(b"12345")
+    gone.unlink()
+    other = {**here, "torch": "1.0", "instructions": "NEON", "hostname": "elsewhere"}
+    run = write(tmp_path, SCRIPT, line, environment=other, sources="sources")
+    said = find_obstacles(run, 0, program, Base())
+    assert said == [
+        f"torch is {here['torch']}, it was 1.0: the bits may differ",
+        f"instructions is {here['instructions']}, it was NEON: the bits may differ",
+        f"the data {data} has changed since the run: the bits may differ",
+        f"the data {gone} is not there any more",
+    ]

@@ -1,0 +1,325 @@
+"""Scripts of a user, recorded in one layout and replayed in another with the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from lockstep.check.layouts import Layout
+from lockstep.cli import cli
+from lockstep.errors import UsageError
+from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
+from lockstep.record.reader import read_run
+from lockstep.replay.program import find_base, find_obstacles, read_program
+from lockstep.replay.result import Replay, ReplayRequest
+from lockstep.replay.runner import run_replay
+
+STAGES = Layout(4, stages=2, schedule="1f1b")
+
+NET = """
+from torch import nn
+
+def build():
+    layers = [nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2)]
+    return nn.Sequential(*layers, nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+"""
+
+HEAD = """
+import os
+import sys
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep as ls
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+class Noisy(Dataset):
+    def __init__(self):
+        generator = torch.Generator().manual_seed(3)
+        self.inputs = torch.randn(64, 6, generator=generator)
+        self.targets = torch.randint(0, 4, (64,), generator=generator)
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return self.inputs[index] + 0.1 * torch.randn(6), self.targets[index]
+"""
+
+TRAIN = """
+import network_of_mine
+
+class Meter:
+    "A factor of the loss that changes with each epoch."
+
+    value = 1.0
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+def main():
+    ls.init(timeout=60)
+    torch.manual_seed(0)
+    meter = Meter()
+
+    def loss(outputs, targets):
+        return meter.value * nn.functional.cross_entropy(outputs, targets)
+
+    with ls.Trainer(
+        network_of_mine.build(), loss, partial(torch.optim.Adam, lr=0.01),
+        microbatches=8, seed=1, autocast_dtype=torch.bfloat16, max_grad_norm=0.5,
+        checkpoint=ls.CheckpointConfig(every_steps=3, keep=9, stateful={"meter": meter}),
+    ) as trainer:
+        for _ in range(3):
+            for batch in trainer.batches(Noisy(), 16, num_workers=2):
+                trainer.step(batch)
+            meter.value *= 1 + trainer.evaluate(Noisy(), 16).loss / 10
+
+if __name__ == "__main__":
+    ls.launch(main, nprocs=int(sys.argv[1])) if len(sys.argv) > 1 else main()
+"""
+
+
+def record(folder: Path, *words: str, **files: str) -> Path:
+    """Run a script under `lockstep run` in a folder, and return the folder of its run."""
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    with contextlib.chdir(folder):
+        CliRunner().invoke(cli, ["run", *words, "train.py"])
+    return folder / "runs" / words[words.index("--name") + 1]
+
+
+def results(replay: Replay) -> list[RecordedStep]:
+    assert not replay.failure, (replay.failure, replay.details)
+    return [
+        RecordedStep(each.step, each.epoch, each.loss, each.norm, each.losses, each.batch)
+        for each in replay.steps
+    ]
+
+
+def replayed(run: Path, first: int, last: int, layout: Layout | None = None) -> Replay:
+    """Replay steps, and require that they are those of the record."""
+    replay = run_replay(ReplayRequest(run, first, last, layout or Layout(1), timeout=100))
+    assert results(replay) == read_step_fingerprints(run)[first : last + 1]
+    return replay
+
+
+def test_a_script_on_4_ranks_is_replayed_by_one_and_by_2_x_2_after_its_files_changed(tmp_path):
+    run = record(tmp_path, "-n", "4", "--name", "four", train=HEAD + TRAIN, network_of_mine=NET)
+    assert len(read_step_fingerprints(run)) == 12
+    (tmp_path / "network_of_mine.py").write_text("raise RuntimeError('today')")
+    (tmp_path / "train.py").unlink()
+    alone = replayed(run, 7, 8)
+    assert alone.base == 6
+    assert replayed(run, 7, 8, STAGES).steps[1].digest == alone.steps[1].digest
+    saved = {line["step"]: line["digest"] for line in read_run(run).checkpoints}
+    assert saved[9] == alone.steps[1].digest
+
+    # A checkpoint that is damaged is left out, one that is gone is not missed.
+    model = run / "checkpoints" / "step-6" / "model.safetensors"
+    model.write_bytes(bytes(len(model.read_bytes())))
+    base = find_base(read_run(run), 8)
+    assert (base.steps, len(base.remarks)) == (3, 1)
+    assert "the checksum of model.safetensors differs" in base.remarks[0]
+    (run / "checkpoints" / "step-3" / "manifest.json").unlink()
+    assert find_base(read_run(run), 8).checkpoint is None
+    assert replayed(run, 4, 4).base == 0
+
+
+CHANGING = """
+import rule_of_mine
+
+ls.init(timeout=60)
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 6), torch.randint(0, 4, (64,)))
+with ls.Trainer(
+    nn.Linear(6, 4), rule_of_mine.loss, SGD, microbatches=4,
+    checkpoint=ls.CheckpointConfig(every_steps=2, keep=9),
+) as trainer:
+    for batch in trainer.batches(data, 8):
+        if trainer.steps == 5 and not os.path.exists("go"):
+            sys.exit("not yet")
+        trainer.step(batch)
+"""
+
+RULE = """
+from torch.nn import functional as F
+
+def loss(outputs, targets):
+    return {factor} * F.cross_entropy(outputs, targets)
+"""
+
+
+def test_a_run_that_was_resumed_with_other_sources_is_replayed_with_those_of_each_step(tmp_path):
+    words = ["-n", "2", "--name", "twice"]
+    run = record(tmp_path, *words, train=HEAD + CHANGING, rule_of_mine=RULE.format(factor=1))
+    assert len(read_step_fingerprints(run)) == 5
+    (tmp_path / "go").touch()
+    (tmp_path / "rule_of_mine.py").write_text(RULE.format(factor=2))
+    with contextlib.chdir(tmp_path):
+        assert CliRunner().invoke(cli, ["run", "--resume", "twice"]).exit_code == 0
+    assert len(read_step_fingerprints(run)) == 8
+    found = read_run(run)
+    first = int(found.resumes[0]["step"])  # 4, or 2 if the later checkpoint was not complete
+    names = [read_program(found, step).sources.name for step in (first - 1, first)]
+    assert names == ["sources", "sources-2"]
+    assert replayed(run, first - 1, first - 1).base == first - 2
+    assert replayed(run, first + 1, first + 1).base == first
+    (run / "checkpoints" / f"step-{first}" / "manifest.json").unlink()
+    base = find_base(found, first + 1)
+    said = find_obstacles(found, first + 1, read_program(found, first + 1), base)
+    assert any(f"after step {first}, from a checkpoint that is gone" in each for each in said)
+
+
+TWO = """
+ls.init(timeout=60)
+torch.manual_seed(0)
+one = ls.Trainer(nn.Linear(6, 6), nn.MSELoss(), SGD, microbatches=4, loggers="runs/one")
+two = ls.Trainer(nn.Linear(6, 4), nn.CrossEntropyLoss(), SGD, microbatches=2, loggers="runs/two")
+for number in range(6):
+    inputs = torch.randn(16, 6)
+    one.step((inputs, inputs.flip(1)))
+    if number % 2:
+        with two.manual_step() as step:
+            for inputs, targets in step.microbatches((inputs, torch.randint(0, 4, (16,)))):
+                step.backward(nn.functional.cross_entropy(two.model(one.model(inputs)), targets))
+"""
+
+
+def test_each_of_two_trainers_is_replayed_from_its_own_record(tmp_path):
+    record(tmp_path, "-n", "2", "--name", "launch", train=HEAD + TWO)
+    assert read_program(read_run(tmp_path / "runs" / "two"), 0).trainer == 1
+    replayed(tmp_path / "runs" / "one", 3, 4)
+    replayed(tmp_path / "runs" / "two", 2, 2)
+
+
+STOPPING = """
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, inputs):
+        return self.layer(torch.sqrt(9 - inputs))
+
+ls.init(timeout=60)
+torch.manual_seed(0)
+inputs = torch.rand(40, 6)
+inputs[27, 0] = 50.0
+data = TensorDataset(inputs, torch.randint(0, 4, (40,)))
+trainer = ls.Trainer(Root(), nn.CrossEntropyLoss(), SGD, microbatches=4)
+for batch in trainer.batches(data, 8, shuffle=False):
+    trainer.step(batch)
+"""
+
+
+def test_a_run_that_stopped_names_the_command_which_shows_the_micro_batch(tmp_path):
+    run = record(tmp_path, "-n", "2", "--name", "stopped", train=HEAD + STOPPING)
+    message = read_run(run).end["message"]
+    command = "lockstep replay runs/stopped --step 3 --microbatch 1"
+    assert "step 3, micro-batch 1: the loss is nan; training stopped, " in message
+    assert message.endswith(f"; compute it again with: {command}")
+    words = command.split()[1:]
+    with contextlib.chdir(tmp_path):
+        found = CliRunner().invoke(cli, [*words, "--anomaly", "--dump", "dump", "--json"])
+        whole = CliRunner().invoke(cli, [*words[:4], "-n", "2"])
+        debugged = subprocess.run(
+            [sys.executable, "-m", "lockstep", *words, "--pdb"],
+            input="p inputs.shape, inputs.max().item()\nc\n",
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert found.exit_code == 0, found.output
+    shown = json.loads(found.stdout.splitlines()[-1])
+    assert (shown["loss"], shown["loss_hex"], shown["equal"]) == (None, "nan", True)
+    assert "in forward, layer (Linear) returned the first values that are not" in found.stderr
+    assert "its forward was called at train.py:" in found.stderr
+    assert load_file(tmp_path / "dump" / "inputs.safetensors")["0"].max() == 50
+    assert load_file(tmp_path / "dump" / "activations.safetensors")["layer"].isnan().any()
+    weights = load_file(run / "last-good.safetensors")
+    dumped = load_file(tmp_path / "dump" / "weights.safetensors")
+    assert all(torch.equal(weights[name], dumped[name]) for name in weights)
+    assert load_file(tmp_path / "dump" / "gradients.safetensors").keys() <= weights.keys()
+    index = json.loads((tmp_path / "dump" / "index.json").read_text())
+    assert [each["module"] for each in index["calls"]] == ["layer", "Root"]
+    assert whole.exit_code == 0, whole.output
+    assert debugged.returncode == 0, debugged.stderr
+    assert f"{tmp_path}/train.py(" in debugged.stdout
+    assert "(torch.Size([2, 6]), 50.0)" in debugged.stdout
+    for wrong, said in (
+        ([*words, "--dump", "dump"], "is not an empty folder"),
+        ([*words, "--pdb", "-n", "2"], "on one rank: omit -n 2"),
+        ([*words[:4], "--anomaly"], "--anomaly needs --microbatch M"),
+    ):
+        with contextlib.chdir(tmp_path), pytest.raises(UsageError, match=said):
+            CliRunner().invoke(cli, wrong, catch_exceptions=False)
+
+
+def run_program(folder: Path, *words: str, **variables: str) -> None:
+    outcome = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert outcome.returncode == 0, outcome.stderr
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(
+    ("words", "kind", "ranks"),
+    [
+        (("train.py",), "script", 2),
+        (("-m", "train"), "module", 2),
+        (("train.py", "2"), "function", 1),
+        (("-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"), "script", 1),
+    ],
+)
+def test_programs_that_python_and_torchrun_start(tmp_path, words, kind, ranks):
+    (tmp_path / "train.py").write_text(HEAD + TRAIN)
+    (tmp_path / "network_of_mine.py").write_text(NET)
+    run_program(tmp_path, *words)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert read_program(read_run(run), 0).kind == kind
+    replayed(run, 7, 7, Layout(ranks))
+
+
+@pytest.mark.stress
+def test_recorded_variables_are_used_in_new_interpreters(tmp_path):
+    for name, text in (("train", HEAD + TRAIN), ("network_of_mine", NET)):
+        (tmp_path / f"{name}.py").write_text(text)
+    words = ("-m", "lockstep", "run", "-n", "2", "--name", "mine", "train.py")
+    run_program(tmp_path, *words, ATEN_CPU_CAPABILITY="default", OMP_NUM_THREADS="2")
+    run = tmp_path / "runs" / "mine"
+    program = read_program(read_run(run), 1)
+    assert program.environ["ATEN_CPU_CAPABILITY"] == "default"
+    assert program.environ["OMP_NUM_THREADS"] == "2"
+    before = dict(os.environ)
+    replayed(run, 1, 2)
+    assert dict(os.environ) == before
+    record = run / "record.jsonl"
+    record.write_text(record.read_text().replace('"ATEN_CPU_CAPABILITY":"default"', '"X":"1"'))
+    if torch.backends.cpu.get_cpu_capability() != "DEFAULT":  # other kernels, other bits
+        without = run_replay(ReplayRequest(run, 1, 2))
+        assert results(without) != read_step_fingerprints(run)[1:3]
