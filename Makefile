@@ -12,11 +12,12 @@ help: ## say what can be made here
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
 
 # torch first and by itself: a range would fetch the newest build, whatever its size.
-$(BIN)/lockstep: pyproject.toml
+$(BIN)/lockstep: pyproject.toml pytest-lockstep/pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing $(TORCH) and lockstep into $(VENV) (a minute or two) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "setuptools>=77" ninja
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable ./pytest-lockstep
 	@touch $@
 
 install: $(BIN)/lockstep ## put lockstep into .venv
@@ -51,4 +52,4 @@ sanitize: ## run them under ThreadSanitizer and AddressSanitizer
 	@$(MAKE) -C tests/csrc sanitize
 
 clean: ## remove what was built
-	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info pytest-lockstep/src/*.egg-info

@@ -14,7 +14,7 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lockstep.errors import UsageError
 from lockstep.launcher.channel import Channel, open_pair
@@ -27,6 +27,7 @@ __all__ = [
     "get_fork_server_pid",
     "interpreter_flags",
     "looks_like_training",
+    "spawn_fork_server",
 ]
 
 # Variables that are read once, at startup, before a rank could change them.
@@ -55,8 +56,8 @@ class ForkServer:
 
     def __init__(self, channel: Channel, pid: int, *, for_training: bool) -> None:
         self.pid = pid
+        self.channel = channel
         self._for_training = for_training
-        self._channel = channel
         self._launcher = os.getpid()
         self._variables = read_once_variables(os.environ)
         self._lock = threading.Lock()
@@ -75,13 +76,13 @@ class ForkServer:
         """Return a socket on which the server starts and watches the ranks of one launch."""
         ours, theirs = open_pair()
         with self._lock:
-            self._channel.send({"kind": "launch"}, [theirs.fileno()])
+            self.channel.send({"kind": "launch"}, [theirs.fileno()])
         theirs.close()
         return ours
 
     def retire(self) -> None:
         """Let the server exit after its last launch."""
-        self._channel.close()
+        self.channel.close()
 
     def close(self) -> None:
         """Let the server end its launches and exit, and wait until it has."""
@@ -89,7 +90,7 @@ class ForkServer:
             self.retire()
             return
         with contextlib.suppress(OSError), self._lock:
-            self._channel.send({"kind": "exit"})
+            self.channel.send({"kind": "exit"})
         self.retire()
         with contextlib.suppress(KeyboardInterrupt):  # it exits by itself
             self._wait(0)
@@ -174,26 +175,42 @@ def get_fork_server_pid() -> int | None:
 
 
 def _start(for_training: bool) -> ForkServer:
+    modules = (*PRELOADED, *PRELOADED_FOR_TRAINING) if for_training else PRELOADED
+    call = f"lockstep.launcher.fork_server_main.main({{}}, {os.getpid()}, {modules!r})"
+    return spawn_fork_server(call, for_training=for_training)
+
+
+def spawn_fork_server(
+    call: str,
+    *,
+    path: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    for_training: bool = False,
+) -> ForkServer:
+    """Start a fork server in a new interpreter, in its own session: Ctrl-C does not reach it.
+
+    Args:
+        call: The call that serves, such as "package.module.main({})"; the braces are replaced by
+            the number of its socket.
+        path: Its sys.path; empty for the interpreter's own and Lockstep's folder.
+        environ: Its environment; None for this process's.
+        for_training: Whether it imports what optimizers and trainers need.
+    """
     ours, theirs = open_pair()
     number = theirs.fileno()
-    modules = (*PRELOADED, *PRELOADED_FOR_TRAINING) if for_training else PRELOADED
-    code = (
-        f"import sys; sys.path.append({PACKAGES!r}); "
-        f"from lockstep.launcher.fork_server_main import main; "
-        f"main({number}, {os.getpid()}, {modules!r})"
-    )
-    pid = _spawn([sys.executable, *interpreter_flags(), "-c", code], number)
-    theirs.close()
-    return ForkServer(ours, pid, for_training=for_training)
-
-
-def _spawn(command: list[str], descriptor: int) -> int:
-    """Start `command` in its own session, so that Ctrl-C reaches the launcher only."""
+    finds = f"sys.path[:] = {list(path)!r}" if path else f"sys.path.append({PACKAGES!r})"
+    module = call.partition("(")[0].rpartition(".")[0]
+    code = f"import sys; {finds}; import {module}; {call.format(number)}"
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, pass_fds=[descriptor], start_new_session=True
+        [sys.executable, *interpreter_flags(), "-c", code],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[number],
+        start_new_session=True,
+        env=environ,
     )
     process.returncode = 0  # ForkServer reaps it; Popen must not warn that nobody did
-    return process.pid
+    theirs.close()
+    return ForkServer(ours, process.pid, for_training=for_training)
 
 
 def interpreter_flags() -> list[str]:

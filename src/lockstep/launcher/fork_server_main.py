@@ -41,7 +41,7 @@ from typing import NoReturn
 from lockstep.launcher.channel import Channel, Message, open_channel
 from lockstep.launcher.rank_process import ForkedProcess, exit_process, ignore_requests
 
-__all__ = ["Server", "main", "serve_in_fork"]
+__all__ = ["Server", "ignore_sigterm", "main", "serve", "serve_in_fork"]
 
 GRACE = 2.0  # seconds from SIGTERM to SIGKILL for what remains of a rank's process group
 # Seconds that ranks have to stop when their launcher was killed. It is shorter than the time
@@ -341,7 +341,7 @@ def _become_subreaper() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _ignore_sigterm() -> Handler:
+def ignore_sigterm() -> Handler:
     """Ignore SIGTERM and return the former handler.
 
     Batch systems send it to every process of a job. The ranks decide when they stop, and
@@ -350,24 +350,32 @@ def _ignore_sigterm() -> Handler:
     return signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def main(descriptor: int, launcher: int, modules: Sequence[str]) -> None:
+def main(descriptor: int, launcher: int, modules: Sequence[str]) -> NoReturn:
     """Import what ranks need and serve; in a forked process, run that process to its end."""
-    handler = _ignore_sigterm()
+    handler = ignore_sigterm()
     ignore_requests()  # the imports take a second
     for name in modules:
         importlib.import_module(name)
     gc.freeze()  # ranks neither traverse nor copy what was here before the fork
-    process = Server(open_channel(descriptor), launcher, handler).serve()
+    serve(open_channel(descriptor), launcher, handler)
+
+
+def serve(channel: Channel, launcher: int, sigterm_handler: Handler) -> NoReturn:
+    """Serve, then exit; in a forked process, run that process to its end.
+
+    Args:
+        channel: The launcher's socket.
+        launcher: Its process id.
+        sigterm_handler: What the ranks do on SIGTERM (`ignore_sigterm`).
+    """
+    process = Server(channel, launcher, sigterm_handler).serve()
     if process is None:
         os._exit(0)  # destroying torch's modules takes a second
+    # The frames on this stack are not the rank's and must not be unwound.
     exit_process(process.run())
 
 
 def serve_in_fork(channel: Channel, launcher: int) -> NoReturn:
     """Serve in a fork of the launcher; never returns, in the ranks neither."""
     os.setsid()
-    process = Server(channel, launcher, _ignore_sigterm()).serve()
-    if process is None:
-        os._exit(0)
-    # The launcher's frames are on this stack and must not be unwound in its copy.
-    exit_process(process.run())
+    serve(channel, launcher, ignore_sigterm())

@@ -311,9 +311,7 @@ class HangMonitor:
         if timeout <= 0 or now < self._next_view:
             return None
         self._next_view = now + min(timeout / PAGE_INTERVALS, MAX_PAGE_INTERVAL)
-        if now >= self._next_samples:
-            self._next_samples = now + timeout / STACK_INTERVALS
-            self._sample_silent_ranks()
+        self.sample()
         hang = find_hang(self._view(), timeout, self._returned())
         if hang is None or (self._hang is not None and hang.identity == self._hang.identity):
             if hang is None and self._hang is not None:
@@ -322,6 +320,13 @@ class HangMonitor:
             return None
         self._hang = hang
         return self._report(timeout)
+
+    def sample(self) -> None:
+        """Take stacks of ranks that publish nothing, if they are due."""
+        now = time.monotonic()
+        if now >= self._next_samples:
+            self._next_samples = now + self._policy.timeout / STACK_INTERVALS
+            self._sample_silent_ranks()
 
     # --- early remarks ------------------------------------------------------------------------
 
@@ -409,6 +414,24 @@ class HangMonitor:
         error = RankError(str(hang))
         error.rank = hang.culprit
         return error
+
+    def describe_ranks(self) -> dict[int, str]:
+        """Return where each running rank is, and what it waits in or did last."""
+        snapshots, _ = self._locate_all()
+        return {
+            each.rank: f"{each.location}: {describe_state(each)}".removeprefix(": ")
+            if each.operation or not each.location
+            else each.location
+            for each in snapshots
+        }
+
+    def explain(self) -> str:
+        """Return which ranks wait for which at this moment, and the stack of every rank."""
+        self._sample_silent_ranks()
+        snapshots, stacks = self._locate_all()
+        hang = find_hang(snapshots, 0.0, self._returned())
+        table = format_report(snapshots, stacks, self._returned())
+        return table if hang is None else f"{hang}; {hang.advice}\n{table}"
 
     def print_places(self) -> None:
         """Print where every rank is."""

@@ -46,6 +46,7 @@ from lockstep.launcher.fork_server import (
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.listening_socket import LOOPBACK
 from lockstep.launcher.output import RankOutput
+from lockstep.launcher.report_request import reports_on_request
 from lockstep.launcher.run_folder import (
     RESUME,
     RUN,
@@ -62,7 +63,7 @@ from lockstep.launcher.run_folder import (
     wait_until_free,
     write_description,
 )
-from lockstep.launcher.supervisor import STOP_GRACE, RankSupervisor, reports_on_request
+from lockstep.launcher.supervisor import STOP_GRACE, RankSupervisor
 from lockstep.messages import say
 
 __all__ = ["Interrupted", "LaunchConfig", "check_target", "launch_script"]

@@ -30,7 +30,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -60,6 +60,7 @@ __all__ = [
     "is_replaceable",
     "main",
     "print_place_on_signal",
+    "receive_from_launcher",
     "report_to_launcher",
     "run_code",
 ]
@@ -193,11 +194,25 @@ def get_task() -> str | None:
     return _task
 
 
-def report_to_launcher(message: Message) -> None:
+def report_to_launcher(message: Message, descriptors: Sequence[int] = ()) -> None:
     """Send a message to the launcher, if this process is a rank that has one."""
     if _report is not None and _is_rank():
         with contextlib.suppress(OSError):
-            _report.send(message)
+            _report.send(message, descriptors)
+
+
+def receive_from_launcher(timeout: float | None) -> tuple[Message, list[int]] | None:
+    """Wait for a message of the launcher to this rank, and the descriptors that come with it.
+
+    Args:
+        timeout: Seconds to wait; None waits without limit.
+
+    Returns:
+        None if none has come, or if there is no launcher.
+    """
+    if _report is None or not _is_rank() or not select.select([_report], [], [], timeout)[0]:
+        return None
+    return _report.receive()
 
 
 def _is_rank() -> bool:

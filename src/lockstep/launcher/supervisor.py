@@ -19,11 +19,9 @@ import os
 import select
 import selectors
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import FrameType
 
 from lockstep.comm.activity import Activity, read_activity
 from lockstep.errors import RankError
@@ -45,12 +43,12 @@ from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
 from lockstep.launcher.listening_socket import find_obstacle, get_connectable_address, listen
 from lockstep.launcher.local_rendezvous import create_store
 from lockstep.launcher.output import RankOutput
-from lockstep.launcher.rank_process import is_replaceable
+from lockstep.launcher.report_request import reports_on_request, take_request
 from lockstep.launcher.stacks import STACK_SIGNAL, describe_location
 from lockstep.launcher.tracebacks import BACKEND_ERRORS, is_full
 from lockstep.messages import say
 
-__all__ = ["GRACE", "STOP_GRACE", "TICK", "RankSupervisor", "reports_on_request"]
+__all__ = ["GRACE", "STOP_GRACE", "TICK", "RankSupervisor"]
 
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
 # Seconds that ranks have to stop on request. Kubernetes and Slurm kill everything after 30:
@@ -65,38 +63,6 @@ POLL = 0.005  # seconds between two checks of process groups that are ending
 TICK = 0.25  # seconds between two checks for unfinished lines of output
 STACK_TIMEOUT = 1.0  # seconds that ranks have to write their stacks
 MAX_STACK = 1 << 16  # bytes that are read of a stack
-
-_requested = False
-
-
-def _request_report(number: int, frame: FrameType | None) -> None:
-    global _requested
-    _requested = True
-
-
-def _take_request() -> bool:
-    global _requested
-    requested, _requested = _requested, False
-    return requested
-
-
-@contextlib.contextmanager
-def reports_on_request() -> Iterator[None]:
-    """Make SIGUSR1 to this process print where the ranks are, while it waits for them.
-
-    A handler of the program's own stays in effect. Only the main thread can install one.
-    """
-    before = signal.getsignal(signal.SIGUSR1)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not is_replaceable(before):
-        yield
-        return
-    signal.signal(signal.SIGUSR1, _request_report)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGUSR1) is _request_report:
-            signal.signal(signal.SIGUSR1, before)
 
 
 class RankSupervisor:
@@ -130,7 +96,7 @@ class RankSupervisor:
         self._descriptors: list[int] = []
         self._output_descriptors: set[int] = set()
         self._oom_kills = count_oom_kills()
-        self._hang_monitor = HangMonitor(self, hang_policy)
+        self.hang_monitor = HangMonitor(self, hang_policy)
         self._selector = selectors.DefaultSelector()
         self.add_reader(channel.fileno(), self._on_fork_server_message)
 
@@ -173,7 +139,12 @@ class RankSupervisor:
         return address
 
     def start_rank(
-        self, rank: int, task: Message, work: int, output: RankOutput | None = None
+        self,
+        rank: int,
+        task: Message,
+        work: int,
+        output: RankOutput | None = None,
+        streams: Sequence[int] | None = None,
     ) -> None:
         """Start one rank.
 
@@ -184,6 +155,7 @@ class RankSupervisor:
             task: What to run (`rank_process.ForkedProcess`).
             work: Descriptor of the file with the pickled function, if it runs one.
             output: Where its output goes; None for this process's stdout and stderr.
+            streams: Descriptors of its stdin, stdout and stderr, instead of these.
         """
         assert self._channel is not None
         ours, theirs = open_pair()
@@ -191,11 +163,11 @@ class RankSupervisor:
             null = os.open(os.devnull, os.O_RDWR)
             opened.callback(os.close, null)
             standard = [number if _is_open(number) else null for number in range(3)]
-            streams = [standard[0] if rank == 0 else null, *standard[1:]]
+            inherited = [standard[0] if rank == 0 else null, *standard[1:]]
             if output is not None:
-                streams[1:] = [stream.writing for stream in output.streams]
+                inherited[1:] = [stream.writing for stream in output.streams]
             message = {**task, "kind": "rank", "rank": rank, "is_piped": output is not None}
-            self._channel.send(message, [*streams, theirs.fileno(), work])
+            self._channel.send(message, [*(streams or inherited), theirs.fileno(), work])
         self._started.add(rank)
         theirs.close()
         self._reports[rank] = ours
@@ -260,7 +232,7 @@ class RankSupervisor:
                 if is_stop_requested() or any(outcome.has_stopped for outcome in self._all):
                     return self._wait_for_stop(grace, is_stop_requested)
                 self._answer_request()
-                if hang := self._hang_monitor.check():
+                if hang := self.hang_monitor.check():
                     self.terminate()
                     return hang
                 self.process_events(_limit(TICK, deadline))
@@ -326,6 +298,12 @@ class RankSupervisor:
         }
 
     # --- ending ---------------------------------------------------------------------------
+
+    def send(self, rank: int, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message to a rank (`rank_process.receive_from_launcher`), if it still runs."""
+        with contextlib.suppress(OSError):
+            if rank in self._reports:
+                self._reports[rank].send(message, descriptors)
 
     def terminate(self, grace: float | None = None) -> None:
         """End every rank: SIGTERM, and after a grace period SIGKILL, to its process group.
@@ -411,8 +389,8 @@ class RankSupervisor:
 
     def _answer_request(self) -> None:
         """Print where the ranks are, if SIGUSR1 asked for it."""
-        if _take_request():
-            self._hang_monitor.print_places()
+        if take_request():
+            self.hang_monitor.print_places()
 
     def _end_ranks(self, ranks: Sequence[int], number: int) -> None:
         for rank in ranks:

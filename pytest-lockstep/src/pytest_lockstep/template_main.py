@@ -1,0 +1,135 @@
+"""The template process: pytest whose main loop is a fork server.
+
+It is configured like the process that runs the tests, collects the files with tests on ranks, and
+never runs a test itself, nor a thread. Each rank of a test is a fork that finds its test collected
+and its module imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import pickle
+import sys
+import threading
+from typing import NoReturn
+
+import pytest
+
+from lockstep.launcher.channel import Channel, open_channel, read_memfd
+from lockstep.launcher.fork_server_main import ignore_sigterm, serve
+from lockstep.launcher.rank_process import ignore_requests
+
+__all__ = ["is_template", "main"]
+
+PRELOADED = (
+    "torch.distributed",
+    "cloudpickle",
+    "lockstep.launcher.rendezvous",
+    "pytest_lockstep.rank",
+)
+PRELOADED_FOR_TRAINING = ("torch._dynamo",)  # by the first step of any optimizer: 1.4 s
+OPTIONAL = ("coverage",)
+
+IS_TEMPLATE = pytest.StashKey[bool]()
+
+
+def is_template(config: pytest.Config) -> bool:
+    """Return whether this is the template process, or a rank."""
+    return config.stash.get(IS_TEMPLATE, False)
+
+
+def main(descriptor: int, launcher: int) -> NoReturn:
+    """Be the template process of the process `launcher`."""
+    handler = ignore_sigterm()
+    ignore_requests()
+    channel = open_channel(descriptor)
+    received = channel.receive()
+    if received is None:
+        os._exit(0)
+    order, log = received[1]
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.close(log)
+    options, arguments, sys.argv[:], trains = pickle.loads(read_memfd(order))
+    from pytest_lockstep import rank  # imports torch
+
+    for name in (*PRELOADED, *(PRELOADED_FOR_TRAINING if trains else ())):
+        importlib.import_module(name)
+    config = pytest.Config.fromdictargs(options, arguments)
+    config.stash[IS_TEMPLATE] = True
+    config.pluginmanager.register(Server(config, channel, launcher, handler), "lockstep-template")
+    config.pluginmanager.register(rank.RankRunner(), "lockstep-rank")
+    config.hook.pytest_cmdline_main(config=config)
+    os._exit(1)  # an error, which pytest has printed
+
+
+class Server:
+    """Replaces pytest's main loop.
+
+    Args:
+        config: pytest's configuration.
+        channel: The socket of the process that runs the tests.
+        launcher: Its process id.
+        sigterm_handler: What ranks do on SIGTERM.
+    """
+
+    def __init__(
+        self, config: pytest.Config, channel: Channel, launcher: int, sigterm_handler: object
+    ) -> None:
+        self._config = config
+        self._channel = channel
+        self._launcher = launcher
+        self._sigterm_handler = sigterm_handler
+        self._errors: dict[str, str] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self, session: pytest.Session) -> bool:
+        """Collect the files that the other process asks for."""
+        received = self._channel.receive()
+        if received is None:
+            os._exit(0)
+        files = json.loads(read_memfd(received[1][0]))
+        factory = getattr(self._config, "_tmp_path_factory", None)
+        if factory is not None:
+            factory.getbasetemp()  # once, here: it empties the folder
+        for name in ("timeout", "cacheprovider"):
+            self._config.pluginmanager.unregister(name=name)
+        session.perform_collect(files)
+        if len(threading.enumerate()) > 1:
+            names = ", ".join(thread.name for thread in threading.enumerate()[1:])
+            self._errors[""] = (
+                f"importing the test files starts threads ({names}), so their process cannot be "
+                f"forked for ranks: start threads in a test or fixture"
+            )
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Keep all tests, before other plugins deselect some."""
+        from pytest_lockstep import rank
+
+        rank.keep_items(items)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note what cannot be imported."""
+        if report.failed:
+            self._errors[report.nodeid] = (
+                f"the ranks' template process could not import {report.nodeid}, unlike pytest's "
+                f"own process:\n{report.longreprtext}"
+            )
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> NoReturn:
+        """Fork ranks until the other process is done."""
+        for name in OPTIONAL:
+            try:
+                importlib.import_module(name)
+            except ImportError:
+                continue
+        gc.collect()
+        gc.freeze()  # ranks neither traverse nor copy what was here before the fork
+        self._channel.send({"kind": "ready", "errors": self._errors})
+        serve(self._channel, self._launcher, self._sigterm_handler)  # type: ignore[arg-type]

@@ -1,0 +1,47 @@
+"""Tests of the plugin: pytest runs in a process of its own, on files that a test writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+Run = Callable[..., pytest.RunResult]
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run pytest on a test file and return what it printed."""
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+
+    def run(source: str, *arguments: str, **files: str) -> pytest.RunResult:
+        imports = "import os\nimport pytest\nimport torch\nimport torch.distributed as dist\n"
+        pytester.makepyfile(test_it=imports + source, **files)
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments, timeout=100)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a template process or a rank behind."""
+    yield
+    assert not _find_orphans()
+
+
+def _find_orphans() -> list[str]:
+    """Return the templates and ranks on this host whose launcher has exited."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (place / "cmdline").read_bytes()
+        except OSError:
+            continue
+        call = re.search(rb"template_main\.main\(\d+, (\d+)\)", command)
+        if call and not Path(f"/proc/{call[1].decode()}").exists():
+            found.append(place.name)
+    return found

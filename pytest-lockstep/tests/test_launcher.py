@@ -1,0 +1,301 @@
+"""The plugin within pytest: what it refuses, and the options and plugins that it works with."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+REFUSALS = """
+import pytest_lockstep
+import unittest
+
+@pytest.fixture
+def function():
+    return lambda: 1
+
+@pytest_lockstep.rank_fixture
+def made(rank):
+    return rank
+
+@pytest.fixture
+def user(made):
+    return made
+
+@pytest_lockstep.rank_fixture
+def needs_function(function):
+    return function
+
+@pytest.fixture
+def attribute(request):
+    request.instance.value = lambda: 1
+
+@pytest.mark.ranks(2)
+def test_function(function):
+    pass
+
+@pytest.mark.ranks(2)
+def test_through_rank_fixture(needs_function):
+    pass
+
+def test_without_ranks(made):
+    pass
+
+@pytest.mark.ranks(2)
+def test_user(user):
+    pass
+
+@pytest.mark.ranks(2)
+def test_subtests(subtests):
+    pass
+
+@pytest.mark.ranks(2, init=False)
+def test_group(group):
+    pass
+
+@pytest.mark.ranks(2, init=False)
+def test_not_joined(rank):
+    assert not dist.is_initialized()
+    import lockstep
+    assert lockstep.init().rank == rank
+    lockstep.shutdown()
+
+@pytest.mark.ranks(2)
+def test_breakpoint():
+    breakpoint()
+
+@pytest.mark.ranks(2)
+def test_dynamic(request):
+    request.getfixturevalue("function")
+
+class TestAttribute:
+    @pytest.mark.ranks(2)
+    def test_method(self, attribute):
+        pass
+
+class TestOld(unittest.TestCase):
+    @pytest.mark.ranks(2)
+    def test_old(self):
+        raise ValueError("it ran on one rank")
+
+@pytest.mark.ranks(2)
+def test_good(made):
+    pass
+"""
+
+MARKERS = {
+    "0": "@pytest.mark.ranks(0): expected numbers of ranks from 1",
+    "": "@pytest.mark.ranks expects different numbers of ranks",
+    "2, 2": "@pytest.mark.ranks expects different numbers of ranks",
+    "2, timeout=0": "@pytest.mark.ranks(timeout=0): expected a positive number of seconds",
+    "2, allow_leaks='files'": "@pytest.mark.ranks(allow_leaks='files'): choose from groups,",
+    "2, width=3": "@pytest.mark.ranks got an unexpected keyword argument 'width'; it takes",
+}
+
+
+def test_what_cannot_work_says_so_in_one_sentence(run):
+    result = run(REFUSALS, "-rA")
+    output = result.stdout.str()
+    result.assert_outcomes(passed=2, failed=7, errors=3)
+    for sentence in (
+        r"the value of the fixture 'function' cannot be sent to the ranks, where the test uses it "
+        r"\(.*\): build it there, with @pytest_lockstep.rank_fixture",
+        r"the value of the fixture 'function' cannot be sent to the ranks, where the rank fixture "
+        r"'needs_function' uses it",
+        r"the rank fixture 'rank' exists only in ranks: add @pytest.mark.ranks\(2\) to "
+        r"test_without_ranks",
+        r"the fixture 'user' runs in pytest's own process, but uses the rank fixture 'rank|made': "
+        r"declare 'user' with @pytest_lockstep.rank_fixture",
+        r"the fixture 'subtests' cannot be used in ranks: it reports to pytest's own process",
+        r"the fixture 'group' needs ranks that join their group: remove init=False",
+        r"breakpoint\(\) in a rank: run pytest with --pdb, which stops here",
+        r"the fixture 'function' runs in pytest's own process and was not sent to the ranks: name "
+        r"it among the arguments of the test",
+        r"the attribute 'value' that a fixture has set cannot be sent to the ranks",
+        r"@pytest.mark.ranks does not work on methods of unittest.TestCase: test_old",
+    ):
+        assert re.search(sentence, output), sentence
+
+
+def test_a_wrong_marker_is_one_sentence(pytester):
+    for number, arguments in enumerate(MARKERS):
+        source = f"import pytest\n@pytest.mark.ranks({arguments})\ndef test_it(): pass\n"
+        pytester.makepyfile(**{f"test_{number}": source})
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(errors=len(MARKERS))
+    output = result.stdout.str()
+    for sentence in MARKERS.values():
+        assert sentence in output
+    assert "Traceback" not in output
+
+
+FEATURES = """
+import helper
+
+@pytest.mark.ranks(1, 2)
+def test_one(rank, world_size):
+    helper.check(rank, world_size)
+
+@pytest.mark.ranks(2)
+def test_two(rank, from_conftest):
+    assert from_conftest == "conftest"
+
+def test_plain():
+    pass
+
+@pytest.mark.ranks(2)
+def test_helper_fails(rank):
+    helper.check_equal([rank], [2])
+"""
+HELPER = """
+def check(rank, size):
+    if rank == 1:
+        assert size == 2
+    else:
+        only_rank_zero()
+    assert 0 <= rank < size
+
+def only_rank_zero():
+    return 0
+
+def never():
+    return 1
+
+def check_equal(a, b):
+    assert a == b
+"""
+CONFTEST = """
+import pytest
+pytest.register_assert_rewrite("helper")
+
+@pytest.fixture(scope="session")
+def from_conftest():
+    return "conftest"
+"""
+
+
+def test_selection_xdist_coverage_and_import_modes(run, pytester):
+    files = {"helper": HELPER, "conftest": CONFTEST}
+    result = run(FEATURES, "--cov=helper", "--cov-report=term-missing", "-W", "error", **files)
+    result.assert_outcomes(passed=4, failed=1)
+    # Rank 1's branch and rank 0's; not the function that nobody calls.
+    result.stdout.re_match_lines([r"helper.py\s+11\s+1\s+91%\s+12"])
+    result.stdout.fnmatch_lines(["E*At index 0 diff: * != 2"])  # the helper is rewritten
+    assert not list(pytester.path.glob(".coverage.*"))
+    result = run(FEATURES, "-n2", "-k", "2ranks and not fails", "--durations=3", **files)
+    result.assert_outcomes(passed=2)
+    assert re.search(r"\d\.\d\ds call +test_it.py::test_one\[2ranks\]", result.stdout.str())
+    importlib = ("--import-mode=importlib", "-o", "pythonpath=.")
+    result = run(FEATURES, *importlib, "-x", "--deselect=test_it.py::test_two", **files)
+    result.assert_outcomes(passed=3, failed=1, deselected=1)
+
+
+STARTS_THREAD = """
+import threading
+threading.Thread(target=threading.Event().wait, name="early", daemon=True).start()
+
+@pytest.mark.ranks(2)
+def test_one(): pass
+
+@pytest.mark.ranks(2)
+def test_two(): pass
+"""
+IMPORTED_ONCE = """
+if "PYTEST_VERSION" in os.environ and os.getpid() == os.getsid(0):
+    raise ImportError("not twice")
+
+@pytest.mark.ranks(2)
+def test_one(): pass
+"""
+RANDOM_PARAMETER = """
+import random
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("value", [random.random()])
+def test_one(value): pass
+"""
+
+
+def test_a_template_that_cannot_be_forked_is_one_sentence(run):
+    for source, sentence in {
+        STARTS_THREAD: "importing the test files starts threads (early)",
+        IMPORTED_ONCE: "the ranks' template process could not import test_it.py, unlike",
+        RANDOM_PARAMETER: "the parameters of the test must be the same whenever",
+    }.items():
+        result = run(source)
+        output = result.stdout.str()
+        assert sentence in output
+        assert output.count("INTERNALERROR") == 0
+        result.assert_outcomes(failed=source.count("def test_"))
+
+
+def test_runs_without_ranks_start_no_process(run, pytester):
+    pytester.makeconftest(
+        """
+        import sys
+        def pytest_sessionfinish():
+            print("torch" in sys.modules, "pytest_lockstep.template" in sys.modules)
+        """
+    )
+    pytester.makepyfile("def test_plain(): pass")
+    result = pytester.runpytest_subprocess("-s")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*False False*"])
+
+
+def test_output_is_shown_line_by_line_without_capturing(run):
+    result = run("@pytest.mark.ranks(2)\ndef test_one(rank):\n    print('said')\n", "-s")
+    result.assert_outcomes(passed=1)
+    assert "[0] said" in result.stdout.str()
+    assert "[1] said" in result.stdout.str()
+
+
+def test_both_backends(run):
+    source = """
+@pytest.mark.ranks(2)
+def test_backend(group):
+    print("on", dist.get_backend(group))
+    dist.barrier()
+"""
+    result = run(source, "--ranks-backend=lockstep,gloo", "-rA")
+    result.assert_outcomes(passed=2)
+    for name in ("lockstep", "gloo"):
+        assert f"PASSED test_it.py::test_backend[2ranks-{name}]" in result.stdout.str()
+        assert f"on {name}" in result.outlines
+    result = run(source, "--ranks-backend=nonsense")
+    result.assert_outcomes(failed=1)
+    sentence = "--ranks-backend: torch has no backend 'nonsense' here; available: "
+    assert sentence in result.stdout.str()
+
+
+DEBUGGED = """
+@pytest.mark.ranks(2)
+def test_wrong(rank):
+    secret = 40 + rank
+    if rank == 1:
+        assert secret == 0
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_both_wrong(rank):
+    secret = 50 + rank
+    assert secret == 0
+
+def test_after():
+    pass
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_the_debugger_attaches_to_one_rank(run, pytester):
+    pytester.makepyfile(test_it="import pytest\nimport torch.distributed as dist\n" + DEBUGGED)
+    child = pytester.spawn_pytest("-p no:cacheprovider --pdb --ranks-pdb=1 --ranks-timeout=2")
+    for secret in ("41", "51"):
+        child.expect("rank 1: post-mortem debugging", timeout=60)
+        child.expect("\\(Pdb\\)", timeout=60)
+        child.sendline("p secret")
+        child.expect(secret, timeout=60)
+        child.sendline("q")
+    child.expect("2 failed, 1 passed", timeout=60)
+    child.wait()

@@ -1,0 +1,46 @@
+"""SIGUSR1 to a launcher asks it to print where its ranks are."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from lockstep.launcher.rank_process import is_replaceable
+
+__all__ = ["reports_on_request", "take_request"]
+
+_requested = False
+
+
+def _request_report(number: int, frame: FrameType | None) -> None:
+    global _requested
+    _requested = True
+
+
+def take_request() -> bool:
+    """Return whether a report was requested since the previous call."""
+    global _requested
+    requested, _requested = _requested, False
+    return requested
+
+
+@contextlib.contextmanager
+def reports_on_request() -> Iterator[None]:
+    """Make SIGUSR1 to this process print where the ranks are, while it waits for them.
+
+    A handler of the program's own stays in effect. Only the main thread can install one.
+    """
+    before = signal.getsignal(signal.SIGUSR1)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not is_replaceable(before):
+        yield
+        return
+    signal.signal(signal.SIGUSR1, _request_report)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGUSR1) is _request_report:
+            signal.signal(signal.SIGUSR1, before)
