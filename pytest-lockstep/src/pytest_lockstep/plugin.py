@@ -4,7 +4,7 @@
     collects, runs fixtures,              imports the same test         one test each,
     reports (`launcher`)                  modules, forks (`template`)   then exits (`rank`)
 
-Nothing here imports torch: pytest loads this module in every run.
+Nothing here imports torch or Lockstep: pytest loads this module in every run.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import pytest
 
 from pytest_lockstep.launcher import Launcher
 from pytest_lockstep.marker import CASE, parse_marker, rank_fixture
-from pytest_lockstep.template_main import is_template
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+IS_TEMPLATE = pytest.StashKey[bool]()
+"""Whether this is the template process, or a rank."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "group, once per width",
     )
     distributes = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
-    if not is_template(config) and not distributes:
+    if not config.stash.get(IS_TEMPLATE, False) and not distributes:
         config.pluginmanager.register(Launcher(config), "lockstep-launcher")
 
 

@@ -22,7 +22,7 @@ from lockstep.launcher.channel import Channel, open_channel, read_memfd
 from lockstep.launcher.fork_server_main import ignore_sigterm, serve
 from lockstep.launcher.rank_process import ignore_requests
 
-__all__ = ["is_template", "main"]
+__all__ = ["main"]
 
 PRELOADED = (
     "torch.distributed",
@@ -32,13 +32,6 @@ PRELOADED = (
 )
 PRELOADED_FOR_TRAINING = ("torch._dynamo",)  # by the first step of any optimizer: 1.4 s
 OPTIONAL = ("coverage",)
-
-IS_TEMPLATE = pytest.StashKey[bool]()
-
-
-def is_template(config: pytest.Config) -> bool:
-    """Return whether this is the template process, or a rank."""
-    return config.stash.get(IS_TEMPLATE, False)
 
 
 def main(descriptor: int, launcher: int) -> NoReturn:
@@ -54,12 +47,12 @@ def main(descriptor: int, launcher: int) -> NoReturn:
         os.dup2(log, number)
     os.close(log)
     options, arguments, sys.argv[:], trains = pickle.loads(read_memfd(order))
-    from pytest_lockstep import rank  # imports torch
+    from pytest_lockstep import plugin, rank  # imports torch
 
     for name in (*PRELOADED, *(PRELOADED_FOR_TRAINING if trains else ())):
         importlib.import_module(name)
     config = pytest.Config.fromdictargs(options, arguments)
-    config.stash[IS_TEMPLATE] = True
+    config.stash[plugin.IS_TEMPLATE] = True
     config.pluginmanager.register(Server(config, channel, launcher, handler), "lockstep-template")
     config.pluginmanager.register(rank.RankRunner(), "lockstep-rank")
     config.hook.pytest_cmdline_main(config=config)
