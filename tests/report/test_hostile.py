@@ -41,7 +41,7 @@ def hostile():
         "layout": {"world_size": 2, "replicas": HARM, "backend": HARM, "device": HARM, HARM: HARM},
         "options": {HARM: HARM, "list": [HARM, [HARM]], "nested": {HARM: {HARM: HARM}}},
         "environment": {"hostname": HARM, "variables": {HARM: HARM}, "gpus": [HARM], HARM: HARM},
-        "model": {"class": HARM, "parameters": 1}, "epochs": 2,
+        "model": {"class": HARM, "parameters": 1}, "epochs": 2, "sources": HARM,
     }  # fmt: skip
     metrics = {HARM: 0.5, "accuracy": 0.5}
     for line in records.whole(**header):
@@ -50,7 +50,7 @@ def hostile():
             yield line | {"evaluation": {"loss": 0.5, "metrics": metrics}}
     yield {"kind": "warning", "t": 1, "rank": HARM, "message": HARM}
     layout = {"replicas": HARM, "stages": 2, "backend": HARM}
-    yield records.checkpoint(5, path=HARM, bytes=HARM)
+    yield records.checkpoint(5, path=HARM, bytes=HARM, digest=HARM)
     yield records.resume(7, layout=layout, resumed=HARM, differences=[HARM, {HARM: [HARM]}])
     yield from map(records.step, range(7, 20))
     timeline = records.timeline(0)
@@ -64,6 +64,13 @@ def shown(request, tmp_path, monkeypatch):
     """Return (the form, what is shown in it)."""
     monkeypatch.chdir(tmp_path)
     records.write(tmp_path / "runs" / "night", hostile())
+    replay = {"kind": "replay", "step": HARM, "microbatch": HARM, "replayed": HARM}
+    replay |= {
+        "layout": {"replicas": HARM, "backend": HARM},
+        "differences": [HARM],
+        "failure": HARM,
+    }
+    (tmp_path / "runs" / "night" / "replays.jsonl").write_text(json.dumps(replay) + "\n")
     records.write(tmp_path / "runs" / "plain", records.whole())
     records.write(tmp_path / "runs" / f"a\x1b[2J{chr(0xDCFF)}b", records.whole(name=None))
     for run, value in (("night", 1.0), ("plain", 2.0)):

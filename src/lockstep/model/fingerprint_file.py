@@ -15,10 +15,10 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import orjson
 
@@ -30,9 +30,11 @@ from lockstep.record.chain import ChainCheck, add_link, find_last_link
 __all__ = [
     "FOLDER",
     "FingerprintFile",
+    "FingerprintList",
     "RecordedFingerprints",
     "decode_fingerprint",
     "encode_fingerprint",
+    "list_unit_fingerprints",
     "read_unit_fingerprints",
 ]
 
@@ -179,28 +181,56 @@ def read_unit_fingerprints(run: Path) -> RecordedFingerprints:
     Raises:
         FileError: A file cannot be read.
     """
-    launches: dict[str, _Launch] = {}
-    remarks: list[str] = []
-    for rank, path in _find_files(run):
-        remarks += _read_file(path, rank, launches)
-    steps: dict[int, dict[int, StepFingerprint]] = {}
-    for launch in sorted(launches.values(), key=lambda each: each.begun):
-        steps = {number: ranks for number, ranks in steps.items() if number < launch.first}
-        steps |= launch.steps
-    ordered = {
-        number: [fingerprint for _, fingerprint in sorted(ranks.items())]
-        for number, ranks in sorted(steps.items())
-    }
-    return RecordedFingerprints(ordered, remarks)
+    found, remarks = _read(run, decode_fingerprint)
+    return RecordedFingerprints(
+        {step: [each for _, each in sorted(ranks.items())] for step, ranks in found.items()},
+        remarks,
+    )
+
+
+@dataclass(frozen=True)
+class FingerprintList:
+    """Which fingerprints a run recorded: the ranks by the number of the step; and remarks."""
+
+    steps: dict[int, list[int]]
+    remarks: list[str]
+
+
+def list_unit_fingerprints(run: Path) -> FingerprintList:
+    """Return which fingerprints a run recorded, without decoding them.
+
+    Raises:
+        FileError: A file cannot be read.
+    """
+    found, remarks = _read(run, lambda line: None)
+    return FingerprintList({step: sorted(ranks) for step, ranks in found.items()}, remarks)
+
+
+Decoded = TypeVar("Decoded")
 
 
 @dataclass
-class _Launch:
+class _Launch(Generic[Decoded]):
     """What one launch of a run recorded, by step and rank."""
 
     begun: float
     first: int
-    steps: dict[int, dict[int, StepFingerprint]] = field(default_factory=dict)
+    steps: dict[int, dict[int, Decoded]] = field(default_factory=dict)
+
+
+def _read(
+    run: Path, decode: Callable[[dict[str, Any]], Decoded]
+) -> tuple[dict[int, dict[int, Decoded]], list[str]]:
+    """Return what the ranks recorded, by step and rank, each as it was taken last; and remarks."""
+    launches: dict[str, _Launch[Decoded]] = {}
+    remarks: list[str] = []
+    for rank, path in _find_files(run):
+        remarks += _read_file(path, rank, launches, decode)
+    steps: dict[int, dict[int, Decoded]] = {}
+    for launch in sorted(launches.values(), key=lambda each: each.begun):
+        steps = {number: ranks for number, ranks in steps.items() if number < launch.first}
+        steps |= launch.steps
+    return dict(sorted(steps.items())), remarks
 
 
 def _find_files(run: Path) -> list[tuple[int, Path]]:
@@ -208,7 +238,12 @@ def _find_files(run: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match is not None)
 
 
-def _read_file(path: Path, rank: int, launches: dict[str, _Launch]) -> list[str]:
+def _read_file(
+    path: Path,
+    rank: int,
+    launches: dict[str, _Launch[Decoded]],
+    decode: Callable[[dict[str, Any]], Decoded],
+) -> list[str]:
     """Add the lines of a file to `launches`; return remarks."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
@@ -217,7 +252,7 @@ def _read_file(path: Path, rank: int, launches: dict[str, _Launch]) -> list[str]
     check = ChainCheck()
     check.check(lines)
     remarks = [f"{FOLDER}/{path.name}: {check.describe()}"] if check.breaks else []
-    launch: _Launch | None = None
+    launch: _Launch[Decoded] | None = None
     unread, was_unread = 0, False
     for text in lines:
         try:
@@ -228,8 +263,7 @@ def _read_file(path: Path, rank: int, launches: dict[str, _Launch]) -> list[str]
                 launch = launches.setdefault(str(line["launch"]), _Launch(begun, first))
                 launch.begun = min(launch.begun, begun)
             elif line["kind"] == "step" and launch is not None:
-                found = decode_fingerprint(line)
-                launch.steps.setdefault(found.step, {})[rank] = found
+                launch.steps.setdefault(int(line["step"]), {})[rank] = decode(line)
             was_unread = False
         except (ValueError, TypeError, KeyError):
             unread, was_unread = unread + 1, True

@@ -6,6 +6,7 @@ Run ──┬─> summary, summary_text, breakdown ──┬─> report_html(run
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,12 @@ from lockstep.report.breakdown import (
 from lockstep.report.chart import run_charts
 from lockstep.report.markdown import escape_markdown, fenced_block, markdown_table
 from lockstep.report.page import draw_panel, render_template
+from lockstep.report.reproduction import (
+    CHECKPOINT_COLUMNS,
+    REPLAY_COLUMNS,
+    checkpoint_table,
+    reproduction,
+)
 from lockstep.report.summary import Summary, summarize
 from lockstep.report.summary_text import (
     STATE_NAMES,
@@ -67,14 +74,14 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
     recorded, waits = typical_timeline(run), wait_matrix(run)
     summary = summarize(run)
     panels = {chart.key: draw_panel(chart) for chart in run_charts(run)}
-    times = time_by_rank(run)
+    times, repeated = time_by_rank(run), reproduction(run)
     return render_template(
         "report.html",
         summary=summary,
         state_name=STATE_NAMES[run.state],
         headline=headline(run, summary),
         state_sentence=state_sentence(run, summary),
-        remarks=run.remarks,
+        remarks=[*run.remarks, *repeated.remarks],
         tiles=_tiles(run, summary),
         duration_panel=panels.pop("seconds", None),
         panels=list(panels.values()),
@@ -90,12 +97,16 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
         memory=peak_memory(run),
         epochs=epoch_table(run),
         checkpoint_sentence=checkpoint_sentence(run),
+        checkpoint_columns=CHECKPOINT_COLUMNS,
+        checkpoints=checkpoint_table(run),
         resume_sentence=resume_sentence(run),
         resume_columns=RESUME_COLUMNS,
         resumes=resume_table(run),
         warnings=[warning_sentence(line) for line in run.warnings[:MAX_WARNINGS]],
         num_hidden_warnings=max(0, len(run.warnings) - MAX_WARNINGS),
         command=command_line(run),
+        reproduction=repeated,
+        replay_columns=REPLAY_COLUMNS,
         settings=settings_groups(run),
         version=lockstep.__version__,
         path=str(Path(run.folder.name) / RECORD_FILE),
@@ -137,10 +148,10 @@ def _tiles(run: Run, summary: Summary) -> list[Tile]:
 
 def report_markdown(run: Run) -> str:
     """Return the report of a run in Markdown."""
-    summary = summarize(run)
+    summary, repeated = summarize(run), reproduction(run)
     lines = [f"## {escape_markdown(summary.name)} ({STATE_NAMES[run.state]})", ""]
     lines += map(escape_markdown, headline(run, summary))
-    remarks = [state_sentence(run, summary), *run.remarks]
+    remarks = [state_sentence(run, summary), *run.remarks, *repeated.remarks]
     lines += [f"\n> {escape_markdown(sentence)}" for sentence in remarks if sentence]
     figures = [(tile.name, tile.value) for tile in _tiles(run, summary)]
     if summary.digest:
@@ -162,6 +173,10 @@ def report_markdown(run: Run) -> str:
         ]
     if command := command_line(run):
         lines += ["", "### Command", "", *fenced_block(command)]
+    if repeated.sentences:
+        lines += ["", *(f"- {escape_markdown(sentence)}" for sentence in repeated.sentences)]
+    if repeated.replays:
+        lines += ["", *markdown_table(REPLAY_COLUMNS, repeated.replays)]
     for group in settings_groups(run):
         lines += ["", f"<details><summary>{group.name}</summary>", ""]
         lines += [*markdown_table(("", ""), list(group.values.items())), "", "</details>"]
@@ -192,8 +207,12 @@ def _checkpoint_lines(run: Run) -> list[str]:
     if not sentences:
         return []
     lines = ["", "### Checkpoints", "", *map(escape_markdown, sentences)]
-    rows = resume_table(run)
-    return [*lines, "", *markdown_table(RESUME_COLUMNS, rows)] if rows else lines
+    tables = (CHECKPOINT_COLUMNS, checkpoint_table(run)), (RESUME_COLUMNS, resume_table(run))
+    return lines + [line for names, rows in tables if rows for line in _table(names, rows)]
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["", *markdown_table(names, rows)]
 
 
 def _epoch_table(run: Run) -> list[str]:

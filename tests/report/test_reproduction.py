@@ -1,0 +1,115 @@
+"""What a report says of checkpoints, sources, fingerprints and replays."""
+
+import json
+
+import records
+from lockstep.model.fingerprint import StepFingerprint
+from lockstep.model.fingerprint_file import FingerprintFile, encode_fingerprint
+from lockstep.record.reader import read_run
+from lockstep.report.reproduction import checkpoint_table, reproduction
+from lockstep.report.run_report import report_html, report_markdown
+
+
+def replay(step, **fields):
+    return {
+        "kind": "replay", "replayed": "2026-11-22T09:00:00+00:00", "step": step, "equal": True,
+        "microbatch": None, "differences": [], "failure": None,
+        "layout": {"world_size": 1, "replicas": 1, "stages": 1},
+    } | fields  # fmt: skip
+
+
+def write_replays(folder, lines, tail=""):
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "replays.jsonl").write_text(text + tail)
+
+
+def write_fingerprints(folder, rank, steps, launch="a"):
+    file = FingerprintFile(folder, rank)
+    file.write("begin", launch=launch, t=1.0, step=0)
+    for step in steps:
+        file.write("step", **encode_fingerprint(StepFingerprint(0, step)))
+    return file.path
+
+
+def checkpointed(folder):
+    saved = [records.checkpoint(10, digest="ab" * 32), records.checkpoint(20, digest=None)]
+    lines = records.whole(sources="sources-2")
+    return records.write(folder, [*lines[:-1], *saved, lines[-1]])
+
+
+def test_checkpoints_are_listed_with_their_digests(tmp_path):
+    run = read_run(checkpointed(tmp_path))
+    assert checkpoint_table(run) == [
+        ["10", "100 ms", "340 kB", "abababababababab..."],
+        ["20", "200 ms", "340 kB", ""],
+    ]
+    assert "| 10 | 100 ms | 340 kB | abababababababab... |" in report_markdown(run)
+    page = report_html(run)
+    assert '<table id="checkpoints">' in page
+    assert "abababababababab..." in page
+    many = [records.HEADER, *(records.checkpoint(number) for number in range(100))]
+    rows = checkpoint_table(read_run(records.write(tmp_path / "many", many)))
+    assert len(rows) == 41
+    assert rows[20][0] == "... 60 more"
+    assert [rows[0][0], rows[-1][0]] == ["0", "99"]
+
+
+def test_fingerprints_sources_and_replays_are_shown(tmp_path):
+    folder = checkpointed(tmp_path)
+    for rank in range(2):
+        write_fingerprints(folder, rank, range(0, 20, 5))
+    write_replays(folder, [replay(5), replay(7, microbatch=3)])
+    run = read_run(folder)
+    found = reproduction(run)
+    assert found.remarks == []
+    assert found.sentences == [
+        "The program's own files, as they were, are in sources-2.",
+        "Hashes of what each unit computed in 4 steps (0 to 15, 2 ranks) are in fingerprints.",
+        "2 replays of its steps, all with the same bits.",
+    ]
+    assert found.replays == [
+        ["5", "2026-11-22T09:00:00+00:00", "1 replica", "the same bits"],
+        ["7, micro-batch 3", "2026-11-22T09:00:00+00:00", "1 replica", "the same bits"],
+    ]
+    page, text = report_html(run), report_markdown(run)
+    assert '<table id="replays">' in page
+    for sentence in found.sentences[1:]:
+        assert sentence in page
+        assert f"- {sentence}" in text
+    assert "| 7, micro-batch 3 | 2026-11-22T09:00:00+00:00 | 1 replica | the same bits |" in text
+
+
+def test_replays_that_differ_or_failed_say_why(tmp_path):
+    folder = checkpointed(tmp_path)
+    lines = [
+        replay(5), replay(6, equal=False, differences=["loss 0.5 instead of 0.25", "norm"]),
+        replay(7, equal=False, failure="rank 0 failed: KeyError"), replay(None, equal=False),
+        {"kind": "other"}, [1],
+    ]  # fmt: skip
+    write_replays(folder, lines, tail='{"kind": "rep')
+    found = reproduction(read_run(folder))
+    assert found.sentences[-1] == "4 replays of its steps, 1 with the same bits."
+    assert [row[-1] for row in found.replays] == [
+        "the same bits", "loss 0.5 instead of 0.25; norm", "rank 0 failed: KeyError", "other bits",
+    ]  # fmt: skip
+    assert found.replays[-1][0] == "?"
+
+
+def test_changed_files_of_fingerprints_are_said(tmp_path):
+    folder = checkpointed(tmp_path)
+    path = write_fingerprints(folder, 1, range(4))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2] + lines[3:]))
+    run = read_run(folder)
+    (remark,) = reproduction(run).remarks
+    assert remark.startswith("fingerprints/rank-1.jsonl: The record was changed")
+    assert remark.partition(":")[2].strip()[:20] in report_html(run)
+    assert "fingerprints/rank-1.jsonl" in report_markdown(run)
+
+
+def test_a_run_that_left_nothing_shows_nothing(tmp_path):
+    run = read_run(records.write(tmp_path, records.whole()))
+    found = reproduction(run)
+    assert (found.sentences, found.replays, found.remarks) == ([], [], [])
+    assert 'id="replays"' not in report_html(run)
+    assert "replay" not in report_markdown(run)
