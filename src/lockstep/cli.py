@@ -27,6 +27,7 @@ COMMANDS = {
     "schedule": "simulate and draw a pipeline schedule",
     "report": "render the record of a run as HTML, Markdown or an image",
     "replay": "compute a recorded step again and compare the bits",
+    "bisect": "find the first bit in which two runs differ",
     "compare": "compare the speed, results and settings of runs",
     "runs": "list the runs of a folder",
     "doctor": "check whether this machine has what a run needs",

@@ -304,3 +304,13 @@ def test_resumptions_are_differences_in_settings(tmp_path):
     assert found.settings == {"resumed from step": ["", "12, 16"]}, "the last layout counts"
     assert found.pairs[0].same_digest
     assert found.pairs[0].losses == comparison.LossDifference(20)
+
+
+def test_runs_that_differ_point_to_bisect(run):
+    a, b = run("a"), run("b", losses={7: 0.5})
+    *_, last = sentences(a, b)
+    assert last.startswith("To find the first operator that computes other bits: lockstep bisect ")
+    assert last.endswith("/b")
+    assert not any("bisect" in each for each in sentences(a, run("c")))
+    other = {"layout": records.HEADER["layout"] | {"microbatches": 4}}
+    assert not any("bisect" in each for each in sentences(a, run("d", end={}, header=other)))

@@ -220,10 +220,11 @@ class ReplayProgress:
 
     Args:
         first: The number of steps that were finished at the checkpoint.
+        title: What is shown before them; "" for nothing.
     """
 
-    def __init__(self, first: int) -> None:
-        self._first = first
+    def __init__(self, first: int, title: str = "") -> None:
+        self._first, self._title = first, f"{title}: " if title else ""
         self._is_live = sys.stderr.isatty()
         self._started: tuple[int, float] | None = None  # steps done, and when
         self._shown_at = time.monotonic()
@@ -236,7 +237,8 @@ class ReplayProgress:
         if not self._is_live and now - self._shown_at < INTERVAL:
             return
         self._shown_at = now
-        text = f"step {self._first + done} of {self._first + total}{self._left(done, total, now)}"
+        steps = f"step {self._first + done} of {self._first + total}"
+        text = f"{self._title}{steps}{self._left(done, total, now)}"
         try:
             sys.stderr.write(f"\r{text}\x1b[K" if self._is_live else f"{text}\n")
             sys.stderr.flush()
@@ -254,6 +256,10 @@ class ReplayProgress:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
         """Erase the line of a terminal."""
         if self._is_live:
             sys.stderr.write("\r\x1b[K")

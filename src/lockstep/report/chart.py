@@ -39,6 +39,7 @@ __all__ = [
     "Series",
     "Tick",
     "comparison_charts",
+    "difference_charts",
     "downsample",
     "exact_axis",
     "linear_axis",
@@ -214,8 +215,8 @@ class Chart:
     """Curves over the steps.
 
     `log` is the logarithmic axis, None if the chart has none. `marks` are positions on the
-    axis of the steps at which something happened. `y_name` names the values; the labels of the
-    ticks have their unit.
+    axis of the steps at which something happened, which `mark_name` names. `y_name` names the
+    values; the labels of the ticks have their unit.
     """
 
     key: str
@@ -227,6 +228,7 @@ class Chart:
     label: Callable[[float], str]
     y_name: str = ""
     marks: tuple[Tick, ...] = ()
+    mark_name: str = "resumed"
 
 
 def run_charts(run: Run) -> list[Chart]:
@@ -263,6 +265,30 @@ def comparison_charts(runs: list[Run], names: list[str]) -> list[Chart]:
         rates = _overlay(runs, names, lambda run: run.steps.lr)
         charts.append(_chart("lr", "Learning rate", rates, y_name=RATE_NAME))
     return [drawn for drawn in charts if drawn.series]
+
+
+def difference_charts(runs: list[Run], names: list[str], step: int | None) -> list[Chart]:
+    """Return the losses of two runs, and how far they are apart, with a mark at a step."""
+    losses = _overlay(runs, names, lambda run: run.steps.loss)
+    charts = [_chart("loss", "Loss", losses, y_name=LOSS_NAME)]
+    a, b = (run.steps for run in runs)
+    common, ours, theirs = np.intersect1d(a.step, b.step, return_indices=True)
+    apart = np.abs(a.loss[ours] - b.loss[theirs])
+    if (apart > 0).any():
+        series = Series("distance", downsample(common, apart, MAX_POINTS), "line", 2)
+        charts.append(_chart("distance", "Distance of the losses", [series], y_name="|a - b|"))
+    return [
+        replace(drawn, marks=_mark(step, drawn.x), mark_name="first difference")
+        for drawn in charts
+        if drawn.series
+    ]
+
+
+def _mark(step: int | None, x: Axis) -> tuple[Tick, ...]:
+    """Return a mark at a step; none where it is not on the axis."""
+    if step is None or not x.low <= step <= x.high:
+        return ()
+    return (Tick(float(x.positions(np.array([step], np.float64))[0]), f"step {step:,}"),)
 
 
 def _changes(values: Column) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,7 @@ __all__ = [
     "comparison_json",
     "comparison_markdown",
     "comparison_table",
+    "find_setting_differences",
     "first_weights_difference",
 ]
 
@@ -118,6 +121,7 @@ def compare_runs(runs: list[Run]) -> Comparison:
             *_loss_sentences(losses, names[0], name),
             *_settings_sentences(runs[0], run, is_same=same is not False and losses.step is None),
             *_weights_sentences(runs[0], run),
+            *_bisect_sentences(runs[0], run, is_same=same is not False and losses.step is None),
         ]
         pairs.append(PairComparison(name, speed, same, losses, sentences))
     return Comparison(
@@ -126,7 +130,7 @@ def compare_runs(runs: list[Run]) -> Comparison:
         summaries=list(map(summarize, runs)),
         speeds=[one.speed for one in times],
         pairs=pairs,
-        settings=_setting_differences(runs),
+        settings=find_setting_differences(runs),
     )
 
 
@@ -252,7 +256,7 @@ def _settings_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
         return []
     found = [
         f"{name} ({' and '.join(values)})"
-        for name, values in _setting_differences([first, second]).items()
+        for name, values in find_setting_differences([first, second]).items()
         if all(values)  # a record of another version may lack one
         and (name == RATE or (name.startswith(DECISIVE) and name not in INDECISIVE))
     ]
@@ -292,7 +296,16 @@ def _weights_sentences(first: Run, second: Run) -> list[str]:
     return [escape_control(what)]
 
 
-def _setting_differences(runs: list[Run]) -> dict[str, list[str]]:
+def _bisect_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
+    """Return the sentence about the command that finds the first difference, if there is one."""
+    counts = {run.layout.get("microbatches") for run in (first, second)}
+    if is_same or len(counts) > 1:
+        return []
+    words = ["lockstep", "bisect", *(os.path.relpath(run.folder) for run in (first, second))]
+    return [f"To find the first operator that computes other bits: {shlex.join(words)}"]
+
+
+def find_setting_differences(runs: list[Run]) -> dict[str, list[str]]:
     """Return the differing values of command, layout, options, model, optimizer, environment."""
     each = [_flat_settings(run) for run in runs]
     names = dict.fromkeys(name for found in each for name in found)

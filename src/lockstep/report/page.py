@@ -58,6 +58,7 @@ class Panel:
     scales: tuple[Scale, ...]
     legend: tuple[Series, ...]
     marks: tuple[Tick, ...]
+    mark_name: str
     data: str
 
 
@@ -73,6 +74,7 @@ def draw_panel(chart: Chart) -> Panel:
         scales=tuple(scales),
         legend=chart.series,
         marks=chart.marks,
+        mark_name=chart.mark_name,
         data=_hover_data(chart),
     )
 

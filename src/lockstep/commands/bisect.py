@@ -1,0 +1,133 @@
+"""`lockstep bisect`: finds the first difference between two runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.commands.replay import ReplayProgress
+from lockstep.commands.report import find_run, save
+from lockstep.errors import UsageError
+from lockstep.messages import JSON_HELP, say
+
+if TYPE_CHECKING:
+    from lockstep.replay.bisection import Bisection
+
+__all__ = ["command"]
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="A B")
+@click.option("--runs", "folder", default="runs", show_default=True, help="Folder of runs.")
+@click.option("--html", metavar="FILE", help="Also write the result as an HTML page to this file.")
+@click.option(
+    "--export", metavar="FILE",
+    help="Write what identifies the steps of the one run A to this file, to compare it on "
+    "another machine. Nothing is compared.",
+)  # fmt: skip
+@click.option(
+    "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
+    help="End each replay after this time.  [default: no limit]",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+def command(
+    runs: tuple[str, ...],
+    folder: str,
+    html: str | None,
+    export: str | None,
+    timeout: float | None,
+    as_json: bool,
+) -> None:
+    """Find the first bit in which the runs A and B (names or folders) differ.
+
+    The records tell the first step. Both runs are then replayed around it on one
+    process, each with its own sources, from their nearest checkpoints: module by module,
+    then operator by operator. The result names the step, the micro-batch, the module,
+    the direction (data, state, forward, backward, reduction or optimizer), the operator
+    with its line, and the first element that differs.
+
+    A or B may also be a file that --export wrote on another machine. It cannot be
+    replayed, so only what was recorded is compared.
+
+    Exit status: 0 no difference, 1 a difference was found, 2 usage error.
+    """
+    places = [find_run(run, folder) for run in runs]
+    if export is not None:
+        _export(places, export)
+        return
+    if len(places) != 2:
+        raise UsageError(
+            f"bisect compares two runs, and {len(places)} were given: lockstep bisect A B"
+        )
+    from lockstep.replay.bisection import bisect_runs
+    from lockstep.replay.bisection_report import bisection_html, bisection_json
+    from lockstep.replay.recorded_run import read_recorded_run
+
+    a, b = map(read_recorded_run, places)
+    progress = BisectProgress()
+    try:
+        found = bisect_runs(a, b, progress.show, say, timeout)
+    finally:
+        progress.close()
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        print_text(found)
+        if html is not None:
+            save(bisection_html(found).encode(), html)
+    if as_json:
+        click.echo(json.dumps(bisection_json(found)))
+    sys.exit(0 if found.equal else 1)
+
+
+def _export(places: list[Path], file: str) -> None:
+    """Write the fingerprints of one run to a file."""
+    from lockstep.replay.recorded_run import export_fingerprints, read_recorded_run
+
+    if len(places) != 1:
+        raise UsageError(
+            f"--export writes the fingerprints of one run, and {len(places)} were given"
+        )
+    read_recorded_run(places[0])
+    save(export_fingerprints(places[0]), file)
+
+
+def print_text(found: Bisection) -> None:
+    """Print the result on the terminal."""
+    from lockstep.replay.bisection_report import commands, facts, lead, sentences
+    from lockstep.report.terminal import print_table, wrap
+
+    click.echo("\n".join(wrap(lead(found))))
+    if rows := facts(found):
+        click.echo()
+        print_table(["", found.a.name, found.b.name], rows)
+    click.echo()
+    for sentence in sentences(found):
+        click.echo("\n".join(wrap(sentence)))
+    if lines := commands(found):
+        click.echo("\nTo look further:")
+        for line in lines:
+            click.echo(f"  {line}")
+
+
+class BisectProgress:
+    """Shows on standard error which run is replayed for what, and how far it has come."""
+
+    def __init__(self) -> None:
+        self._doing = ""
+        self._shown: ReplayProgress | None = None
+
+    def show(self, doing: str, done: int, total: int) -> None:
+        """Show the progress of one replay."""
+        if self._shown is None or doing != self._doing:
+            self.close()
+            self._doing, self._shown = doing, ReplayProgress(0, doing)
+        self._shown.show(done, total)
+
+    def close(self) -> None:
+        """Erase the line of a terminal."""
+        if self._shown is not None:
+            self._shown.close()

@@ -1,0 +1,391 @@
+"""Bisect: the search for the first difference between two runs, by replays of both.
+
+    records      first step that differs, last digests that agree      no replay
+    results      digests, where these leave several steps              replay of these steps
+    modules      step, micro-batch, module or parameter                replay of one or two steps
+    operators    phase, operator, line                                 replay of one step
+    tensors      first element                                         replay of one step
+
+Both runs are replayed on one process, each with its own sources and variables. A replay must
+compute what the record says; where it does not, it is repeated, which tells whether the program
+is deterministic, and the finding says how far it can be trusted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lockstep.errors import LockstepError
+from lockstep.replay.element_difference import ElementDifference, first_element_difference
+from lockstep.replay.finding import (
+    Finding,
+    TensorPlace,
+    add_operator,
+    find_in_modules,
+    find_in_records,
+    locate_tensor,
+)
+from lockstep.replay.operator_difference import first_operator_difference
+from lockstep.replay.program import Base, Program, find_base, find_obstacles, read_program
+from lockstep.replay.record_difference import (
+    RecordDifference,
+    SearchWindow,
+    compare_records,
+    first_record_difference,
+    step_differences,
+)
+from lockstep.replay.recorded_run import RecordedRun, require_comparable
+from lockstep.replay.result import Level, Replay, ReplayRequest
+from lockstep.replay.runner import run_program
+
+__all__ = ["Bisection", "Compared", "Reproduction", "bisect_runs"]
+
+Report = Callable[[str, int, int], None]
+"""Called with what is being replayed, how many steps are done, and how many there will be."""
+
+Warn = Callable[[str], None]
+"""Called with a sentence about what may keep a replay from computing the recorded bits."""
+
+Replays = tuple[Replay, Replay]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What two records have in common.
+
+    Attributes:
+        steps: The number of steps that both have.
+        digests: After how many steps both have a digest.
+        only_a: The number of steps that only the first record has.
+        only_b: That of the second.
+    """
+
+    steps: int
+    digests: tuple[int, ...]
+    only_a: int
+    only_b: int
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """Whether the replays of a run computed what its record says.
+
+    Attributes:
+        is_exact: Whether they did; None where nothing was replayed.
+        difference: The first difference; None where there is none.
+        is_repeatable: Whether two replays agree; None where it was not tried.
+    """
+
+    is_exact: bool | None = None
+    difference: RecordDifference | None = None
+    is_repeatable: bool | None = None
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What came of the comparison of two runs.
+
+    Attributes:
+        a: The first run.
+        b: The second run.
+        compared: What the records have in common.
+        recorded: The first step at which the records differ; None where no step does.
+        finding: The first difference; None where there is none.
+        is_replayed: Whether the finding comes from replays, not from the records alone.
+        reproductions: Whether each run's replays computed what its record says.
+        remarks: What limits the finding, in sentences.
+        modules: The modules that the step called, in forward order.
+        seconds: The time that it took.
+    """
+
+    a: RecordedRun
+    b: RecordedRun
+    compared: Compared
+    recorded: RecordDifference | None = None
+    finding: Finding | None = None
+    is_replayed: bool = False
+    reproductions: tuple[Reproduction, Reproduction] = (Reproduction(), Reproduction())
+    remarks: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        """Whether all that both records have is equal."""
+        return self.finding is None
+
+
+def bisect_runs(
+    a: RecordedRun,
+    b: RecordedRun,
+    report: Report = lambda doing, done, total: None,
+    warn: Warn = lambda sentence: None,
+    timeout: float | None = None,
+) -> Bisection:
+    """Find the first difference between two runs.
+
+    Args:
+        a: The first run.
+        b: The second run.
+        report: Called while steps are replayed.
+        warn: Called before the first replay of a run.
+        timeout: Seconds after which each replay is ended; None for no limit.
+
+    Raises:
+        UsageError: The runs differ by construction.
+    """
+    begun = time.monotonic()
+    require_comparable(a, b)
+    recorded = first_record_difference(a.steps, b.steps)
+    window = compare_records(a.digests, b.digests, recorded)
+    found = Bisection(a, b, _compare(a, b), recorded)
+    if window is not None:
+        search = Search(a, b, report, warn, timeout)
+        finding = search.find(window)
+        found = replace(
+            found,
+            finding=finding or find_in_records(recorded, window),
+            is_replayed=finding is not None,
+            reproductions=search.reproductions(),
+            remarks=tuple(search.remarks),
+            modules=search.modules,
+        )
+    return replace(found, seconds=time.monotonic() - begun)
+
+
+def _compare(a: RecordedRun, b: RecordedRun) -> Compared:
+    """Return what two records have in common."""
+    ours, theirs = ({each.step for each in run.steps} for run in (a, b))
+    digests = tuple(sorted(a.digests.keys() & b.digests.keys()))
+    return Compared(len(ours & theirs), digests, len(ours - theirs), len(theirs - ours))
+
+
+class ReplayFailedError(Exception):
+    """A run could not be replayed; the message says which one and why."""
+
+
+class Search:
+    """The replays of one bisection, and what they showed.
+
+    Args:
+        a: The first run.
+        b: The second run.
+        report: Called while steps are replayed.
+        warn: Called before the first replay of a run.
+        timeout: Seconds after which each replay is ended; None for no limit.
+    """
+
+    def __init__(
+        self, a: RecordedRun, b: RecordedRun, report: Report, warn: Warn, timeout: float | None
+    ) -> None:
+        self.remarks: list[str] = []
+        self.modules: tuple[str, ...] = ()
+        self._sides = (a, b)
+        self._report, self._warn, self._timeout = report, warn, timeout
+        self._recorded = tuple({each.step: each for each in run.steps} for run in (a, b))
+        self._differences: list[RecordDifference | None] = [None, None]
+        self._is_replayed = [False, False]
+        self._is_repeatable: list[bool | None] = [None, None]
+
+    def reproductions(self) -> tuple[Reproduction, Reproduction]:
+        """Return whether the replays of each run computed what its record says."""
+        first, second = (
+            Reproduction(
+                self._differences[side] is None if self._is_replayed[side] else None,
+                self._differences[side],
+                self._is_repeatable[side],
+            )
+            for side in range(2)
+        )
+        return first, second
+
+    def find(self, window: SearchWindow) -> Finding | None:
+        """Return the first difference between replays of both runs.
+
+        None where they cannot be replayed, or where their replays agree.
+        """
+        try:
+            found = self._find_in_modules(window)
+            for side in range(2):
+                if self._differences[side] is not None:
+                    self._repeat(side, found.step if found else window.last)
+            if found is None or found.what in ("missing", "steps"):
+                return found
+            return self._find_in_operators(found)
+        except ReplayFailedError as failure:
+            self.remarks.append(str(failure))
+            return None
+
+    # --- modules ------------------------------------------------------------------------------
+
+    def _find_in_modules(self, window: SearchWindow) -> Finding | None:
+        """Return the step, the micro-batch and the module or parameter."""
+        first, last = window.first, window.last
+        if not window.is_narrow:
+            first = last = self._find_step(first, last)
+        found = self._compare_modules(first, last)
+        if found is None or found.what != "between" or found.step > first:
+            return found
+        # The states before the first step that was compared differ already.
+        earlier = [taken for taken in self._common_digests() if taken <= first - 1]
+        step = self._find_step(max(earlier, default=0), first - 1)
+        return self._compare_modules(step, min(step + 1, last)) or found
+
+    def _common_digests(self) -> list[int]:
+        """Return after how many steps both records have the same digest."""
+        a, b = (run.digests for run in self._sides)
+        return [taken for taken in a.keys() & b.keys() if a[taken] == b[taken]]
+
+    def _find_step(self, first: int, last: int) -> int:
+        """Return the first of some steps after which the replays' digests differ, or the last."""
+        if first >= last:
+            return last
+        replays = self._replay_both("comparing the weights of the steps", first, last, "result")
+        a, b = (each.steps for each in replays)
+        for ours, theirs in zip(a, b, strict=True):
+            if ours.digest != theirs.digest:
+                return ours.step
+        return last
+
+    def _compare_modules(self, first: int, last: int) -> Finding | None:
+        replays = self._replay_both("comparing modules", first, last, "modules")
+        a, b = ([step.fingerprints[0] for step in each.steps] for each in replays)
+        calls = next(iter(a[-1].calls.values()), [])
+        self.modules = tuple(
+            dict.fromkeys(module for kind, module, _ in calls if kind == "enter" and module)
+        )
+        return find_in_modules(a, b)
+
+    # --- operators ----------------------------------------------------------------------------
+
+    def _find_in_operators(self, found: Finding) -> Finding:
+        """Return a finding with the operator and the first element, as far as they are known."""
+        step = found.step
+        replays = self._replay_both("comparing operators", step, step, "operators")
+        a, b = (each.steps[0].operators for each in replays)
+        if not self._is_unchanged_by_tracing(replays):
+            return found
+        difference = first_operator_difference(a, b)
+        if difference is not None:
+            found = add_operator(found, difference, a, b)
+        place = locate_tensor(found, difference, a, b)
+        if place is None:
+            return found
+        return replace(found, element=self._compare_elements(step, place))
+
+    def _is_unchanged_by_tracing(self, replays: Replays) -> bool:
+        """Return whether the step has the same bits with operators traced; else say so."""
+        for side, replay in enumerate(replays):
+            run, step = self._sides[side], replay.steps[0]
+            recorded = self._recorded[side].get(step.step)
+            if self._differences[side] is not None or recorded is None:
+                continue
+            changed = next(step_differences(recorded, step), None)
+            if changed is not None:
+                self.remarks.append(
+                    f"Recording the operators of {run.name} changed its bits (the {changed.what} "
+                    f"of step {step.step} is {changed.b} instead of {changed.a}), so no operator "
+                    "is named"
+                )
+                return False
+        return True
+
+    def _compare_elements(self, step: int, place: TensorPlace) -> ElementDifference | None:
+        """Return the first element in which two tensors differ."""
+        calls = (place.a, place.b)
+        replays = self._replay_both("comparing elements", step, step, "operators", calls)
+        kept = [each.steps[0].kept for each in replays]
+        tensors = [
+            (each.inputs if place.is_input else each.outputs)[place.position]
+            for each in kept
+            if each is not None
+        ]
+        return first_element_difference(*tensors) if len(tensors) == 2 else None
+
+    # --- replays ------------------------------------------------------------------------------
+
+    def _replay_both(
+        self,
+        doing: str,
+        first: int,
+        last: int,
+        level: Level,
+        kept: tuple[int | None, int | None] = (None, None),
+    ) -> Replays:
+        """Return replays of the same steps of both runs.
+
+        Raises:
+            ReplayFailedError: A run cannot be replayed.
+        """
+        a, b = (self._replay_one(side, doing, first, last, level, kept[side]) for side in range(2))
+        return a, b
+
+    def _replay_one(
+        self, side: int, doing: str, first: int, last: int, level: Level, kept: int | None = None
+    ) -> Replay:
+        run = self._sides[side]
+        if run.folder is None:
+            raise ReplayFailedError(
+                f"{run.name} is an exported file, which cannot be replayed: only what was recorded "
+                "is compared"
+            )
+        request = ReplayRequest(
+            run.folder, first, last, level=level, kept=kept, timeout=self._timeout
+        )
+        try:
+            program, base = self._prepare(side, first)
+            replay = run_program(
+                program,
+                base,
+                request,
+                lambda done, total: self._report(
+                    f"{doing}, {run.name}", base.steps + done, base.steps + total
+                ),
+            )
+        except LockstepError as error:
+            raise ReplayFailedError(f"{run.name} cannot be replayed: {error}") from None
+        if replay.failure:
+            raise ReplayFailedError(f"The replay of {run.name} failed: {replay.failure}")
+        self._is_replayed[side] = True
+        if level != "operators" and self._differences[side] is None:
+            self._differences[side] = self._differ_from_record(side, replay)
+        return replay
+
+    def _prepare(self, side: int, step: int) -> tuple[Program, Base]:
+        """Return the program of a run, and the checkpoint before a step.
+
+        Raises:
+            UsageError: The run cannot be replayed.
+        """
+        run = self._sides[side]
+        program, base = read_program(run.run, step), find_base(run.run, step)
+        for obstacle in find_obstacles(run.run, step, program, base):
+            remark = f"{run.name}: {obstacle}"
+            if remark not in self.remarks:
+                self.remarks.append(remark)
+                self._warn(remark)
+        return program, base
+
+    def _differ_from_record(self, side: int, replay: Replay) -> RecordDifference | None:
+        """Return the first difference between a replay and the record; None if it has none."""
+        digests = self._sides[side].digests
+        for step in replay.steps:
+            recorded = self._recorded[side].get(step.step)
+            if recorded is not None:
+                found = next(step_differences(recorded, step), None)
+                if found is not None:
+                    return found
+            digest = digests.get(step.step + 1, step.digest)
+            if digest != step.digest:
+                return RecordDifference(step.step, "digest", None, digest, step.digest)
+        return None
+
+    def _repeat(self, side: int, step: int) -> None:
+        """Replay a step of a run twice, and note whether both compute the same."""
+        first, second = (
+            self._replay_one(side, "repeating", step, step, "modules") for _ in range(2)
+        )
+        found = find_in_modules(first.steps[0].fingerprints[:1], second.steps[0].fingerprints[:1])
+        self._is_repeatable[side] = found is None

@@ -1,0 +1,324 @@
+"""What `lockstep bisect` found: as text, as JSON and as a page.
+
+Bisection ──┬─> lead, facts, sentences, commands ──┬─> text
+            ├─> charts, outline of the model ──────┴─> bisection_html
+            └─> bisection_json
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lockstep
+from lockstep.formatting import format_quantity
+from lockstep.model.operator_call import OperatorCall
+from lockstep.replay.bisection import Bisection, Reproduction
+from lockstep.replay.finding import Finding
+from lockstep.report.chart import difference_charts
+from lockstep.report.comparison import find_setting_differences
+from lockstep.report.page import draw_panel, render_template
+
+__all__ = [
+    "Module",
+    "bisection_html",
+    "bisection_json",
+    "commands",
+    "facts",
+    "lead",
+    "sentences",
+]
+
+MAX_MODULES = 200
+"""Modules in the outline; of more, those around the finding are shown."""
+
+PLACES = {
+    "data": "data",
+    "state": "state before the step",
+    "forward": "forward pass",
+    "backward": "backward pass",
+    "reduction": "sum of the gradients",
+    "optimizer": "update",
+}
+
+
+def lead(found: Bisection) -> str:
+    """Return the result in one sentence."""
+    a, b = found.a.name, found.b.name
+    finding = found.finding
+    if finding is None:
+        return f"{a} and {b} agree in everything that both recorded."
+    return f"{a} and {b} differ first in {place(finding)}: {finding.sentence}."
+
+
+def place(finding: Finding) -> str:
+    """Return where a difference arises, in words."""
+    words = [f"step {finding.step:,}"]
+    if finding.microbatch is not None:
+        words.append(f"micro-batch {finding.microbatch}")
+    if finding.direction is not None:
+        words.append(PLACES[finding.direction])
+    if finding.unit:
+        words.append(f"module `{finding.unit}`")
+    return ", ".join(words)
+
+
+def facts(found: Bisection) -> list[tuple[str, str, str]]:
+    """Return what is known of both sides at the difference: a name and two values per row."""
+    finding = found.finding
+    if finding is None:
+        return []
+    rows = [
+        (name, _field(finding.a, name), _field(finding.b, name))
+        for name in ("operator", "line", "arguments", "inputs", "outputs")
+    ]
+    if finding.element is not None:
+        index = ", ".join(map(str, finding.element.index))
+        rows.append((f"element [{index}]", repr(finding.element.a), repr(finding.element.b)))
+    steps = [
+        {each.step: each for each in run.steps}.get(finding.step) for run in (found.a, found.b)
+    ]
+    for name in ("loss", "norm"):
+        values = [math.nan if each is None else getattr(each, name) for each in steps]
+        texts = ["" if math.isnan(value) else repr(value) for value in values]
+        rows.append((f"recorded {name} of the step", texts[0], texts[1]))
+    return [row for row in rows if row[1] or row[2]]
+
+
+def _field(call: OperatorCall | None, name: str) -> str:
+    if call is None:
+        return ""
+    values = {
+        "operator": call.operator,
+        "line": call.source,
+        "arguments": call.arguments,
+        "inputs": ", ".join(call.input_types),
+        "outputs": ", ".join(call.output_types),
+    }
+    return values[name]
+
+
+def sentences(found: Bisection) -> list[str]:
+    """Return what else is to be said: what was compared, and how far it can be trusted."""
+    return [
+        *_element_sentence(found.finding),
+        _compared_sentence(found),
+        *_length_sentences(found),
+        *_reproduction_sentences(found),
+        *(f"{remark}." for remark in found.remarks),
+        *(f"{run.name}: {remark}" for run in (found.a, found.b) for remark in run.run.remarks),
+    ]
+
+
+def _element_sentence(finding: Finding | None) -> Iterator[str]:
+    if finding is None or finding.element is None:
+        return
+    element = finding.element
+    count = f"{element.count:,} elements differ" if element.count > 1 else "One element differs"
+    distance = ""
+    if element.ulps is not None:
+        distance = f"; the first by {format_quantity(element.ulps, 'unit')} in the last place"
+    yield f"{count}{distance}."
+
+
+def _compared_sentence(found: Bisection) -> str:
+    """Return what the records have in common, up to the difference."""
+    compared = found.compared
+    parts = format_quantity(compared.steps, "step")
+    digests = ""
+    if compared.digests:
+        numbers = [f"{number:,}" for number in compared.digests]
+        shown = ", ".join(numbers[:6]) + (
+            f" and {len(numbers) - 6} more" if len(numbers) > 6 else ""
+        )
+        digests = f", and the digests of the weights after {shown} steps"
+    what = f"{parts} (losses of the micro-batches, gradient norms, samples){digests}"
+    if found.finding is None:
+        return f"Compared, and bit-identical: {what}."
+    recorded = found.recorded
+    if recorded is None:
+        return f"Of what both recorded, only digests differ: {what}."
+    number = "" if recorded.microbatch is None else f" {recorded.microbatch}"
+    which = "samples" if recorded.what == "batch" else f"{recorded.what}{number}"
+    return f"The records differ first in step {recorded.step:,}, in the {which}; compared: {what}."
+
+
+def _length_sentences(found: Bisection) -> Iterator[str]:
+    for run, count in ((found.a, found.compared.only_a), (found.b, found.compared.only_b)):
+        if count:
+            yield f"{run.name} has {format_quantity(count, 'step')} more, which were not compared."
+
+
+def _reproduction_sentences(found: Bisection) -> Iterator[str]:
+    """Yield whether the replays computed what the records say, and what it means if not."""
+    both = found.reproductions
+    if all(each.is_exact for each in both):
+        yield "Replays of both runs compute what was recorded, bit for bit."
+        return
+    for run, each in zip((found.a, found.b), both, strict=True):
+        if each.is_exact is None:
+            continue
+        if each.is_exact:
+            yield f"Replays of {run.name} compute what was recorded, bit for bit."
+        else:
+            yield f"The replay of {run.name} does not compute what was recorded: {_deviation(each)}"
+
+
+def _deviation(reproduction: Reproduction) -> str:
+    """Return how a replay differs from its record, and what that means."""
+    different = reproduction.difference
+    assert different is not None, "a replay that is not exact differs in something"
+    where = f"step {different.step}"
+    if different.microbatch is not None:
+        where += f", micro-batch {different.microbatch}"
+    what = f"{where}: the {different.what} was {different.a} and is {different.b} now. "
+    if reproduction.is_repeatable is False:
+        return (
+            f"{what}Two replays differ from each other as well, so the program itself is not "
+            "deterministic."
+        )
+    return (
+        f"{what}Two replays agree with each other, so the program is deterministic here, and the "
+        "recorded run had something that a replay has not: another processor or version of torch, "
+        "data files that have changed since, or a fault of its machine."
+    )
+
+
+def commands(found: Bisection) -> list[str]:
+    """Return the commands that look further."""
+    finding = found.finding
+    if finding is None:
+        return []
+    lines = []
+    for run in (found.a, found.b):
+        if run.folder is None:
+            continue
+        folder = os.path.relpath(run.folder)
+        folder = str(run.folder) if folder.startswith("..") else folder
+        words = ["lockstep", "replay", folder, "--step", str(finding.step)]
+        if finding.microbatch is not None:
+            words += ["--microbatch", str(finding.microbatch), "--dump", f"dump-{run.name}"]
+        lines.append(shlex.join(words))
+        if finding.source is not None and finding.microbatch is not None:
+            lines.append(shlex.join([*words[:-2], "--pdb"]))
+    return lines
+
+
+def bisection_json(found: Bisection) -> dict[str, Any]:
+    """Return the result as plain values for JSON."""
+    finding = found.finding
+    element = None if finding is None else finding.element
+    return {
+        "equal": found.equal,
+        "step": finding and finding.step,
+        "microbatch": finding and finding.microbatch,
+        "unit": finding and finding.unit,
+        "direction": finding and finding.direction,
+        "operator": finding and finding.operator,
+        "source": finding and finding.source,
+        "first_element": element
+        and {
+            "index": list(element.index),
+            "a": _plain(element.a),
+            "b": _plain(element.b),
+            "ulps": element.ulps,
+        },
+        "differing_elements": element and element.count,
+        "parameter": finding and finding.parameter,
+        "what": finding and finding.what,
+        "sentence": lead(found),
+        "operators": finding
+        and {side: _call_json(call) for side, call in (("a", finding.a), ("b", finding.b))},
+        "runs": [found.a.name, found.b.name],
+        "steps_compared": found.compared.steps,
+        "digests_compared": list(found.compared.digests),
+        "is_replayed": found.is_replayed,
+        "reproduced": [each.is_exact for each in found.reproductions],
+        "repeatable": [each.is_repeatable for each in found.reproductions],
+        "remarks": list(found.remarks),
+        "settings": find_setting_differences([found.a.run, found.b.run]),
+        "seconds": round(found.seconds, 3),
+    }
+
+
+def _plain(value: complex | float | bool) -> Any:
+    """Return a number for JSON, which has no complex and no non-finite ones."""
+    if isinstance(value, complex) or not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _call_json(call: OperatorCall | None) -> dict[str, Any] | None:
+    if call is None:
+        return None
+    return {
+        "operator": call.operator,
+        "phase": call.phase,
+        "source": call.source,
+        "arguments": call.arguments,
+        "inputs": list(call.input_types),
+        "outputs": list(call.output_types),
+    }
+
+
+# --- page ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Module:
+    """A line of the model's outline.
+
+    Attributes:
+        name: The last part of its name.
+        depth: How many modules it is inside of.
+        is_found: Whether the difference is in it, or in a module inside it.
+        is_first: Whether it is the module that was found.
+    """
+
+    name: str
+    depth: int
+    is_found: bool
+    is_first: bool
+
+
+def outline(found: Bisection) -> list[Module]:
+    """Return the modules of the model as lines, with the one that was found."""
+    unit = found.finding.unit if found.finding else None
+    lines = [
+        Module(
+            name,
+            number and name.count(".") + 1,  # the first one is the model
+            unit is not None and (not number or f"{unit}.".startswith(f"{name}.")),
+            name == unit,
+        )
+        for number, name in enumerate(found.modules)
+    ]
+    at = next((number for number, line in enumerate(lines) if line.is_first), 0)
+    first = max(0, min(at - MAX_MODULES // 2, len(lines) - MAX_MODULES))
+    return lines[first : first + MAX_MODULES]
+
+
+def bisection_html(found: Bisection) -> str:
+    """Return the result as one self-contained HTML page."""
+    finding = found.finding
+    runs, names = [found.a.run, found.b.run], [found.a.name, found.b.name]
+    charts = difference_charts(runs, names, None if finding is None else finding.step)
+    return render_template(
+        "bisect.html",
+        found=found,
+        finding=finding,
+        names=names,
+        lead=lead(found),
+        place=None if finding is None else PLACES.get(finding.direction or ""),
+        facts=facts(found),
+        sentences=sentences(found),
+        panels=[draw_panel(chart) for chart in charts],
+        modules=outline(found),
+        settings=find_setting_differences(runs),
+        commands=commands(found),
+        version=lockstep.__version__,
+    )

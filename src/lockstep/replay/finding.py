@@ -1,0 +1,306 @@
+"""What `lockstep bisect` finds, and how it follows from fingerprints and operators. Pure.
+
+fingerprints of both runs   ── find_in_modules ──>   step, micro-batch, module, parameter
+operators of that step      ── add_operator ─────>   direction, operator, line
+tensors of that operator    ── element ──────────>   first differing element
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lockstep.check.difference import Difference, RankFingerprint, first_difference
+from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
+from lockstep.model.operator_call import OperatorCall
+from lockstep.replay.element_difference import ElementDifference
+from lockstep.replay.operator_difference import OperatorDifference
+from lockstep.replay.record_difference import RecordDifference, SearchWindow
+
+__all__ = [
+    "Direction",
+    "Finding",
+    "TensorPlace",
+    "add_operator",
+    "find_in_modules",
+    "find_in_records",
+    "locate_tensor",
+]
+
+Direction = Literal["data", "state", "forward", "backward", "reduction", "optimizer"]
+"""Where a difference arises: in the data of a step, in the state before it, or in a part of it."""
+
+DIRECTIONS: dict[str, Direction] = {
+    "initial": "state", "between": "state", "data": "data", "input": "forward",
+    "output": "forward", "forward": "forward", "loss": "forward", "missing": "forward",
+    "written": "state", "gradient": "backward", "update": "optimizer", "buffer": "forward",
+    "state": "optimizer", "digest": "state",
+}  # fmt: skip
+
+SENTENCES = {
+    "initial": "`{parameter}` differs before the first step",
+    "between": "`{parameter}` was changed after the step before, outside of the training step",
+    "data": "the data of the micro-batch differ",
+    "input": "module `{module}` gets other inputs, although all modules before it agree",
+    "output": "module `{module}` computes different outputs from the same inputs",
+    "forward": "module `{module}` computes different values from the same inputs",
+    "loss": "the loss differs, although the model computes the same",
+    "missing": "the micro-batch is computed in only one of the runs; it has no weight in the other",
+    "written": "`{parameter}` was changed within the step, before the update",
+    "gradient": "the gradient of `{parameter}` differs, although the forward pass is the same",
+    "update": "`{parameter}` differs after the update, although its gradient is the same",
+    "buffer": "buffer `{parameter}` differs after the step",
+    "state": "the optimizer's state of `{parameter}` differs after the step",
+    "digest": "the digest differs, although all parameters and buffers agree",
+    "steps": "the programs take different steps",
+}
+
+NO_MODULE = ("data", "loss", "optimizer", "script")
+"""What `first_difference` gives as the module where it is none."""
+
+
+BEFORE_OPERATORS = ("initial", "between", "data", "missing", "written", "steps")
+"""Differences that no operator of the step has made."""
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor of one operator in both runs.
+
+    Attributes:
+        a: The index of the call in the first run.
+        b: That in the second.
+        is_input: Whether it is an input of the call, not an output.
+        position: Its number among them.
+    """
+
+    a: int
+    b: int
+    is_input: bool
+    position: int
+
+    def types(self, a: Sequence[OperatorCall], b: Sequence[OperatorCall]) -> str | None:
+        """Return dtype and shape of the tensor; None where they differ or there is none."""
+        found = []
+        for call in (a[self.a], b[self.b]):
+            types = call.input_types if self.is_input else call.output_types
+            found += [each.rpartition(": ")[2] for each in types[self.position :][:1]]
+        return found[0] if len(found) == 2 and found[0] == found[1] else None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first difference between two runs.
+
+    Attributes:
+        step: The step in which it arises; 0 for the initial state.
+        direction: Where it arises; None where that cannot be known.
+        what: What differs, in a word: as in `lockstep.check.difference`, or the kind of an
+            operator's difference.
+        sentence: The same as a sentence, without a full stop.
+        microbatch: The lowest micro-batch that differs; None where it is about none.
+        unit: The module, by its dotted name; None where it is about none.
+        parameter: The parameter or buffer; None where it is about none.
+        a: The operator in the first run; None where there is none.
+        b: The operator in the second run.
+        element: The first element that differs; None where no two elements can be compared.
+    """
+
+    step: int
+    direction: Direction | None
+    what: str
+    sentence: str
+    microbatch: int | None = None
+    unit: str | None = None
+    parameter: str | None = None
+    a: OperatorCall | None = None
+    b: OperatorCall | None = None
+    element: ElementDifference | None = None
+
+    @property
+    def operator(self) -> str | None:
+        """The name of the operator; None where no operator made the difference."""
+        call = self.a or self.b
+        return None if call is None or self.what == "input" else call.operator
+
+    @property
+    def source(self) -> str | None:
+        """The line of the user's program, such as "train.py:31 in forward"."""
+        lines = [call.source for call in (self.a, self.b) if call is not None and call.source]
+        return lines[0] if lines else None
+
+
+def find_in_modules(a: Sequence[StepFingerprint], b: Sequence[StepFingerprint]) -> Finding | None:
+    """Return the first difference between the same consecutive steps of two runs on one rank."""
+    found = first_difference([_rank(a)], [_rank(b)])
+    missing = _missing_microbatch(a, b)
+    if missing is not None and (found is None or _is_later(found, missing)):
+        found = missing
+    if found is None:
+        return None
+    owner = (found.parameter or "").rpartition(".")[0] or None
+    return Finding(
+        step=found.step,
+        direction=DIRECTIONS.get(found.what),
+        what=found.what,
+        sentence=SENTENCES[found.what].format(module=found.module, parameter=found.parameter),
+        microbatch=found.microbatch,
+        unit=owner if found.module in NO_MODULE else found.module,
+        parameter=found.parameter,
+    )
+
+
+def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> Finding:
+    """Return what two records alone show, without a replay.
+
+    Args:
+        recorded: The first step that differs; None where only digests do.
+        window: The steps among which the difference arises.
+    """
+    if recorded is None or recorded.step > window.last:
+        several = f"in one of the steps {window.first} to {window.last}"
+        where = several if window.first < window.last else f"in step {window.last}"
+        sentence = f"the digests after step {window.last} differ, and the change came {where}"
+        return Finding(window.last, None, "digest", sentence)
+    values = f"{recorded.a} in the first run and {recorded.b} in the second"
+    place = f" {recorded.microbatch}" if recorded.microbatch is not None else ""
+    if recorded.what == "batch":
+        return Finding(recorded.step, "data", "data", "the batch has other samples")
+    sentence = f"the {recorded.what}{place} is {values}"
+    if recorded.what != "norm":
+        is_missing = "none" in (recorded.a, recorded.b)
+        # Weights that differ change the losses of all micro-batches.
+        direction: Direction | None = "forward" if is_missing or recorded.is_partial else None
+        what, sentence = ("missing", SENTENCES["missing"]) if is_missing else ("loss", sentence)
+        return Finding(recorded.step, direction, what, sentence, recorded.microbatch)
+    return Finding(
+        recorded.step,
+        None,
+        "norm",
+        f"the losses agree, and the norm of the gradient is {values}: backward or the sum of the "
+        "gradients differs",
+    )
+
+
+def _rank(steps: Sequence[StepFingerprint]) -> RankFingerprint:
+    """Return the steps of one trainer as what a rank computed."""
+    first = steps[0]
+    initial = first.before if first.step == 0 else {}
+    trainer = TrainerFingerprint("model", "", tuple(first.parameters), initial)
+    return RankFingerprint([trainer], [replace(each, trainer=0) for each in steps])
+
+
+def _missing_microbatch(
+    a: Sequence[StepFingerprint], b: Sequence[StepFingerprint]
+) -> Difference | None:
+    """Return the first micro-batch that only one of the runs computed."""
+    for ours, theirs in zip(a, b, strict=False):
+        if alone := ours.losses.keys() ^ theirs.losses.keys():
+            return Difference("script", None, "missing", min(alone), step=ours.step)
+    return None
+
+
+def _is_later(found: Difference, missing: Difference) -> bool:
+    """Return whether a difference comes after a micro-batch that was not computed."""
+    follows = found.what in ("written", "gradient", "update", "buffer", "state", "digest")
+    return (found.step, follows) > (missing.step, False)
+
+
+def add_operator(
+    found: Finding,
+    difference: OperatorDifference,
+    a: Sequence[OperatorCall],
+    b: Sequence[OperatorCall],
+) -> Finding:
+    """Return a finding with the operator that made the difference.
+
+    Args:
+        found: What the modules show.
+        difference: What the operators of the same step show.
+        a: All operators of the step in the first run.
+        b: Those in the second run.
+    """
+    ours = None if difference.a is None else a[difference.a]
+    theirs = None if difference.b is None else b[difference.b]
+    call = ours or theirs
+    assert call is not None, "a difference is about an operator"
+    if found.what in BEFORE_OPERATORS or call.operator == "data":
+        return found
+    names = [each.operator for each in (ours, theirs) if each is not None]
+    arguments = [each.arguments for each in (ours, theirs) if each is not None]
+    only = "second" if ours is None else "first"
+    sentences = {
+        "output": f"{names[0]} computes another result from the same inputs",
+        "arguments": f"{names[0]} is called with other arguments: {' and '.join(arguments)}",
+        "generator": f"{names[0]} draws other random numbers, because the generator is in another "
+        "state before it",
+        "call": f"{names[0]} is called in the {only} run only",
+        "input": f"{names[0]} reads a value that no operator wrote: its memory was changed from "
+        "outside of torch (by numpy, by an extension, or by a fault of the machine)",
+    }
+    if difference.kind == "call" and len(names) == 2:
+        sentences["call"] = f"the first run calls {names[0]}, and the second {names[1]}"
+    is_input = difference.kind == "input"
+    return replace(
+        found,
+        what=difference.kind,
+        sentence=sentences[difference.kind],
+        direction=_direction(found, call) if is_input else call.phase,
+        microbatch=call.microbatch if call.microbatch is not None else found.microbatch,
+        unit=(found.unit or call.unit if is_input else call.unit or found.unit) or None,
+        parameter=found.parameter if call.phase == "optimizer" or is_input else None,
+        a=ours,
+        b=theirs,
+    )
+
+
+def _direction(found: Finding, reader: OperatorCall) -> Direction | None:
+    """Return the direction of a value that was written from outside before an operator read it."""
+    if found.what == "gradient" and reader.phase == "optimizer":
+        return "reduction"
+    return found.direction if found.direction == "forward" else reader.phase
+
+
+def locate_tensor(
+    found: Finding,
+    difference: OperatorDifference | None,
+    a: Sequence[OperatorCall],
+    b: Sequence[OperatorCall],
+) -> TensorPlace | None:
+    """Return where a replay meets the two tensors of which a finding names the first element.
+
+    Args:
+        found: The finding.
+        difference: What the operators of the step show; None where they agree.
+        a: All operators of the step in the first run.
+        b: Those in the second run.
+
+    Returns:
+        The place; None where the runs have no two tensors of one shape there.
+    """
+    place = None
+    if found.what in ("initial", "between", "written"):
+        place = _reader_of(found.parameter, a, b)
+    elif difference is not None and difference.a is not None and difference.b is not None:
+        is_input, position = difference.kind == "input", difference.position or 0
+        place = TensorPlace(difference.a, difference.b, is_input, position)
+    if place is None or place.types(a, b) is None:
+        return None
+    return place
+
+
+def _reader_of(
+    parameter: str | None, a: Sequence[OperatorCall], b: Sequence[OperatorCall]
+) -> TensorPlace | None:
+    """Return the first call that gets a parameter or buffer itself."""
+    found = []
+    for calls in (a, b):
+        for index, call in enumerate(calls):
+            names = [each.partition(": ")[0] for each in call.input_types]
+            if parameter in names:
+                found.append((index, names.index(parameter)))
+                break
+    if len(found) < 2 or found[0][1] != found[1][1]:
+        return None
+    return TensorPlace(found[0][0], found[1][0], True, found[0][1])

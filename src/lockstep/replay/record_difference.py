@@ -1,0 +1,149 @@
+"""The first difference between two records, without a replay. Pure.
+
+    batch of step k           its samples, or their order
+    losses of step k          micro-batch by micro-batch
+    loss and norm of step k   the batch's
+    digest after step k       where both have one: at checkpoints and at the end
+
+Losses and the norm of a step are computed before its update, so an update that differs shows
+one step later, and a buffer that no loss depends on shows in a digest alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Protocol
+
+from lockstep.record.fingerprints import RecordedStep
+
+__all__ = [
+    "RecordDifference",
+    "SearchWindow",
+    "compare_records",
+    "first_record_difference",
+    "step_differences",
+]
+
+
+class Identified(Protocol):
+    """A recorded or replayed step; the attributes are those of `RecordedStep`."""
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+
+    @property
+    def loss(self) -> float:
+        """The loss of the batch."""
+
+    @property
+    def norm(self) -> float:
+        """The norm of the gradient."""
+
+    @property
+    def losses(self) -> tuple[float | None, ...]:
+        """The losses of the micro-batches."""
+
+    @property
+    def batch(self) -> str | None:
+        """A hash of the samples."""
+
+
+@dataclass(frozen=True)
+class RecordDifference:
+    """What of a step differs between two records.
+
+    Attributes:
+        step: The number of the step.
+        what: "batch", "loss of the micro-batch", "loss" or "norm".
+        microbatch: The micro-batch; None where it is about the whole batch.
+        a: The value of the first record, as text; "none" where it was not computed.
+        b: That of the second.
+        is_partial: Whether some micro-batches have the same loss in both.
+    """
+
+    step: int
+    what: str
+    microbatch: int | None
+    a: str
+    b: str
+    is_partial: bool = False
+
+
+@dataclass(frozen=True)
+class SearchWindow:
+    """The steps among which the difference of two records arises.
+
+    Attributes:
+        first: The first of them; the states before it are equal, or unknown.
+        last: The last of them; after it the records differ.
+        is_narrow: Whether the step is known up to the update before it.
+    """
+
+    first: int
+    last: int
+    is_narrow: bool
+
+
+def first_record_difference(
+    a: Sequence[RecordedStep], b: Sequence[RecordedStep]
+) -> RecordDifference | None:
+    """Return the first difference among the steps that both records have; None if there is none.
+
+    What only one of them has recorded is not compared.
+    """
+    theirs = {each.step: each for each in b}
+    for ours in a:
+        if (other := theirs.get(ours.step)) is not None:
+            found = next(step_differences(ours, other), None)
+            if found is not None:
+                return found
+    return None
+
+
+def compare_records(
+    a: Mapping[int, str], b: Mapping[int, str], found: RecordDifference | None
+) -> SearchWindow | None:
+    """Return where to search for the difference of two records; None where they agree.
+
+    Args:
+        a: The digests of the first record, by the number of steps that were taken before.
+        b: Those of the second record.
+        found: The first step that differs.
+    """
+    common = sorted(a.keys() & b.keys())
+    differing = next((taken for taken in common if a[taken] != b[taken]), None)
+    equal = [taken for taken in common if a[taken] == b[taken]]
+    if differing is not None and (found is None or differing <= found.step):
+        first = max((taken for taken in equal if taken < differing), default=0)
+        last = max(differing - 1, 0)
+        return SearchWindow(first, last, first >= last)
+    if found is None:
+        return None
+    first = max((taken for taken in equal if taken <= found.step), default=0)
+    return SearchWindow(max(first, found.step - 1, 0), found.step, is_narrow=True)
+
+
+def step_differences(a: Identified, b: Identified) -> Iterator[RecordDifference]:
+    """Yield what differs between the same step of two computations."""
+    if a.batch is not None and b.batch is not None and a.batch != b.batch:
+        yield RecordDifference(a.step, "batch", None, a.batch, b.batch)
+    if a.losses and b.losses:
+        pairs = [(_text(x), _text(y)) for x, y in zip_longest(a.losses, b.losses)]
+        is_partial = any(x == y for x, y in pairs)
+        for number, (x, y) in enumerate(pairs):
+            if x != y:
+                what = "loss of the micro-batch"
+                yield RecordDifference(a.step, what, number, x, y, is_partial)
+    for what in ("loss", "norm"):
+        ours, theirs = getattr(a, what), getattr(b, what)
+        if ours != theirs and not (math.isnan(ours) or math.isnan(theirs)):
+            yield RecordDifference(a.step, what, None, _text(ours), _text(theirs))
+
+
+def _text(value: float | None) -> str:
+    """Return a number so that it is read back with the same bits."""
+    return "none" if value is None else repr(value)

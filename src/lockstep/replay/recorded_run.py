@@ -1,0 +1,144 @@
+"""A run as bisect takes it: what its record says of each step, and whether it can be replayed.
+
+runs/night/             a run: its record, sources and checkpoints
+night.fingerprints      what `lockstep bisect night --export` wrote: a record with the lines and
+                        fields that identify steps, which another machine can compare
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from lockstep.errors import UsageError
+from lockstep.record.chain import add_link
+from lockstep.record.columns import as_dict
+from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
+from lockstep.record.reader import Run, open_record, read_run
+from lockstep.record.recorder import RECORD_FILE
+
+__all__ = ["RecordedRun", "export_fingerprints", "read_recorded_run", "require_comparable"]
+
+EXPORTED = {
+    "run": None,
+    "resume": None,
+    "step": {"kind", "t", "step", "epoch", "loss", "lr", "samples", "seconds"}
+    | {"loss_hex", "norm_hex", "losses", "batch"},
+    "checkpoint": {"kind", "t", "step", "digest"},
+    "end": None,
+}
+"""The kinds of lines in an exported file, and their fields; None for all."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """One of the two runs.
+
+    Attributes:
+        name: How messages call it.
+        run: Its record.
+        steps: What identifies its steps.
+        folder: The folder of the run; None for an exported file, which cannot be replayed.
+    """
+
+    name: str
+    run: Run
+    steps: list[RecordedStep]
+    folder: Path | None
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """The digests of the states that the record knows, by the steps taken before."""
+        found = {
+            line["step"]: line["digest"]
+            for line in self.run.checkpoints
+            if isinstance(line.get("step"), int) and isinstance(line.get("digest"), str)
+        }
+        end = self.run.end or {}
+        if isinstance(end.get("digest"), str):
+            found[self.steps[-1].step + 1] = end["digest"]
+        return found
+
+    @property
+    def microbatches(self) -> int | None:
+        """The number of micro-batches; None where the record does not say."""
+        found = self.run.layout.get("microbatches")
+        return found if isinstance(found, int) else None
+
+
+def read_recorded_run(place: Path) -> RecordedRun:
+    """Read a run, or an exported file.
+
+    Args:
+        place: The folder of the run, its record, or the file.
+
+    Raises:
+        UsageError: There is none, or it has no steps.
+        FileError: It cannot be read.
+    """
+    run = read_run(place)
+    steps = read_step_fingerprints(place)
+    if not steps:
+        raise UsageError(f"{place} has no steps, so there is nothing to compare")
+    is_run = place.is_dir() or place.name == RECORD_FILE
+    name = run.name if is_run else str(place)
+    return RecordedRun(name, run, steps, run.folder if is_run else None)
+
+
+def require_comparable(a: RecordedRun, b: RecordedRun) -> None:
+    """Raise UsageError where two runs differ by construction, so that no step can be equal."""
+    if None not in (a.microbatches, b.microbatches) and a.microbatches != b.microbatches:
+        raise UsageError(
+            f"{a.name} cuts its batches into {a.microbatches} micro-batches and {b.name} into "
+            f"{b.microbatches}: the order of additions differs from the first step on, so bisect "
+            "needs runs with the same number"
+        )
+    ours, theirs = (_describe_model(each.run) for each in (a, b))
+    if ours and theirs and ours != theirs:
+        raise UsageError(
+            f"{a.name} trains {ours} and {b.name} {theirs}: bisect compares runs of one model"
+        )
+    if a.steps[0].step > b.steps[-1].step or b.steps[0].step > a.steps[-1].step:
+        raise UsageError(f"{a.name} and {b.name} have no step in common")
+
+
+def _describe_model(run: Run) -> str:
+    """Return the size of the model in words; "" where the record does not say."""
+    model = as_dict(run.header.get("model"))
+    if not isinstance(model.get("parameters"), int):
+        return ""
+    return (
+        f"a {model.get('class')} with {model['parameters']:,} parameters and "
+        f"{model.get('buffers', 0):,} buffers"
+    )
+
+
+def export_fingerprints(place: Path) -> bytes:
+    """Return what identifies the steps of a run, for a comparison on another machine.
+
+    Args:
+        place: The folder of the run.
+    """
+    lines, link = [], 0
+    for fields in _exported_lines(place):
+        line, link = add_link(orjson.dumps(fields), link)
+        lines.append(line)
+    return b"".join(lines)
+
+
+def _exported_lines(place: Path) -> Iterator[dict[str, Any]]:
+    with open_record(place) as file:
+        for text in file:
+            try:
+                line = orjson.loads(text)
+            except orjson.JSONDecodeError:
+                continue
+            kind = line.get("kind") if isinstance(line, dict) else None
+            if kind in EXPORTED:
+                fields = EXPORTED[kind]
+                line.pop("chain", None)
+                yield {name: line[name] for name in line if fields is None or name in fields}

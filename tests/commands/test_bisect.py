@@ -1,0 +1,106 @@
+"""`lockstep bisect`: text, page, JSON and mistakes; the search itself is in tests/replay."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+import records
+from lockstep.cli import cli
+from lockstep.errors import UsageError
+
+CONTRACT = {
+    "equal", "step", "microbatch", "unit", "direction", "operator", "source", "first_element",
+    "differing_elements",
+}  # fmt: skip
+
+
+def lines(name, other=(), count=8, **header):
+    """Return the lines of a run; `other` are losses of micro-batch 1 by step."""
+    steps = []
+    for number in range(count):
+        losses = ["0x1p-1", dict(other).get(number, "0x1p-2")]
+        exact = {"loss_hex": "0x1p-1", "norm_hex": "0x1p0", "batch": "b", "losses": losses}
+        steps.append(records.step(number) | exact)
+    return [records.HEADER | {"name": name} | header, *steps, records.END]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    records.write(tmp_path / "runs" / "a", lines("a"))
+    records.write(tmp_path / "runs" / "same", lines("same"))
+    records.write(tmp_path / "runs" / "longer", lines("longer", count=10))
+    records.write(tmp_path / "runs" / "b", lines("b", {5: "0x1p-3"}, options={"lr": 0.2}))
+    return tmp_path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli, ["bisect", *arguments], catch_exceptions=False)
+
+
+def test_runs_without_a_difference():
+    done = invoke("a", "same", "--json")
+    assert done.exit_code == 0
+    found = json.loads(done.stdout)
+    assert found["equal"] is True
+    assert {name for name in CONTRACT if found[name] is None} == CONTRACT - {"equal"}
+    assert (found["steps_compared"], found["is_replayed"]) == (8, False)
+    assert "a and same agree in everything that both recorded." in done.stderr
+    assert "bit-identical: 8 steps (losses of the micro-batches, gradient norms" in done.stderr
+    assert "digests of the weights after 8 steps" in done.stderr
+
+
+def test_a_longer_run_is_compared_as_far_as_both_go():
+    done = invoke("a", "longer")
+    assert done.exit_code == 0
+    assert "longer has 2 steps more, which were not compared." in done.output
+
+
+def test_what_cannot_be_replayed_is_found_in_the_records():
+    done = invoke("a", "b", "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert found.keys() >= CONTRACT
+    assert (found["equal"], found["step"], found["microbatch"]) == (False, 5, 1)
+    assert (found["direction"], found["operator"]) == ("forward", None)
+    assert found["settings"] == {"options.lr": ["0.05", "0.2"], "options.seed": ["7", ""]}
+    assert "step 5, micro-batch 1" in done.stderr
+    assert "a cannot be replayed: " in done.stderr
+
+
+def test_exported_files_are_compared_without_a_replay(place):
+    for name in ("a", "b"):
+        done = invoke(name, "--export", f"{name}.fingerprints")
+        assert done.exit_code == 0
+        assert done.output.startswith(f"{name}.fingerprints  (")
+    done = invoke("a.fingerprints", "b.fingerprints")
+    assert done.exit_code == 1
+    assert "a.fingerprints and b.fingerprints differ first in step 5, micro-batch 1" in done.output
+    assert "a.fingerprints is an exported file, which cannot be replayed" in done.output
+    assert invoke("a.fingerprints", "same").exit_code == 0
+
+
+def test_a_page(place):
+    done = invoke("a", "b", "--html", "ab.html")
+    assert done.exit_code == 1
+    assert "ab.html  (" in done.output
+    page = (place / "ab.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "differ first in step 5" in page
+
+
+def test_mistakes_are_one_sentence(place):
+    for words, message in [
+        (["a"], r"bisect compares two runs, and 1 were given: lockstep bisect A B"),
+        (["a", "b", "same"], "and 3 were given"),
+        (["a", "b", "--export", "x"], "the fingerprints of one run, and 2 were given"),
+        (["a", "nowhere"], "there is no run at nowhere"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            invoke(*words)
+    (place / "text").write_text("no record\n")
+    with pytest.raises(Exception, match="text is not the record of a run"):
+        invoke("a", "text")

@@ -1,0 +1,183 @@
+"""What is said of a difference: from fingerprints of modules, from operators, from records."""
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep.model.fingerprint import StepFingerprint
+from lockstep.model.operator_call import OperatorCall
+from lockstep.replay.finding import (
+    Finding,
+    TensorPlace,
+    add_operator,
+    find_in_modules,
+    find_in_records,
+    locate_tensor,
+)
+from lockstep.replay.operator_difference import OperatorDifference
+from lockstep.replay.record_difference import RecordDifference, SearchWindow
+
+NAMES = ("0.weight", "0.mean", "1.weight")
+
+
+def fingerprint(step=0, trainer=1, **changes):
+    """Return a step of two modules and two micro-batches, with some values replaced by -1."""
+    calls = {
+        (leaf, 0): [
+            ("enter", "Net", (1,)),
+            ("enter", "0", (2,)),
+            ("leave", "0", (-1 if changes.get("output") == leaf else 3,)),
+            ("enter", "1", (-1 if changes.get("output") == leaf else 3,)),
+            ("leave", "1", (4,)),
+            ("leave", "Net", (4,)),
+        ]
+        for leaf in range(2)
+    }
+
+    def values(what):
+        return {name: -1 if changes.get(what) == name else 5 + step for name in NAMES}
+
+    losses = {0: "0x1p-1", 1: "0x1p-2"}
+    losses.pop(changes.get("missing"), None)
+    return StepFingerprint(
+        trainer=trainer,
+        step=step,
+        before=values("before"),
+        data={0: (1,), 1: (-1 if changes.get("data") else 2,)},
+        calls=calls,
+        losses=losses,
+        parameters={"0.weight": 1, "1.weight": 1},
+        gradients={"0.weight": 7, "1.weight": -1 if changes.get("gradient") else 8},
+        state=values("after"),
+        optimizer={"1.weight/momentum_buffer": -1 if changes.get("momentum") else 9},
+        loss="0x1p-1",
+        digest="d",
+    )
+
+
+def find(first=0, **changes):
+    a = [fingerprint(first), fingerprint(first + 1)]
+    found = find_in_modules(a, [a[0], fingerprint(first + 1, **changes)])
+    return found and (found.direction, found.microbatch, found.unit, found.parameter)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"before": "0.mean"}, ("state", None, "0", "0.mean")),
+        ({"data": True}, ("data", 1, None, None)),
+        ({"output": 1}, ("forward", 1, "0", None)),
+        ({"missing": 1}, ("forward", 1, None, None)),
+        ({"missing": 1, "gradient": True}, ("forward", 1, None, None)),
+        ({"missing": 1, "data": True}, ("data", 1, None, None)),
+        ({"gradient": True}, ("backward", None, "1", "1.weight")),
+        ({"after": "0.weight"}, ("optimizer", None, "0", "0.weight")),
+        ({"after": "0.mean"}, ("forward", None, "0", "0.mean")),
+        ({"momentum": True}, ("optimizer", None, "1", "1.weight")),
+    ],
+)
+def test_modules_name_the_place(changes, expected):
+    assert find(**changes) == expected
+
+
+def test_the_initial_state_is_step_0_of_a_program_from_its_beginning():
+    a, b = [fingerprint(0)], [fingerprint(0, before="1.weight")]
+    found = find_in_modules(a, b)
+    assert found is not None
+    assert (found.step, found.what, found.unit) == (0, "initial", "1")
+    a, b = [fingerprint(3)], [fingerprint(3, before="1.weight")]
+    found = find_in_modules(a, b)
+    assert found is not None
+    assert (found.step, found.what, found.unit) == (3, "between", "1")
+
+
+CALL = OperatorCall(
+    "aten.mm", "forward", 1, "0", (1, 2), (3,), "", (0, 0),
+    ("0.weight: float32[4, 8]", "float32[2, 8]"), ("float32[2, 4]",), (-1, -1), "a.py:3 in forward",
+)  # fmt: skip
+FOUND = Finding(4, "forward", "output", "module `0` computes ...", 1, "0")
+
+
+def add(kind, a=CALL, b=CALL, found=FOUND, position=0):
+    places = (None if a is None else 0, None if b is None else 0)
+    difference = OperatorDifference(kind, *places, position)
+    return add_operator(found, difference, [a], [b])
+
+
+def test_operators_name_themselves_and_the_line():
+    found = add("output")
+    assert (found.operator, found.source) == ("aten.mm", "a.py:3 in forward")
+    assert found.sentence == "aten.mm computes another result from the same inputs"
+    assert found.step == 4
+    other = replace(CALL, arguments="alpha=2")
+    assert add("arguments", replace(CALL, arguments="alpha=1"), other).sentence == (
+        "aten.mm is called with other arguments: alpha=1 and alpha=2"
+    )
+    assert add("call", None).sentence == "aten.mm is called in the second run only"
+    assert add("call", b=None).sentence == "aten.mm is called in the first run only"
+    other = replace(CALL, operator="aten.bmm")
+    assert add("call", b=other).sentence == "the first run calls aten.mm, and the second aten.bmm"
+    assert "generator is in another state" in add("generator").sentence
+
+
+def test_backward_is_placed_by_its_operator():
+    gradient = Finding(4, "backward", "gradient", "", None, "1", "1.weight")
+    found = add("output", *[replace(CALL, phase="backward")] * 2, found=gradient)
+    assert (found.direction, found.microbatch, found.unit) == ("backward", 1, "0")
+    assert found.parameter is None
+    summed = replace(CALL, phase="reduction", microbatch=None, unit="")
+    found = add("output", summed, summed, found=gradient)
+    assert (found.direction, found.microbatch, found.unit) == ("reduction", None, "1")
+
+
+def test_memory_that_was_written_from_outside_has_no_operator():
+    found = add("input")
+    assert (found.operator, found.direction, found.unit) == (None, "forward", "0")
+    assert "from outside of torch" in found.sentence
+    assert found.source == "a.py:3 in forward"
+    gradient = Finding(4, "backward", "gradient", "", None, "1", "1.weight")
+    reader = replace(CALL, phase="optimizer", microbatch=None, unit="")
+    found = add("input", reader, reader, found=gradient)
+    assert (found.direction, found.unit, found.parameter) == ("reduction", "1", "1.weight")
+
+
+@pytest.mark.parametrize("what", ["initial", "between", "data", "missing"])
+def test_what_comes_before_all_operators_is_left_as_it_is(what):
+    found = replace(FOUND, what=what)
+    assert add("input", found=found) == found
+
+
+def test_where_the_first_element_is_found():
+    difference = OperatorDifference("output", 1, 0, 0)
+    assert locate_tensor(FOUND, difference, [CALL, CALL], [CALL]) == TensorPlace(1, 0, False, 0)
+    difference = OperatorDifference("input", 0, 0, 1)
+    assert locate_tensor(FOUND, difference, [CALL], [CALL]) == TensorPlace(0, 0, True, 1)
+    larger = replace(CALL, output_types=("float32[3, 4]",))
+    difference = OperatorDifference("output", 0, 0, 0)
+    assert locate_tensor(FOUND, difference, [CALL], [larger]) is None
+    assert locate_tensor(FOUND, OperatorDifference("call", None, 0), [CALL], [CALL]) is None
+    assert locate_tensor(FOUND, None, [CALL], [CALL]) is None
+    state = Finding(0, "state", "initial", "", None, "0", "0.weight")
+    other = replace(CALL, input_types=())
+    assert locate_tensor(state, None, [other, CALL], [CALL]) == TensorPlace(1, 0, True, 0)
+    assert locate_tensor(state, None, [other], [CALL]) is None
+
+
+@pytest.mark.parametrize(
+    ("recorded", "direction", "microbatch", "words"),
+    [
+        (RecordDifference(4, "batch", None, "x", "y"), "data", None, "other samples"),
+        (RecordDifference(4, "loss of the micro-batch", 1, "0.5", "0.25", True), "forward", 1,
+         "the loss of the micro-batch 1 is 0.5 in the first run and 0.25 in the second"),
+        (RecordDifference(4, "loss of the micro-batch", 0, "0.5", "0.25"), None, 0, "0.5"),
+        (RecordDifference(4, "loss of the micro-batch", 1, "0.5", "none"), "forward", 1,
+         "only one of the runs"),
+        (RecordDifference(4, "norm", None, "2.0", "3.0"), None, None, "the losses agree"),
+        (None, None, None, "in one of the steps 3 to 4"),
+    ],
+)  # fmt: skip
+def test_records_alone(recorded, direction, microbatch, words):
+    found = find_in_records(recorded, SearchWindow(3, 4, is_narrow=False))
+    assert (found.step, found.direction, found.microbatch) == (4, direction, microbatch)
+    assert words in found.sentence

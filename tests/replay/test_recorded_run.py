@@ -1,0 +1,72 @@
+"""Runs and exported files as bisect takes them."""
+
+import pytest
+
+import records
+from lockstep.errors import UsageError
+from lockstep.record.reader import read_run
+from lockstep.replay.recorded_run import (
+    export_fingerprints,
+    read_recorded_run,
+    require_comparable,
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Write a run and read it: run(name, **fields of the first line)."""
+
+    def write(name="a", steps=range(8), **header):
+        lines = [records.HEADER | {"name": name} | header, *map(step, steps)]
+        lines[4:4] = [records.checkpoint(3, digest="x")]
+        return read_recorded_run(records.write(tmp_path / name, [*lines, records.END]))
+
+    return write
+
+
+def step(number):
+    exact = {"loss_hex": (0.1 / (number + 1)).hex(), "norm_hex": "0x1.8p+1", "batch": "b"}
+    return records.step(number) | exact | {"losses": ["0x1p-1", None]}
+
+
+def test_a_run_has_its_steps_and_digests(run):
+    found = run()
+    assert [each.step for each in found.steps] == list(range(8))
+    assert found.digests == {3: "x", 8: records.END["digest"]}
+    assert found.microbatches == records.HEADER["layout"]["microbatches"]
+    assert found.folder == found.run.folder
+    assert found.name == "a"
+
+
+def test_an_exported_file_says_the_same_of_each_step(run, tmp_path):
+    found, file = run(), tmp_path / "a.fingerprints"
+    file.write_bytes(export_fingerprints(found.folder))
+    exported = read_recorded_run(file)
+    assert exported.steps == found.steps
+    assert exported.digests == found.digests
+    assert exported.folder is None, "it cannot be replayed"
+    assert exported.name == str(file)
+    assert b"ranks" not in file.read_bytes()
+    assert read_run(file).remarks == []
+    file.write_bytes(file.read_bytes().replace(b"0x1.8p+1", b"0x1.9p+1", 1))
+    (remark,) = read_run(file).remarks
+    assert "was changed after it was written" in remark
+
+
+def test_a_record_without_steps_has_nothing_to_compare(tmp_path):
+    place = records.write(tmp_path / "empty", [records.HEADER])
+    with pytest.raises(UsageError, match="empty has no steps, so there is nothing to compare"):
+        read_recorded_run(place)
+
+
+def test_runs_that_differ_by_construction_are_refused(run):
+    layout = records.HEADER["layout"]
+    other = run("b", layout=layout | {"microbatches": 4})
+    with pytest.raises(UsageError, match="a cuts its batches into 8 micro-batches and b into 4"):
+        require_comparable(run(), other)
+    other = run("b", model=records.HEADER["model"] | {"parameters": 7})
+    with pytest.raises(UsageError, match=r"b a \w+ with 7 parameters and .* runs of one model"):
+        require_comparable(run(), other)
+    with pytest.raises(UsageError, match="a and b have no step in common"):
+        require_comparable(run(), run("b", steps=range(20, 24)))
+    require_comparable(run(), run("b", layout={}, model={}))
