@@ -1,35 +1,43 @@
-"""The notebook: every cell runs, and shows what the text above it says."""
+"""The notebooks: every cell runs, and shows what the text above it says."""
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 nbformat = pytest.importorskip("nbformat", reason="needs the extra [test]")
 nbclient = pytest.importorskip("nbclient", reason="needs the extra [test]")
-NOTEBOOK = Path(__file__).parents[2] / "examples" / "driver.ipynb"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def text_of(cell) -> str:
-    """Return what a cell printed and its value, line by line."""
+    """Return what a cell printed, followed by its value."""
     parts = [
-        output["text"] if output["output_type"] == "stream" else output["data"]["text/plain"]
+        output["text"] if output["output_type"] == "stream" else output["data"]["text/plain"] + "\n"
         for output in cell["outputs"]
     ]
-    return "".join(part if part.endswith("\n") else part + "\n" for part in parts)
+    return "".join(parts)
+
+
+def run_notebook(name: str, folder: Path) -> list[Any]:
+    """Return the code cells of a notebook, run by a kernel of their own in a folder."""
+    notebook = nbformat.read(EXAMPLES / name, as_version=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Jupyter's own
+        resources = {"metadata": {"path": str(folder)}}
+        nbclient.NotebookClient(notebook, timeout=300, resources=resources).execute()
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory):
-    """The code cells of the notebook, run by a kernel of their own."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    folder = {"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Jupyter's own
-        nbclient.NotebookClient(notebook, timeout=100, resources=folder).execute()
-    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    """The code cells of the notebook of the driver."""
+    return run_notebook("driver.ipynb", tmp_path_factory.mktemp("notebook"))
 
 
 def cell_with(cells, word: str) -> str:
@@ -54,3 +62,24 @@ def test_one_digest_in_every_layout(cells):
     two = cell_with(cells, "two_replicas = train").splitlines()
     assert shown[:-1] == two
     assert [line.split()[:2] for line in two] == [["epoch", "0"], ["epoch", "1"]]
+
+
+def test_a_spike_on_four_ranks_is_found_on_one_process(tmp_path, monkeypatch):
+    programs = os.path.dirname(sys.executable)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    cells = run_notebook("replay.ipynb", tmp_path)
+    table = [line.split() for line in cell_with(cells, "record.jsonl").splitlines()]
+    assert [line[0] for line in table] == ["11", "12", "13", "14"]
+    normal, spiking = table[1], table[2]
+    assert float(spiking[1]) > 100 * float(normal[1])
+    assert max(map(float, spiking[2:9])) < 0.2 < 100 < float(spiking[9])
+    replayed = cell_with(cells, "lockstep replay").splitlines()
+    assert any(line.startswith("step 13, micro-batch 7: the same bits") for line in replayed)
+    named = cell_with(cells, "load_file").splitlines()
+    assert ["2412.0" in line for line in named] == [False, True, False]
+    found = cell_with(cells, "lockstep bisect")
+    assert (
+        "spike and fixed differ first in step 13, micro-batch 7, forward pass, module `0`: "
+        "aten.clamp is called in the second run only."
+    ) in " ".join(found.split())
+    assert "Replays of both runs compute what was recorded, bit for bit." in found
