@@ -21,7 +21,7 @@ from lockstep.launcher.environment import RankEnvironment
 from lockstep.launcher.failure_attribution import find_first_failure, is_consequence
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch import function_task
-from lockstep.launcher.listening_socket import LOOPBACK
+from lockstep.launcher.listening_socket import LOOPBACK, listen
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.supervisor import RankSupervisor
 from pytest_lockstep import leaks
@@ -104,14 +104,16 @@ def run_case(
 
 
 def _start(ranks: RankSupervisor, order: Order, output: _Output) -> None:
-    port = ranks.serve_store(LOOPBACK, 0)
-    run_id, store = secrets.token_hex(4), ranks.create_store()
-    environment = RankEnvironment(order.width, LOOPBACK, port, run_id, store=store)
-    for rank in range(order.width):
-        work = write_memfd(pickle.dumps((run_order, (replace(order, rank=rank),))))
-        task = function_task(environment.variables(rank))
-        ranks.start_rank(rank, task, work, output.shown.get(rank), output.streams.get(rank))
-        os.close(work)
+    with listen(LOOPBACK, 0, is_single_host=True) as listening:
+        port = int(listening.getsockname()[1])
+        run_id, store = secrets.token_hex(4), ranks.create_store()
+        environment = RankEnvironment(order.width, LOOPBACK, port, run_id, store=store)
+        for rank in range(order.width):
+            work = write_memfd(pickle.dumps((run_order, (replace(order, rank=rank),))))
+            task = function_task(environment.variables(rank))
+            ranks.start_rank(rank, task, work, output.shown.get(rank), output.streams.get(rank))
+            os.close(work)
+        ranks.start_store(listening)  # last: the ranks themselves have a store without a process
 
 
 class _Output:

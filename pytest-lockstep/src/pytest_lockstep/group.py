@@ -31,8 +31,9 @@ def join_group(backend: str, timeout: float) -> Iterator[None]:
     comm.register()
     if backend == comm.NAME and not comm.available():
         backend = "gloo"
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := rendezvous.find_interface(rank_info)):
-        os.environ["GLOO_SOCKET_IFNAME"] = name
+    if backend != comm.NAME and "GLOO_SOCKET_IFNAME" not in os.environ:
+        name = rendezvous.find_interface(rank_info)  # 3 ms
+        os.environ.update({} if name is None else {"GLOO_SOCKET_IFNAME": name})
     os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")  # lets DDP use the backend's memory
     dist.init_process_group(
         backend,

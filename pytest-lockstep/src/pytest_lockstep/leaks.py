@@ -16,7 +16,7 @@ __all__ = ["RankLeaks", "find_processes", "find_shared_memory", "list_shared_mem
 T = TypeVar("T")
 
 PATIENCE = 0.5  # seconds that something has to disappear after the test
-POLL = 0.005
+POLL = 0.002
 SHARED_MEMORY = "/dev/shm"
 
 

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import pytest
 
+from lockstep.comm import backend as comm
 from lockstep.launcher.channel import Channel, open_channel, read_memfd
 from lockstep.launcher.fork_server_main import ignore_sigterm, serve
 from lockstep.launcher.rank_process import ignore_requests
@@ -122,6 +123,7 @@ class Server:
                 importlib.import_module(name)
             except ImportError:
                 continue
+        comm.available()  # loads the backend once, instead of in every rank
         gc.collect()
         gc.freeze()  # ranks neither traverse nor copy what was here before the fork
         self._channel.send({"kind": "ready", "errors": self._errors})

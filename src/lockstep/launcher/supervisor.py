@@ -19,6 +19,7 @@ import os
 import select
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -108,22 +109,19 @@ class RankSupervisor:
         Without a loopback interface nothing is served, which only scripts need that call
         `torch.distributed.init_process_group` themselves.
         """
-        assert self._channel is not None
         with listen(address, port, is_single_host=is_single_host) as listening:
-            port = int(listening.getsockname()[1])
-            if reason := find_obstacle(listening):
-                say(f"{reason}; torch.distributed.init_process_group cannot connect the ranks")
-                return port
-            self._channel.send(
-                {
-                    "kind": "store",
-                    "rank": -1,
-                    "host": get_connectable_address(listening),
-                    "port": port,
-                },
-                [listening.fileno()],
-            )
-        return port
+            self.start_store(listening)
+            return int(listening.getsockname()[1])
+
+    def start_store(self, listening: socket.socket) -> None:
+        """Serve the ranks' TCPStore on a socket that listens already, as `serve_store` does."""
+        assert self._channel is not None
+        if reason := find_obstacle(listening):
+            say(f"{reason}; torch.distributed.init_process_group cannot connect the ranks")
+            return
+        address = get_connectable_address(listening), int(listening.getsockname()[1])
+        message = {"kind": "store", "rank": -1, "host": address[0], "port": address[1]}
+        self._channel.send(message, [listening.fileno()])
 
     def create_store(self) -> str:
         """Create the private store of ranks that are all on this host.
