@@ -37,7 +37,10 @@ def fields(step, ranks=2):
     return {
         "step": step, "epoch": step // 1000, "loss": 2 * math.exp(-step / 3e5) + step % 11 / 100,
         "samples": 128, "metrics": {"accuracy": 0.9734}, "seconds": 0.0051234 + step % 13 * 1e-5,
-        "lr": 0.01, "ranks": rows,
+        "lr": 0.01, "ranks": rows, "norm": 1.25 + step % 17 / 100,
+        "loss_hex": (2.5 + step % 7 / 9).hex(), "norm_hex": (1.25 + step % 17 / 9).hex(),
+        "losses": [(2.5 + step % (7 + each) / 9).hex() for each in range(8)],
+        "batch": f"{step * 0x9E3779B97F4A7C15 % 2**64:016x}",
     }  # fmt: skip
 
 
