@@ -557,7 +557,10 @@ def test_a_launched_function_that_ends_returns_a_value_per_rank(check):
 def test_ranks_that_cannot_be_checked_are_refused_at_once(check, call):
     result, found = check(call)
     assert result.exit_code == 1
-    assert "lockstep check cannot run a script that" in found["layouts"][0]["failure"]
+    assert (
+        "lockstep check and lockstep replay cannot run a script that"
+        in found["layouts"][0]["failure"]
+    )
 
 
 def test_a_script_that_catches_everything_does_not_go_on(check):

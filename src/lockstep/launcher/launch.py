@@ -50,8 +50,8 @@ _calls_in_this_process = False
 def launch_in_this_process() -> Iterator[None]:
     """Make `launch` call its function in this process while the body runs.
 
-    `lockstep check` needs it for scripts that start their own ranks: it runs them in a
-    process that is one of its ranks already.
+    `lockstep check` and `lockstep replay` need it for scripts that start ranks: they run them in a
+    process that is one of their ranks already.
     """
     global _calls_in_this_process
     _calls_in_this_process = True
@@ -317,7 +317,9 @@ def _call_in_this_process(
 ) -> list[Any]:
     """Call the function in this process, and return its value for every rank."""
     if not join:
-        raise UsageError("lockstep check cannot run a script that calls launch(join=False)")
+        raise UsageError(
+            "lockstep check and lockstep replay cannot run a script that calls launch(join=False)"
+        )
     rank_info = read_rank_info(os.environ)
     value = fn(rank_info.rank, *args) if pass_rank else fn(*args)
     return [value] * rank_info.world_size

@@ -88,8 +88,8 @@ class Driver:
             raise UsageError(f"Driver(timeout={timeout}): expected a positive number of seconds")
         if calls_in_this_process():
             raise UsageError(
-                "lockstep check cannot run a script that uses ls.Driver: call ls.init() and "
-                "ls.Trainer in the script itself"
+                "lockstep check and lockstep replay cannot run a script that uses ls.Driver: call "
+                "ls.init() and ls.Trainer in the script itself"
             )
         address, port = parse_endpoint(listen, "listen")
         world = {"backend": backend, "timeout": timeout, "threads": threads}

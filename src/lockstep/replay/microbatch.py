@@ -130,7 +130,7 @@ class LoneMicrobatch:
             if "returned nan values" not in str(error):
                 raise
             where = next(filter(None, (_find_forward(str(each.message)) for each in caught)), "")
-            self._remarks.append(f"in backward, {str(error).rstrip('.')}{where}")
+            self._remarks.append(f"In backward, {str(error).rstrip('.')}{where}")
         finally:
             for handle in handles:
                 handle.remove()
@@ -144,7 +144,7 @@ class LoneMicrobatch:
         kind = type(module).__name__
         who = f"the model ({kind})" if module is self._called else f"{name} ({kind})"
         self._remarks.append(
-            f"in forward, {who} returned the first values that are not finite, from {inputs}"
+            f"In forward, {who} returned the first values that are not finite, from {inputs}"
         )
 
     def record_loss(self, loss: torch.Tensor) -> None:
