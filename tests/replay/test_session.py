@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ STEPS = 3
 
 
 def replayed(
-    train: Callable[[], Any], level: Level = "operators", kept: int | None = None
+    train: Callable[[], Any], level: Level = "operators", first: int = 1
 ) -> list[ReplayedStep]:
     """Return the last steps of a program, as a replay of it in this process records them."""
     steps: list[ReplayedStep] = []
-    request = ReplayRequest(Path(), 1, STEPS - 1, level=level, kept=kept)
+    request = ReplayRequest(Path(), first, STEPS - 1, level=level)
     session = ReplaySession(request, 0, None, steps.append, lambda count: None)
     torch.manual_seed(0)
     with open_session(session), pytest.raises(SessionComplete):
@@ -125,6 +126,132 @@ def test_a_traced_step_has_the_same_bits(name):
             assert rest in (["data", "backward", "reduction"], ["data", "backward"])
         assert places[-2:] == [("reduction", None), ("optimizer", None)]
     assert not plain[0].operators
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a training, and the operator that makes the first difference.
+
+    Attributes:
+        training: The training, from TRAININGS.
+        kind: As `OperatorDifference` has it.
+        phase: As `OperatorCall` has it.
+        operator: The operator, in the changed training where it has one there.
+        unit: The module; "" outside of modules.
+        microbatch: The micro-batch; None between them.
+        options: Other options of the trainer.
+        optimizer: Another optimizer.
+        edit: Changes the model.
+        between: Called before each step with the trainer.
+        step: The step, before which both trainings are equal.
+    """
+
+    training: str
+    kind: str
+    phase: str
+    operator: str
+    unit: str = ""
+    microbatch: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    optimizer: Any = None
+    edit: Callable[[nn.Module], None] = lambda model: None
+    between: Callable[[ls.Trainer], None] = lambda trainer: None
+    step: int = 0
+
+
+def scale_gradient(path: str) -> Callable[[nn.Module], None]:
+    """Return an edit that multiplies the gradient of a module's output by 1.001."""
+
+    def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda gradient: gradient * 1.001)
+
+    return lambda model: model.get_submodule(path).register_forward_hook(hook) and None
+
+
+def count_twice(model: nn.Module) -> None:
+    """Update the statistics of the first batch norm twice."""
+
+    def hook(module: Any, args: Any) -> None:
+        module.running_mean.mul_(0.9)
+
+    model[1].register_forward_pre_hook(hook)
+
+
+def write_weight(trainer: ls.Trainer) -> None:
+    """Write a weight without torch's knowledge, before the second step."""
+    if trainer.steps == 1:
+        trainer.module.get_parameter("head.bias").detach().numpy()[3] += 1.0
+
+
+CHANGES = {
+    "a wrong gradient": Change(
+        "attention", "call", "backward", "aten.mul.Tensor", "recurrent", 0,
+        edit=lambda model: model.recurrent.register_full_backward_hook(
+            lambda module, inputs, outputs: (inputs[0] * 1.001,)
+        ) and None,
+    ),
+    "a wrong gradient in a part that is recomputed": Change(
+        "recomputed", "call", "backward", "aten.mul.Tensor", "0.inner.2", 0,
+        edit=scale_gradient("0"),
+    ),
+    "statistics updated twice": Change(
+        "bfloat16", "call", "forward", "aten.mul_.Tensor", "1", 0, edit=count_twice
+    ),
+    "another precision": Change(
+        "pictures", "call", "forward", "aten._to_copy", "0", 0,
+        options={"autocast_dtype": torch.bfloat16},
+    ),
+    "another limit of the norm": Change(
+        "clipped, averaged", "arguments", "reduction", "aten.mul_.Tensor",
+        options={"max_grad_norm": 0.2},
+    ),
+    "another decay of the average": Change(
+        "clipped, averaged", "arguments", "optimizer", "aten._foreach_lerp_.Scalar",
+        options={"ema_decay": 0.8}, step=1,  # the first one copies the weights
+    ),
+    "another option, foreach": Change(
+        "words", "arguments", "optimizer", "aten._foreach_add_.Scalar",
+        optimizer=partial(ADAM, foreach=True, eps=1e-6),
+    ),
+    "another option, fused": Change(
+        "attention", "arguments", "optimizer", "aten._fused_adamw_",
+        optimizer=partial(ADAM, fused=True, weight_decay=0.1),
+    ),
+    "a weight written from outside": Change(
+        "attention", "input", "forward", "aten.addmm", "head", 0, between=write_weight, step=1
+    ),
+    "another seed": Change(
+        "words", "generator", "forward", "aten.bernoulli_.float", "block.self_attn", 0,
+        options={"seed": 8},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_operator_that_makes_the_first_difference_is_named(name):
+    change = CHANGES[name]
+    make, batches, optimizer, options = TRAININGS[change.training]
+
+    def train(change: Change | None = None) -> None:
+        model = make()
+        chosen = {"microbatches": 4, "seed": 7, "loggers": None} | options
+        if change is not None:
+            change.edit(model)
+            chosen |= change.options
+        used = optimizer if change is None else change.optimizer or optimizer
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), used, **chosen)
+        for batch in batches([11, 8, 8]):
+            if change is not None:
+                change.between(trainer)
+            trainer.step(batch)
+
+    programs = train, partial(train, change)
+    a, b = (replayed(each, first=change.step)[0].operators for each in programs)
+    found = first_operator_difference(a, b)
+    assert found is not None
+    call = b[found.b] if found.b is not None else a[found.a]
+    got = (found.kind, call.phase, call.operator, call.unit, call.microbatch)
+    assert got == (change.kind, change.phase, change.operator, change.unit, change.microbatch)
 
 
 class Gated(nn.Module):
