@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,13 @@ from lockstep.launcher.run_folder import describe_launch, write_description
 from lockstep.record.environment import describe_environment
 from lockstep.record.program import describe_data
 from lockstep.record.reader import read_run
-from lockstep.replay.program import Base, find_obstacles, read_program
+from lockstep.replay.program import Base, find_base, find_obstacles, read_program
 
 SCRIPT = {
     "kind": "script",
     "target": "train.py",
     "arguments": ["--lr", "0.1"],
-    "cwd": "/home/ann",
+    "cwd": "/",
     "path": ["/home/ann"],
     "environ": {"PYTHONHASHSEED": "3"},
 }
@@ -40,7 +41,7 @@ def test_the_program_is_what_the_record_says(tmp_path):
         "train.py",
         ("--lr", "0.1"),
     )
-    assert (program.cwd, program.path, program.trainer) == ("/home/ann", ("/home/ann",), 1)
+    assert (program.cwd, program.path, program.trainer) == ("/", ("/home/ann",), 1)
     assert program.environ == {"PYTHONHASHSEED": "3", "OMP_NUM_THREADS": "4"}
     assert program.sources == tmp_path / "sources"
 
@@ -91,6 +92,8 @@ def test_what_differs_here_is_said_before(tmp_path):
     run = write(tmp_path, SCRIPT, line, environment=here, sources="sources")
     program = read_program(run, 0)
     assert find_obstacles(run, 0, program, Base(remarks=("damaged",))) == ["damaged"]
+    away = replace(program, cwd="/nowhere")
+    assert find_obstacles(run, 0, away, Base())[0].startswith("the working directory /nowhere is n")
     data.write_bytes(b"12345")
     gone.unlink()
     other = {**here, "torch": "1.0", "instructions": "NEON", "hostname": "elsewhere"}
@@ -102,3 +105,16 @@ def test_what_differs_here_is_said_before(tmp_path):
         f"the data {data} has changed since the run: the bits may differ",
         f"the data {gone} is not there any more",
     ]
+
+
+def test_a_checkpoint_elsewhere_counts_only_where_the_record_names_it(tmp_path):
+    other = tmp_path / "other" / "checkpoints"
+    for steps in (4, 8):
+        (other / f"step-{steps}").mkdir(parents=True)
+        (other / f"step-{steps}" / "manifest.json").write_text('{"format": 1, "files": {}}')
+    resume = {"kind": "resume", "step": 4, "epochs": 0, "checkpoint": str(other / "step-4")}
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    run = write(folder, SCRIPT, resume)
+    assert find_base(run, 9) == Base(4, other / "step-4")
+    assert find_base(run, 3) == Base()

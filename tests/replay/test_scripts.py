@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -121,11 +122,19 @@ def replayed(run: Path, first: int, last: int, layout: Layout | None = None) -> 
     return replay
 
 
-def test_a_script_on_4_ranks_is_replayed_by_one_and_by_2_x_2_after_its_files_changed(tmp_path):
-    run = record(tmp_path, "-n", "4", "--name", "four", train=HEAD + TRAIN, network_of_mine=NET)
+def test_a_script_on_4_ranks_is_replayed_by_one_and_by_2_x_2_without_its_files(
+    tmp_path, monkeypatch
+):
+    project = tmp_path / "project"
+    project.mkdir()
+    run = record(project, "-n", "4", "--name", "four", train=HEAD + TRAIN, network_of_mine=NET)
     assert len(read_step_fingerprints(run)) == 12
+    # As on another machine: only the folder of the run is there, and another module of that name.
+    shutil.move(run, tmp_path / "copied")
+    run = tmp_path / "copied"
+    shutil.rmtree(project)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "network_of_mine.py").write_text("raise RuntimeError('today')")
-    (tmp_path / "train.py").unlink()
     # One is saved later where the one before it is being written.
     digests = {int(line["step"]): line["digest"] for line in read_run(run).checkpoints}
     first, second, third, *_ = digests

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.folder import FOLDER, find_checkpoints, verify
+from lockstep.checkpoint.folder import FOLDER, MANIFEST, find_checkpoints, verify
 from lockstep.errors import UsageError
 from lockstep.launcher.run_folder import read_description
 from lockstep.record.columns import as_dict
@@ -136,29 +136,31 @@ def _read_launch(run: Run) -> dict[str, Any]:
 
 def find_base(run: Run, step: int) -> Base:
     """Return the newest valid checkpoint of a run at or before a step, else the beginning."""
-    folders = {run.folder / FOLDER}
+    found = {int(path.name.split("-")[1]): path for path in find_checkpoints(run.folder / FOLDER)}
+    # Those elsewhere, such as one of another run from which this one began.
     for line in (*run.checkpoints, *run.resumes):
-        recorded = line.get("path") or line.get("checkpoint")
-        if isinstance(recorded, str):
-            folders.add(Path(recorded).parent)
-    found: dict[int, Path] = {}
-    for folder in sorted(folders):
-        for path in find_checkpoints(folder):
-            steps = int(path.name.split("-")[1])
-            if steps <= step:
-                found.setdefault(steps, path)
+        recorded, steps = line.get("path") or line.get("checkpoint"), line.get("step")
+        if not isinstance(recorded, str) or not isinstance(steps, int):
+            continue
+        if (Path(recorded) / MANIFEST).is_file():
+            found.setdefault(steps, Path(recorded))
     remarks: list[str] = []
     for steps, path in sorted(found.items(), reverse=True):
-        problem = verify(path)
-        if not problem:
-            return Base(steps, path, tuple(remarks))
-        remarks.append(f"the checkpoint {path} is damaged: {problem}; the one before it is used")
+        problem = verify(path) if steps <= step else ""
+        if problem:
+            remarks.append(
+                f"the checkpoint {path} is damaged: {problem}; the one before it is used"
+            )
+        elif steps <= step:
+            return Base(steps, path.absolute(), tuple(remarks))
     return Base(remarks=tuple(remarks))
 
 
 def find_obstacles(run: Run, step: int, program: Program, base: Base) -> list[str]:
     """Return why a replay may compute other bits than the run, or takes longer, in sentences."""
     found = list(base.remarks)
+    if not os.path.isdir(program.cwd):
+        found.append(f"the working directory {program.cwd} is not here: {os.getcwd()} is used")
     resumes = run.resumes[: run.segment(step)]
     if resumes and base.steps < int(resumes[-1].get("step") or 0):
         number = resumes[-1]["step"]

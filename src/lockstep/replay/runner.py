@@ -209,7 +209,8 @@ def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, n
 
 def _run_program(program: Program, folder: Path) -> None:
     """Run what was recorded as its interpreter would."""
-    os.chdir(program.cwd)
+    with contextlib.suppress(OSError):  # on another machine
+        os.chdir(program.cwd)
     if program.kind == "recipe":
         _run_recipe(program.options, folder)
         return
@@ -219,12 +220,13 @@ def _run_program(program: Program, folder: Path) -> None:
         sources.install()
     sys.argv[:] = [program.target, *program.arguments]
     kind = "module" if program.kind == "module" else "script"
-    first = program.cwd if kind == "module" else os.path.dirname(os.path.realpath(program.target))
+    script = os.path.normpath(os.path.join(program.cwd, program.target))
+    first = program.cwd if kind == "module" else os.path.dirname(os.path.realpath(script))
     if program.path is None:
         sys.path[0] = first
     else:
         sys.path[:] = [*program.path, *(each for each in sys.path if each not in program.path)]
-    source = None if sources is None or kind == "module" else sources.read(program.target)
+    source = None if sources is None or kind == "module" else sources.read(script)
     run_code(kind, program.target, source)
 
 
