@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import Recorder
-from lockstep.record.sources import find_sources, locate_stored
+from lockstep.record.sources import find_named_variables, find_sources, locate_stored
 
 
 @pytest.fixture
@@ -38,6 +38,22 @@ def test_own_files_are_found_and_no_others(write_module):
     assert found[str(path)] == b"WIDTH = 4\n"
     assert __file__ in found
     assert not any("site-packages" in each or "/lockstep/record/" in each for each in found)
+
+
+def test_variables_that_own_files_name_are_recorded_without_secrets(
+    tmp_path, write_module, monkeypatch
+):
+    sources = [
+        b"""os.environ["LR"], os.getenv('WIDTH', "4"), "RANK" "HOME" "NAP_TOKEN" "PLACE" "NO" """
+    ]
+    environ = {"LR": "0.1", "WIDTH": "8", "OTHER": "1", "RANK": "0", "HOME": "/home/ann"}
+    environ |= {"NAP_TOKEN": "hush", "PLACE": "qX83hfk20vmQ91bz"}
+    assert find_named_variables(sources, environ) == {"LR": "0.1", "WIDTH": "8"}
+    monkeypatch.setenv("MADE_UP_RATE", "0.25")
+    write_module("own_rates", "import os\nRATE = os.environ['MADE_UP_RATE']\n")
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.write("run")
+    assert read_run(tmp_path / "run").latest("variables")["MADE_UP_RATE"] == "0.25"
 
 
 def test_sources_are_stored_when_the_record_opens_and_when_modules_follow(tmp_path, write_module):

@@ -171,6 +171,8 @@ def test_differing_settings_are_listed(run):
         "layout.replicas": ["2", "4"],
         "torch": ["2.13.0", "2.14.0"],
     }
+    a, b = run("e", header={"variables": {"LR": "1"}}), run("f", header={"variables": {"LR": "2"}})
+    assert compare_runs([a, b]).settings == {"LR": ["1", "2"]}
     assert compare_runs([run("c"), run("d")]).settings == {}
 
 

@@ -61,8 +61,9 @@ class Recorder:
     """The logger that writes the record of one run, on rank 0.
 
     `write` adds the field `t` to each line, the seconds since the recorder was created, and
-    `version`, `name`, `started` and `sources` to the line "run": the name of the folder with the
-    program's own files, which are copied there. The line "end" gets `core_wait`, the
+    `version`, `name`, `started`, `sources` and `variables` to the line "run": the name of the
+    folder with the program's own files, which are copied there, and the variables of the
+    environment that these name. The line "end" gets `core_wait`, the
     fraction of its time that this thread waited for a core, where the system counts it. Writing
     the line of a step takes about 5 microseconds.
 
@@ -173,7 +174,7 @@ class Recorder:
         return {name: found[name] for name in ("options", "program") if name in found}
 
     def _store_sources(self, new: bool = True) -> dict[str, Any]:
-        """Copy the program's own files; return the name of their folder as an entry.
+        """Copy the program's own files; return their folder and their variables as entries.
 
         Args:
             new: Whether a process begins to write the record; otherwise only modules that it
@@ -190,7 +191,7 @@ class Recorder:
             say(f"the sources of the program cannot be copied to {self.folder}: {error.strerror}")
             self._sources = None
             return {}
-        return {"sources": self._sources.name}
+        return {"sources": self._sources.name, "variables": self._sources.variables}
 
     def _fail(self, error: OSError) -> None:
         self.failure = (

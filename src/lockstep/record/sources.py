@@ -6,6 +6,9 @@
 Own files are those of modules that belong to no installation. They are copied as they are:
 a secret that someone wrote into a source is in the copy, too. Files that a program reads
 by itself, such as its configuration, are not copied.
+
+Variables of the environment whose names are strings in these files are recorded beside them, since
+`float(os.environ["LR"])` decides the bits as an argument does.
 """
 
 from __future__ import annotations
@@ -14,15 +17,24 @@ import contextlib
 import os
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lockstep.files import create_file, make_folder
 from lockstep.launcher.stacks import is_user_code
 from lockstep.record.program import find_started_folder
+from lockstep.redaction import redact
 
-__all__ = ["FOLDER", "SourceFolder", "find_sources", "locate_stored"]
+__all__ = ["FOLDER", "SourceFolder", "find_named_variables", "find_sources", "locate_stored"]
 
 FOLDER = "sources"
+NAME = re.compile(rb"""["']([A-Z][A-Z0-9_]*)["']""")
+# Variables of the rank, its launcher or its user: a replay has its own.
+FOREIGN = re.compile(
+    r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|NODE)_.*|(MASTER|OMPI|PMIX?|MPI|SLURM|PET|TORCHELASTIC)_.*"
+    r"|LOCKSTEP_.*|(CUDA|HIP)_VISIBLE_DEVICES|COLUMNS|HOME|HOSTNAME|LANG|LOGNAME|PATH|PWD"
+    r"|PYTHONPATH|SHELL|TEMP|TERM|TMP|TMPDIR|USER|VIRTUAL_ENV"
+)
 
 
 def find_sources() -> dict[str, bytes]:
@@ -34,6 +46,21 @@ def find_sources() -> dict[str, bytes]:
         except OSError:
             continue
     return found
+
+
+def find_named_variables(sources: Iterable[bytes], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an environment whose names are strings in sources.
+
+    Left out are variables such as RANK and HOME that only this process is meant to have, secrets,
+    and whatever looks as random as one: a program may name a secret as it likes.
+    """
+    names = {name.decode() for source in sources for name in NAME.findall(source)}
+    return {
+        name: environ[name]
+        for name in sorted(names & environ.keys())
+        if not FOREIGN.fullmatch(name)
+        and redact(environ[name], name) == redact(environ[name], "key") == environ[name]
+    }
 
 
 def _find_files() -> list[str]:
@@ -64,6 +91,8 @@ class SourceFolder:
         self._stored: set[str] = set()
         self.name = FOLDER
         """The name of the folder in the run's."""
+        self.variables: dict[str, str] = {}
+        """The variables that the sources name, with the values that they have."""
 
     def open(self) -> None:
         """Store the sources of a process that begins or resumes the run.
@@ -74,6 +103,7 @@ class SourceFolder:
             OSError: A file cannot be written.
         """
         sources = find_sources()
+        self.variables = find_named_variables(sources.values(), os.environ)
         numbers = sorted(map(_number, self._run.glob(f"{FOLDER}*")))
         number = max((each for each in numbers if each), default=1)
         self.name = _name(number)

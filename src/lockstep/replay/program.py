@@ -37,6 +37,7 @@ class Program:
         path: The entries of `sys.path` that do not belong to the installation; None where
             they are not known.
         environ: The variables that decide bits.
+        variables: The variables that the program's own files name.
         options: The options of a recipe.
         trainer: The number of the recorded trainer in the program, from 0.
         sources: The folder with the stored sources; None where there are none.
@@ -48,6 +49,7 @@ class Program:
     cwd: str = "."
     path: tuple[str, ...] | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     trainer: int = 0
     sources: Path | None = None
@@ -112,6 +114,10 @@ def read_program(run: Run, step: int) -> Program:
         cwd=str(program.get("cwd") or os.getcwd()),
         path=tuple(map(str, path)) if isinstance(path, list) else None,
         environ=environ,
+        variables={
+            str(name): str(value)
+            for name, value in as_dict(_latest(run, step, "variables")).items()
+        },
         options=as_dict(_latest(run, step, "options")),
         trainer=trainer if isinstance(trainer, int) else 0,
         sources=run.folder.resolve() / sources if isinstance(sources, str) else None,

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from lockstep.launcher.rank_process import run_code
 from lockstep.launcher.run_folder import RESUME, RUN
 from lockstep.record.program import select_variables
 from lockstep.record.reader import read_run
+from lockstep.record.sources import find_named_variables
 from lockstep.replay.program import Base, Program, find_base, read_program
 from lockstep.replay.result import Replay, ReplayedStep, ReplayRequest
 from lockstep.replay.stored_sources import StoredSources
@@ -95,7 +96,7 @@ def _launch(
     if request.debug:
         _run_in_terminal(order, folder)
         return
-    with _environment(program.environ) as needs_interpreter:
+    with _environment(program) as needs_interpreter:
         if not needs_interpreter:
             get_fork_server(for_training=True)
         ranks = launch(
@@ -129,7 +130,7 @@ def _run_in_terminal(order: tuple[Program, Base, ReplayRequest, str], folder: Pa
     # Ctrl-C is meant for the debugger alone.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with _environment(order[0].environ):
+        with _environment(order[0]):
             ended = subprocess.run([sys.executable, "-c", code], check=False)
     finally:
         signal.signal(signal.SIGINT, handler)
@@ -151,17 +152,21 @@ def run_order(file: str) -> None:
 
 
 @contextlib.contextmanager
-def _environment(recorded: Mapping[str, str]) -> Iterator[bool]:
+def _environment(program: Program) -> Iterator[bool]:
     """Have the recorded variables in this process, which ranks inherit, while the body runs.
 
+    A variable that the stored sources name and the recorded process did not have is removed.
     Yields whether some of them are obeyed by new interpreters only.
     """
     before = dict(os.environ)
-    here = select_variables(before)
+    here, recorded = select_variables(before), program.environ
+    sources: Iterable[bytes] = ()
+    if program.sources is not None and program.sources.is_dir():
+        sources = StoredSources(program.sources).contents()
     names = [name for name in {**here, **recorded} if here.get(name) != recorded.get(name)]
-    for name in (*here, RUN, RESUME):
+    for name in (*here, *find_named_variables(sources, before), RUN, RESUME):
         os.environ.pop(name, None)
-    os.environ.update(recorded)
+    os.environ.update({**program.variables, **recorded})
     try:
         yield not all(map(READ_LATE.fullmatch, names))
     finally:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import decode_source, spec_from_file_location
@@ -43,6 +43,10 @@ class StoredSources(MetaPathFinder):
         for path, content in self._files.items():
             lines = decode_source(content).splitlines(keepends=True)
             linecache.cache[path] = len(content), None, lines, path
+
+    def contents(self) -> Iterable[bytes]:
+        """Return the content of every file."""
+        return self._files.values()
 
     def read(self, path: str) -> bytes | None:
         """Return the stored content of a file; None if it is not stored."""

@@ -30,6 +30,7 @@ from lockstep.formatting import (
     format_percent,
 )
 from lockstep.messages import escape_control
+from lockstep.record.columns import as_dict
 from lockstep.record.reader import Run
 from lockstep.report.breakdown import resume_table
 from lockstep.report.chart import comparison_charts
@@ -306,7 +307,7 @@ def _bisect_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
 
 
 def find_setting_differences(runs: list[Run]) -> dict[str, list[str]]:
-    """Return the differing values of command, layout, options, model, optimizer, environment."""
+    """Return the differing values of command, layout, options, model, optimizer and environment."""
     each = [_flat_settings(run) for run in runs]
     names = dict.fromkeys(name for found in each for name in found)
     table = {RATE: _rate_texts(runs)}
@@ -330,6 +331,8 @@ def _flat_settings(run: Run) -> dict[str, str]:
         value: Any = run.latest(part)
         if isinstance(value, dict):
             found |= dict(flatten_settings(value, "" if part == "environment" else f"{part}."))
+    for name, value in as_dict(run.latest("variables")).items():
+        found[name] = str(value)
     for name in ("recipe", "epochs", "steps_per_epoch", "samples"):
         if name in run.header:
             found[name] = format_setting(run.header[name])
