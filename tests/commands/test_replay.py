@@ -78,7 +78,8 @@ def test_what_is_wrong_to_ask_for_is_one_sentence(run, tmp_path, monkeypatch):
         replay(run.parent / "nothing", "--step", "1")
     empty = tmp_path / "empty"
     empty.mkdir()
-    (empty / "record.jsonl").write_text('{"kind": "run", "name": "empty"}\n')
+    end = '{"kind": "end", "state": "done"}'
+    (empty / "record.jsonl").write_text(f'{{"kind": "run", "name": "empty"}}\n{end}\n')
     with pytest.raises(UsageError, match="has no finished step"):
         replay(empty, "--step", "0")
     (empty / "record.jsonl").write_text("what is this\n")

@@ -116,6 +116,18 @@ def test_the_step_in_which_a_run_stopped_is_equal_where_the_replay_stops_alike()
         assert compare(request, recorded, Replay([alone], 0, 1.0)).equal is is_equal
 
 
+def test_a_run_that_failed_otherwise_is_compared_by_its_error():
+    run = make_run(end={"state": "failed", "message": "KeyError: 'lr'\nin step 7"}, state="failed")
+    steps = {number: replace(STEP, step=number) for number in range(7)}
+    recorded = find_recorded(run, steps, 7)
+    assert recorded == Recorded(None, failure="KeyError: 'lr'")
+    assert find_recorded(run, steps, 8) == Recorded(None)
+    again = Replay([], 0, 1.0, "rank 0 raised KeyError: 'lr' (train.py:31)")
+    assert compare(REQUEST, recorded, again).equal
+    assert not compare(REQUEST, recorded, Replay([], 0, 1.0, "rank 0 raised KeyError: 'x'")).equal
+    assert not compare(REQUEST, recorded, Replay([REPLAYED], 0, 1.0)).equal
+
+
 def test_the_digest_after_a_step_is_that_of_a_checkpoint_or_of_the_end():
     run = make_run(
         checkpoints=[{"step": 8, "digest": "d8"}, {"step": 9, "digest": None}, {"step": 10}],

@@ -155,6 +155,8 @@ def _require_step(run: Run, recorded: Recorded, count: int, step: int) -> None:
     """Raise UsageError unless a run has a step, or stopped in it."""
     if recorded.step is not None or recorded.failure:
         return
+    if step == count and run.state in ("failed", "died", "stopped"):
+        return  # what it did there is not known, and can be looked at
     state = " so far" if run.state == "running" else ""
     if not count:
         raise UsageError(f"{run.folder} has no finished step{state}, so there is none to replay")
@@ -209,7 +211,9 @@ def _print(result: Comparison) -> None:
     if rows:
         print_table([what, "replayed", "recorded"], rows)
         click.echo()
-    if not result.equal:
+    if not result.compared and not result.differences:
+        said = f"{what}: the run ended before it was finished, so there is nothing to compare"
+    elif not result.equal:
         said = f"{what}: different: {'; '.join(result.differences)}"
     elif recorded.failure:
         place = "" if recorded.microbatch is None else f"in micro-batch {recorded.microbatch} "

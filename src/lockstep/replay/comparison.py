@@ -29,7 +29,8 @@ class Recorded:
     Attributes:
         step: The step; None for one at which the run stopped.
         digest: The digest of the weights after it; None where none was recorded.
-        failure: Why the run stopped in this step: "the loss is nan"; "" if it did not.
+        failure: Why the run stopped in this step: "the loss is nan", "KeyError: 'lr'"; "" if it
+            did not, or if that is not known.
         microbatch: The micro-batch where it stopped; None for no certain one.
     """
 
@@ -104,9 +105,11 @@ def find_recorded(run: Run, steps: Mapping[int, RecordedStep], number: int) -> R
     """
     if number in steps:
         return Recorded(steps[number], _find_digest(run, number))
-    stop = STOPPED_AT.match(str((run.end or {}).get("message") or ""))
+    message = str((run.end or {}).get("message") or "")
+    stop = STOPPED_AT.match(message)
     if stop is None or int(stop["step"]) != number:
-        return Recorded(None)
+        is_next = run.state == "failed" and number == max(steps, default=-1) + 1
+        return Recorded(None, failure=message.splitlines()[0] if message and is_next else "")
     microbatch = None if stop["microbatch"] is None else int(stop["microbatch"])
     return Recorded(None, failure=stop["what"], microbatch=microbatch)
 
@@ -190,9 +193,10 @@ def _find_stops(
         return stopped, stopped if is_finite else f"the loss is {loss}"
     if replayed is not None:
         return recorded.failure, "it did not stop"
-    text = re.sub(r"^rank \d+ failed: ", "", replay.failure)
-    stop = STOPPED_AT.match(text)
-    return recorded.failure, text if stop is None else stop["what"]
+    if recorded.failure in replay.failure:
+        return recorded.failure, recorded.failure
+    stop = STOPPED_AT.match(replay.failure)
+    return recorded.failure, replay.failure if stop is None else stop["what"]
 
 
 def _results(
