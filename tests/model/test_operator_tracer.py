@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.checksum import checksum
@@ -309,6 +310,26 @@ def nest() -> None:
     (parts * 2).values().sum()
 
 
+class Doubling(TorchDispatchMode):
+    """A mode of the user's own, which calls another operator."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Add instead of multiplying by 2."""
+        if func is torch.ops.aten.mul.Tensor:
+            return torch.ops.aten.add.Tensor(args[0], args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def double() -> None:
+    with Doubling():
+        torch.ones(3) * 2
+
+
+def offload() -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.double(), lambda x: x.float()):
+        torch.ones(3, requires_grad=True).exp().sum().backward()
+
+
 PROGRAMS: dict[str, Callable[[], Any]] = {
     "expanded": lambda: (torch.ones(3, 1).expand(3, 4) + 1).sum(),
     "transposed": lambda: (torch.arange(6.0).view(2, 3).t() * 2).contiguous(),
@@ -324,6 +345,8 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "jagged": nest,
     "data": lambda: next(iter(torch.utils.data.DataLoader([1.0, 2.0], batch_size=2))) * 2,
     "inference": lambda: torch.inference_mode()(lambda: torch.ones(2) * 2)(),
+    "a mode of the user's own": double,
+    "hooks on saved tensors": offload,
     "meta": lambda: torch.ones(3, device="meta") * 2,
 }
 
@@ -342,6 +365,21 @@ def test_every_kind_of_program_is_recorded_alike_each_time(name):
     assert calls
     assert run() == calls
     assert any(any(each.inputs) for each in calls)
+
+
+def test_an_operator_of_the_user_says_what_it_writes():
+    with torch.library._scoped_library("lockstep_tests", "FRAGMENT"):
+
+        @torch.library.custom_op("lockstep_tests::count", mutates_args={"seen"})
+        def count(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+            seen.add_(x.sum())
+            return x * 2
+
+        x, seen = torch.ones(3), torch.zeros(())
+        (call,) = [each for each in calls_of(lambda: count(x, seen)) if "count" in each.operator]
+        assert call.operator == "lockstep_tests.count"
+        assert call.inputs == (checksum(x), checksum(torch.zeros(())))
+        assert call.outputs == (checksum(x * 2), checksum(torch.tensor(3.0)))
 
 
 def test_foreach_operators_name_each_parameter():

@@ -87,6 +87,7 @@ TRAININGS: dict[str, tuple[Callable[[], nn.Module], Any, Any, dict[str, Any]]] =
         {"max_grad_norm": 0.1, "ema_decay": 0.9},
     ),
     "bfloat16": (pictures, picture_batches, ADAM, {"autocast_dtype": torch.bfloat16}),
+    "float16": (pictures, picture_batches, ADAM, {"autocast_dtype": torch.float16}),
     "words": (Words, word_batches, partial(ADAM, foreach=True), {}),
     "attention": (Attention, word_batches, partial(ADAM, fused=True), {}),
     "branches": (Branches, row_batches, SGD, {}),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -60,14 +60,15 @@ class CallSites:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._units: dict[nn.Module, str] = {}
+        self._paths: dict[nn.Module, list[str]] = {}
         self._parameters: dict[int, tuple[str, str]] = {}  # name and unit
         self._numbered: dict[int, CallSite] = {}
         for root, module in modules.items():
             for name, each in module.named_modules():
                 # Without the part of each name that torch.compile adds.
                 parts = [part for part in (root, *name.split(".")) if part not in ("", "_orig_mod")]
-                path = ".".join(parts)
-                self._units.setdefault(each, path or _class_name(each))
+                self._units.setdefault(each, ".".join(parts) or _class_name(each))
+                self._paths.setdefault(each, parts)
                 for own, parameter in each.named_parameters(recurse=False):
                     named = ".".join([*parts, own]), self._units[each]
                     self._parameters.setdefault(id(parameter), named)
@@ -104,11 +105,12 @@ class CallSites:
             frame = frame.f_back
         if module is None:
             return CallSite(source=source)
-        unit, buffers = self._units[module], {}
-        prefix = "" if unit == _class_name(module) else f"{unit}."
-        for name, buffer in module._buffers.items():
-            buffers[id(buffer)] = f"{prefix}{name}"
-        return CallSite(unit, source, buffers)
+        # They are looked up now: each micro-batch has buffers of its own.
+        buffers = {
+            id(buffer): ".".join([*self._paths[module], name])
+            for name, buffer in module._buffers.items()
+        }
+        return CallSite(self._units[module], source, buffers)
 
     def _differentiated(self) -> CallSite:
         """Return the site of the operator whose derivative autograd is computing."""
@@ -126,7 +128,7 @@ def _class_name(module: nn.Module) -> str:
     return type(getattr(module, "_orig_mod", module)).__name__
 
 
-@cache
+@lru_cache(maxsize=10_000)
 def _is_user_code(code: CodeType) -> bool:
     """Return whether code belongs to the user's program, or to a library of models in it."""
     name = code.co_filename
