@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 import lockstep
+from lockstep.launcher import world
 from lockstep.record.program import describe_data, describe_program, select_variables
 
 PRINT = """
@@ -70,6 +71,18 @@ def test_a_function_of_a_launch_names_its_script(ranks):
     found, _ = ranks(describe_program, 2)
     assert (found["kind"], found["target"]) == ("function", sys.argv[0])
     assert describe_program("recipe", "digits")["target"] == "digits"
+
+
+def test_a_worker_executes_the_calls_of_a_driver(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lockstep.remote.worker", sys)
+    assert describe_program()["kind"] == "driver"
+
+
+def test_variables_that_init_sets_are_not_those_of_the_user(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert describe_program()["environ"]["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    monkeypatch.setattr(world, "_variables_set", ["CUBLAS_WORKSPACE_CONFIG"])
+    assert "CUBLAS_WORKSPACE_CONFIG" not in describe_program()["environ"]
 
 
 def test_variables_are_those_that_decide_bits():

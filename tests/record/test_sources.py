@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from lockstep.record import sources
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import Recorder
 from lockstep.record.sources import find_named_variables, find_sources, locate_stored
@@ -102,3 +103,12 @@ def test_sources_that_cannot_be_stored_are_one_sentence(tmp_path, capfd):
     assert capfd.readouterr().err.count("the sources of the program cannot be copied") == 1
     run = read_run(tmp_path)
     assert (run.state, run.latest("sources")) == ("done", None)
+
+
+def test_a_program_without_files_of_its_own_names_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_find_files", list)
+    with Recorder(tmp_path) as recorder:
+        recorder.write("run")
+        recorder.write("checkpoint", step=1)
+    assert read_run(tmp_path).latest("sources") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["record.jsonl"]

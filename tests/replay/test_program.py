@@ -51,6 +51,7 @@ def test_the_program_is_what_the_record_says(tmp_path):
     [
         ({"kind": "notebook", "target": ""}, "by a notebook, whose cells are not stored"),
         ({"kind": "function", "target": "/x/ipykernel_launcher.py"}, "by a notebook"),
+        ({"kind": "driver", "target": ""}, "by the workers of a driver, whose calls are not"),
         ({"kind": "command", "target": ""}, "by `python -c` or an interactive interpreter"),
         ({**SCRIPT, "arguments": ["--token", "[redacted]"]}, "contained a secret"),
     ],

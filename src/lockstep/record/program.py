@@ -1,6 +1,7 @@
 """The program of a run: what has to be run again to repeat it, and where its data is.
 
-program     kind        script, module, function (of `ls.launch`), recipe, command (-c), notebook
+program     kind        script, module, function (of `ls.launch`), recipe, command (-c), notebook,
+                        driver (whose calls a worker executes)
             target      the script's `__file__`, or the name of the module or recipe
             arguments, cwd, path (entries of sys.path that belong to no installation)
             environ     the variables that decide bits
@@ -41,20 +42,24 @@ DEPTH = 5  # of objects within objects
 
 
 def describe_program(kind: str | None = None, target: str | None = None) -> dict[str, Any]:
-    """Return the field `program` of a record's first line: what this process runs.
+    """Return the field `program` of a record's first line: what this process runs. Imports torch.
 
     Args:
         kind: Its kind, where it is not that of the process: "recipe".
         target: What is run then.
     """
+    from lockstep.launcher.world import variables_set
+
     found_kind, found_target = _find_target()
+    own = variables_set()  # by `ls.init`, which does so again
+    environ = select_variables(os.environ)
     return {
         "kind": kind or found_kind,
         "target": target or found_target,
         "arguments": sys.argv[1:],
         "cwd": find_started_folder(),
         "path": [os.path.abspath(each) for each in sys.path if not _is_installed(each)],
-        "environ": select_variables(os.environ),
+        "environ": {name: value for name, value in environ.items() if name not in own},
     }
 
 
@@ -82,6 +87,8 @@ def _find_target() -> tuple[str, str]:
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if "ipykernel" in sys.modules or hasattr(main, "get_ipython"):
         return "notebook", ""
+    if "lockstep.remote.worker" in sys.modules:
+        return "driver", ""
     if get_task() == "function":
         return "function", sys.argv[0]
     if sys.argv[0] == "-c" or file is None or file == "<stdin>":

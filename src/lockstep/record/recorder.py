@@ -191,6 +191,8 @@ class Recorder:
             say(f"the sources of the program cannot be copied to {self.folder}: {error.strerror}")
             self._sources = None
             return {}
+        if self._sources.name is None:
+            return {}
         return {"sources": self._sources.name, "variables": self._sources.variables}
 
     def _fail(self, error: OSError) -> None:

@@ -89,8 +89,8 @@ class SourceFolder:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._stored: set[str] = set()
-        self.name = FOLDER
-        """The name of the folder in the run's."""
+        self.name: str | None = None
+        """The name of the folder in the run's; None while it has no file."""
         self.variables: dict[str, str] = {}
         """The variables that the sources name, with the values that they have."""
 
@@ -104,12 +104,11 @@ class SourceFolder:
         """
         sources = find_sources()
         self.variables = find_named_variables(sources.values(), os.environ)
-        numbers = sorted(map(_number, self._run.glob(f"{FOLDER}*")))
-        number = max((each for each in numbers if each), default=1)
-        self.name = _name(number)
-        if any(self._has_changed(path, content) for path, content in sources.items()):
-            self.name = _name(number + 1)
-        self._store(sources)
+        number = max(map(_number, self._run.glob(f"{FOLDER}*")), default=0) or 1
+        latest = self._run / _name(number)
+        if any(_has_changed(latest, path, content) for path, content in sources.items()):
+            number += 1
+        self._store(sources, _name(number))
 
     def add(self) -> None:
         """Store the files of modules that were imported since the last call.
@@ -117,24 +116,27 @@ class SourceFolder:
         Raises:
             OSError: A file cannot be written.
         """
-        if set(_find_files()) - self._stored:
-            self._store(find_sources())
+        if self.name is not None and set(_find_files()) - self._stored:
+            self._store(find_sources(), self.name)
 
-    def _has_changed(self, path: str, content: bytes) -> bool:
-        try:
-            return locate_stored(self._run / self.name, path).read_bytes() != content
-        except OSError:
-            return False
-
-    def _store(self, sources: dict[str, bytes]) -> None:
+    def _store(self, sources: dict[str, bytes], name: str) -> None:
         for path, content in sources.items():
+            self.name = name
             if path in self._stored:
                 continue
             self._stored.add(path)
-            place = locate_stored(self._run / self.name, path)
+            place = locate_stored(self._run / name, path)
             make_folder(place.parent)
             with contextlib.suppress(FileExistsError), open(create_file(place), "wb") as file:
                 file.write(content)
+
+
+def _has_changed(folder: Path, path: str, content: bytes) -> bool:
+    """Return whether a folder of sources has another copy of a file."""
+    try:
+        return locate_stored(folder, path).read_bytes() != content
+    except OSError:
+        return False
 
 
 def _name(number: int) -> str:

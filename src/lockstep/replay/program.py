@@ -96,6 +96,11 @@ def read_program(run: Run, step: int) -> Program:
             f"{where} `python -c` or an interactive interpreter, whose code is not stored, so it "
             "cannot be replayed: train in a script to replay its steps"
         )
+    if kind == "driver":
+        raise UsageError(
+            f"{where} the workers of a driver, whose calls are not stored, so it cannot be "
+            "replayed: train in a script to replay its steps"
+        )
     if kind == "program":
         raise UsageError(
             f"{run.folder} ran {target} with --no-python, and only Python programs can be replayed"
