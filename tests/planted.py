@@ -154,7 +154,12 @@ class Planted:
 
 
 def record(
-    folder: Path, name: str, source: str, environ: dict[str, str] | None = None, ranks: int = 1
+    folder: Path,
+    name: str,
+    source: str,
+    environ: dict[str, str] | None = None,
+    ranks: int = 1,
+    resume: bool = False,
 ) -> RecordedRun:
     """Run a script as `lockstep run` does, and return what it recorded.
 
@@ -164,19 +169,26 @@ def record(
         folder: Where script and run are stored.
         name: The name of the run.
         source: The script.
-        environ: Variables that a new interpreter gets; None for the warm one's.
+        environ: Variables of the run.
         ranks: The number of ranks.
+        resume: Whether the run is there already, and is continued.
+
+    Raises:
+        RankError: The script failed.
     """
     script = folder / name / "train.py"
-    script.parent.mkdir()
+    script.parent.mkdir(exist_ok=resume)
     script.write_text(source)
-    words = ["-n", str(ranks), "--log-dir", str(folder / "runs"), "--name", name]
-    words += ["--start-method", "spawn"] if environ else []
+    runs = folder / "runs"
+    words = ["-n", str(ranks), "--log-dir", str(runs)]
+    words += ["--resume", str(runs / name)] if resume else ["--name", name]
+    if "ATEN_CPU_CAPABILITY" in (environ or {}):  # torch reads it when it is loaded
+        words += ["--start-method", "spawn"]
     params = command.make_context("run", [*words, str(script)]).params
     with patch.dict(os.environ, environ or {}):
         launch_script(make_config(params.pop("script"), params.pop("arguments"), params))
     script.write_text("raise SystemExit('the script has changed since')\n")
-    return read_recorded_run(folder / "runs" / name)
+    return read_recorded_run(runs / name)
 
 
 def replace(source: str, changes: dict[str, str]) -> str:

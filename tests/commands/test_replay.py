@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import io
-import itertools
 import json
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import cli
-from lockstep.commands import replay as module
 from lockstep.errors import FileError, LayoutError, UsageError
 
 
@@ -51,6 +46,8 @@ def test_the_last_step_with_its_digest(run):
 
 
 def test_other_bits_than_the_recorded_ones_are_status_1(run, tmp_path):
+    import shutil
+
     copy = Path(shutil.copytree(run, tmp_path / "edited"))
     record = copy / "record.jsonl"
     lines = [json.loads(line) for line in record.read_text().splitlines()]
@@ -88,27 +85,3 @@ def test_what_is_wrong_to_ask_for_is_one_sentence(run, tmp_path, monkeypatch):
     (empty / "record.jsonl").write_text("what is this\n")
     with pytest.raises(FileError, match="is not the record of a run"):
         replay(empty, "--step", "0")
-
-
-def test_progress_is_one_line_on_a_terminal_and_lines_at_times_elsewhere(monkeypatch):
-    shown = io.StringIO()
-    clock = itertools.count(0.0, 10.0)
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(sys, "stderr", shown)
-    shown.isatty = lambda: True
-    with module.ReplayProgress(40) as progress:
-        for done in (0, 1, 2):
-            progress.show(done, 5)
-    assert shown.getvalue().split("\r")[1:] == [
-        "step 40 of 45\x1b[K",
-        "step 41 of 45\x1b[K",
-        "step 42 of 45, 30.0 s left\x1b[K",
-        "\x1b[K",
-    ]
-    shown.truncate(0)
-    shown.seek(0)
-    shown.isatty = lambda: False
-    with module.ReplayProgress(0) as progress:
-        for done in range(6):
-            progress.show(done, 8)
-    assert shown.getvalue() == "step 2 of 8, 1 min 0 s left\nstep 5 of 8, 30.0 s left\n"

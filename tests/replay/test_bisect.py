@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.errors import RankError
 from lockstep.replay.bisection import bisect_runs
 from lockstep.replay.bisection_report import bisection_json, sentences
+from lockstep.replay.finding import find_in_records
+from lockstep.replay.record_difference import compare_records, first_record_difference
+from lockstep.replay.recorded_run import export_fingerprints, read_recorded_run
 from planted import MICROBATCH, PLANTED, SCRIPT, STEP, Planted, record, replace
 
 
@@ -58,21 +62,26 @@ def test_there_are_twenty():
 
 LOOSE_WIRE = {
     "        return nn.functional.dropout": """\
-        if is_here(2) and "LOOSE_WIRE" in os.environ:
+        folder = os.path.dirname(os.path.dirname(__file__))
+        if is_here(2) and os.path.exists(os.path.join(folder, "loose wire")):
             y.detach().numpy().view(numpy.int32)[1, 6] ^= 1 << 18
         return nn.functional.dropout"""
 }
 
 
-def test_a_bit_that_only_the_recorded_run_had_flipped(recorded):
-    """The replay of that run has the bits of the other one, and the finding says what it means."""
-    source = replace(SCRIPT, LOOSE_WIRE)
-    a, b = recorded(SCRIPT), recorded(source, "loose", {"LOOSE_WIRE": "1"})
+def test_a_bit_that_only_the_recorded_run_had_flipped(recorded, folder):
+    """Its replay has the bits of the other run; what it recorded names the place."""
+    environ = {"LOCKSTEP_FINGERPRINTS": "unit:4"}
+    wire = folder / "loose wire"
+    wire.touch()
+    a, b = recorded(SCRIPT), recorded(replace(SCRIPT, LOOSE_WIRE), "loose", environ)
+    wire.unlink()
     found = bisect_runs(a, b)
     finding = found.finding
     assert finding is not None
     assert not found.is_replayed
-    assert (finding.step, finding.microbatch, finding.direction) == (STEP, MICROBATCH, "forward")
+    place = finding.step, finding.microbatch, finding.direction, finding.unit
+    assert place == (STEP, MICROBATCH, "forward", "2")
     first, second = found.reproductions
     assert (first.is_exact, second.is_exact, second.is_repeatable) == (True, False, True)
     text = " ".join(sentences(found))
@@ -81,6 +90,39 @@ def test_a_bit_that_only_the_recorded_run_had_flipped(recorded):
     assert "Two replays agree with each other" in text
     assert "a fault of its machine" in text
     assert bisection_json(found)["reproduced"] == [True, False]
+    assert finding_without_fingerprints(a, b) == (STEP, MICROBATCH, "forward")
+
+
+def finding_without_fingerprints(a, b):
+    """Return what the records alone show."""
+    recorded = first_record_difference(a.steps, b.steps)
+    window = compare_records(a.digests, b.digests, recorded)
+    assert window is not None
+    found = find_in_records(recorded, window)
+    return found.step, found.microbatch, found.direction
+
+
+def test_exported_files_with_fingerprints_need_no_replay(recorded, tmp_path):
+    planted = next(each for each in PLANTED if each.name == "a wrong backward of one layer")
+    sides = []
+    for number, source in enumerate(planted.sources()):
+        run = recorded(source, f"exported {number}", {"LOCKSTEP_FINGERPRINTS": "unit:%2"})
+        file = tmp_path / f"{number}.fingerprints"
+        file.write_bytes(export_fingerprints(run))
+        sides.append(read_recorded_run(file))
+        assert sides[-1].fingerprints == run.fingerprints
+    found = bisect_runs(*sides)
+    finding = found.finding
+    assert finding is not None
+    assert not found.is_replayed
+    place = finding.step, finding.microbatch, finding.direction, finding.unit
+    assert place == (STEP, 0, "backward", "2")
+    # The other side may still be replayed.
+    found = bisect_runs(recorded(SCRIPT), sides[1])
+    finding = found.finding
+    assert finding is not None
+    assert (finding.step, finding.direction, found.is_replayed) == (STEP, "backward", False)
+    assert found.reproductions[0].is_exact
 
 
 def test_layouts_of_one_training_have_no_difference_and_hide_none(recorded):
@@ -92,3 +134,50 @@ def test_layouts_of_one_training_have_no_difference_and_hide_none(recorded):
     planted = next(each for each in PLANTED if each.direction == "optimizer" and each.is_quick)
     other = recorded(planted.sources()[1], planted.name)
     assert planted.check(bisect_runs(four, other)) == []
+
+
+LATE = {
+    "        super().__init__()": """\
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(16))""",
+    "        y = Squash.apply(x)": """\
+        y = Squash.apply(x + self.shift) if trainer.steps >= 5 else Squash.apply(x)""",
+}
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_change_that_shows_in_a_later_step(recorded, step):
+    """The search goes back to the step that made it: by digests, or by one more step."""
+    source = replace(SCRIPT, LATE)
+    loop = "            trainer.step(batch)"
+    write = f"            model[2].shift.data[3] += (trainer.steps == {step}) * 1e-3\n{loop}"
+    a = recorded(source, "late")
+    found = bisect_runs(a, recorded(replace(source, {loop: write}), f"late, from {step}"))
+    assert found.recorded is not None
+    assert found.recorded.step == 5
+    finding = found.finding
+    assert finding is not None
+    assert (finding.step, finding.direction, finding.parameter) == (step, "state", "2.shift")
+    assert finding.element is None, "no operator of that step reads it"
+
+
+def test_a_run_that_was_resumed(recorded, folder):
+    """A difference that only the resumed process made is found behind the checkpoint."""
+    loop = "            trainer.step(batch)"
+    stop = f"""\
+            if trainer.steps == 5 and "STOP" in os.environ:
+                raise SystemExit(3)
+            trainer.optimizer.param_groups[0]["lr"] *= 0.9 if "RESUMED" in os.environ else 1
+{loop}"""
+    source = replace(SCRIPT, {loop: stop})
+    with pytest.raises(RankError, match="status 3"):
+        record(folder, "resumed", source, {"STOP": "1"})
+    resumed = replace(source, {'0.9 if "RESUMED" in os.environ else 1': "0.9"})
+    b = record(folder, "resumed", resumed, resume=True)
+    assert [line["step"] for line in b.run.resumes] == [3]
+    found = bisect_runs(recorded(source, "uninterrupted"), b)
+    finding = found.finding
+    assert finding is not None
+    place = finding.step, finding.direction, finding.operator
+    assert place == (3, "optimizer", "aten.add_.Tensor")
+    assert [each.is_exact for each in found.reproductions] == [True, True]

@@ -52,12 +52,14 @@ def fingerprint(step=0, trainer=1, **changes):
         optimizer={"1.weight/momentum_buffer": -1 if changes.get("momentum") else 9},
         loss="0x1p-1",
         digest="d",
+        backward={1: {("1", 0, 0): 1, ("0", 0, 0): -1 if changes.get("backward") else 2}},
+        leaf_gradients={1: {"0.weight": -1 if changes.get("leaf") else 3, "1.weight": 4}},
     )
 
 
 def find(first=0, **changes):
     a = [fingerprint(first), fingerprint(first + 1)]
-    found = find_in_modules(a, [a[0], fingerprint(first + 1, **changes)])
+    found = find_in_modules([a], [[a[0], fingerprint(first + 1, **changes)]])
     return found and (found.direction, found.microbatch, found.unit, found.parameter)
 
 
@@ -71,7 +73,9 @@ def find(first=0, **changes):
         ({"missing": 1}, ("forward", 1, None, None)),
         ({"missing": 1, "gradient": True}, ("forward", 1, None, None)),
         ({"missing": 1, "data": True}, ("data", 1, None, None)),
-        ({"gradient": True}, ("backward", None, "1", "1.weight")),
+        ({"gradient": True}, ("reduction", None, "1", "1.weight")),
+        ({"gradient": True, "leaf": True}, ("backward", 1, "0", "0.weight")),
+        ({"gradient": True, "leaf": True, "backward": True}, ("backward", 1, "1", None)),
         ({"after": "0.weight"}, ("optimizer", None, "0", "0.weight")),
         ({"after": "0.mean"}, ("forward", None, "0", "0.mean")),
         ({"momentum": True}, ("optimizer", None, "1", "1.weight")),
@@ -81,13 +85,33 @@ def test_modules_name_the_place(changes, expected):
     assert find(**changes) == expected
 
 
+def test_replays_have_no_gradients_of_micro_batches():
+    a, b = fingerprint(), fingerprint(gradient="1.weight")
+    for each in (a, b):
+        each.leaf_gradients.clear()
+    found = find_in_modules([[a]], [[b]])
+    assert found is not None
+    assert (found.direction, found.unit, found.parameter) == ("backward", "1", "1.weight")
+
+
+def test_layouts_of_two_ranks_and_of_one_are_compared():
+    whole, first, second = fingerprint(3), fingerprint(3), fingerprint(3, after="1.weight")
+    for rank, names in ((first, NAMES[:2]), (second, NAMES[2:])):
+        rank.state = {name: rank.state[name] for name in names}
+        rank.gradients = {name: rank.gradients[name] for name in names if name in rank.gradients}
+        rank.parameters = {name: 1 for name in names if name in rank.parameters}
+    found = find_in_modules([[first], [second]], [[whole]])
+    assert found is not None
+    assert (found.what, found.parameter) == ("update", "1.weight")
+
+
 def test_the_initial_state_is_step_0_of_a_program_from_its_beginning():
     a, b = [fingerprint(0)], [fingerprint(0, before="1.weight")]
-    found = find_in_modules(a, b)
+    found = find_in_modules([a], [b])
     assert found is not None
     assert (found.step, found.what, found.unit) == (0, "initial", "1")
     a, b = [fingerprint(3)], [fingerprint(3, before="1.weight")]
-    found = find_in_modules(a, b)
+    found = find_in_modules([a], [b])
     assert found is not None
     assert (found.step, found.what, found.unit) == (3, "between", "1")
 

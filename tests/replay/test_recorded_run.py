@@ -40,7 +40,7 @@ def test_a_run_has_its_steps_and_digests(run):
 
 def test_an_exported_file_says_the_same_of_each_step(run, tmp_path):
     found, file = run(), tmp_path / "a.fingerprints"
-    file.write_bytes(export_fingerprints(found.folder))
+    file.write_bytes(export_fingerprints(found))
     exported = read_recorded_run(file)
     assert exported.steps == found.steps
     assert exported.digests == found.digests

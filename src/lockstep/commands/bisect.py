@@ -91,8 +91,7 @@ def _export(places: list[Path], file: str) -> None:
         raise UsageError(
             f"--export writes the fingerprints of one run, and {len(places)} were given"
         )
-    read_recorded_run(places[0])
-    save(export_fingerprints(places[0]), file)
+    save(export_fingerprints(read_recorded_run(places[0])), file)
 
 
 def print_text(found: Bisection) -> None:

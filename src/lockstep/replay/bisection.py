@@ -14,10 +14,11 @@ is deterministic, and the finding says how far it can be trusted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.errors import LockstepError
+from lockstep.model.fingerprint import StepFingerprint
 from lockstep.replay.element_difference import ElementDifference, first_element_difference
 from lockstep.replay.finding import (
     Finding,
@@ -147,7 +148,7 @@ def bisect_runs(
         found = replace(
             found,
             finding=finding or find_in_records(recorded, window),
-            is_replayed=finding is not None,
+            is_replayed=search.is_replayed,
             reproductions=search.reproductions(),
             remarks=tuple(search.remarks),
             modules=search.modules,
@@ -182,6 +183,7 @@ class Search:
     ) -> None:
         self.remarks: list[str] = []
         self.modules: tuple[str, ...] = ()
+        self.is_replayed = False
         self._sides = (a, b)
         self._report, self._warn, self._timeout = report, warn, timeout
         self._recorded = tuple({each.step: each for each in run.steps} for run in (a, b))
@@ -202,21 +204,62 @@ class Search:
         return first, second
 
     def find(self, window: SearchWindow) -> Finding | None:
-        """Return the first difference between replays of both runs.
-
-        None where they cannot be replayed, or where their replays agree.
-        """
+        """Return the first difference; None where only the records themselves show one."""
         try:
             found = self._find_in_modules(window)
             for side in range(2):
                 if self._differences[side] is not None:
                     self._repeat(side, found.step if found else window.last)
-            if found is None or found.what in ("missing", "steps"):
-                return found
+        except ReplayFailedError as failure:
+            self._remark(str(failure))
+            return self._find_in_recorded(window)
+        if found is None:  # the replays agree
+            return self._find_in_recorded(window)
+        self.is_replayed = True
+        if found.what in ("missing", "steps"):
+            return found
+        try:
             return self._find_in_operators(found)
         except ReplayFailedError as failure:
-            self.remarks.append(str(failure))
+            self._remark(str(failure))
+            return found
+
+    def _remark(self, sentence: str) -> None:
+        if sentence not in self.remarks:
+            self.remarks.append(sentence)
+
+    # --- recorded fingerprints ----------------------------------------------------------------
+
+    def _find_in_recorded(self, window: SearchWindow) -> Finding | None:
+        """Return what the fingerprints show that a run recorded, in place of its replay."""
+        a, b = (self._known_fingerprints(side, window) for side in range(2))
+        steps = sorted(a.keys() & b.keys())
+        while steps and steps[-1] - steps[0] >= len(steps):  # with gaps
+            steps.pop(0)
+        if not steps:
             return None
+        ours, theirs = (_by_rank([known[step] for step in steps]) for known in (a, b))
+        return find_in_modules(ours, theirs)
+
+    def _known_fingerprints(
+        self, side: int, window: SearchWindow
+    ) -> dict[int, list[StepFingerprint]]:
+        """Return what each rank of a run computed in the steps of a window, as far as it is known.
+
+        A replay counts unless it is known that the run computed something else.
+        """
+        run, steps = self._sides[side], range(window.first, window.last + 1)
+        known = {step: run.fingerprints[step] for step in steps if step in run.fingerprints}
+        if len(known) == len(steps) or run.folder is None or self._differences[side] is not None:
+            return known
+        try:
+            replay = self._replay_one(side, "comparing modules", steps[0], steps[-1], "modules")
+        except ReplayFailedError as failure:
+            self._remark(str(failure))
+            return known
+        if self._differences[side] is not None:
+            return known
+        return {each.step: each.fingerprints for each in replay.steps} | known
 
     # --- modules ------------------------------------------------------------------------------
 
@@ -251,8 +294,8 @@ class Search:
 
     def _compare_modules(self, first: int, last: int) -> Finding | None:
         replays = self._replay_both("comparing modules", first, last, "modules")
-        a, b = ([step.fingerprints[0] for step in each.steps] for each in replays)
-        calls = next(iter(a[-1].calls.values()), [])
+        a, b = (_by_rank([step.fingerprints for step in each.steps]) for each in replays)
+        calls = next(iter(a[0][-1].calls.values()), [])
         self.modules = tuple(
             dict.fromkeys(module for kind, module, _ in calls if kind == "enter" and module)
         )
@@ -364,8 +407,8 @@ class Search:
         for obstacle in find_obstacles(run.run, step, program, base):
             remark = f"{run.name}: {obstacle}"
             if remark not in self.remarks:
-                self.remarks.append(remark)
                 self._warn(remark)
+            self._remark(remark)
         return program, base
 
     def _differ_from_record(self, side: int, replay: Replay) -> RecordDifference | None:
@@ -387,5 +430,12 @@ class Search:
         first, second = (
             self._replay_one(side, "repeating", step, step, "modules") for _ in range(2)
         )
-        found = find_in_modules(first.steps[0].fingerprints[:1], second.steps[0].fingerprints[:1])
+        found = find_in_modules(
+            *(_by_rank([each.steps[0].fingerprints]) for each in (first, second))
+        )
         self._is_repeatable[side] = found is None
+
+
+def _by_rank(steps: Sequence[Sequence[StepFingerprint]]) -> list[list[StepFingerprint]]:
+    """Return the fingerprints of each rank, from those of each step."""
+    return [list(each) for each in zip(*steps, strict=False)]

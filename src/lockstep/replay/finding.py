@@ -7,9 +7,9 @@ tensors of that operator    ── element ──────────>   fir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from lockstep.check.difference import Difference, RankFingerprint, first_difference
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
@@ -27,6 +27,11 @@ __all__ = [
     "find_in_records",
     "locate_tensor",
 ]
+
+Key = TypeVar("Key", bound=Hashable)
+
+RankSteps = Sequence[StepFingerprint]
+"""Consecutive steps of one rank."""
 
 Direction = Literal["data", "state", "forward", "backward", "reduction", "optimizer"]
 """Where a difference arises: in the data of a step, in the state before it, or in a part of it."""
@@ -131,16 +136,23 @@ class Finding:
         return lines[0] if lines else None
 
 
-def find_in_modules(a: Sequence[StepFingerprint], b: Sequence[StepFingerprint]) -> Finding | None:
-    """Return the first difference between the same consecutive steps of two runs on one rank."""
-    found = first_difference([_rank(a)], [_rank(b)])
+def find_in_modules(a: Sequence[RankSteps], b: Sequence[RankSteps]) -> Finding | None:
+    """Return the first difference between the same consecutive steps of two runs.
+
+    Args:
+        a: The steps of each rank of the first run.
+        b: Those of the second run, which may have another layout.
+    """
+    parameters = tuple(dict.fromkeys(name for rank in (*a, *b) for name in rank[0].parameters))
+    ours, theirs = ([_rank(each, parameters) for each in run] for run in (a, b))
+    found = first_difference(ours, theirs, is_complete=False)
     missing = _missing_microbatch(a, b)
     if missing is not None and (found is None or _is_later(found, missing)):
         found = missing
     if found is None:
         return None
     owner = (found.parameter or "").rpartition(".")[0] or None
-    return Finding(
+    finding = Finding(
         step=found.step,
         direction=DIRECTIONS.get(found.what),
         what=found.what,
@@ -149,6 +161,10 @@ def find_in_modules(a: Sequence[StepFingerprint], b: Sequence[StepFingerprint]) 
         unit=owner if found.module in NO_MODULE else found.module,
         parameter=found.parameter,
     )
+    if found.what != "gradient":
+        return finding
+    steps = ([each for rank in run for each in rank if each.step == found.step] for run in (a, b))
+    return _place_gradient(finding, *steps)
 
 
 def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> Finding:
@@ -183,21 +199,54 @@ def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> 
     )
 
 
-def _rank(steps: Sequence[StepFingerprint]) -> RankFingerprint:
+def _place_gradient(
+    found: Finding, a: Sequence[StepFingerprint], b: Sequence[StepFingerprint]
+) -> Finding:
+    """Return the finding about a gradient with its micro-batch and module, where it is recorded.
+
+    Args:
+        found: The finding.
+        a: What each rank of the first run recorded of the step.
+        b: The same of the second run.
+    """
+    leaves = sorted({leaf for each in a for leaf in each.leaf_gradients})
+    if not leaves or not any(each.leaf_gradients for each in b):
+        return found
+    for leaf in leaves:
+        before = None  # the module whose backward ran last
+        ours, theirs = (_of_leaf([each.backward for each in run], leaf) for run in (a, b))
+        for key, value in ours.items():
+            if theirs.get(key, value) != value:
+                return replace(found, microbatch=leaf, unit=before, parameter=None)
+            before = key[0]
+        mine, yours = (_of_leaf([each.leaf_gradients for each in run], leaf) for run in (a, b))
+        for name in reversed(mine):
+            if yours.get(name) != mine[name]:
+                owner = name.rpartition(".")[0] or None
+                return replace(found, microbatch=leaf, unit=owner, parameter=name)
+    sentence = f"the sum of the gradients of `{found.parameter}` differs, and no micro-batch's"
+    return replace(found, direction="reduction", sentence=sentence)
+
+
+def _of_leaf(ranks: Iterable[Mapping[int, Mapping[Key, int]]], leaf: int) -> dict[Key, int]:
+    """Return the checksums of one micro-batch, of all ranks."""
+    return {key: value for each in ranks for key, value in each.get(leaf, {}).items()}
+
+
+def _rank(steps: RankSteps, parameters: tuple[str, ...]) -> RankFingerprint:
     """Return the steps of one trainer as what a rank computed."""
     first = steps[0]
     initial = first.before if first.step == 0 else {}
-    trainer = TrainerFingerprint("model", "", tuple(first.parameters), initial)
+    trainer = TrainerFingerprint("model", "", parameters, initial)
     return RankFingerprint([trainer], [replace(each, trainer=0) for each in steps])
 
 
-def _missing_microbatch(
-    a: Sequence[StepFingerprint], b: Sequence[StepFingerprint]
-) -> Difference | None:
+def _missing_microbatch(a: Sequence[RankSteps], b: Sequence[RankSteps]) -> Difference | None:
     """Return the first micro-batch that only one of the runs computed."""
-    for ours, theirs in zip(a, b, strict=False):
-        if alone := ours.losses.keys() ^ theirs.losses.keys():
-            return Difference("script", None, "missing", min(alone), step=ours.step)
+    for position, step in enumerate(a[0]):
+        ours, theirs = ({leaf for rank in run for leaf in rank[position].losses} for run in (a, b))
+        if alone := ours ^ theirs:
+            return Difference("script", None, "missing", min(alone), step=step.step)
     return None
 
 

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from lockstep.errors import UsageError
+from lockstep.model.fingerprint import StepFingerprint
+from lockstep.model.fingerprint_file import (
+    decode_fingerprint,
+    encode_fingerprint,
+    read_unit_fingerprints,
+)
 from lockstep.record.chain import add_link
 from lockstep.record.columns import as_dict
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
@@ -31,7 +38,10 @@ EXPORTED = {
     "checkpoint": {"kind", "t", "step", "digest"},
     "end": None,
 }
-"""The kinds of lines in an exported file, and their fields; None for all."""
+"""The kinds of lines of a record that an exported file has, and their fields; None for all."""
+
+FINGERPRINT = "fingerprint"
+"""The kind of the line of an exported file with what one rank computed in a step."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +52,28 @@ class RecordedRun:
         name: How messages call it.
         run: Its record.
         steps: What identifies its steps.
+        place: Its folder, or the exported file.
         folder: The folder of the run; None for an exported file, which cannot be replayed.
     """
 
     name: str
     run: Run
     steps: list[RecordedStep]
+    place: Path
     folder: Path | None
+
+    @cached_property
+    def fingerprints(self) -> dict[int, list[StepFingerprint]]:
+        """What each rank's units computed, by step, where that was recorded."""
+        if self.folder is not None:
+            return read_unit_fingerprints(self.folder).steps
+        found: dict[int, list[StepFingerprint]] = {}
+        with open_record(self.place) as file:
+            for line in map(_parse, file):
+                if line is not None and line.get("kind") == FINGERPRINT:
+                    each = decode_fingerprint(line)
+                    found.setdefault(each.step, []).append(each)
+        return found
 
     @property
     def digests(self) -> dict[int, str]:
@@ -86,7 +111,7 @@ def read_recorded_run(place: Path) -> RecordedRun:
         raise UsageError(f"{place} has no steps, so there is nothing to compare")
     is_run = place.is_dir() or place.name == RECORD_FILE
     name = run.name if is_run else str(place)
-    return RecordedRun(name, run, steps, run.folder if is_run else None)
+    return RecordedRun(name, run, steps, place, run.folder if is_run else None)
 
 
 def require_comparable(a: RecordedRun, b: RecordedRun) -> None:
@@ -117,28 +142,32 @@ def _describe_model(run: Run) -> str:
     )
 
 
-def export_fingerprints(place: Path) -> bytes:
-    """Return what identifies the steps of a run, for a comparison on another machine.
-
-    Args:
-        place: The folder of the run.
-    """
+def export_fingerprints(run: RecordedRun) -> bytes:
+    """Return what identifies the steps of a run, for a comparison on another machine."""
     lines, link = [], 0
-    for fields in _exported_lines(place):
-        line, link = add_link(orjson.dumps(fields), link)
+    for fields in _exported_lines(run):
+        text = orjson.dumps(fields, option=orjson.OPT_NON_STR_KEYS)
+        line, link = add_link(text, link)
         lines.append(line)
     return b"".join(lines)
 
 
-def _exported_lines(place: Path) -> Iterator[dict[str, Any]]:
-    with open_record(place) as file:
-        for text in file:
-            try:
-                line = orjson.loads(text)
-            except orjson.JSONDecodeError:
-                continue
-            kind = line.get("kind") if isinstance(line, dict) else None
-            if kind in EXPORTED:
-                fields = EXPORTED[kind]
+def _exported_lines(run: RecordedRun) -> Iterator[dict[str, Any]]:
+    with open_record(run.place) as file:
+        for line in map(_parse, file):
+            if line is not None and (kind := line.get("kind")) in EXPORTED:
                 line.pop("chain", None)
+                fields = EXPORTED[kind]
                 yield {name: line[name] for name in line if fields is None or name in fields}
+    for step in run.fingerprints.values():
+        for each in step:
+            yield {"kind": FINGERPRINT, **encode_fingerprint(each)}
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    """Return a line of a record; None for one that cannot be read."""
+    try:
+        line = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    return line if isinstance(line, dict) else None

@@ -127,8 +127,8 @@ def _run_in_terminal(order: tuple[Program, Base, ReplayRequest, str], folder: Pa
         f"import sys; sys.path[:] = {sys.path!r}; from lockstep.replay.runner import run_order; "
         f"run_order({os.fspath(file)!r})"
     )
-    # Ctrl-C is meant for the debugger alone; SIG_IGN would be inherited by it.
-    handler = signal.signal(signal.SIGINT, lambda number, frame: None)
+    # Ctrl-C is meant for the debugger alone.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with _environment(order[0]):
             ended = subprocess.run([sys.executable, "-c", code], check=False)
