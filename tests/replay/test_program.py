@@ -53,6 +53,8 @@ def test_the_program_is_what_the_record_says(tmp_path):
         ({"kind": "function", "target": "/x/ipykernel_launcher.py"}, "by a notebook"),
         ({"kind": "driver", "target": ""}, "by the workers of a driver, whose calls are not"),
         ({"kind": "command", "target": ""}, "by `python -c` or an interactive interpreter"),
+        ({"kind": "driver", "target": ""}, "by the workers of a driver"),
+        ({"kind": "dream", "target": ""}, "by a dream, which this version of lockstep cannot run"),
         ({**SCRIPT, "arguments": ["--token", "[redacted]"]}, "contained a secret"),
     ],
 )

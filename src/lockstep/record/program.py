@@ -25,7 +25,13 @@ from lockstep.launcher.rank_process import get_task
 from lockstep.launcher.run_folder import find_launch_folder, read_description
 from lockstep.launcher.stacks import INSTALLED
 
-__all__ = ["describe_data", "describe_program", "find_started_folder", "select_variables"]
+__all__ = [
+    "REPLAYABLE",
+    "describe_data",
+    "describe_program",
+    "find_started_folder",
+    "select_variables",
+]
 
 # Variables that decide the bits of a result: threads, instruction sets and algorithms.
 PREFIXES = ("DNNL_", "MKL_", "ONEDNN_", "OPENBLAS_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
@@ -34,6 +40,9 @@ NAMES = {
     "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "PYTHONHASHSEED",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_COMPILE_DISABLE",
 }  # fmt: skip
+REPLAYABLE = ("script", "module", "function", "recipe")
+"""The kinds of programs that can run again from what is stored of them."""
+
 INSTALLATION = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 MOST_PATHS = 1000  # that are looked at

@@ -18,7 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.launcher.run_folder import read_description
 from lockstep.record.columns import as_dict
 from lockstep.record.environment import describe_environment
-from lockstep.record.program import select_variables
+from lockstep.record.program import REPLAYABLE, select_variables
 from lockstep.record.reader import Run
 from lockstep.redaction import MARK
 
@@ -104,6 +104,11 @@ def read_program(run: Run, step: int) -> Program:
     if kind == "program":
         raise UsageError(
             f"{run.folder} ran {target} with --no-python, and only Python programs can be replayed"
+        )
+    if kind not in REPLAYABLE:
+        raise UsageError(
+            f"{where} a {kind}, which this version of lockstep cannot run again: use the version "
+            "that recorded it"
         )
     if any(MARK in each for each in (target, *arguments)) or program.get("is_redacted"):
         raise UsageError(

@@ -40,7 +40,7 @@ from lockstep.launcher.run_folder import (
 )
 from lockstep.messages import say
 from lockstep.record.loggers import DashboardLogger, Logger
-from lockstep.record.program import describe_program
+from lockstep.record.program import REPLAYABLE, describe_program
 from lockstep.record.recorder import RECORD_FILE, Recorder
 
 __all__ = ["LoggerLike", "RunRecord"]
@@ -246,7 +246,9 @@ class RunRecord:
 
     def describe_replay(self, step: int, microbatch: int | None) -> str:
         """Return the command that replays a step, as the end of a sentence; "" if none can."""
-        if self._recorded is None or describe_program()["kind"] in ("notebook", "command"):
+        program = describe_program()
+        is_stored = program["kind"] in REPLAYABLE and "ipykernel" not in program["target"]
+        if self._recorded is None or not is_stored:
             return ""
         words = ["lockstep", "replay", os.fspath(_shorten(self._recorded)), "--step", str(step)]
         if microbatch is not None:
