@@ -19,6 +19,7 @@ from lockstep.formatting import format_quantity
 from lockstep.model.operator_call import OperatorCall
 from lockstep.replay.bisection import Bisection, Reproduction
 from lockstep.replay.finding import Finding
+from lockstep.replay.recorded_run import RecordedRun
 from lockstep.report.chart import difference_charts
 from lockstep.report.comparison import find_setting_differences
 from lockstep.report.page import draw_panel, render_template
@@ -35,6 +36,8 @@ __all__ = [
 
 MAX_MODULES = 200
 """Modules in the outline; of more, those around the finding are shown."""
+
+CALL_ROWS = ("operator", "line", "code", "arguments", "inputs", "outputs")
 
 PLACES = {
     "data": "data",
@@ -67,15 +70,14 @@ def place(finding: Finding) -> str:
     return ", ".join(words)
 
 
-def facts(found: Bisection) -> list[tuple[str, str, str]]:
+def facts(found: Bisection) -> list[tuple[str, ...]]:
     """Return what is known of both sides at the difference: a name and two values per row."""
     finding = found.finding
     if finding is None:
         return []
-    rows = [
-        (name, _field(finding.a, name), _field(finding.b, name))
-        for name in ("operator", "line", "arguments", "inputs", "outputs")
-    ]
+    calls = [(found.a, finding.a), (found.b, finding.b)]
+    columns = [_describe_call(run, call) for run, call in calls]
+    rows = [(name, *(column.get(name, "") for column in columns)) for name in CALL_ROWS]
     if finding.element is not None:
         index = ", ".join(map(str, finding.element.index))
         rows.append((f"element [{index}]", repr(finding.element.a), repr(finding.element.b)))
@@ -89,17 +91,18 @@ def facts(found: Bisection) -> list[tuple[str, str, str]]:
     return [row for row in rows if row[1] or row[2]]
 
 
-def _field(call: OperatorCall | None, name: str) -> str:
+def _describe_call(run: RecordedRun, call: OperatorCall | None) -> dict[str, str]:
     if call is None:
-        return ""
-    values = {
-        "operator": call.operator,
-        "line": call.source,
-        "arguments": call.arguments,
-        "inputs": ", ".join(call.input_types),
-        "outputs": ", ".join(call.output_types),
-    }
-    return values[name]
+        return {}
+    values = (
+        call.operator,
+        call.source,
+        run.read_line(call.source),
+        call.arguments,
+        ", ".join(call.input_types),
+        ", ".join(call.output_types),
+    )
+    return dict(zip(CALL_ROWS, values, strict=True))
 
 
 def sentences(found: Bisection) -> list[str]:

@@ -7,6 +7,7 @@ night.fingerprints      what `lockstep bisect night --export` wrote: a record wi
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,6 +75,21 @@ class RecordedRun:
                     each = decode_fingerprint(line)
                     found.setdefault(each.step, []).append(each)
         return found
+
+    def read_line(self, source: str) -> str:
+        """Return the text of a line of the program, such as "train.py:31 in forward".
+
+        "" where the stored sources do not have exactly one file of that name.
+        """
+        name, _, rest = source.partition(":")
+        number = rest.partition(" ")[0]
+        stored = self.run.latest("sources")
+        if self.folder is None or not isinstance(stored, str) or not number.isdecimal():
+            return ""
+        files = [path for path in (self.folder / stored).rglob(Path(name).name) if path.is_file()]
+        if len(files) != 1:
+            return ""
+        return linecache.getline(str(files[0]), int(number)).strip()
 
     @property
     def digests(self) -> dict[int, str]:

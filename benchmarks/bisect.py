@@ -1,0 +1,49 @@
+"""The time that bisect takes on each planted difference: `python benchmarks/bisect.py`.
+
+Prints a Markdown table; the runs are those of tests/replay/test_bisect.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from lockstep.launcher.fork_server import get_fork_server
+from lockstep.replay.bisection import bisect_runs
+from lockstep.replay.recorded_run import RecordedRun
+from planted import PLANTED, record
+
+COLUMNS = ("planted", "step", "micro-batch", "module", "direction", "operator", "seconds", "right")
+
+
+def main() -> None:
+    """Record each pair of runs, bisect it, and print what was found."""
+    get_fork_server(for_training=True)
+    plain: dict[str, RecordedRun] = {}
+    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    with tempfile.TemporaryDirectory() as name:
+        for number, planted in enumerate(PLANTED):
+            first, second = planted.sources()
+            with open(os.devnull, "w") as null, contextlib.redirect_stderr(null):
+                if first not in plain:
+                    plain[first] = record(Path(name), f"plain-{number}", first)
+                other = record(Path(name), f"other-{number}", second, planted.environ)
+            begun = time.monotonic()
+            found = bisect_runs(plain[first], other)
+            seconds = time.monotonic() - begun
+            finding, wrong = found.finding, planted.check(found)
+            assert finding is not None
+            place = (finding.step, finding.microbatch, finding.unit, finding.direction)
+            cells = (*place, finding.operator, f"{seconds:.1f}", "; ".join(wrong) or "yes")
+            shown = ("" if each is None else str(each) for each in cells)
+            print(f"| {planted.name} | {' | '.join(shown)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""How the result of a bisection is shown: text, JSON and page."""
+
+from dataclasses import replace
+
+import pytest
+
+from bisections import FINDING, MODULE, bisected
+from lockstep.replay.bisection import Reproduction
+from lockstep.replay.bisection_report import (
+    bisection_html,
+    bisection_json,
+    commands,
+    facts,
+    lead,
+    outline,
+    sentences,
+)
+from lockstep.replay.record_difference import RecordDifference
+
+
+@pytest.fixture
+def found(tmp_path):
+    return bisected(tmp_path)
+
+
+def test_the_text_says_where_what_and_how_sure(found):
+    assert lead(found) == (
+        f"night-a and night-b differ first in step 7, micro-batch 2, forward pass, module "
+        f"`{MODULE}`: aten.add.Tensor is called with other arguments: 1 and <b>two</b>."
+    )
+    assert dict((name, values) for name, *values in facts(found)) == {
+        "operator": ["aten.add.Tensor"] * 2,
+        "line": ["train.py:3 in forward"] * 2,
+        "code": ["x = x + y  # night-a", "x = x + y  # night-b"],
+        "arguments": ["alpha=1", "alpha=<b>two</b>"],
+        "inputs": [f"{MODULE}.weight: float32[64, 64], float32[16, 64]"] * 2,
+        "outputs": ["float32[16, 64]"] * 2,
+        "element [3, 12]": ["0.25", "0.5"],
+        "recorded loss of the step": [repr(each.steps[7].loss) for each in (found.a, found.b)],
+    }
+    text = sentences(found)
+    assert text[0] == "17 elements differ; the first by 8,388,608 units in the last place."
+    assert text[1].startswith("The records differ first in step 7, in the loss; compared: 20 steps")
+    assert text[2] == "night-b has 2 steps more, which were not compared."
+    assert text[3] == "Replays of both runs compute what was recorded, bit for bit."
+    assert text[4] == "night-b: data.pt has changed."
+
+
+def test_replays_that_do_not_compute_what_was_recorded(found):
+    difference = RecordDifference(7, "norm", None, "0.5", "0.25")
+    for is_repeatable, words in ((True, "a fault of its machine"), (False, "not deterministic")):
+        both = Reproduction(True), Reproduction(False, difference, is_repeatable)
+        text = " ".join(sentences(replace(found, reproductions=both)))
+        assert "Replays of night-a compute what was recorded" in text
+        assert "the replay of night-b does not" in text.replace("The replay", "the replay")
+        assert "step 7: the norm was 0.5 and is 0.25 now" in text
+        assert words in text
+
+
+def test_commands_look_further(found, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert commands(found) == [
+        "lockstep replay night-a --step 7 --microbatch 2 --dump dump-night-a",
+        "lockstep replay night-a --step 7 --microbatch 2 --pdb",
+        "lockstep replay night-b --step 7 --microbatch 2 --dump dump-night-b",
+        "lockstep replay night-b --step 7 --microbatch 2 --pdb",
+    ]
+    update = replace(FINDING, microbatch=None)
+    exported = replace(found, finding=update, b=replace(found.b, folder=None))
+    assert commands(exported) == ["lockstep replay night-a --step 7"]
+    assert commands(replace(found, finding=None)) == []
+
+
+def test_json_has_what_the_contract_names(found):
+    plain = bisection_json(found)
+    assert (plain["equal"], plain["step"], plain["microbatch"], plain["unit"]) == (
+        False, 7, 2, MODULE,
+    )  # fmt: skip
+    assert (plain["direction"], plain["operator"]) == ("forward", "aten.add.Tensor")
+    assert plain["source"] == "train.py:3 in forward"
+    assert plain["first_element"] == {"index": [3, 12], "a": 0.25, "b": 0.5, "ulps": 8388608}
+    assert plain["differing_elements"] == 17
+    element = replace(FINDING.element, a=float("nan"), b=complex(1, 2), ulps=None)
+    plain = bisection_json(replace(found, finding=replace(FINDING, element=element)))
+    assert plain["first_element"] == {"index": [3, 12], "a": "nan", "b": "(1+2j)", "ulps": None}
+    plain = bisection_json(replace(found, finding=None))
+    assert plain["equal"] is True
+    assert plain["operators"] is None
+
+
+def test_the_outline_marks_the_module_and_what_it_is_in(found):
+    lines = outline(found)
+    assert [each.name for each in lines if each.is_found] == [
+        "Net", "layers.1", "layers.1.attention", MODULE,
+    ]  # fmt: skip
+    (first,) = [each for each in lines if each.is_first]
+    assert (first.name, first.depth) == (MODULE, 4)
+    many = tuple(f"layers.{number}" for number in range(1000))
+    update = replace(found, modules=many, finding=replace(FINDING, unit="layers.700"))
+    shown = [each.name for each in outline(update)]
+    assert len(shown) == 200
+    assert "layers.700" in shown
+
+
+def test_the_page_escapes_what_comes_from_the_runs(found):
+    page = bisection_html(found)
+    assert "<b>two</b>" not in page
+    assert "&lt;b&gt;two&lt;/b&gt;" in page
+    assert "Both runs were replayed" in page
+    page = bisection_html(replace(found, finding=None, is_replayed=False))
+    assert "agree in everything that both recorded" in page
+    assert "Compared is what was recorded." in page
