@@ -1,4 +1,4 @@
-"""The time that bisect takes on each planted difference: `python benchmarks/bisect.py`.
+"""The time that bisect takes on each planted difference: `python benchmarks/differences.py`.
 
 Prints a Markdown table; the runs are those of tests/replay/test_bisect.py.
 """
