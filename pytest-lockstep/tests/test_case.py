@@ -6,6 +6,8 @@ import re
 import time
 
 OUTCOMES = """
+import pytest_lockstep
+
 @pytest.mark.ranks(2)
 def test_assertion(rank, group):
     print("out of", rank)
@@ -96,6 +98,11 @@ def test_xfails_with_own_class(rank):
     raise LocalError(1, 2)
 
 @pytest.mark.ranks(2)
+def test_kill(rank):
+    with pytest_lockstep.kill(rank=1):
+        dist.barrier()
+
+@pytest.mark.ranks(2)
 def test_after_all():
     dist.barrier()
 """
@@ -111,7 +118,7 @@ def part(output: str, name: str) -> str:
 def test_every_way_to_end(run):
     result = run(OUTCOMES, "-rA", "-W", "error")
     output = result.stdout.str()
-    result.assert_outcomes(passed=1, failed=11, skipped=2, xfailed=3)
+    result.assert_outcomes(passed=1, failed=12, skipped=2, xfailed=3)
     shown = part(output, "test_assertion[2ranks]")
     for text in (
         "assert [1, 2, 1] == [1, 2, 3]",
@@ -144,6 +151,7 @@ def test_every_way_to_end(run):
     assert "2 elements" in shown
     assert "rank 0 passed, rank 1 skipped (only here)" in part(output, "test_some_skip[2ranks]")
     assert "IndexError" in part(output, "test_fails_otherwise[2ranks]")
+    assert "rank 1 was killed by pytest_lockstep.kill" in part(output, "test_kill[2ranks]")
     assert "XPASS(strict)" in part(output, "test_xpasses[2ranks]")
 
 

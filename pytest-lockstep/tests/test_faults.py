@@ -103,18 +103,3 @@ def test_a_fault_that_does_not_happen_is_a_failure(rank):
         pytest_lockstep.kill(rank=1, call=0).__enter__()
     with pytest.raises(ValueError, match="rank=2: the ranks are 0 to 1"):
         pytest_lockstep.kill(rank=2).__enter__()
-
-
-def test_an_uncaught_error_after_a_kill_names_the_kill(run):
-    result = run(
-        """
-import pytest_lockstep
-
-@pytest.mark.ranks(2)
-def test_kill(rank):
-    with pytest_lockstep.kill(rank=1):
-        dist.barrier()
-"""
-    )
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["rank 1 was killed by pytest_lockstep.kill"])
