@@ -2,51 +2,38 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from lockstep.comm import collectives
 from lockstep.comm.collectives import PAGE, all_gather_bytes, broadcast_tensors
 from lockstep.errors import DisagreementError
+from pytest_lockstep import assert_same_bits
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_messages_of_any_length_reach_everybody(ranks, n):
-    def exchange():
-        rank = dist.get_rank()
-        short = all_gather_bytes(b"x" * rank, "short")
-        mixed = all_gather_bytes(bytes([rank]) * (PAGE * 2 * rank), "mixed")
-        edge = all_gather_bytes(bytes([rank]) * (PAGE - 14 + rank), "edge")
-        return short, mixed, edge
-
-    for short, mixed, edge in ranks(exchange, n):
-        assert short == [b"x" * rank for rank in range(n)]
-        assert mixed == [bytes([rank]) * (PAGE * 2 * rank) for rank in range(n)]
-        assert edge == [bytes([rank]) * (PAGE - 14 + rank) for rank in range(n)]
+@pytest.mark.ranks(1, 2, 3)
+def test_messages_of_any_length_reach_everybody(rank, world_size):
+    assert all_gather_bytes(b"x" * rank, "short") == [b"x" * each for each in range(world_size)]
+    for about, size in (
+        ("mixed", lambda each: PAGE * 2 * each),
+        ("edge", lambda each: PAGE - 14 + each),
+    ):
+        found = all_gather_bytes(bytes([rank]) * size(rank), about)
+        assert found == [bytes([each]) * size(each) for each in range(world_size)]
 
 
-def test_ranks_that_do_different_things_are_told_apart(ranks):
-    def exchange():
-        about = "saving" if dist.get_rank() == 1 else "in step 3"
-        try:
-            all_gather_bytes(b"", about)
-        except DisagreementError as error:
-            return str(error)
-
-    for message in ranks(exchange, 3):
-        assert message.startswith("rank 1 is saving while rank 0 is in step 3: make the same calls")
+@pytest.mark.ranks(3)
+def test_ranks_that_do_different_things_are_told_apart(rank):
+    message = "^rank 1 is saving while rank 0 is in step 3: make the same calls"
+    with pytest.raises(DisagreementError, match=message):
+        all_gather_bytes(b"", "saving" if rank == 1 else "in step 3")
 
 
-def test_a_remark_explains_where_ranks_do_different_things_and_is_not_compared(ranks):
-    def exchange():
-        rank = dist.get_rank()
-        long = all_gather_bytes(bytes([rank]) * 900, "alike", remark="late" * rank)
-        try:
-            all_gather_bytes(b"", f"in step {rank}", remark="step 0 failed" if rank == 1 else "")
-        except DisagreementError as error:
-            return long, str(error)
-
-    for long, message in ranks(exchange, 2):
-        assert long == [b"\0" * 900, b"\1" * 900]
-        assert message.endswith("with the same arguments (on rank 1, step 0 failed)")
+@pytest.mark.ranks(2)
+def test_a_remark_explains_where_ranks_do_different_things_and_is_not_compared(rank):
+    long = all_gather_bytes(bytes([rank]) * 900, "alike", remark="late" * rank)
+    assert long == [b"\0" * 900, b"\1" * 900]
+    message = r"with the same arguments \(on rank 1, step 0 failed\)$"
+    with pytest.raises(DisagreementError, match=message):
+        all_gather_bytes(b"", f"in step {rank}", remark="step 0 failed" if rank == 1 else "")
 
 
 def make(rank):
@@ -63,26 +50,18 @@ def make(rank):
     ]
 
 
-def test_everybody_has_the_first_ranks_tensors(ranks):
-    def broadcast():
-        tensors = make(dist.get_rank())
-        strides = [tensor.stride() for tensor in tensors]
-        broadcast_tensors(tensors)
-        assert [tensor.stride() for tensor in tensors] == strides
-        return [torch.equal(*pair) for pair in zip(tensors, make(0), strict=True)]
-
-    for same in ranks(broadcast, 3):
-        assert all(same)
+@pytest.mark.ranks(3)
+def test_everybody_has_the_first_ranks_tensors(rank):
+    tensors = make(rank)
+    strides = [tensor.stride() for tensor in tensors]
+    broadcast_tensors(tensors)
+    assert [tensor.stride() for tensor in tensors] == strides
+    assert_same_bits(tensors, make(0))
 
 
-def test_large_tensors_are_cut_into_packets(ranks):
-    def broadcast():
-        from lockstep.comm import collectives
-
-        collectives.PIECE = 1000
-        tensors = [torch.full((300,), float(dist.get_rank() + i)) for i in range(5)]
-        broadcast_tensors(tensors)
-        return [tensor.unique().tolist() for tensor in tensors]
-
-    for seen in ranks(broadcast, 2):
-        assert seen == [[float(i)] for i in range(5)]
+@pytest.mark.ranks(2)
+def test_large_tensors_are_cut_into_packets(rank, monkeypatch):
+    monkeypatch.setattr(collectives, "PIECE", 1000)
+    tensors = [torch.full((300,), float(rank + i)) for i in range(5)]
+    broadcast_tensors(tensors)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[float(i)] for i in range(5)]

@@ -77,7 +77,9 @@ def describe_failure(
         elif rank in results and outcome.error is None:
             state = summarize(results[rank])
         else:
-            state = f"also {describe_end(outcome)}"
+            state = describe_end(outcome)
+            is_passive = state.startswith("was ")
+            state = state.replace("was ", "was also ", 1) if is_passive else f"also {state}"
         lines.setdefault(state, []).append(rank)
     details = first.error or {}
     return Failure(
