@@ -28,7 +28,7 @@ FINDING = Finding(
 def bisected(folder):
     """Return what was found between two runs of 20 steps, of which the second has two more."""
     runs = []
-    for name, options in (("night-a", {}), ("night-b", {"options": {"lr": 0.2}})):
+    for name, options in (("night-a", {}), ("night-b", {"options": {"lr": 0.05, "seed": 8}})):
         lines = [*records.whole(name=name, **options)]
         if options:
             lines[-1:] = [records.step(20), records.step(21), records.END]

@@ -43,7 +43,11 @@ def test_the_text_says_where_what_and_how_sure(found):
     assert text[1].startswith("The records differ first in step 7, in the loss; compared: 20 steps")
     assert text[2] == "night-b has 2 steps more, which were not compared."
     assert text[3] == "Replays of both runs compute what was recorded, bit for bit."
-    assert text[4] == "night-b: data.pt has changed."
+    assert text[4] == "These settings differ and can change results: options.seed (7 and 8)."
+    assert text[5] == "Their sources differ in train.py."
+    assert text[6] == "night-b: data.pt has changed."
+    text = sentences(replace(found, finding=None))
+    assert not any("differ" in each for each in text)
 
 
 def test_replays_that_do_not_compute_what_was_recorded(found):

@@ -19,9 +19,9 @@ from lockstep.formatting import format_quantity
 from lockstep.model.operator_call import OperatorCall
 from lockstep.replay.bisection import Bisection, Reproduction
 from lockstep.replay.finding import Finding
-from lockstep.replay.recorded_run import RecordedRun
+from lockstep.replay.recorded_run import RecordedRun, find_source_differences
 from lockstep.report.chart import difference_charts
-from lockstep.report.comparison import find_setting_differences
+from lockstep.report.comparison import find_setting_differences, settings_sentences
 from lockstep.report.page import draw_panel, render_template
 
 __all__ = [
@@ -33,6 +33,9 @@ __all__ = [
     "lead",
     "sentences",
 ]
+
+MAX_SOURCES = 6
+"""Files that a sentence names."""
 
 MAX_MODULES = 200
 """Modules in the outline; of more, those around the finding are shown."""
@@ -112,6 +115,8 @@ def sentences(found: Bisection) -> list[str]:
         _compared_sentence(found),
         *_length_sentences(found),
         *_reproduction_sentences(found),
+        *settings_sentences(found.a.run, found.b.run, is_same=found.equal),
+        *_sources_sentence(found),
         *(f"{remark}." for remark in found.remarks),
         *(f"{run.name}: {remark}" for run in (found.a, found.b) for remark in run.run.remarks),
     ]
@@ -154,6 +159,13 @@ def _length_sentences(found: Bisection) -> Iterator[str]:
     for run, count in ((found.a, found.compared.only_a), (found.b, found.compared.only_b)):
         if count:
             yield f"{run.name} has {format_quantity(count, 'step')} more, which were not compared."
+
+
+def _sources_sentence(found: Bisection) -> Iterator[str]:
+    names = find_source_differences(found.a, found.b)
+    if names and not found.equal:
+        more = f" and {len(names) - MAX_SOURCES} more" if len(names) > MAX_SOURCES else ""
+        yield f"Their sources differ in {', '.join(names[:MAX_SOURCES])}{more}."
 
 
 def _reproduction_sentences(found: Bisection) -> Iterator[str]:

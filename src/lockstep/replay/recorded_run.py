@@ -7,7 +7,9 @@ night.fingerprints      what `lockstep bisect night --export` wrote: a record wi
 
 from __future__ import annotations
 
+import filecmp
 import linecache
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +31,13 @@ from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import Run, open_record, read_run
 from lockstep.record.recorder import RECORD_FILE
 
-__all__ = ["RecordedRun", "export_fingerprints", "read_recorded_run", "require_comparable"]
+__all__ = [
+    "RecordedRun",
+    "export_fingerprints",
+    "find_source_differences",
+    "read_recorded_run",
+    "require_comparable",
+]
 
 EXPORTED = {
     "run": None,
@@ -83,13 +91,20 @@ class RecordedRun:
         """
         name, _, rest = source.partition(":")
         number = rest.partition(" ")[0]
+        file = self.sources.get(Path(name).name)
+        if file is None or not number.isdecimal():
+            return ""
+        return linecache.getline(str(file), int(number)).strip()
+
+    @cached_property
+    def sources(self) -> dict[str, Path]:
+        """The stored source files by name, without those that share their name with another."""
         stored = self.run.latest("sources")
-        if self.folder is None or not isinstance(stored, str) or not number.isdecimal():
-            return ""
-        files = [path for path in (self.folder / stored).rglob(Path(name).name) if path.is_file()]
-        if len(files) != 1:
-            return ""
-        return linecache.getline(str(files[0]), int(number)).strip()
+        if self.folder is None or not isinstance(stored, str):
+            return {}
+        files = [path for path in (self.folder / stored).rglob("*") if path.is_file()]
+        counts = Counter(path.name for path in files)
+        return {path.name: path for path in sorted(files) if counts[path.name] == 1}
 
     @property
     def digests(self) -> dict[int, str]:
@@ -156,6 +171,15 @@ def _describe_model(run: Run) -> str:
         f"a {model.get('class')} with {model['parameters']:,} parameters and "
         f"{model.get('buffers', 0):,} buffers"
     )
+
+
+def find_source_differences(a: RecordedRun, b: RecordedRun) -> list[str]:
+    """Return the names of the source files that both runs stored, and that differ."""
+    return [
+        name
+        for name, file in a.sources.items()
+        if name in b.sources and not filecmp.cmp(file, b.sources[name], shallow=False)
+    ]
 
 
 def export_fingerprints(run: RecordedRun) -> bytes:

@@ -63,6 +63,7 @@ __all__ = [
     "comparison_table",
     "find_setting_differences",
     "first_weights_difference",
+    "settings_sentences",
 ]
 
 
@@ -120,7 +121,7 @@ def compare_runs(runs: list[Run]) -> Comparison:
             _digest_sentence(names[0], name, same),
             *_optimizer_sentences(runs[0], run),
             *_loss_sentences(losses, names[0], name),
-            *_settings_sentences(runs[0], run, is_same=same is not False and losses.step is None),
+            *settings_sentences(runs[0], run, is_same=same is not False and losses.step is None),
             *_weights_sentences(runs[0], run),
             *_bisect_sentences(runs[0], run, is_same=same is not False and losses.step is None),
         ]
@@ -251,7 +252,7 @@ INDECISIVE = {
 }  # fmt: skip
 
 
-def _settings_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
+def settings_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
     """Return the sentence about the settings that explain different results."""
     if is_same:
         return []
