@@ -247,3 +247,12 @@ def test_an_update_that_only_one_side_makes_is_found_though_nothing_reads_it():
     assert first_operator_difference([*calls, step], calls) == OperatorDifference("call", 2, None)
     message = replace(update, output_types=("float32[3]",))
     assert first_operator_difference(calls, [*calls, message]) is None
+
+
+def test_values_that_one_side_does_not_know_are_no_difference():
+    calls = execute(chain("mm", "copy", "sum"))
+    unknown = [calls[0], replace(calls[1], outputs=(0,)), replace(calls[2], inputs=(0,))]
+    assert first_operator_difference(calls, unknown) is None
+    assert first_operator_difference(unknown, calls) is None
+    other = [*unknown[:2], replace(unknown[2], outputs=(5,))]
+    assert first_operator_difference(calls, other) == OperatorDifference("output", 2, 2, 0)

@@ -75,7 +75,7 @@ def first_operator_difference(
             continue
         for side, index, other in zip(sides, (i, j), (j, i), strict=True):
             side.partners[index] = other
-        if a[i].outputs != b[j].outputs:
+        if _first_unequal(a[i].outputs, b[j].outputs) is not None:
             return _explain(i, j, *sides)
     for side, is_first in zip(sides, (True, False), strict=True):
         for index in sorted(side.alone):
@@ -156,11 +156,16 @@ def _has_effect(call: OperatorCall) -> bool:
 
 
 def _first_unequal(a: Checksums, b: Checksums) -> int | None:
-    """Return the first position where two sequences differ; None if they are equal."""
+    """Return the first position where two sequences differ; None if they are equal.
+
+    A value that one side does not know, 0, is no difference.
+    """
     if a == b:
         return None
-    unequal = (n for n, (left, right) in enumerate(zip(a, b, strict=False)) if left != right)
-    return next(unequal, min(len(a), len(b)))
+    for position, (left, right) in enumerate(zip(a, b, strict=False)):
+        if left != right and left and right:
+            return position
+    return min(len(a), len(b)) if len(a) != len(b) else None
 
 
 # --- which calls correspond ----------------------------------------------------------------------
