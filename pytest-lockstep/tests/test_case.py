@@ -175,6 +175,13 @@ def test_busy(rank):
         spin_for_ever()
     dist.barrier()
 
+@pytest.mark.ranks(2, timeout=1.5)
+def test_stopped(rank):
+    if rank == 1:
+        import signal
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
 @pytest.mark.ranks(2)
 def test_option(rank):
     threading.Event().wait()
@@ -185,7 +192,7 @@ def test_a_hang_says_who_waits_for_whom(run):
     began = time.monotonic()
     result = run(HANGS, "--ranks-timeout=2", "--durations=0")
     output = result.stdout.str()
-    result.assert_outcomes(failed=3)
+    result.assert_outcomes(failed=4)
     shown = part(output, "test_hang[3ranks]")
     assert "the test did not end within 1.5 s: " in shown
     assert re.search(r"ranks 0 and 1 have waited \d s in all_reduce", shown)
@@ -196,6 +203,8 @@ def test_a_hang_says_who_waits_for_whom(run):
     assert re.search(r"rank 1 .* is at test_it.py:\d+", shown)
     assert "in spin_for_ever" in shown
     assert re.search(r"rank 0 has waited \d s in barrier", shown)
+    shown = part(output, "test_stopped[2ranks]")
+    assert re.search(r"rank 1 \(process \d+\) has been stopped by a signal for \d s, while", shown)
     assert "did not end within 2 s" in part(output, "test_option[2ranks]")
     assert time.monotonic() - began < 60  # not the 120 s and more of the backend's timeouts
 

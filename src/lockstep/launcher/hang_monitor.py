@@ -326,6 +326,7 @@ class HangMonitor:
         now = time.monotonic()
         if now >= self._next_samples:
             self._next_samples = now + self._policy.timeout / STACK_INTERVALS
+            self._view()  # notes which ranks are stopped: those do not answer
             self._sample_silent_ranks()
 
     # --- early remarks ------------------------------------------------------------------------
@@ -427,6 +428,7 @@ class HangMonitor:
 
     def explain(self) -> str:
         """Return which ranks wait for which at this moment, and the stack of every rank."""
+        self._view()
         self._sample_silent_ranks()
         snapshots, stacks = self._locate_all()
         hang = find_hang(snapshots, 0.0, self._returned())
