@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from lockstep.errors import RankError
 from lockstep.replay.bisection import bisect_runs
-from lockstep.replay.bisection_report import bisection_json, sentences
+from lockstep.replay.bisection_report import bisection_json, facts, lead, sentences
 from lockstep.replay.finding import find_in_records
 from lockstep.replay.record_difference import compare_records, first_record_difference
 from lockstep.replay.recorded_run import export_fingerprints, read_recorded_run
@@ -102,6 +105,7 @@ def finding_without_fingerprints(a, b):
     return found.step, found.microbatch, found.direction
 
 
+@pytest.mark.stress
 def test_exported_files_with_fingerprints_need_no_replay(recorded, tmp_path):
     planted = next(each for each in PLANTED if each.name == "a wrong backward of one layer")
     sides = []
@@ -145,6 +149,7 @@ LATE = {
 }
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("step", [1, 4])
 def test_a_change_that_shows_in_a_later_step(recorded, step):
     """The search goes back to the step that made it: by digests, or by one more step."""
@@ -161,6 +166,7 @@ def test_a_change_that_shows_in_a_later_step(recorded, step):
     assert finding.element is None, "no operator of that step reads it"
 
 
+@pytest.mark.stress
 def test_a_run_that_was_resumed(recorded, folder):
     """A difference that only the resumed process made is found behind the checkpoint."""
     loop = "            trainer.step(batch)"
@@ -181,3 +187,34 @@ def test_a_run_that_was_resumed(recorded, folder):
     place = finding.step, finding.direction, finding.operator
     assert place == (3, "optimizer", "aten.add_.Tensor")
     assert [each.is_exact for each in found.reproductions] == [True, True]
+
+
+@pytest.mark.stress
+def test_a_step_whose_bits_change_when_its_operators_are_recorded(recorded):
+    """torch composes the gradient of prod in another way then; modules are named all the same."""
+    dropout = "        return nn.functional.dropout(y, 0.2)"
+    product = f"        y = y * torch.prod(1 + 0.3 * y, dim=1, keepdim=True)\n{dropout}"
+    source = replace(SCRIPT, {dropout: product})
+    other = replace(source, {"momentum=0.9": "momentum=0.8"})
+    found = bisect_runs(recorded(source, "product"), recorded(other, "product, momentum"))
+    finding = found.finding
+    assert finding is not None
+    place = finding.step, finding.direction, finding.unit, finding.operator
+    assert place == (1, "optimizer", "0", None)
+    assert [each.is_exact for each in found.reproductions] == [True, True]
+    (remark,) = found.remarks
+    assert remark.startswith("Recording the operators of product changed its bits (the norm of")
+
+
+@pytest.mark.stress
+def test_the_page_about_bisect_shows_what_it_prints(folder):
+    page = (Path(__file__).parents[2] / "docs" / "bisect.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    a = record(folder, "before", script, ranks=4)
+    b = record(folder, "after", replace(script, {"counts) / 3": "counts) * (1 / 3)"}))
+    found = bisect_runs(a, b)
+    shown = " ".join(page.split())
+    for text in (lead(found), *sentences(found)[:1], *sentences(found)[2:]):
+        assert text in shown
+    for row in facts(found)[:-2]:  # losses and norms depend on the processor
+        assert " ".join(" ".join(row).split()) in shown
