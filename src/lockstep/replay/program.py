@@ -38,6 +38,8 @@ class Program:
             they are not known.
         environ: The variables that decide bits.
         variables: The variables that the program's own files name.
+        torch_seed: The seed of torch's default generator, which initial weights are drawn from;
+            None where it is not known.
         options: The options of a recipe.
         trainer: The number of the recorded trainer in the program, from 0.
         sources: The folder with the stored sources; None where there are none.
@@ -50,6 +52,7 @@ class Program:
     path: tuple[str, ...] | None = None
     environ: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
+    torch_seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     trainer: int = 0
     sources: Path | None = None
@@ -124,6 +127,7 @@ def read_program(run: Run, step: int) -> Program:
         cwd=str(program.get("cwd") or os.getcwd()),
         path=tuple(map(str, path)) if isinstance(path, list) else None,
         environ=environ,
+        torch_seed=_latest(run, step, "torch_seed"),
         variables={
             str(name): str(value)
             for name, value in as_dict(_latest(run, step, "variables")).items()

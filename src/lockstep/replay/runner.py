@@ -214,6 +214,8 @@ def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, n
 
 def _run_program(program: Program, folder: Path) -> None:
     """Run what was recorded as its interpreter would."""
+    import torch
+
     with contextlib.suppress(OSError):  # on another machine
         os.chdir(program.cwd)
     if program.kind == "recipe":
@@ -223,6 +225,8 @@ def _run_program(program: Program, folder: Path) -> None:
     if program.sources is not None and program.sources.is_dir():
         sources = StoredSources(program.sources)
         sources.install()
+    if program.torch_seed is not None:  # a program that sets none has drawn it at random
+        torch.manual_seed(program.torch_seed)
     sys.argv[:] = [program.target, *program.arguments]
     kind = "module" if program.kind == "module" else "script"
     script = os.path.normpath(os.path.join(program.cwd, program.target))

@@ -11,6 +11,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from lockstep.errors import UsageError
 from lockstep.launcher.run_folder import command_words
 from lockstep.launcher.world import World
@@ -307,6 +309,7 @@ def describe_run(
         "command": command_words(os.environ, sys.argv),
         "program": describe_program(),
         "seed": seed,
+        "torch_seed": torch.initial_seed(),  # a random one where the program sets none
         "trainer": trainer,
         "layout": {
             "world_size": world.world_size,
