@@ -219,7 +219,8 @@ class StepContext:
             where they are not.
         observe_microbatch: Called with the number of each micro-batch that was computed, and its
             gradients and buffers by name; in stages with those of each stage. None for nobody.
-        is_recorded: Whether the observer only records, and the trainer stops as without it.
+        is_recorded: Whether the step is recorded or replayed, so that its batch is hashed.
+        stops_at_refusals: Whether the trainer stops as without the observer, which only records.
         is_traced: Whether the executor keeps spans.
         is_checkpoint_due: Whether rank 0 wants a checkpoint after the step.
         batch: This rank's part of the batch, once it is known.
@@ -243,6 +244,7 @@ class StepContext:
     phase_recorder: Callable[[Phase], AbstractContextManager[None]] | None = None
     observe_microbatch: MicrobatchObserver | None = None
     is_recorded: bool = False
+    stops_at_refusals: bool = False
     is_traced: bool = False
     is_checkpoint_due: bool = False
     batch: Batch | None = None
@@ -292,7 +294,7 @@ class StepContext:
         Raises:
             LossError: The weights of the micro-batches cannot be computed, or sum to 0.
         """
-        whole = self.parallel.split(batch)
+        whole = self.parallel.split(batch, self.is_recorded)
         self.batch = whole if self.observer is None else self.observer.select(whole)
         self.shares, self.samples = self._shares(whole)
         return self.batch

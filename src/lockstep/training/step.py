@@ -256,7 +256,7 @@ class OptimizerStep:
         effects.finish()
         place = f"rank {self.parallel.rank}, step {step.number}"
         side_effect, weights = effects.failure, effects.summary
-        if step.observer is not None and not step.is_recorded:
+        if step.observer is not None and not step.stops_at_refusals:
             # lockstep check continues, to compare the layouts
             step.observer.record_refusal(side_effect)
             side_effect = weights = ""

@@ -541,7 +541,9 @@ class Trainer:
         attempt = self._position.attempt = self._position.attempt.following(self.steps)
         self._live_settings.begin()
         observer = None if self._observer is None else self._observer.begin_step(self.steps)
-        step = StepContext(attempt, self.parallel, observer, is_recorded=not self._is_in_session)
+        step = StepContext(attempt, self.parallel, observer)
+        step.is_recorded = self._is_in_session or bool(self.history.loggers)
+        step.stops_at_refusals = not self._is_in_session
         step.is_checkpoint_due = self._run.is_due_after(self.steps + 1)
         try:
             yield step
