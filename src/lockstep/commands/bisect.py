@@ -13,7 +13,7 @@ import click
 from lockstep.commands.replay import ReplayProgress
 from lockstep.commands.report import find_run, save
 from lockstep.errors import UsageError
-from lockstep.messages import JSON_HELP, say
+from lockstep.messages import JSON_HELP, escape_control, say
 
 if TYPE_CHECKING:
     from lockstep.replay.bisection import Bisection
@@ -109,7 +109,7 @@ def print_text(found: Bisection) -> None:
     if lines := commands(found):
         click.echo("\nTo look further:")
         for line in lines:
-            click.echo(f"  {line}")
+            click.echo(escape_control(f"  {line}"))
 
 
 class BisectProgress:
