@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
@@ -280,15 +279,15 @@ def test_after():
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_the_debugger_attaches_to_one_rank(run, pytester):
+@pytest.mark.parametrize("options", ["--ranks-pdb=1", "-k test_wrong"])
+def test_the_debugger_attaches_to_one_rank(run, pytester, options):
     pytester.makepyfile(test_it="import pytest\nimport torch.distributed as dist\n" + DEBUGGED)
-    child = pytester.spawn_pytest("-p no:cacheprovider --pdb --ranks-pdb=1 --ranks-timeout=2")
-    for secret in ("41", "51"):
+    child = pytester.spawn_pytest(f"-p no:cacheprovider --pdb --ranks-timeout=2 {options}")
+    for secret in ("41", "51") if "ranks-pdb" in options else ("41",):
         child.expect("rank 1: post-mortem debugging", timeout=60)
         child.expect("\\(Pdb\\)", timeout=60)
         child.sendline("p secret")
         child.expect(secret, timeout=60)
         child.sendline("q")
-    child.expect("2 failed, 1 passed", timeout=60)
+    child.expect("2 failed, 1 passed" if "ranks-pdb" in options else "1 failed", timeout=60)
     child.wait()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 ARGUMENTS = """
-import pickle
+import sys
+import warnings
+
 import pytest_lockstep
 
 VALUES = {"two": lambda: 2}
@@ -20,9 +22,23 @@ def shared():
 def nothing():
     return None
 
+ran = []
+
+def setup_module():
+    ran.append("module")
+
+def setup_function():
+    ran.append("function")
+
+@pytest_lockstep.rank_fixture(autouse=True)
+def automatic(rank):
+    ran.append(rank)
+
 @pytest.fixture
-def variable(monkeypatch):
+def variable(monkeypatch, tmp_path):
     monkeypatch.setenv("FROM_FIXTURE", "set")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
 
 @pytest_lockstep.rank_fixture
 def model(rank, shared):
@@ -49,6 +65,9 @@ def test_fixtures(rank, shared, nothing, variable, model, tmp_path, request):
     assert nothing is None
     assert model.hook() == rank
     assert os.environ["FROM_FIXTURE"] == "set"
+    assert os.getcwd() == str(tmp_path)
+    assert sys.path[0] == str(tmp_path / "packages")
+    assert sorted(ran, key=str) == [rank, "function", "module"]
     (tmp_path / str(rank)).write_text("")
     dist.barrier()
     assert len(list(tmp_path.iterdir())) == 2
@@ -61,7 +80,7 @@ def test_parameters(value, shared, rank):
     assert callable(value) or value == 3
 
 @pytest.mark.ranks(2)
-def test_acts_in_the_rank(rank, monkeypatch, capsys, capfd_text, caplog):
+def test_acts_in_the_rank(rank, monkeypatch, capsys, capfd_text, caplog, recwarn):
     import logging
     monkeypatch.setattr(os, "getcwd", lambda: "patched")
     assert os.getcwd() == "patched"
@@ -72,8 +91,9 @@ def test_acts_in_the_rank(rank, monkeypatch, capsys, capfd_text, caplog):
     with pytest.raises(ValueError, match="wrong"):
         raise ValueError("wrong")
     with pytest.warns(UserWarning):
-        import warnings
         warnings.warn("seen")
+    warnings.warn("kept")
+    assert str(recwarn.pop().message) == "kept"
 
 @pytest.fixture
 def capfd_text():

@@ -237,12 +237,14 @@ def _is_on_ranks(item: object) -> bool:
 def _find_misuse(definition: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> str:
     """Return why the test cannot use a rank fixture; "" if it can."""
     name = definition.argname
+    info: Any = request.node._fixtureinfo
     if not _is_on_ranks(request.node):
+        if name not in _find_named(request.node, info):
+            return ""  # an autouse fixture, for other tests
         return (
             f"the rank fixture {name!r} exists only in ranks: add @pytest.mark.ranks(2) to "
             f"{request.node.name}"
         )
-    info: Any = request.node._fixtureinfo
     for definitions in info.name2fixturedefs.values():
         user = definitions[-1]
         if is_sent(user) and name in user.argnames:
@@ -251,6 +253,21 @@ def _find_misuse(definition: pytest.FixtureDef[Any], request: pytest.FixtureRequ
                 f"fixture {name!r}: declare {user.argname!r} with @pytest_lockstep.rank_fixture"
             )
     return ""
+
+
+def _find_named(item: pytest.Item, info: Any) -> set[str]:
+    """Return the fixtures that a test names, itself or through other fixtures."""
+    named: set[str] = set()
+    waiting = [*info.argnames]
+    waiting += [name for mark in item.iter_markers("usefixtures") for name in mark.args]
+    while waiting:
+        name = waiting.pop()
+        if name not in named:
+            named.add(name)
+            waiting += (
+                info.name2fixturedefs[name][-1].argnames if name in info.name2fixturedefs else ()
+            )
+    return named
 
 
 def _find_arguments(item: pytest.Function) -> Iterator[tuple[str, str]]:
