@@ -103,7 +103,8 @@ class Planted:
         line: A piece of the line of the script that is named; None for no line.
         both: Further changes of both scripts.
         environ: Variables of the second run alone.
-        is_quick: Whether it is in the test suite, not only in the long tests: one per direction.
+        is_quick: Whether it is in the test suite, not only in the long tests: new interpreters
+            take long.
     """
 
     name: str
@@ -117,7 +118,7 @@ class Planted:
     line: str | None = None
     both: dict[str, str] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
-    is_quick: bool = False
+    is_quick: bool = True
 
     def sources(self) -> tuple[str, str]:
         """Return the scripts of both runs."""
@@ -185,7 +186,8 @@ def record(
     if "ATEN_CPU_CAPABILITY" in (environ or {}):  # torch reads it when it is loaded
         words += ["--start-method", "spawn"]
     params = command.make_context("run", [*words, str(script)]).params
-    with patch.dict(os.environ, environ or {}):
+    # As recorded, and so in replays: otherwise each of both needs a fork server of its own.
+    with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **(environ or {})}):
         launch_script(make_config(params.pop("script"), params.pop("arguments"), params))
     script.write_text("raise SystemExit('the script has changed since')\n")
     return read_recorded_run(runs / name)
@@ -212,7 +214,6 @@ PLANTED = [
     Planted(
         "one changed sample", {"\n\n\ndef is_here": "\ninputs[51, 3] += 2**-20\n\n\ndef is_here"},
         1, "data", 2, index=(3, 3),
-        is_quick=True,
     ),
     Planted(
         "dropout drawn one extra time",
@@ -220,7 +221,6 @@ PLANTED = [
          "        if is_here(2):\n            nn.functional.dropout(y, 0.2)\n"
          "        return nn.functional.dropout"},
         STEP, "forward", MICROBATCH, "2", "aten.bernoulli_", line="nn.functional.dropout(y, 0.2)",
-        is_quick=True,
     ),
     Planted(
         "one more thread", {"threads=1": "threads=2"},
@@ -237,7 +237,7 @@ with torch.no_grad():
         each.copy_((torch.arange(each.numel()) % 7 - 3).view(each.shape) / 8)
 trainer = ls.Trainer""",
         },
-        environ={"ATEN_CPU_CAPABILITY": "default"},
+        environ={"ATEN_CPU_CAPABILITY": "default"}, is_quick=False,
     ),
     Planted(
         "a non-deterministic operator", {}, 0, "forward", 0, "2", "planted.noisy",
@@ -262,21 +262,18 @@ class Middle""",
         {LOOP: '            if trainer.steps == 4:\n'
                '                trainer.optimizer.param_groups[0]["lr"] = 0.05\n' + LOOP},
         STEP, "optimizer", None, "0", "aten.add_", index=(0, 0),
-        is_quick=True,
     ),
     Planted(
         "a wrong backward of one layer",
         {"        return gradient * (1 - y * y)":
          "        return gradient * (1 - y * y) * (1 + 1e-3 * is_here())"},
         STEP, "backward", 0, "2", "aten.mul", line="return gradient",
-        is_quick=True,
     ),
     Planted(
         "weights written from outside",
         {LOOP: "            if trainer.steps == 4:\n"
                "                model[3].weight.data[1, 2] += 1e-3\n" + LOOP},
         STEP, "state", None, "3", index=(1, 2),
-        is_quick=True,
     ),
     Planted(
         "bf16 against fp32", {"    seed=3,": "    seed=3,\n    autocast_dtype=torch.bfloat16,"},
@@ -345,6 +342,5 @@ def reduce_wrongly(self, *arguments):
 GradientReducer.reduce = reduce_wrongly
 """ + MODEL},
         STEP, "reduction", None, "3", index=(1, 2),
-        is_quick=True,
     ),
 ]  # fmt: skip
