@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -104,11 +105,35 @@ def test_the_files_that_a_dataset_names_are_described(tmp_path, monkeypatch):
     dataset = Files("a.txt", Path("folder"), "missing", "a.txt", "x" * 5000, "\0")
     dataset.mapped = np.memmap("mapped", mode="r")
     found = {each["path"]: each for each in describe_data(Subset(dataset, [0]))}
-    assert list(found) == [str(tmp_path / name) for name in ("a.txt", "folder", "mapped")]
-    assert [each["size"] for each in found.values()] == [3, None, 32]
+    sizes = {Path(path).name: each["size"] for path, each in found.items()}
+    assert sizes == {"a.txt": 3, "folder": None, "mapped": 32}
     for path, each in found.items():
         assert each["mtime_ns"] == os.stat(path).st_mtime_ns
     assert describe_data(TensorDataset(torch.zeros(2))) == []
+
+
+class Lazy(Mapping):
+    """A mapping that reads a file for each entry, as h5py's."""
+
+    def __getitem__(self, key):
+        raise OSError(f"{key} was read")
+
+    def __iter__(self):
+        return iter(["a"])
+
+    def __len__(self):
+        return 1
+
+
+def test_looking_at_a_dataset_is_bounded_and_reads_none_of_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train").mkdir()
+    Path("last.txt").write_text("abc")
+    dataset = Files("train")  # the name of a split, and by chance of a folder
+    dataset.lazy, dataset.table = Lazy(), [[{"a": 1}] * 1000 for _ in range(1000)]
+    dataset.more = {n: [str(n)] * 2 for n in range(10**6)}
+    dataset.last = "last.txt"
+    assert [each["path"] for each in describe_data(dataset)] == [str(tmp_path / "last.txt")]
 
 
 @pytest.mark.parametrize("value", [object(), None, int, len, {"a": 1}])

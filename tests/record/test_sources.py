@@ -11,6 +11,9 @@ from lockstep.record import sources
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import Recorder
 from lockstep.record.sources import find_named_variables, find_sources, locate_stored
+from lockstep.replay.program import read_program
+
+WIDTH = "_".join(["MADE", "UP", "WIDTH"])  # not named in this file, which is one of the program
 
 
 @pytest.fixture
@@ -49,12 +52,22 @@ def test_variables_that_own_files_name_are_recorded_without_secrets(
     ]
     environ = {"LR": "0.1", "WIDTH": "8", "OTHER": "1", "RANK": "0", "HOME": "/home/ann"}
     environ |= {"NAP_TOKEN": "hush", "PLACE": "qX83hfk20vmQ91bz"}
+    secrets = {"VAULT_KEY": "correct horse", "API_PIN": "4711", "DB_LOGIN": "me", "SSH_PW": "a b"}
+    sources, environ = [*sources, repr(list(secrets)).encode()], environ | secrets
     assert find_named_variables(sources, environ) == {"LR": "0.1", "WIDTH": "8"}
     monkeypatch.setenv("MADE_UP_RATE", "0.25")
+    monkeypatch.setenv(WIDTH, "4")
     write_module("own_rates", "import os\nRATE = os.environ['MADE_UP_RATE']\n")
     with Recorder(tmp_path / "run") as recorder:
-        recorder.write("run")
-    assert read_run(tmp_path / "run").latest("variables")["MADE_UP_RATE"] == "0.25"
+        recorder.write("run", program={"kind": "script", "target": "train.py"})
+        write_module("own_widths", f"import os\nWIDTH = os.environ['{WIDTH}']\n")
+        recorder.write("step", step=0)
+        recorder.write("end", state="done")
+    run = read_run(tmp_path / "run")
+    assert run.latest("variables")["MADE_UP_RATE"] == "0.25"
+    assert WIDTH not in run.latest("variables"), "its module is imported later"
+    variables = read_program(run, 0).variables
+    assert (variables["MADE_UP_RATE"], variables[WIDTH]) == ("0.25", "4")
 
 
 def test_sources_are_stored_when_the_record_opens_and_when_modules_follow(tmp_path, write_module):

@@ -11,12 +11,14 @@ data        files and folders that a dataset names, with size and time of modifi
 from __future__ import annotations
 
 import os
+import stat
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -45,9 +47,9 @@ REPLAYABLE = ("script", "module", "function", "recipe")
 
 INSTALLATION = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-MOST_PATHS = 1000  # that are looked at
+MOST_PATHS = 100  # that are described
+MOST_OBJECTS = 2000  # that are looked at, once per epoch
 LONGEST = 4096  # characters of a path
-DEPTH = 5  # of objects within objects
 
 
 def describe_program(kind: str | None = None, target: str | None = None) -> dict[str, Any]:
@@ -127,35 +129,50 @@ def _is_installed(entry: str) -> bool:
 def describe_data(dataset: object) -> list[dict[str, Any]]:
     """Return the files and folders that a dataset names: path, size in bytes, mtime_ns.
 
-    Named are those in its attributes, in lists there, in datasets inside it, and memory-mapped
-    arrays. A file that the program reads by itself is not known. A folder has no size.
+    Named are those in its attributes, in lists, tuples and dicts there, in datasets inside it, and
+    memory-mapped arrays; a word without a separator only if it is a file. The first 2,000
+    objects are looked at, and 100 paths are described. A file that the program reads by itself
+    is not known. A folder has no size.
     """
     found = {}
-    for path in islice(_named_paths(dataset, set(), DEPTH), MOST_PATHS):
+    for path in islice(_named_paths(dataset), MOST_PATHS):
         absolute = os.path.abspath(path)
         try:
             status = os.stat(absolute)
         except (OSError, ValueError):
             continue
-        size = None if os.path.isdir(absolute) else status.st_size
+        is_folder = stat.S_ISDIR(status.st_mode)
+        if is_folder and isinstance(path, str) and os.sep not in path:
+            continue  # a word such as "train"
+        size = None if is_folder else status.st_size
         found[absolute] = {"path": absolute, "size": size, "mtime_ns": status.st_mtime_ns}
     return list(found.values())
 
 
-def _named_paths(value: object, seen: set[int], depth: int) -> Iterator[str | Path]:
-    """Yield what may be a path in a value and its attributes, each object once."""
-    if isinstance(value, (str, Path)):
-        if value and len(str(value)) < LONGEST:
-            yield value
-    elif isinstance(value, np.memmap):
-        if value.filename is not None:
-            yield Path(os.fsdecode(value.filename))
-    elif depth and id(value) not in seen and not isinstance(value, type) and not callable(value):
-        seen.add(id(value))
-        inside: Iterable[object] = getattr(value, "__dict__", {}).values()
-        if isinstance(value, Mapping):
-            inside = value.values()
-        elif isinstance(value, (list, tuple)):
-            inside = value[:MOST_PATHS]
+def _named_paths(dataset: object) -> Iterator[str | Path]:
+    """Yield what may be a path in a dataset and its attributes.
+
+    Only containers of Python itself are entered: another mapping may read a file for each entry.
+    """
+    waiting, seen = deque([dataset]), {id(dataset)}
+    for _ in range(MOST_OBJECTS):
+        if not waiting:
+            return
+        value = waiting.popleft()
+        inside: Iterable[object] = ()
+        if isinstance(value, (str, Path)):
+            if value and len(str(value)) < LONGEST:
+                yield value
+        elif isinstance(value, np.memmap):
+            if value.filename is not None:
+                yield Path(os.fsdecode(value.filename))
+        elif type(value) in (list, tuple):
+            inside = islice(cast(Iterable[object], value), MOST_PATHS)
+        elif type(value) is dict:
+            inside = islice(value.values(), MOST_PATHS)
+        elif not isinstance(value, type) and not callable(value):
+            inside = list(getattr(value, "__dict__", {}).values())
         for each in inside:
-            yield from _named_paths(each, seen, depth - 1)
+            if id(each) not in seen:
+                seen.add(id(each))
+                waiting.append(each)

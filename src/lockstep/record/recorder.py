@@ -130,7 +130,7 @@ class Recorder:
         elif kind == "resume":
             line |= {"resumed": _now()} | self._changed_metadata() | self._store_sources()
         if kind in ("checkpoint", "end"):
-            self._store_sources(new=False)
+            line |= self._store_sources(new=False)
         try:
             text = orjson.dumps(line, _to_json, JSON_OPTIONS)
         except TypeError:  # an integer of more than 64 bits, a cycle of containers, ...
@@ -178,10 +178,11 @@ class Recorder:
 
         Args:
             new: Whether a process begins to write the record; otherwise only modules that it
-                has imported since then are copied.
+                has imported since then are copied, and only variables that they add returned.
         """
         if self._sources is None:
             return {}
+        known = self._sources.variables
         try:
             if new:
                 self._sources.open()
@@ -193,6 +194,9 @@ class Recorder:
             return {}
         if self._sources.name is None:
             return {}
+        if not new:
+            added = self._sources.variables
+            return {"variables": added} if added != known else {}
         return {"sources": self._sources.name, "variables": self._sources.variables}
 
     def _fail(self, error: OSError) -> None:

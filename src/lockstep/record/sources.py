@@ -30,6 +30,8 @@ __all__ = ["FOLDER", "SourceFolder", "find_named_variables", "find_sources", "lo
 FOLDER = "sources"
 NAME = re.compile(rb"""["']([A-Z][A-Z0-9_]*)["']""")
 # Variables of the rank, its launcher or its user: a replay has its own.
+PRIVATE = re.compile(r"PW|LOGIN|CRED|USER|ACCOUNT|MAIL")
+RANDOM = "q8Zr41Lm9Tx2Vb7K"
 FOREIGN = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|NODE)_.*|(MASTER|OMPI|PMIX?|MPI|SLURM|PET|TORCHELASTIC)_.*"
     r"|LOCKSTEP_.*|(CUDA|HIP)_VISIBLE_DEVICES|COLUMNS|HOME|HOSTNAME|LANG|LOGNAME|PATH|PWD"
@@ -51,15 +53,18 @@ def find_sources() -> dict[str, bytes]:
 def find_named_variables(sources: Iterable[bytes], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of an environment whose names are strings in sources.
 
-    Left out are variables such as RANK and HOME that only this process is meant to have, secrets,
-    and whatever looks as random as one: a program may name a secret as it likes.
+    Left out are variables such as RANK and HOME that only this process is meant to have, and all
+    that may be a secret: by name (API_KEY, LOGIN, PIN), whatever the value, or by a value that
+    looks random, whatever the name.
     """
     names = {name.decode() for source in sources for name in NAME.findall(source)}
     return {
         name: environ[name]
         for name in sorted(names & environ.keys())
         if not FOREIGN.fullmatch(name)
-        and redact(environ[name], name) == redact(environ[name], "key") == environ[name]
+        and not PRIVATE.search(name)
+        and redact(RANDOM, name) == RANDOM  # the name does not hint at a secret
+        and redact(environ[name], "key") == environ[name]
     }
 
 
@@ -117,7 +122,9 @@ class SourceFolder:
             OSError: A file cannot be written.
         """
         if self.name is not None and set(_find_files()) - self._stored:
-            self._store(find_sources(), self.name)
+            sources = find_sources()
+            self.variables = find_named_variables(sources.values(), os.environ)
+            self._store(sources, self.name)
 
     def _store(self, sources: dict[str, bytes], name: str) -> None:
         for path, content in sources.items():

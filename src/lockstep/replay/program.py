@@ -128,14 +128,20 @@ def read_program(run: Run, step: int) -> Program:
         path=tuple(map(str, path)) if isinstance(path, list) else None,
         environ=environ,
         torch_seed=_latest(run, step, "torch_seed"),
-        variables={
-            str(name): str(value)
-            for name, value in as_dict(_latest(run, step, "variables")).items()
-        },
+        variables=_read_variables(run, step),
         options=as_dict(_latest(run, step, "options")),
         trainer=trainer if isinstance(trainer, int) else 0,
         sources=run.folder.resolve() / sources if isinstance(sources, str) else None,
     )
+
+
+def _read_variables(run: Run, step: int) -> dict[str, str]:
+    """Return the variables that the program's files name, also those of modules imported late."""
+    later = [line.get("variables") for line in (*run.checkpoints, run.end or {})]
+    found = {**as_dict(_latest(run, step, "variables"))}
+    for each in later:
+        found |= as_dict(each)
+    return {str(name): str(value) for name, value in found.items()}
 
 
 def _read_launch(run: Run) -> dict[str, Any]:
