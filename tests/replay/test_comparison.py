@@ -95,25 +95,51 @@ def test_a_replay_that_failed_is_no_equal_one():
     assert found.plain()["loss"] is None
 
 
+LOSS = (
+    "LossError: rank 1, step 7, micro-batch 3: the loss is nan; training stopped, the weights "
+    "before this step are in runs/mine/last-good.safetensors"
+)
+
+
 def test_the_step_in_which_a_run_stopped_is_equal_where_the_replay_stops_alike():
-    message = (
-        "LossError: rank 1, step 7, micro-batch 3: the loss is nan; training stopped, the weights "
-        "before this step are in runs/mine/last-good.safetensors"
-    )
-    run = make_run(end={"state": "failed", "message": message})
+    run = make_run(end={"state": "failed", "message": LOSS})
     recorded = find_recorded(run, {}, 7)
     assert (recorded.step, recorded.microbatch) == (None, 3)
     assert find_recorded(run, {}, 8) == Recorded(None)
-    again = message.removeprefix("LossError: ").replace("rank 1", "rank 0")
-    assert compare(REQUEST, recorded, Replay([], 0, 1.0, again)).equal
-    other = again.replace("nan", "inf")
-    assert not compare(REQUEST, recorded, Replay([], 0, 1.0, other)).equal
+    again = LOSS.removeprefix("LossError: ").replace("rank 1", "rank 0")
+    assert compare(REQUEST, recorded, Replay([], 0, 1.0, again, finished=7)).equal
+    for elsewhere in (("nan", "inf"), ("step 7", "step 3"), ("batch 3", "batch 0")):
+        failed = Replay([], 0, 1.0, again.replace(*elsewhere), finished=7)
+        assert not compare(REQUEST, recorded, failed).equal
     assert not compare(REQUEST, recorded, Replay([REPLAYED], 0, 1.0)).equal
-    for microbatch, loss, is_equal in ((3, math.nan, True), (3, 0.5, False), (2, 0.5, True)):
-        request = replace(REQUEST, microbatch=microbatch)
-        losses = tuple(loss if each == microbatch else None for each in range(4))
-        alone = replace(REPLAYED, losses=losses, loss=math.nan)
-        assert compare(request, recorded, Replay([alone], 0, 1.0)).equal is is_equal
+
+    for microbatch, loss, is_equal in ((3, math.nan, True), (3, 0.5, False)):
+        found = compare_alone(recorded, microbatch, loss)
+        assert (found.compared, found.equal) == (("whether it stopped",), is_equal)
+    for loss in (0.5, math.nan):  # the record does not say what another one computes
+        found = compare_alone(recorded, 2, loss)
+        assert (found.compared, found.differences, found.equal) == ((), (), False)
+    request = replace(REQUEST, microbatch=2)
+    found = compare(request, recorded, Replay([], 0, 1.0, "rank 0 failed: no data", finished=7))
+    assert found.differences == ("the replay failed: rank 0 failed: no data",)
+
+
+def compare_alone(recorded: Recorded, microbatch: int, loss: float):
+    """Compare what the record has with a micro-batch that was computed alone."""
+    losses = tuple(loss if each == microbatch else None for each in range(4))
+    alone = replace(REPLAYED, losses=losses, loss=math.nan)
+    request = replace(REQUEST, microbatch=microbatch)
+    return compare(request, recorded, Replay([alone], 0, 1.0, finished=7))
+
+
+def test_errors_of_a_step_are_compared_without_the_rank():
+    message = "rank 3, step 7: a parameter has no gradient; see the log"
+    run = make_run(end={"state": "failed", "message": f"GradientError: {message}"})
+    recorded = find_recorded(run, {}, 7)
+    again = message.replace("rank 3", "rank 0")
+    assert compare(REQUEST, recorded, Replay([], 0, 1.0, again, finished=7)).equal
+    other = again.replace("parameter", "buffer")
+    assert not compare(REQUEST, recorded, Replay([], 0, 1.0, other, finished=7)).equal
 
 
 def test_a_run_that_failed_otherwise_is_compared_by_its_error():
@@ -122,10 +148,19 @@ def test_a_run_that_failed_otherwise_is_compared_by_its_error():
     recorded = find_recorded(run, steps, 7)
     assert recorded == Recorded(None, failure="KeyError: 'lr'")
     assert find_recorded(run, steps, 8) == Recorded(None)
-    again = Replay([], 0, 1.0, "rank 0 raised KeyError: 'lr' (train.py:31)")
+    again = Replay([], 0, 1.0, "rank 0 raised KeyError: 'lr' (train.py:31)", finished=7)
+    alone = replace(REQUEST, microbatch=0)
     assert compare(REQUEST, recorded, again).equal
-    assert not compare(REQUEST, recorded, Replay([], 0, 1.0, "rank 0 raised KeyError: 'x'")).equal
+    assert compare(alone, recorded, again).equal
+    other = replace(again, failure="rank 0 raised KeyError: 'x'")
+    assert not compare(REQUEST, recorded, other).equal
     assert not compare(REQUEST, recorded, Replay([REPLAYED], 0, 1.0)).equal
+    for finished in (None, 6):  # the same error elsewhere
+        found = compare(REQUEST, recorded, replace(again, finished=finished))
+        assert not found.equal
+        assert "replayed before step 7, rank 0 raised KeyError" in found.differences[0]
+    found = compare_alone(recorded, 0, 0.5)  # the error may belong to another micro-batch
+    assert (found.compared, found.differences, found.equal) == ((), (), False)
 
 
 def test_the_digest_after_a_step_is_that_of_a_checkpoint_or_of_the_end():

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.replay.operator_difference import first_operator_difference
+from lockstep.replay.program import Base
 from lockstep.replay.result import Level, ReplayedStep, ReplayRequest
 from lockstep.replay.session import ReplaySession
 from lockstep.training.session import SessionComplete, open_session
@@ -30,7 +31,7 @@ def replayed(
     """Return the last steps of a program, as a replay of it in this process records them."""
     steps: list[ReplayedStep] = []
     request = ReplayRequest(Path(), first, STEPS - 1, level=level)
-    session = ReplaySession(request, 0, None, steps.append, lambda count: None)
+    session = ReplaySession(request, 0, Base(), steps.append, lambda count: None)
     torch.manual_seed(0)
     with open_session(session), pytest.raises(SessionComplete):
         train()

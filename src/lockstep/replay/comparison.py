@@ -17,9 +17,11 @@ __all__ = ["Comparison", "Recorded", "compare", "find_recorded"]
 MOST_NAMED = 8  # micro-batches in a sentence
 
 STOPPED_AT = re.compile(
-    r"(?:\w+Error: )?(?:rank \d+, )?step (?P<step>\d+)"
-    r"(?:, micro-batch (?P<microbatch>\d+))?: (?P<what>the [\w ]+ is -?(?:nan|inf))"
+    r"(?:rank \d+ failed: )?(?:\w+Error: )?(?:rank \d+, )?step (?P<step>\d+)"
+    r"(?:, micro-batch (?P<microbatch>\d+))?: (?P<what>the [\w ]+ is -?(?:nan|inf)|[^;\n]+)"
 )
+"""An error of a step. Its message names the rank, which depends on the layout, and after a
+semicolon the folder."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,9 @@ def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Compa
     replayed = next((each for each in replay.steps if each.step == request.first), None)
     pairs: dict[str, tuple[str, str]] = {}
     differences: list[str] = []
-    if recorded.failure:
-        pairs["whether it stopped"] = _find_stops(request, recorded, replay, replayed)
+    stops = _find_stops(request, recorded, replay, replayed) if recorded.failure else None
+    if stops is not None:
+        pairs["whether it stopped"] = stops
     elif replayed is None:
         differences.append(f"the replay failed: {replay.failure}")
     elif recorded.step is not None:
@@ -182,21 +185,35 @@ def _losses(step: RecordedStep, replayed: ReplayedStep) -> list[str]:
 
 def _find_stops(
     request: ReplayRequest, recorded: Recorded, replay: Replay, replayed: ReplayedStep | None
-) -> tuple[str, str]:
-    """Return how the run and the replay stopped in the step, in phrases."""
-    if request.microbatch is not None and replayed is not None:
-        loss = _loss_of(replayed, request.microbatch)
-        if request.microbatch == recorded.microbatch:
-            return recorded.failure, f"the loss is {loss}"
-        is_finite = loss is None or math.isfinite(loss)
-        stopped = f"in micro-batch {recorded.microbatch}"
-        return stopped, stopped if is_finite else f"the loss is {loss}"
+) -> tuple[str, str] | None:
+    """Return how the run and the replay stopped in the step, in phrases.
+
+    None where the record does not say what the replay should have done: that of one micro-batch,
+    if the run stopped in another one, or it is not known in which.
+    """
+    before = _describe_stop(request.first, recorded.microbatch, recorded.failure)
+    is_other = request.is_alone and request.microbatch != recorded.microbatch
     if replayed is not None:
-        return recorded.failure, "it did not stop"
-    if recorded.failure in replay.failure:
-        return recorded.failure, recorded.failure
-    stop = STOPPED_AT.match(replay.failure)
-    return recorded.failure, replay.failure if stop is None else stop["what"]
+        if is_other:
+            return None
+        if request.is_alone:
+            loss = _loss_of(replayed, request.microbatch or 0)
+            now = f"the loss is {loss}"
+            return before, _describe_stop(request.first, request.microbatch, now)
+        return before, "it did not stop"
+    if is_other and recorded.microbatch is not None:
+        return None
+    if (stop := STOPPED_AT.match(replay.failure)) is not None:
+        microbatch = None if stop["microbatch"] is None else int(stop["microbatch"])
+        return before, _describe_stop(int(stop["step"]), microbatch, stop["what"])
+    if replay.finished != request.first:
+        return before, f"before step {request.first}, {replay.failure}"
+    return before, before if recorded.failure in replay.failure else replay.failure
+
+
+def _describe_stop(step: int, microbatch: int | None, what: str) -> str:
+    place = f"step {step}" if microbatch is None else f"step {step}, micro-batch {microbatch}"
+    return f"{place}: {what}"
 
 
 def _results(

@@ -95,6 +95,8 @@ class Replay:
         seconds: From the start of the ranks to their end.
         failure: Why it ended too early, as one sentence; "" if it did not.
         details: The traceback and the last lines of output of the failed rank.
+        finished: The number of steps that were finished when it ended; None where the program did
+            not come to the trainer.
     """
 
     steps: list[ReplayedStep]
@@ -102,3 +104,4 @@ class Replay:
     seconds: float
     failure: str = ""
     details: str = ""
+    finished: int | None = None

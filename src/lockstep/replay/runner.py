@@ -80,11 +80,13 @@ def run_program(
         seconds = time.monotonic() - begun
         ranks = [list(_read(_record_of(folder, rank))) for rank in range(request.layout.ranks)]
         steps = _merge_steps(ranks)
-        if failure or len(steps) == request.last + 1 - request.first:
-            return Replay(steps, base.steps, seconds, failure, details)
-        done = read_count(folder) or base.steps
-        sentence = f"the program ended after {done} steps, before step {request.last} was finished"
-        return Replay(steps, base.steps, seconds, sentence)
+        finished = read_count(folder)
+        if not failure and len(steps) != request.last + 1 - request.first:
+            failure = (
+                f"the program ended after {finished or base.steps} steps, before step "
+                f"{request.last} was finished"
+            )
+        return Replay(steps, base.steps, seconds, failure, details, finished=finished)
 
 
 def _launch(
@@ -113,9 +115,9 @@ def _launch(
         try:
             ranks.join(POLL)
         except TimeoutError:
-            report(max(0, read_count(folder) - base.steps), total)
+            report((read_count(folder) or base.steps) - base.steps, total)
         else:
-            report(max(0, read_count(folder) - base.steps), total)
+            report((read_count(folder) or base.steps) - base.steps, total)
             return
 
 
@@ -188,17 +190,16 @@ def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, n
     os.environ[RUN] = name
     if request.layout.backend:
         os.environ["LOCKSTEP_BACKEND"] = request.layout.backend
-    counter = os.open(folder / "count", os.O_WRONLY | os.O_CREAT, 0o600) if rank == 0 else -1
+    counter = os.open(_count_of(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
 
     def count(steps: int) -> None:
-        if rank == 0:
-            os.pwrite(counter, steps.to_bytes(8, "little"), 0)
+        os.pwrite(counter, steps.to_bytes(8, "little"), 0)
 
     with _record_of(folder, rank).open("xb", buffering=0) as file:
         session = ReplaySession(
             request,
             program.trainer,
-            base.checkpoint,
+            base,
             lambda found: pickle.dump(found, file),
             count,
         )
@@ -260,12 +261,17 @@ def _record_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.pickle"
 
 
-def read_count(folder: Path) -> int:
-    """Return how many steps rank 0 has finished; 0 before the first one."""
-    try:
-        return int.from_bytes((folder / "count").read_bytes(), "little")
-    except OSError:
-        return 0
+def _count_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.count"
+
+
+def read_count(folder: Path) -> int | None:
+    """Return how many steps the trainer has finished; None before it is constructed.
+
+    Ranks that are ended after the failure of another one may not have counted the last one.
+    """
+    texts = [file.read_bytes() for file in folder.glob("rank-*.count")]
+    return max((int.from_bytes(text, "little") for text in texts if text), default=None)
 
 
 def _merge_steps(ranks: Sequence[Sequence[ReplayedStep]]) -> list[ReplayedStep]:

@@ -21,6 +21,7 @@ from lockstep.model.operator_tracer import OperatorTracer, record_graphs_as_oper
 from lockstep.model.step_context import StepContext, StepObserver
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.replay.microbatch import LoneMicrobatch
+from lockstep.replay.program import Base
 from lockstep.replay.result import ReplayedStep, ReplayRequest
 from lockstep.training.history import StepResult
 from lockstep.training.session import ObservedTrainer, SessionComplete, TrainerObserver
@@ -35,22 +36,23 @@ class ReplaySession:
     Args:
         request: The steps that are wanted.
         trainer: The number of the trainer that they belong to.
-        checkpoint: Where it begins; None for its beginning.
+        base: Where it begins.
         record: Called with each wanted step; the same on every rank except for fingerprints.
-        count: Called with the number of finished steps after each one.
+        count: Called with the number of finished steps, when the trainer is constructed and after
+            each one.
     """
 
     def __init__(
         self,
         request: ReplayRequest,
         trainer: int,
-        checkpoint: Path | None,
+        base: Base,
         record: Callable[[ReplayedStep], None],
         count: Callable[[int], None],
     ) -> None:
         self.request = request
         self.record, self.count = record, count
-        self.trainer, self._checkpoint = trainer, checkpoint
+        self.trainer, self._base = trainer, base
         self._trainers = 0
 
     def options(
@@ -64,7 +66,8 @@ class ReplaySession:
         number, self._trainers = self._trainers, self._trainers + 1
         if number != self.trainer:
             return UnobservedTrainer()
-        return ReplayedTrainer(self, trainer, self._checkpoint)
+        self.count(self._base.steps)
+        return ReplayedTrainer(self, trainer, self._base.checkpoint)
 
 
 class UnobservedTrainer:
