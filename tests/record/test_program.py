@@ -14,6 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import lockstep
 from lockstep.launcher import world
+from lockstep.launcher.launch import launch
 from lockstep.record.program import describe_data, describe_program, select_variables
 
 PRINT = """
@@ -71,6 +72,9 @@ def test_a_launch_knows_where_it_was_started_and_what_it_runs(tmp_path):
 def test_a_function_of_a_launch_names_its_script(ranks):
     found, _ = ranks(describe_program, 2)
     assert (found["kind"], found["target"]) == ("function", sys.argv[0])
+    first, second = (launch(describe_program)[0]["launch"] for _ in range(2))
+    assert second == first + 1
+    assert "launch" not in describe_program()
     assert describe_program("recipe", "digits")["target"] == "digits"
 
 

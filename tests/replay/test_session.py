@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep as ls
+from lockstep.launcher.launch import launch_in_this_process
 from lockstep.replay.operator_difference import first_operator_difference
 from lockstep.replay.program import Base
 from lockstep.replay.result import Level, ReplayedStep, ReplayRequest
@@ -31,11 +32,32 @@ def replayed(
     """Return the last steps of a program, as a replay of it in this process records them."""
     steps: list[ReplayedStep] = []
     request = ReplayRequest(Path(), first, STEPS - 1, level=level)
-    session = ReplaySession(request, 0, Base(), steps.append, lambda count: None)
+    session = ReplaySession(request, (None, 0), Base(), steps.append, lambda count: None)
     torch.manual_seed(0)
     with open_session(session), pytest.raises(SessionComplete):
         train()
     return steps
+
+
+@pytest.mark.parametrize("wanted", [(0, 0), (1, 0), (1, 1), (None, 0)])
+def test_each_call_of_launch_has_its_own_trainers(wanted):
+    def train(*seeds: int) -> None:
+        for seed in seeds:
+            torch.manual_seed(seed)
+            options: dict[str, Any] = {"microbatches": 4, "seed": seed, "loggers": None}
+            trainer = ls.Trainer(Words(), nn.CrossEntropyLoss(), SGD, **options)
+            for batch in word_batches([11, 8, 8]):
+                trainer.step(batch)
+
+    steps: list[ReplayedStep] = []
+    request = ReplayRequest(Path(), 1, STEPS - 1)
+    session = ReplaySession(request, wanted, Base(), steps.append, lambda count: None)
+    with open_session(session), launch_in_this_process(), pytest.raises(SessionComplete):
+        ls.launch(train, (1,))
+        ls.launch(train, (2, 3))
+        train(4)
+    seed = {(0, 0): 1, (1, 0): 2, (1, 1): 3, (None, 0): 4}[wanted]
+    assert steps == replayed(partial(train, seed), "result")
 
 
 class Attention(nn.Module):

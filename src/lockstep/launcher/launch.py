@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import pickle
 import secrets
@@ -28,6 +29,7 @@ from lockstep.launcher.fork_server import (
     looks_like_training,
 )
 from lockstep.launcher.listening_socket import LOOPBACK
+from lockstep.launcher.rank_process import get_launch_number, set_launch_number
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.messages import say
 
@@ -44,6 +46,7 @@ T = TypeVar("T")
 START_METHODS = ("forkserver", "spawn", "fork")
 
 _calls_in_this_process = False
+_launches = itertools.count()
 
 
 @contextmanager
@@ -53,8 +56,9 @@ def launch_in_this_process() -> Iterator[None]:
     `lockstep check` and `lockstep replay` need it for scripts that start ranks: they run them in a
     process that is one of their ranks already.
     """
-    global _calls_in_this_process
-    _calls_in_this_process = True
+    global _calls_in_this_process, _launches
+    _calls_in_this_process, _launches = True, itertools.count()
+    set_launch_number(None)
     try:
         yield
     finally:
@@ -321,7 +325,12 @@ def _call_in_this_process(
             "lockstep check and lockstep replay cannot run a script that calls launch(join=False)"
         )
     rank_info = read_rank_info(os.environ)
-    value = fn(rank_info.rank, *args) if pass_rank else fn(*args)
+    before = get_launch_number()
+    set_launch_number(next(_launches))
+    try:
+        value = fn(rank_info.rank, *args) if pass_rank else fn(*args)
+    finally:
+        set_launch_number(before)
     return [value] * rank_info.world_size
 
 
@@ -335,9 +344,11 @@ def _start(
     port = ranks.serve_store(LOOPBACK, 0)
     run_id, store = secrets.token_hex(4), ranks.create_store()
     environment = RankEnvironment(nprocs, LOOPBACK, port, run_id, store=store)
+    number = next(_launches)
     for rank, pickled in enumerate(pickles):
         work = write_memfd(pickled)
         task = function_task(environment.variables(rank), spawn=start_method == "spawn")
+        task["launch"] = number
         ranks.start_rank(rank, task, work)
         os.close(work)
     return ranks

@@ -55,6 +55,7 @@ __all__ = [
     "describe_error",
     "exit_process",
     "get_exit_code",
+    "get_launch_number",
     "get_task",
     "ignore_requests",
     "is_replaceable",
@@ -63,6 +64,7 @@ __all__ = [
     "receive_from_launcher",
     "report_to_launcher",
     "run_code",
+    "set_launch_number",
 ]
 
 F_SETSIG = 10  # of fcntl, on Linux: the signal that an asynchronous descriptor sends
@@ -74,6 +76,7 @@ _report: Channel | None = None
 _report_owner = 0
 _exit_code: object = None  # what the program passed to sys.exit()
 _task: str | None = None
+_launch_number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,17 @@ def get_task() -> str | None:
     return _task
 
 
+def get_launch_number() -> int | None:
+    """Return which call of `launch` in its program runs this, from 0; None outside of them."""
+    return _launch_number
+
+
+def set_launch_number(number: int | None) -> None:
+    """Set what `get_launch_number` returns, where `launch` calls its function in this process."""
+    global _launch_number
+    _launch_number = number
+
+
 def report_to_launcher(message: Message, descriptors: Sequence[int] = ()) -> None:
     """Send a message to the launcher, if this process is a rank that has one."""
     if _report is not None and _is_rank():
@@ -276,6 +290,7 @@ def run_and_report(message: Message, report: Channel, work: int) -> int:
     """Run, send the value or the error to the launcher, and return the exit status."""
     global _report, _report_owner, _exit_code, _task
     _report, _report_owner, _task = report, os.getpid(), message["task"]
+    set_launch_number(message.get("launch"))
     stack, page = write_memfd(b""), write_memfd(bytes(activity.PAGE_BYTES))
     dump_stack_on_signal(stack)  # before the launcher can ask: by default the signal kills
     report.send({"kind": "stack"}, [stack, page])

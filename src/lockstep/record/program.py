@@ -2,6 +2,7 @@
 
 program     kind        script, module, function (of `ls.launch`), recipe, command (-c), notebook,
                         driver (whose calls a worker executes)
+            launch      the number of the call of `ls.launch`, for a function
             target      the script's `__file__`, or the name of the module or recipe
             arguments, cwd, path (entries of sys.path that belong to no installation)
             environ     the variables that decide bits
@@ -23,7 +24,7 @@ from typing import Any, cast
 import numpy as np
 
 from lockstep.errors import UsageError
-from lockstep.launcher.rank_process import get_task
+from lockstep.launcher.rank_process import get_launch_number, get_task
 from lockstep.launcher.run_folder import find_launch_folder, read_description
 from lockstep.launcher.stacks import INSTALLED
 
@@ -66,6 +67,7 @@ def describe_program(kind: str | None = None, target: str | None = None) -> dict
     environ = select_variables(os.environ)
     return {
         "kind": kind or found_kind,
+        **({"launch": get_launch_number()} if found_kind == "function" and kind is None else {}),
         "target": target or found_target,
         "arguments": sys.argv[1:],
         "cwd": find_started_folder(),

@@ -41,7 +41,9 @@ class Program:
         torch_seed: The seed of torch's default generator, which initial weights are drawn from;
             None where it is not known.
         options: The options of a recipe.
-        trainer: The number of the recorded trainer in the program, from 0.
+        trainer: The number of the recorded trainer in the program, from 0; where `launch` is
+            known, in the function that was launched.
+        launch: The number of the call of `ls.launch`, from 0; None outside of them.
         sources: The folder with the stored sources; None where there are none.
     """
 
@@ -55,6 +57,7 @@ class Program:
     torch_seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     trainer: int = 0
+    launch: int | None = None
     sources: Path | None = None
 
 
@@ -119,7 +122,7 @@ def read_program(run: Run, step: int) -> Program:
             "replayed"
         )
     trainer, sources = _latest(run, step, "trainer"), _latest(run, step, "sources")
-    path = program.get("path")
+    path, launch = program.get("path"), program.get("launch")
     return Program(
         kind,
         target,
@@ -131,6 +134,7 @@ def read_program(run: Run, step: int) -> Program:
         variables=_read_variables(run, step),
         options=as_dict(_latest(run, step, "options")),
         trainer=trainer if isinstance(trainer, int) else 0,
+        launch=launch if isinstance(launch, int) else 0 if kind == "function" else None,
         sources=run.folder.resolve() / sources if isinstance(sources, str) else None,
     )
 

@@ -198,7 +198,7 @@ def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, n
     with _record_of(folder, rank).open("xb", buffering=0) as file:
         session = ReplaySession(
             request,
-            program.trainer,
+            (program.launch, program.trainer),
             base,
             lambda found: pickle.dump(found, file),
             count,

@@ -9,6 +9,7 @@ after the last     SessionComplete unwinds the program
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.check.session import choose_options
+from lockstep.launcher.rank_process import get_launch_number
 from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.model.operator_tracer import OperatorTracer, record_graphs_as_operators
 from lockstep.model.step_context import StepContext, StepObserver
@@ -35,7 +37,8 @@ class ReplaySession:
 
     Args:
         request: The steps that are wanted.
-        trainer: The number of the trainer that they belong to.
+        trainer: The trainer that they belong to: the number of the call of `ls.launch` in the
+            program (None outside of them), and its own number there.
         base: Where it begins.
         record: Called with each wanted step; the same on every rank except for fingerprints.
         count: Called with the number of finished steps, when the trainer is constructed and after
@@ -45,7 +48,7 @@ class ReplaySession:
     def __init__(
         self,
         request: ReplayRequest,
-        trainer: int,
+        trainer: tuple[int | None, int],
         base: Base,
         record: Callable[[ReplayedStep], None],
         count: Callable[[int], None],
@@ -53,7 +56,7 @@ class ReplaySession:
         self.request = request
         self.record, self.count = record, count
         self.trainer, self._base = trainer, base
-        self._trainers = 0
+        self._counts: Counter[int | None] = Counter()  # of trainers by call of `launch`
 
     def options(
         self, model: nn.Module | Sequence[Any], given: PipelineConfig
@@ -63,8 +66,10 @@ class ReplaySession:
 
     def attach(self, trainer: ObservedTrainer) -> TrainerObserver:
         """Return what observes a trainer; all but the recorded one train as they do."""
-        number, self._trainers = self._trainers, self._trainers + 1
-        if number != self.trainer:
+        launch = get_launch_number()
+        number = self._counts[launch]
+        self._counts[launch] += 1
+        if (launch, number) != self.trainer:
             return UnobservedTrainer()
         self.count(self._base.steps)
         return ReplayedTrainer(self, trainer, self._base.checkpoint)
@@ -94,7 +99,7 @@ class ReplayedTrainer:
         self._tracer: OperatorTracer | None = None
         if session.request.level == "modules":
             self._fingerprinter = Fingerprinter(
-                session.trainer,
+                session.trainer[1],
                 trainer.parallel,
                 trainer.called,
                 trainer.module,
