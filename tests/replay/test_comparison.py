@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from lockstep.record.columns import concatenate_blocks
 from lockstep.record.fingerprints import RecordedStep
 from lockstep.record.reader import Run
+from lockstep.redaction import redact
 from lockstep.replay.comparison import Recorded, compare, find_recorded
 from lockstep.replay.result import Replay, ReplayedStep, ReplayRequest
 
@@ -161,6 +163,22 @@ def test_a_run_that_failed_otherwise_is_compared_by_its_error():
         assert "replayed before step 7, rank 0 raised KeyError" in found.differences[0]
     found = compare_alone(recorded, 0, 0.5)  # the error may belong to another micro-batch
     assert (found.compared, found.differences, found.equal) == ((), (), False)
+
+
+def test_secrets_of_an_error_are_redacted_as_in_the_record(monkeypatch):
+    monkeypatch.setenv("STORE_PASSWORD", "open sesame")
+    said = "OSError: no answer from s3://me:{}@store, password 'open sesame' was sent"
+    message = redact(said.format("hunter2"))
+    run = make_run(end={"state": "failed", "message": message}, state="failed")
+    recorded = find_recorded(run, {}, 0)
+    failure = f"rank 0 raised {said.format('hunter2')} (train.py:3)"
+    found = compare(replace(REQUEST, first=0), recorded, Replay([], 0, 1.0, failure, finished=0))
+    assert found.equal
+    text = json.dumps(found.plain())
+    assert "hunter2" not in text
+    assert "sesame" not in text
+    found = compare(REQUEST, Recorded(STEP), Replay([], 0, 1.0, failure))
+    assert "hunter2" not in json.dumps(found.plain())
 
 
 def test_the_digest_after_a_step_is_that_of_a_checkpoint_or_of_the_end():

@@ -52,10 +52,14 @@ def test_each_call_of_launch_has_its_own_trainers(wanted):
     steps: list[ReplayedStep] = []
     request = ReplayRequest(Path(), 1, STEPS - 1)
     session = ReplaySession(request, wanted, Base(), steps.append, lambda count: None)
-    with open_session(session), launch_in_this_process(), pytest.raises(SessionComplete):
+
+    def run_program() -> None:
         ls.launch(train, (1,))
         ls.launch(train, (2, 3))
         train(4)
+
+    with open_session(session), launch_in_this_process(), pytest.raises(SessionComplete):
+        run_program()
     seed = {(0, 0): 1, (1, 0): 2, (1, 1): 3, (None, 0): 4}[wanted]
     assert steps == replayed(partial(train, seed), "result")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.record.fingerprints import RecordedStep
 from lockstep.record.reader import Run
+from lockstep.redaction import redact
 from lockstep.replay.result import Replay, ReplayedStep, ReplayRequest
 
 __all__ = ["Comparison", "Recorded", "compare", "find_recorded"]
@@ -126,7 +127,11 @@ def _find_digest(run: Run, number: int) -> str | None:
 
 
 def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Comparison:
-    """Compare the first replayed step with the recorded one."""
+    """Compare the first replayed step with the recorded one.
+
+    Secrets in the failure of the replay are redacted, as they are in records.
+    """
+    replay = replace(replay, failure=redact(replay.failure))
     replayed = next((each for each in replay.steps if each.step == request.first), None)
     pairs: dict[str, tuple[str, str]] = {}
     differences: list[str] = []
