@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,18 +47,34 @@ def test_the_last_step_with_its_digest(run):
 
 
 def test_other_bits_than_the_recorded_ones_are_status_1(run, tmp_path):
-    import shutil
-
     copy = Path(shutil.copytree(run, tmp_path / "edited"))
     record = copy / "record.jsonl"
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     for line in lines:
         if line["kind"] == "step" and line["step"] == 41:
             line["norm_hex"] = (line["norm"] * (1 + 2**-52)).hex()
-    record.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    record.write_text("".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines))
     result = replay(copy, "--step", "41")
     assert result.exit_code == 1
     assert "step 41: different: gradient norm: recorded 0x" in result.stdout
+    assert "replaying step 41 of edited on 1 rank" in result.stderr
+    assert "was changed after it was written: line" in result.stderr
+
+
+def test_a_step_in_which_the_run_died_is_computed_and_not_compared(run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "died"))
+    record = copy / "record.jsonl"
+    lines = record.read_bytes().splitlines(keepends=True)
+    steps = [number for number, line in enumerate(lines) if b'"kind":"step"' in line]
+    record.write_bytes(b"".join(lines[: steps[41]]))
+    result = replay(copy, "--step", "41", "--json")
+    assert result.exit_code == 1
+    said = "step 41: computed, but not compared: the run died before it recorded the results of"
+    assert said in result.stderr
+    assert "Lines are missing at the end of the record" in result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert (found["equal"], found["compared"], found["recorded_loss"]) == (False, [], None)
+    assert found["loss"] > 0
 
 
 def test_what_is_wrong_to_ask_for_is_one_sentence(run, tmp_path, monkeypatch):
@@ -76,6 +93,10 @@ def test_what_is_wrong_to_ask_for_is_one_sentence(run, tmp_path, monkeypatch):
             replay(run, *words)
     with pytest.raises(UsageError, match="there is no run at"):
         replay(run.parent / "nothing", "--step", "1")
+    exported = tmp_path / "mine.fingerprints"
+    shutil.copy(run / "record.jsonl", exported)
+    with pytest.raises(UsageError, match=r"mine\.fingerprints is an exported file, which cannot"):
+        replay(exported, "--step", "1")
     empty = tmp_path / "empty"
     empty.mkdir()
     end = '{"kind": "end", "state": "done"}'

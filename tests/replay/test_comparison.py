@@ -97,6 +97,13 @@ def test_a_replay_that_failed_is_no_equal_one():
     assert found.plain()["loss"] is None
 
 
+def test_nothing_is_compared_after_the_debugger_was_left():
+    recorded = Recorded(None, failure="the loss is nan", microbatch=3)
+    for each in (Recorded(STEP), recorded):
+        found = compare(REQUEST, each, Replay([], 0, 1.0, "the debugger was left", is_left=True))
+        assert (found.compared, found.differences, found.equal) == ((), (), False)
+
+
 LOSS = (
     "LossError: rank 1, step 7, micro-batch 3: the loss is nan; training stopped, the weights "
     "before this step are in runs/mine/last-good.safetensors"
@@ -118,6 +125,8 @@ def test_the_step_in_which_a_run_stopped_is_equal_where_the_replay_stops_alike()
     for microbatch, loss, is_equal in ((3, math.nan, True), (3, 0.5, False)):
         found = compare_alone(recorded, microbatch, loss)
         assert (found.compared, found.equal) == (("whether it stopped",), is_equal)
+        plain = found.plain()
+        assert (plain["recorded_loss"], plain["recorded_loss_hex"]) == (None, "nan")
     for loss in (0.5, math.nan):  # the record does not say what another one computes
         found = compare_alone(recorded, 2, loss)
         assert (found.compared, found.differences, found.equal) == ((), (), False)

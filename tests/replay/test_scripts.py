@@ -166,6 +166,7 @@ with ls.Trainer(
 ) as trainer:
     for batch in trainer.batches(data, 8):
         if trainer.steps == 5 and not os.path.exists("go"):
+            trainer.save_checkpoint("saved")  # returns when those before it are complete too
             sys.exit("not yet")
         trainer.step(batch)
 """
@@ -290,8 +291,11 @@ def test_the_page_about_replays_does_what_it_says(tmp_path):
     assert all(torch.equal(weights[name], found["weights"][name]) for name in weights)
     assert found["gradients"].keys() <= weights.keys()
     assert found["activation_gradients"].keys() <= found["activations"].keys()
-    calls = json.loads((folder / "index.json").read_text())["calls"]
-    assert [each["module"] for each in calls] == ["embed", "norm", "head", "Net"]
+    index = json.loads((folder / "index.json").read_text())
+    assert [each["module"] for each in index["calls"]] == ["embed", "norm", "head", "Net"]
+    assert (index["loss_hex"], index["share"], index["size"]) == ("nan", 1 / 8, 4)
+    assert index["samples"][2] == 200
+    assert "only the gradients before it" in index["remarks"][-1]
     lines = [json.loads(line) for line in (run / "replays.jsonl").read_text().splitlines()]
     assert [(each["step"], each["loss_hex"], each["equal"]) for each in lines[1:]] == [
         (7, "nan", True),
@@ -301,6 +305,10 @@ def test_the_page_about_replays_does_what_it_says(tmp_path):
         (dump, "is not an empty folder"),
         ([*debug, "-n", "2"], "on one rank: omit -n 2"),
         ([*replay, "--anomaly"], "--anomaly needs --microbatch M"),
+        (
+            [*replay, "-n", "2", "--stages", "2"],
+            "with --stages 2: Net does not define how .* 2 stages; replay it with --stages 1$",
+        ),
     ):
         with contextlib.chdir(tmp_path), pytest.raises(UsageError, match=message):
             CliRunner().invoke(cli, wrong, catch_exceptions=False)

@@ -25,7 +25,7 @@ from lockstep.launcher.launch import launch, launch_in_this_process
 from lockstep.launcher.rank_process import run_code
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 
-__all__ = ["Run", "describe_failure", "redirect_output", "run_layout"]
+__all__ = ["Run", "describe_failure", "is_refusal", "redirect_output", "run_layout"]
 
 TAIL = 12
 """Lines of the failed rank's output that are shown."""
@@ -122,7 +122,7 @@ def run_layout(
     if error is None:
         refusals = [step.refusal for rank in ranks for step in rank.steps if step.refusal]
         return Run(layout, steps, seconds, ranks, refusals[0] if refusals else "")
-    is_refused = _is_refusal(layout, error)
+    is_refused = is_refusal(layout, error)
     # Every rank refuses; which of them was the first says nothing.
     said = re.sub(r"^rank \d+ failed: ", "", str(error)) if is_refused else str(error)
     return Run(
@@ -197,8 +197,8 @@ def redirect_output(log: Path) -> None:
     os.dup2(1, 2)
 
 
-def _is_refusal(layout: Layout, error: RankError) -> bool:
-    """Whether an error says that the model, or this machine, does not allow the layout."""
+def is_refusal(layout: Layout, error: RankError) -> bool:
+    """Return whether an error says that the model, or this machine, does not allow the layout."""
     if error.exception == "LayoutError":
         return True
     words = {"stage": layout.stages > 1, "shared": layout.shared, "GPU": layout.ranks > 1}

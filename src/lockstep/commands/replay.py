@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ REPLAYS_FILE = "replays.jsonl"
 POSITIVE = click.IntRange(min=1)
 SHORT = 24
 """Characters of a digest that are shown; a float has no more."""
+MOST_NAMED = 16  # samples of a micro-batch
 INTERVAL = 30.0  # seconds between two lines of progress where there is no terminal
 
 
@@ -91,11 +93,13 @@ def command(
     --microbatch compares the loss of that micro-batch. On one rank it is computed
     alone, and can be inspected with --pdb, --dump and --anomaly.
 
-    Exit status: 0 same bits, 1 different bits or the replay failed, 2 usage error.
+    Exit status: 0 same bits; 1 different bits, nothing to compare with, or the replay
+    failed; 2 usage error.
     """
     from lockstep.check.layouts import Layout
     from lockstep.record.fingerprints import read_step_fingerprints
     from lockstep.record.reader import read_run
+    from lockstep.record.recorder import RECORD_FILE
     from lockstep.replay.comparison import compare, find_recorded
     from lockstep.replay.program import find_base, find_obstacles, read_program
     from lockstep.replay.result import ReplayRequest
@@ -107,7 +111,15 @@ def command(
     _require_alone([name for name, given in asked.items() if given], microbatch, nprocs)
     if dump is not None and dump.exists() and (not dump.is_dir() or any(dump.iterdir())):
         raise UsageError(f"--dump {dump}: this is not an empty folder; give the name of a new one")
-    found = read_run(find_run(run, folder))
+    place = find_run(run, folder)
+    if place.is_file() and place.name != RECORD_FILE:
+        raise UsageError(
+            f"{place} is an exported file, which cannot be replayed: give the name or the folder "
+            "of a run"
+        )
+    found = read_run(place)
+    for remark in found.remarks:
+        say(remark)
     steps = {each.step: each for each in read_step_fingerprints(found.folder)}
     recorded = find_recorded(found, steps, step)
     _require_step(found, recorded, max(steps, default=-1) + 1, step)
@@ -128,16 +140,26 @@ def command(
         debug=debug,
         timeout=timeout,
     )
-    place = "the beginning"
+    begin = "the beginning"
     if base.checkpoint is not None:
-        place = f"the checkpoint after {base.steps} steps"
-    click.echo(f"replaying step {step} of {found.name} on {layout}, from {place}", err=True)
+        begin = f"the checkpoint after {base.steps} steps"
+    shown = escape_control(run)
+    click.echo(f"replaying step {step} of {shown} on {layout}, from {begin}", err=True)
     with ReplayProgress(base.steps) as progress:
         replay = run_program(program, base, request, progress.show)
+    if replay.is_refused and not recorded.failure:
+        reason = re.sub(r"^rank \d+ failed: (\w+: )?", "", replay.failure).partition(": ")[0]
+        option, count = ("--stages", stages) if stages > 1 else ("-n", nprocs)
+        raise UsageError(
+            f"{run} cannot be replayed with {option} {count}: {reason}; replay it with {option} 1"
+        )
     result = compare(request, recorded, replay)
-    _append_replay(found.folder, result)
+    if not replay.is_left:
+        _append_replay(found.folder, result)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        _print(result)
+        _print(result, found.state)
+        if dump is not None and dump.is_dir() and any(dump.iterdir()):
+            click.echo(f"The tensors of the micro-batch are in {escape_control(str(dump))}.")
     if as_json:
         click.echo(json.dumps(result.plain()))
     sys.exit(0 if result.equal else 1)
@@ -195,8 +217,13 @@ def _append_replay(folder: Path, result: Comparison) -> None:
         say(f"{path} cannot be written: {error.strerror}")
 
 
-def _print(result: Comparison) -> None:
-    """Print the result, and the last lines of a program that failed."""
+def _print(result: Comparison, state: str) -> None:
+    """Print the result, and the last lines of a program that failed.
+
+    Args:
+        result: The comparison.
+        state: The state of the run.
+    """
     from lockstep.report.terminal import print_table, wrap
 
     request, recorded, replay = result.request, result.recorded, result.replay
@@ -208,23 +235,44 @@ def _print(result: Comparison) -> None:
         row = [_cell(plain, each) for each in (name, f"recorded_{name}")]
         if any(row):
             rows.append([name, *row])
-    if rows:
+    if rows and not replay.is_left:
         print_table([what, "replayed", "recorded"], rows)
         click.echo()
-    if not result.compared and not result.differences:
-        said = f"{what}: the run ended before it was finished, so there is nothing to compare"
+    if replay.is_left:
+        said = f"{what}: left the debugger, so nothing was compared"
+    elif not result.compared and not result.differences and recorded.failure:
+        said = (
+            f"{what}: computed, but not compared: the run recorded nothing of it, and stopped in "
+            f"this step ({_describe_failure(recorded)})"
+        )
+    elif not result.compared and not result.differences:
+        ended = {"died": "died", "stopped": "stopped"}.get(state, "ended")
+        said = (
+            f"{what}: computed, but not compared: the run {ended} before it recorded the results "
+            "of this step"
+        )
     elif not result.equal:
         said = f"{what}: different: {'; '.join(result.differences)}"
     elif recorded.failure:
-        place = "" if recorded.microbatch is None else f"in micro-batch {recorded.microbatch} "
-        said = f"{what}: as recorded, where {place}{recorded.failure}"
+        said = f"{what}: the recorded run stopped here too ({_describe_failure(recorded)})"
     else:
         said = f"{what}: the same bits (compared: {', '.join(result.compared)})"
-    remarks = () if result.replayed is None else result.replayed.remarks
+    remarks: tuple[str, ...] = ()
+    if result.replayed is not None:
+        remarks = result.replayed.remarks
+        if samples := result.replayed.samples:
+            more = ", ..." if len(samples) > MOST_NAMED else ""
+            listed = ", ".join(map(str, samples[:MOST_NAMED]))
+            remarks = (f"Samples of the micro-batch: {listed}{more}", *remarks)
     for sentence in (said, *remarks):
         click.echo(escape_control("\n".join(wrap(f"{sentence}."))))
-    if replay.failure and result.replayed is None and not recorded.failure:
+    if replay.details and result.replayed is None and not recorded.failure:
         click.echo(f"\n{escape_control(replay.details)}", err=True)
+
+
+def _describe_failure(recorded: Recorded) -> str:
+    place = "" if recorded.microbatch is None else f"micro-batch {recorded.microbatch}: "
+    return f"{place}{recorded.failure}"
 
 
 def _cell(plain: Mapping[str, Any], name: str) -> str:

@@ -10,7 +10,7 @@ import click
 
 from lockstep.errors import FileError, UsageError
 from lockstep.files import make_folder, open_for_write, replace_file
-from lockstep.messages import escape_control
+from lockstep.messages import escape_control, say
 
 if TYPE_CHECKING:
     from lockstep.record.reader import Run
@@ -48,6 +48,8 @@ def command(
     from lockstep.record.reader import read_run
 
     found = read_run(find_run(run, folder))
+    for remark in found.remarks:
+        say(remark)
     if trace is not None:
         save(_trace(found), trace)
         return

@@ -99,10 +99,10 @@ class EpochOrder:
             numbers = [*numbers[:1], *numbers[-1:]]
         return next((number for number in numbers if len(self.span(number)) < size), None)
 
-    def hash_batch(self, batch: int) -> str:
-        """Return a hash of the indices of the samples of `batch`, as 16 hexadecimal digits."""
+    def batch_indices(self, batch: int) -> torch.Tensor:
+        """Return the indices of the samples of `batch`, int64."""
         span = self.span(batch)
-        return hash_indices(self.indices[span.start : span.stop])
+        return self.indices[span.start : span.stop]
 
     def digest(self) -> bytes:
         """Return a hash of 16 bytes, equal on two ranks if their batches are equal."""

@@ -377,6 +377,12 @@ class Batches:
         size, parts, _ = item
         pieces = self._share.pieces(size)
         single_sample, self._single_sample = self._single_sample, ""
+        if self._planned is not None:
+            indices = self._planned.batch_indices(self.position)
+            samples = hash_indices(indices)
+        else:  # of the positions in the stream
+            indices, first = None, self.position * cast(int, self.batch_size)
+            samples = hash_indices(torch.arange(first, first + size))
         return Batch(
             size=size,
             leaves=count_microbatches(size, self._share.microbatches),
@@ -386,18 +392,10 @@ class Batches:
             ),
             epoch=self.epoch,
             seconds=seconds,
-            identity=BatchIdentity(
-                self.epoch, self.position, self._order, samples=self._hash_samples(size)
-            ),
+            identity=BatchIdentity(self.epoch, self.position, self._order, samples=samples),
             single_sample=single_sample,
+            indices=indices,
         )
-
-    def _hash_samples(self, size: int) -> str:
-        """Return a hash of the indices of the current batch, or of its positions in the stream."""
-        if self._planned is not None:
-            return self._planned.hash_batch(self.position)
-        first = self.position * cast(int, self.batch_size)
-        return hash_indices(torch.arange(first, first + size))
 
 
 def _length(dataset: Any) -> int | None:

@@ -97,6 +97,8 @@ class Batch:
         identity: What identifies the batch, equal on all ranks.
         single_sample: The first batch, from this one on, in which a micro-batch holds one sample;
             "" if there is none, or if this is not the first batch of an iteration.
+        indices: The indices of the global batch's samples in the dataset, int64; None for a batch
+            that does not come from a map-style dataset.
     """
 
     size: int
@@ -106,6 +108,14 @@ class Batch:
     seconds: float = 0.0
     identity: BatchIdentity = field(default_factory=BatchIdentity)
     single_sample: str = ""
+    indices: torch.Tensor | None = field(default=None, compare=False, repr=False)
+
+    def sample_indices(self, microbatch: int) -> tuple[int, ...] | None:
+        """Return the indices of the samples of a micro-batch; None where they are not known."""
+        if self.indices is None:
+            return None
+        span = split_evenly(self.size, self.leaves)[microbatch]
+        return tuple(self.indices[span.start : span.stop].tolist())
 
     def __iter__(self) -> NoReturn:
         """Say what to do with a batch that is unpacked as that of a DataLoader."""

@@ -42,6 +42,12 @@ class Recorded:
     failure: str = ""
     microbatch: int | None = None
 
+    @property
+    def stopped_at(self) -> float | None:
+        """The loss that is not finite at which the run stopped; None for another reason."""
+        found = re.fullmatch(r"the loss is (-?(?:nan|inf))", self.failure)
+        return None if found is None else float(found[1])
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -73,6 +79,8 @@ class Comparison:
         layout, microbatch = self.request.layout, self.request.microbatch
         loss, norm = _results(self.replayed, microbatch)
         recorded_loss, recorded_norm = _results(self.recorded.step, microbatch)
+        if recorded_loss is None and microbatch == self.recorded.microbatch:
+            recorded_loss = self.recorded.stopped_at
         digest = None if self.replayed is None or microbatch is not None else self.replayed.digest
         return {
             "run": str(self.request.run),
@@ -84,6 +92,7 @@ class Comparison:
             **_number("recorded_loss", recorded_loss),
             **_number("recorded_norm", recorded_norm),
             "recorded_digest": self.recorded.digest if microbatch is None else None,
+            "samples": None if self.replayed is None else self.replayed.samples,
             "equal": self.equal,
             "compared": list(self.compared),
             "differences": list(self.differences),
@@ -133,6 +142,8 @@ def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Compa
     """
     replay = replace(replay, failure=redact(replay.failure))
     replayed = next((each for each in replay.steps if each.step == request.first), None)
+    if replay.is_left:
+        return Comparison(request, recorded, replay, replayed, (), ())
     pairs: dict[str, tuple[str, str]] = {}
     differences: list[str] = []
     stops = _find_stops(request, recorded, replay, replayed) if recorded.failure else None

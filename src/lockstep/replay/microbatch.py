@@ -17,7 +17,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,7 @@ from lockstep.data.microbatch import Batch
 from lockstep.errors import UsageError
 from lockstep.files import create_file, make_folder
 from lockstep.launcher.stacks import is_user_code
+from lockstep.messages import say
 from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprinter import hookable_modules
 from lockstep.model.step_context import StepContext
@@ -41,8 +42,13 @@ from lockstep.model.units import is_in_backward
 from lockstep.replay.result import ReplayRequest
 from lockstep.training.session import SessionComplete
 
-__all__ = ["LoneMicrobatch"]
+__all__ = ["DebuggerLeft", "LoneMicrobatch"]
 
+FinishMicrobatch = Callable[
+    [StepContext, float | None, tuple[int, ...] | None, tuple[str, ...]], None
+]
+
+MOST_NAMED = 8  # rows, or samples, in a sentence
 INTERNAL = ["lockstep.*", "torch.nn.modules.module", "torch.utils.*", "torch._*", "contextlib"]
 """Modules that the debugger does not stop in."""
 
@@ -55,7 +61,8 @@ class LoneMicrobatch:
         called: What the trainer calls: the model, or what compiled it.
         module: The model.
         finish: Called with the step, the loss (None for a micro-batch without weight, which is
-            not computed) and what was found, in sentences.
+            not computed), the indices of the samples (None where they are not known) and what was
+            found, in sentences.
     """
 
     def __init__(
@@ -63,12 +70,15 @@ class LoneMicrobatch:
         request: ReplayRequest,
         called: nn.Module,
         module: nn.Module,
-        finish: Callable[[StepContext, float | None, tuple[str, ...]], None],
+        finish: FinishMicrobatch,
     ) -> None:
         self._request, self._called, self._module = request, called, module
         self._finish = finish
         self._loss: float | None = None
+        self._size = 0
+        self._samples: tuple[int, ...] | None = None
         self._remarks: list[str] = []
+        self._has_found = False  # a module that returned what is not finite
         self._dump = None if request.dump is None else MicrobatchDump(called, module)
 
     def select(self, batch: Batch) -> Batch:
@@ -84,9 +94,36 @@ class LoneMicrobatch:
                 f"--microbatch {number}: step {self._request.first} has {batch.leaves} "
                 f"micro-batches; the last one is {batch.leaves - 1}"
             )
+        self._size = chosen[0].size
+        self._samples = batch.sample_indices(chosen[0].index)
         if self._dump is not None:
             self._dump.take_data(chosen[0].data)
+        if self._request.anomaly:
+            self._check_data(chosen[0].data)
         return replace(batch, microbatches=chosen)
+
+    def _check_data(self, data: Any) -> None:
+        """Name the inputs and the samples that are not finite."""
+        for name, leaf in name_leaves(data):
+            if not _is_finite(leaf):
+                rows = self._name_rows(leaf)
+                where = f"{rows} of the input `{name}`" if rows else f"the input `{name}`"
+                verb = "are" if where.startswith("rows") else "is"
+                self._remarks.append(f"In the data, {where} {verb} not finite")
+
+    def _name_rows(self, value: Any) -> str:
+        """Return the rows of the first tensor that is not finite, and their samples; "" if unknown.
+
+        Only a tensor with one row per sample has rows to name.
+        """
+        leaves = [each for each in tree_leaves(value) if not _is_finite(each)]
+        if not leaves or leaves[0].dim() == 0 or len(leaves[0]) != self._size:
+            return ""
+        is_bad = ~leaves[0].isfinite().reshape(self._size, -1).all(dim=1)
+        rows = is_bad.nonzero().flatten().tolist()
+        if self._samples is None:
+            return _list("row", rows)
+        return f"{_list('row', rows)} ({_list('sample', [self._samples[row] for row in rows])})"
 
     @contextmanager
     def recording(
@@ -97,19 +134,19 @@ class LoneMicrobatch:
         Raises:
             SessionComplete: It was computed.
         """
-        with ExitStack() as stack:
-            if self._request.debug:
-                stack.enter_context(debugging(self._called))
-            if self._request.anomaly:
-                stack.enter_context(self._watching())
-            if self._dump is not None:
-                stack.enter_context(self._dump.recording(position))
-            try:
+        try:
+            with ExitStack() as stack:
+                if self._request.debug:
+                    stack.enter_context(debugging(self._called, self._describe_samples))
+                if self._request.anomaly:
+                    stack.enter_context(self._watching())
+                if self._dump is not None:
+                    stack.enter_context(self._dump.recording(position))
                 yield
-            finally:
-                if self._dump is not None and self._request.dump is not None:
-                    self._dump.write(self._request.dump, self._describe(step))
-        self._finish(step, self._loss, tuple(self._remarks))
+        finally:
+            if self._dump is not None and self._request.dump is not None:
+                self._dump.write(self._request.dump, self._describe(step))
+        self._finish(step, self._loss, self._samples, tuple(self._remarks))
         raise SessionComplete
 
     @contextmanager
@@ -126,25 +163,39 @@ class LoneMicrobatch:
                 warnings.simplefilter("always")
                 with torch.autograd.detect_anomaly():
                     yield
+            if not self._has_found:
+                self._remarks.append(
+                    "No module returned a value that is not finite, and no gradient is nan"
+                )
         except RuntimeError as error:
             if "returned nan values" not in str(error):
                 raise
             where = next(filter(None, (_find_forward(str(each.message)) for each in caught)), "")
             self._remarks.append(f"In backward, {str(error).rstrip('.')}{where}")
+            if self._dump is not None:
+                self._remarks.append(
+                    "Anomaly mode ended backward there: gradients.safetensors and "
+                    "activation_gradients.safetensors have only the gradients before it; omit "
+                    "--anomaly to get all"
+                )
         finally:
             for handle in handles:
                 handle.remove()
 
     def _check_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if self._remarks or torch.compiler.is_compiling() or is_in_backward():
+        if self._has_found or torch.compiler.is_compiling() or is_in_backward():
             return
         if _is_finite(output):
             return
-        inputs = "finite inputs" if _is_finite(args) else "inputs that are not finite either"
+        self._has_found = True
+        rows, inputs = self._name_rows(output), "finite inputs"
+        if not _is_finite(args):
+            rows, inputs = self._name_rows(args) or rows, "inputs that are not finite either"
         kind = type(module).__name__
-        who = f"the model ({kind})" if module is self._called else f"{name} ({kind})"
+        who = f"the model itself ({kind})" if module is self._called else f"{name} ({kind})"
         self._remarks.append(
             f"In forward, {who} returned the first values that are not finite, from {inputs}"
+            + (f": {rows}" if rows else "")
         )
 
     def record_loss(self, loss: torch.Tensor) -> None:
@@ -157,16 +208,37 @@ class LoneMicrobatch:
     def record_reduction(self, losses: Mapping[int, float]) -> None:
         """Do nothing: the step is not finished."""
 
+    def _describe_samples(self) -> str:
+        """Return a sentence about the samples; "" where they are not known."""
+        if self._samples is None:
+            return ""
+        number, listed = self._request.microbatch, ", ".join(map(str, self._samples))
+        return f"micro-batch {number} has the samples {listed} of the dataset"
+
     def _describe(self, step: StepContext) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        return {
             "run": str(self._request.run),
             "step": step.number,
             "microbatch": self._request.microbatch,
+            "loss_hex": None if self._loss is None else self._loss.hex(),
+            "share": step.shares.get(self._request.microbatch or 0),
+            "size": self._size,
+            "samples": self._samples,
+            "remarks": self._remarks,
         }
-        for each in step.computed:
-            result = each.result()
-            found |= {"loss_hex": result.loss.hex(), "share": result.share, "size": result.size}
-        return found
+
+
+def name_leaves(data: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of nested data by name: "0", "1", or the keys of a mapping."""
+    for path, leaf in tree_flatten_with_path(data)[0]:
+        name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+        yield name or "data", leaf
+
+
+def _list(noun: str, numbers: Sequence[int]) -> str:
+    more = ", ..." if len(numbers) > MOST_NAMED else ""
+    named = ", ".join(map(str, numbers[:MOST_NAMED]))
+    return f"{noun}{'s' * (len(numbers) > 1)} {named}{more}"
 
 
 def _find_forward(message: str) -> str:
@@ -181,23 +253,55 @@ def _find_forward(message: str) -> str:
 
 def _is_finite(value: Any) -> bool:
     tensors = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
-    return all(bool(each.isfinite().all()) for each in tensors if each.is_floating_point())
+    return all(
+        bool(each.isfinite().all())
+        for each in tensors
+        if each.is_floating_point() and each.layout is torch.strided
+    )
+
+
+class DebuggerLeft(BaseException):
+    """The user left the debugger; unwinds the program, which cannot catch it as an Exception."""
+
+
+class Debugger(pdb.Pdb):
+    """pdb whose command `where` shows the frames of the user's code, and the current one."""
+
+    def print_stack_trace(self, *count: Any) -> None:
+        """Print these frames, the newest last."""
+        try:
+            for frame, line in self.stack:
+                if frame is self.curframe or is_user_code(frame.f_code.co_filename):
+                    self.print_stack_entry((frame, line))
+        except KeyboardInterrupt:
+            pass
 
 
 @contextmanager
-def debugging(called: nn.Module) -> Iterator[None]:
-    """Stop in the debugger where the model's forward begins, and where an error is raised."""
-    debugger = pdb.Pdb(skip=INTERNAL)
+def debugging(called: nn.Module, describe_samples: Callable[[], str]) -> Iterator[None]:
+    """Stop in the debugger where the model's forward begins, and where an error is raised.
+
+    Args:
+        called: What the trainer calls: the model, or what compiled it.
+        describe_samples: Returns a sentence about the samples of the micro-batch, which is shown
+            before the debugger; "" for none.
+
+    Raises:
+        DebuggerLeft: The debugger was left before the micro-batch was computed.
+    """
+    debugger = Debugger(skip=INTERNAL)
 
     def stop(module: nn.Module, args: Any) -> None:
         handle.remove()
+        if sentence := describe_samples():
+            say(sentence)
         debugger.set_trace(sys._getframe())
 
     handle = called.register_forward_pre_hook(stop)
     try:
         yield
     except bdb.BdbQuit:
-        raise UsageError("the debugger was left before the micro-batch was computed") from None
+        raise DebuggerLeft("the debugger was left before the micro-batch was computed") from None
     except Exception as error:
         traceback.print_exception(error)
         with contextlib.suppress(bdb.BdbQuit):
@@ -241,9 +345,8 @@ class MicrobatchDump:
 
     def take_data(self, data: Any) -> None:
         """Keep the data, before any module can write into it."""
-        for path, leaf in tree_flatten_with_path(data)[0]:
-            name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-            self._keep("inputs", name or "data", leaf)
+        for name, leaf in name_leaves(data):
+            self._keep("inputs", name, leaf)
 
     @contextmanager
     def recording(self, position: Callable[[], Any]) -> Iterator[None]:

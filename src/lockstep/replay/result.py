@@ -69,6 +69,8 @@ class ReplayedStep:
         fingerprints: What each rank's modules computed, by rank; only at level "modules".
         operators: The operators that rank 0 executed, in order; only at level "operators".
         kept: The tensors of the operator that the request names, of this step; None for none.
+        samples: The indices in the dataset of the samples of the micro-batch that was computed
+            alone; None where they are not known.
         remarks: What was found in the micro-batch that was computed alone, in sentences.
     """
 
@@ -82,6 +84,7 @@ class ReplayedStep:
     fingerprints: list[StepFingerprint] = field(default_factory=list)
     operators: list[OperatorCall] = field(default_factory=list)
     kept: KeptTensors | None = None
+    samples: tuple[int, ...] | None = None
     remarks: tuple[str, ...] = ()
 
 
@@ -97,6 +100,8 @@ class Replay:
         details: The traceback and the last lines of output of the failed rank.
         finished: The number of steps that were finished when it ended; None where the program did
             not come to the trainer.
+        is_refused: Whether the failure says that the program has no such layout.
+        is_left: Whether the user left the debugger before the micro-batch was computed.
     """
 
     steps: list[ReplayedStep]
@@ -105,3 +110,5 @@ class Replay:
     failure: str = ""
     details: str = ""
     finished: int | None = None
+    is_refused: bool = False
+    is_left: bool = False

@@ -22,7 +22,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.check.runner import describe_failure, redirect_output
+from lockstep.check.runner import describe_failure, is_refusal, redirect_output
 from lockstep.errors import RankError
 from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch import launch, launch_in_this_process
@@ -37,6 +37,7 @@ from lockstep.replay.stored_sources import StoredSources
 
 __all__ = ["run_order", "run_program", "run_replay"]
 
+DEBUGGER_LEFT = "DebuggerLeft"  # the class of the exception
 FAILURE = "failure"  # the file with the sentence of a program that failed in this terminal
 POLL = 0.2  # seconds between two reports of progress
 READ_LATE = re.compile(r"OMP_NUM_THREADS|CUBLAS.*|NVIDIA_.*|TORCH_.*|TORCHINDUCTOR_CACHE_DIR")
@@ -71,11 +72,14 @@ def run_program(
         folder = Path(name)
         begun = time.monotonic()
         details = ""
+        is_refused = is_left = False
         try:
             _launch(program, base, request, folder, report or (lambda done, total: None))
             failure = ""
         except RankError as error:
-            failure = str(error)
+            failure = str(error).removeprefix(f"{DEBUGGER_LEFT}: ")
+            is_refused = request.layout.ranks > 1 and is_refusal(request.layout, error)
+            is_left = error.exception == DEBUGGER_LEFT
             details = describe_failure(error, _log_of(folder, error.rank or 0))
         seconds = time.monotonic() - begun
         ranks = [list(_read(_record_of(folder, rank))) for rank in range(request.layout.ranks)]
@@ -86,7 +90,7 @@ def run_program(
                 f"the program ended after {finished or base.steps} steps, before step "
                 f"{request.last} was finished"
             )
-        return Replay(steps, base.steps, seconds, failure, details, finished=finished)
+        return Replay(steps, base.steps, seconds, failure, details, finished, is_refused, is_left)
 
 
 def _launch(
@@ -140,15 +144,19 @@ def _run_in_terminal(order: tuple[Program, Base, ReplayRequest, str], folder: Pa
         sentence = f"the program ended with status {ended.returncode}"
         with contextlib.suppress(OSError):
             sentence = (folder / FAILURE).read_text()
-        raise RankError(sentence)
+        failure = RankError(sentence)
+        failure.exception = sentence.partition(":")[0]
+        raise failure
 
 
 def run_order(file: str) -> None:
     """Run one rank as `_run_in_terminal` asks, in a new interpreter."""
+    from lockstep.replay.microbatch import DebuggerLeft
+
     program, base, request, folder = pickle.loads(Path(file).read_bytes())
     try:
         _run_rank(0, program, base, request, folder)
-    except Exception as error:
+    except (Exception, DebuggerLeft) as error:
         (Path(folder) / FAILURE).write_text(f"{type(error).__name__}: {error}")
         sys.exit(1)
 

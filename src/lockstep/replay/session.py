@@ -159,7 +159,11 @@ class ReplayedTrainer:
         )
 
     def _record_alone(
-        self, step: StepContext, loss: float | None, remarks: tuple[str, ...]
+        self,
+        step: StepContext,
+        loss: float | None,
+        samples: tuple[int, ...] | None,
+        remarks: tuple[str, ...],
     ) -> None:
         """Record the one micro-batch that was computed of a step."""
         assert step.batch is not None
@@ -175,6 +179,7 @@ class ReplayedTrainer:
                 losses=tuple(losses),
                 batch=identity.samples or identity.checksum or None,
                 digest="",
+                samples=samples,
                 remarks=remarks,
             )
         )

@@ -1,0 +1,115 @@
+"""One micro-batch alone, in this process: what is found in it, and which samples it has."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.replay.microbatch import DebuggerLeft
+from lockstep.replay.program import Base
+from lockstep.replay.result import ReplayedStep, ReplayRequest
+from lockstep.replay.session import ReplaySession
+from lockstep.training.session import SessionComplete, open_session
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+SAMPLES = TensorDataset(torch.linspace(-1, 1, 144).reshape(24, 6), torch.arange(24) % 4)
+
+
+class Halved(nn.Sequential):
+    """A model with a forward of its own."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the logits."""
+        return super().forward(values) / 2
+
+
+def train(samples: TensorDataset) -> None:
+    torch.manual_seed(0)
+    trainer = ls.Trainer(
+        Halved(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4)),
+        nn.CrossEntropyLoss(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        microbatches=2,
+        loggers=None,
+    )
+    for batch in trainer.batches(samples, 12):
+        trainer.step(batch)
+
+
+def replayed(samples: TensorDataset, end: Any = SessionComplete, **options: Any) -> ReplayedStep:
+    """Return the second micro-batch of the first step, of six samples."""
+    steps: list[ReplayedStep] = []
+    request = ReplayRequest(Path("runs/mine"), 0, 0, microbatch=1, **options)
+    session = ReplaySession(request, 0, Base(), steps.append, lambda count: None)
+    with open_session(session), pytest.raises(end):
+        train(samples)
+    return steps[0] if steps else ReplayedStep(0, 0, math.nan, math.nan, (), None, "")
+
+
+def test_inputs_that_are_not_finite_are_named_with_their_samples():
+    samples = replayed(SAMPLES).samples
+    assert samples is not None
+    assert len(set(samples)) == 6
+    inputs = SAMPLES.tensors[0].clone()
+    inputs[samples[2], 5] = math.nan
+    inputs[samples[4], 0] = math.inf
+    found = replayed(TensorDataset(inputs, SAMPLES.tensors[1]), anomaly=True)
+    assert found.samples == samples
+    which = f"rows 2, 4 (samples {samples[2]}, {samples[4]})"
+    assert found.remarks[:2] == (
+        f"In the data, {which} of the input `0` are not finite",
+        "In forward, 0 (Linear) returned the first values that are not finite, from inputs that "
+        f"are not finite either: {which}",
+    )
+    assert found.remarks[2].startswith("In backward, Function ")
+
+
+def test_a_sample_that_overflows_in_the_model_is_named(monkeypatch):
+    monkeypatch.setattr(
+        Halved, "forward", lambda self, values: nn.Linear(6, 4)(values) / values[:, :1]
+    )
+    samples = replayed(SAMPLES).samples
+    assert samples is not None
+    inputs = SAMPLES.tensors[0].clone()
+    inputs[samples[3], 0] = 0
+    found = replayed(TensorDataset(inputs, SAMPLES.tensors[1]), anomaly=True)
+    assert (
+        "In forward, the model itself (Halved) returned the first values that are not finite, from "
+        f"finite inputs: row 3 (sample {samples[3]})"
+    ) in found.remarks
+
+
+def test_of_a_finite_micro_batch_it_is_said_and_its_dump_is_complete(tmp_path):
+    found = replayed(SAMPLES, anomaly=True, dump=tmp_path / "tensors")
+    assert found.remarks == (
+        "No module returned a value that is not finite, and no gradient is nan",
+    )
+    index = json.loads((tmp_path / "tensors" / "index.json").read_text())
+    assert found.losses[1] is not None
+    assert index["loss_hex"] == found.losses[1].hex()
+    assert (index["share"], index["size"]) == (0.5, 6)
+    assert tuple(index["samples"]) == found.samples
+    gradients = load_file(tmp_path / "tensors" / "gradients.safetensors")
+    assert {"0.weight", "0.bias", "2.weight", "2.bias"} == {*gradients}
+
+
+def test_the_debugger_shows_frames_of_the_user_and_can_be_left(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("w\nq\n"))
+    replayed(SAMPLES, DebuggerLeft, debug=True)
+    printed = capsys.readouterr()
+    assert "micro-batch 1 has the samples " in printed.err
+    frames = [line for line in printed.out.splitlines() if line.startswith(("  /", "> "))]
+    assert "test_microbatch.py" in frames[-1]
+    assert "forward()" in frames[-1]
+    assert any("trainer.step(batch)" in line for line in printed.out.splitlines())
+    assert not any("/torch/" in line or "/src/lockstep/" in line for line in frames)
