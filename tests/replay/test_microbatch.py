@@ -50,7 +50,7 @@ def replayed(samples: TensorDataset, end: Any = SessionComplete, **options: Any)
     """Return the second micro-batch of the first step, of six samples."""
     steps: list[ReplayedStep] = []
     request = ReplayRequest(Path("runs/mine"), 0, 0, microbatch=1, **options)
-    session = ReplaySession(request, 0, Base(), steps.append, lambda count: None)
+    session = ReplaySession(request, (None, 0), Base(), steps.append, lambda count: None)
     with open_session(session), pytest.raises(end):
         train(samples)
     return steps[0] if steps else ReplayedStep(0, 0, math.nan, math.nan, (), None, "")
