@@ -296,6 +296,11 @@ class Middle""",
         "a changed source line", {"torch.tanh(x)": "torch.tanh(x.clamp(-0.5, 0.5))"},
         0, "forward", 0, "2", "aten.clamp", line="torch.tanh(x",
     ),
+    Planted(
+        "a changed constant", {"0.5, 0.25": "0.5, 0.5"},
+        0, "forward", 0, "2", "aten.lift_fresh", index=(3,), line="torch.tensor([",
+        both={"Squash.apply(x)": "Squash.apply(x * torch.tensor([1, 1, 0.5, 0.25] * 4))"},
+    ),
     Planted("another batch size", {"data, 16,": "data, 32,"}, 0, "data", 0),
     Planted(
         "a missing micro-batch",

@@ -39,6 +39,8 @@ def test_kinds_of_operators():
     assert describe_operator(aten.t.default).is_view
     assert describe_operator(aten.squeeze_.default).is_view
     assert describe_operator(aten.detach.default).is_ignored
+    constant = describe_operator(aten.lift_fresh.default)
+    assert (constant.arguments, constant.is_view, constant.is_ignored) == ((), False, False)
     assert describe_operator(aten.new_empty.default).makes_empty
     assert describe_operator(aten.resize_.default).makes_empty
     assert describe_operator(aten.multinomial.default).is_random

@@ -57,8 +57,8 @@ def test_a_planted_difference_is_found_and_named(recorded, planted: Planted):
     assert [each.is_repeatable for each in found.reproductions] == [None if is_exact else False] * 2
 
 
-def test_there_are_twenty_of_all_directions():
-    assert len({each.name for each in PLANTED}) == 20
+def test_there_are_some_of_all_directions():
+    assert len({each.name for each in PLANTED}) == 21
     assert {each.direction for each in PLANTED} == set(get_args(Direction))
 
 

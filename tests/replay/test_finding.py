@@ -143,6 +143,12 @@ def test_operators_name_themselves_and_the_line():
     other = replace(CALL, operator="aten.bmm")
     assert add("call", b=other).sentence == "the first run calls aten.mm, and the second aten.bmm"
     assert "generator is in another state" in add("generator").sentence
+    constant = replace(CALL, operator="aten.lift_fresh", inputs=(), input_types=())
+    assert add("output", constant, constant).sentence == (
+        "aten.lift_fresh makes a tensor of other values (numbers in the source, or an array)"
+    )
+    unknown = replace(CALL, inputs=(0, 2))
+    assert "agree as far as they are known" in add("output", b=unknown).sentence
 
 
 def test_backward_is_placed_by_its_operator():
@@ -158,8 +164,14 @@ def test_backward_is_placed_by_its_operator():
 def test_memory_that_was_written_from_outside_has_no_operator():
     found = add("input")
     assert (found.operator, found.direction, found.unit) == (None, "forward", "0")
-    assert "from outside of torch" in found.sentence
+    assert found.sentence.startswith("aten.mm reads a value that no operator of the step wrote")
     assert found.source == "a.py:3 in forward"
+    view = replace(CALL, operator="aten.t", inputs=(0,), outputs=(), producers=(0,))
+    reader = replace(CALL, producers=(1, -1))
+    for maker, sentence in ((CALL, "from outside of torch"), (view, "made before the step")):
+        calls = [replace(maker, producers=(-1,)), view, reader]
+        found = add_operator(FOUND, OperatorDifference("input", 2, 2, 0), calls, calls)
+        assert sentence in found.sentence
     gradient = Finding(4, "backward", "gradient", "", None, "1", "1.weight")
     reader = replace(CALL, phase="optimizer", microbatch=None, unit="")
     found = add("input", reader, reader, found=gradient)

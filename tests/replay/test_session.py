@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.launcher.launch import launch_in_this_process
+from lockstep.model.operator_tracer import OperatorTracer
 from lockstep.replay.operator_difference import first_operator_difference
 from lockstep.replay.program import Base
 from lockstep.replay.result import Level, ReplayedStep, ReplayRequest
@@ -154,6 +156,69 @@ def test_a_traced_step_has_the_same_bits(name):
             assert rest in (["data", "backward", "reduction"], ["data", "backward"])
         assert places[-2:] == [("reduction", None), ("optimizer", None)]
     assert not plain[0].operators
+
+
+def masked(mask: list[float]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        torch.tensor(next(NUMBERS))  # such as a time, which nothing reads
+        return x * torch.tensor(mask)
+
+    return compute
+
+
+def scattered(rows: list[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(3, 3)
+        out[torch.arange(3) * rows[0] + rows[1]] = x
+        return out * torch.arange(9.0).view(3, 3)
+
+    return compute
+
+
+def partly(operator: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(7, 3)
+        operator(x, 1, out=out[:3])
+        out[3:6].copy_(x)  # overwrites another part
+        return out[:6].exp()
+
+    return compute
+
+
+def unsqueezed(factor: float | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        return (x if factor is None else (x[..., None] * factor).squeeze(-1)).exp()
+
+    return compute
+
+
+NUMBERS = count()
+
+FUNCTIONS = {
+    "a constant": (masked([1.0, 0.0, 1.0]), masked([1.0, 0.0, 0.0]), "output", "aten.lift_fresh"),
+    "indices of a write to empty memory": (
+        scattered([1, 0]), scattered([-1, 2]), "arguments", "aten.mul.Tensor"
+    ),
+    "what is written to a part": (partly(torch.add), partly(torch.sub), "call", "aten.sub.out"),
+    "an operator behind a view": (unsqueezed(None), unsqueezed(2.0), "call", "aten.mul.Tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_made_the_values_that_an_operator_reads(name):
+    first, second, kind, operator = FUNCTIONS[name]
+    calls = []
+    for compute in (first, second, first):
+        tracer = OperatorTracer({})
+        with tracer.tracing("forward"):
+            compute(torch.arange(9.0).view(3, 3))
+        calls.append(tracer.calls)
+    a, b, again = calls
+    found = first_operator_difference(a, b)
+    assert found is not None
+    assert found.b is not None
+    assert (found.kind, b[found.b].operator) == (kind, operator)
+    assert first_operator_difference(a, again) is None
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,10 @@ from lockstep.data.microbatch import Batch
 from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprint import Checksums, StepFingerprint, TrainerFingerprint
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.step_context import StepContext
+from lockstep.model.step_context import Position, StepContext
 from lockstep.model.units import is_in_backward
 
 __all__ = ["Fingerprinter", "checksums", "hookable_modules"]
-
-Position = Callable[[], tuple[int, int] | None]
-"""Returns the (micro-batch, stage) whose forward or backward is running; None between them."""
 
 WRAPPER = "_orig_mod"
 """The attribute, and part of each name, that `torch.compile` puts before a module's own."""

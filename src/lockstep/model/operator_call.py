@@ -46,9 +46,12 @@ class OperatorCall:
             if it is a parameter or buffer: "fc.weight: float32[4, 8]".
         output_types: The same of each output.
         producers: For each input the index of the call that wrote to its memory last; -1 for
-            none. An estimate, because memory is freed and used again, and no part of equality.
+            none. No part of equality.
         source: The line of the user's program, such as "train.py:31 in forward"; in
             backward that of the operator that is being differentiated. "" where unknown.
+        earlier: For each tensor that it overwrote, and that is a part of its memory only, the
+            index of the call that wrote to that memory before, if there is one. No part of
+            equality.
     """
 
     operator: str
@@ -63,6 +66,7 @@ class OperatorCall:
     output_types: tuple[str, ...] = ()
     producers: tuple[int, ...] = field(default=(), compare=False)
     source: str = ""
+    earlier: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

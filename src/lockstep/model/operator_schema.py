@@ -5,6 +5,7 @@ aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!
 aten::copy_(Tensor(a!) self, Tensor src, ...)       reads src alone, though the schema is alike
 aten::mm.out(Tensor self, Tensor mat2, *, Tensor(a!) out)          does not read out
 aten::empty_like(Tensor self, ...)                  returns memory that nothing was written to
+aten::lift_fresh(Tensor(a) self) -> Tensor(a)       reads nothing: its values are not torch's
 """
 
 from __future__ import annotations
@@ -50,8 +51,14 @@ EMPTY = {
 }
 """Operators whose result has memory that nothing was written to."""
 
-IDENTITIES = {"alias", "detach", "detach_", "lift_fresh"}
+IDENTITIES = {"alias", "detach", "detach_"}
 """Views that are the same tensor again, of which a step has hundreds."""
+
+CONSTANTS = {"lift_fresh"}
+"""Operators that are called with a tensor of values that are not torch's, and return it.
+
+`torch.tensor([1.0, 0.0])` and `torch.from_numpy(array)` call it: here such values enter a step.
+"""
 
 UNDECLARED_WRITES = {
     "cudnn_batch_norm": ("running_mean", "running_var"),
@@ -164,12 +171,14 @@ def describe_operator(operator: Any) -> OperatorSchema:
     is_overwriting = plain in OVERWRITING
     tags = set(operator.tags)
     makes_empty = namespace == "aten" and plain in EMPTY
+    is_constant = namespace == "aten" and plain in CONSTANTS
     return OperatorSchema(
         name=f"{namespace}.{plain}{overload}",
-        arguments=tuple(each.name for each in schema.arguments),
+        arguments=() if is_constant else tuple(each.name for each in schema.arguments),
         written=tuple(written),
         unread=frozenset(each.name for each in writable if is_overwriting or each.is_out),
-        is_view=not makes_empty and (operator.is_view or torch.Tag.inplace_view in tags),
+        is_view=not (makes_empty or is_constant)
+        and (operator.is_view or torch.Tag.inplace_view in tags),
         makes_empty=makes_empty,
         workspace=WORKSPACES.get(plain) if namespace == "aten" else None,
         is_random=torch.Tag.nondeterministic_seeded in tags,

@@ -23,7 +23,7 @@ changed none, compare the norm of the gradient with that of the step without tra
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -40,13 +40,10 @@ from lockstep.data.microbatch import Batch
 from lockstep.model.call_site import CallSites
 from lockstep.model.operator_call import KeptTensors, OperatorCall, Phase
 from lockstep.model.operator_schema import describe_operator, format_value, tensors_in
-from lockstep.model.step_context import StepContext
+from lockstep.model.step_context import Position, StepContext
 from lockstep.model.units import is_in_backward
 
 __all__ = ["OperatorTracer", "record_graphs_as_operators"]
-
-Position = Callable[[], tuple[int, int] | None]
-"""Returns the (micro-batch, stage) that is being computed; None between them."""
 
 UNKNOWN = 0
 """Stands for the checksum of values that do not matter or cannot be read."""
@@ -166,7 +163,7 @@ class OperatorTracer(TorchDispatchMode):
         is_meaningless = any(memory.is_uninitialized(each) for each in read)  # what is copied
         inputs = tuple(memory.checksum(each) if is_computing else UNKNOWN for each in read)
         input_types = tuple(self._describe(each, site) for each in read)
-        producers = memory.producers(read)
+        producers, earlier = memory.producers(read), memory.earlier_writers(overwritten)
         kept = _copy(read) if is_kept else []
         generator = _find_generator(values) if schema.is_random else None
         before = _checksum_state(generator)
@@ -209,6 +206,7 @@ class OperatorTracer(TorchDispatchMode):
             output_types=tuple(self._describe(each, site) for each in made),
             producers=producers,
             source=site.source,
+            earlier=earlier,
         )
         self.calls.append(call)
         return result
@@ -224,7 +222,7 @@ class _Memory:
     """Which calls wrote to which memory, by its address."""
 
     def __init__(self) -> None:
-        self._writers: dict[int, int] = {}
+        self._writers: dict[int, tuple[StorageWeakRef, int]] = {}
         # Memory that was not written to as a whole since it was allocated, and how many of its
         # bytes were not.
         self._uninitialized: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -236,13 +234,28 @@ class _Memory:
 
     def producers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         """Return the index of the call that wrote to each tensor's memory last; -1 for none."""
-        return tuple(self._writers.get(_address(each), -1) for each in tensors)
+        return tuple(map(self._find_writer, tensors))
+
+    def earlier_writers(self, overwritten: Iterable[torch.Tensor]) -> tuple[int, ...]:
+        """Return the calls that wrote to memory of which a part is about to be overwritten."""
+        parts = (
+            each
+            for each in overwritten
+            if _address(each)
+            and each.numel() * each.element_size() < each.untyped_storage().nbytes()
+        )
+        return tuple(index for index in map(self._find_writer, parts) if index >= 0)
+
+    def _find_writer(self, tensor: torch.Tensor) -> int:
+        storage, index = self._writers.get(_address(tensor), (None, -1))
+        # Memory that was freed may have been used again by what no operator allocated.
+        return -1 if storage is None or storage.expired() else index
 
     def note_writes(self, tensors: Iterable[torch.Tensor], index: int) -> None:
         """Note that a call returned or wrote these tensors."""
         for each in tensors:
             if address := _address(each):
-                self._writers[address] = index
+                self._writers[address] = StorageWeakRef(each.untyped_storage()), index
 
     def note_uninitialized(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that nothing was written to the memory of these tensors."""

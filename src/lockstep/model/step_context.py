@@ -41,6 +41,7 @@ __all__ = [
     "Attempt",
     "ComputedMicrobatch",
     "MicrobatchResult",
+    "Position",
     "Span",
     "StepContext",
     "StepLabel",
@@ -48,6 +49,9 @@ __all__ = [
     "begin_attempts",
 ]
 
+
+Position = Callable[[], tuple[int, int] | None]
+"""Returns the (micro-batch, stage) whose forward or backward is running; None between them."""
 
 IGNORED_TARGETS = "ignores some targets"
 """What the warning of such a loss says."""

@@ -285,9 +285,26 @@ def add_operator(
         "generator": f"{names[0]} draws other random numbers, because the generator is in another "
         "state before it",
         "call": f"{names[0]} is called in the {only} run only",
-        "input": f"{names[0]} reads a value that no operator wrote: its memory was changed from "
-        "outside of torch (by numpy, by an extension, or by a fault of the machine)",
+        "input": f"{names[0]} reads a value that no operator of the step wrote: it was made before "
+        "the step, or by a library other than torch",
     }
+    if difference.kind == "input" and all(
+        _is_written(calls, index, difference.position or 0)
+        for calls, index in ((a, difference.a), (b, difference.b))
+    ):
+        sentences["input"] = (
+            f"{names[0]} reads a value that no operator wrote: its memory was changed from outside "
+            "of torch (by numpy, by an extension, or by a fault of the machine)"
+        )
+    if not call.inputs:
+        sentences["output"] = (
+            f"{names[0]} makes a tensor of other values (numbers in the source, or an array)"
+        )
+    elif any(0 in each.inputs for each in (ours, theirs) if each is not None):
+        sentences["output"] = (
+            f"{names[0]} computes another result from inputs that agree as far as they are known "
+            "(some of their memory was not written by operators as a whole)"
+        )
     if difference.kind == "call" and len(names) == 2:
         sentences["call"] = f"the first run calls {names[0]}, and the second {names[1]}"
     is_input = difference.kind == "input"
@@ -302,6 +319,14 @@ def add_operator(
         a=ours,
         b=theirs,
     )
+
+
+def _is_written(calls: Sequence[OperatorCall], index: int | None, position: int) -> bool:
+    """Return whether a call of the step wrote to the memory of an input of a call."""
+    writer = -1 if index is None else calls[index].producers[position]
+    while writer >= 0 and not calls[writer].outputs:  # a view of what was written before
+        writer = max(calls[writer].producers, default=-1)
+    return writer >= 0
 
 
 def _direction(found: Finding, reader: OperatorCall) -> Direction | None:

@@ -10,8 +10,10 @@
     b   mm    relu   mul   sum       memory that was written from outside
                      ───
 
-Both sides are walked in step. Operators that differ without effect on a later one, such as those
-of a message that only one side prints, are no difference.
+Both sides are walked in step. A constant that the program makes is a difference where an operator
+with another result reads it. Memory that was not written as a whole has no checksum; what reads
+it is explained by the calls that wrote to it. Operators that differ without effect on a later one,
+such as those of a message that only one side prints, are no difference.
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ class OperatorDifference:
     """Where two computations of a step differ first.
 
     Attributes:
-        kind: "output": equal inputs, and another result. "arguments": equal inputs, and another
-            result because of other arguments that are no tensors. "generator": random numbers
-            from another state of the generator. "call": an operator that only one side called, or
-            another one in its place. "input": a value that no recorded operator wrote.
+        kind: "output": another result, and equal inputs as far as these are known.
+            "arguments": another result, because of other arguments that are no tensors.
+            "generator": random numbers from another state of the generator. "call": an operator
+            that only one side called, or another one in its place. "input": a value that no
+            recorded operator wrote.
         a: The index of the call in the first sequence; None if it has none.
         b: The index of the call in the second sequence; None if it has none.
         position: Which output differs first, or which input at "input"; None at "call".
@@ -75,8 +78,13 @@ def first_operator_difference(
             continue
         for side, index, other in zip(sides, (i, j), (j, i), strict=True):
             side.partners[index] = other
-        if _first_unequal(a[i].outputs, b[j].outputs) is not None:
-            return _explain(i, j, *sides)
+        if _first_unequal(a[i].outputs, b[j].outputs) is None:
+            continue
+        if _is_constant(a[i]):  # matters where an operator with another result reads it
+            for side, index in zip(sides, (i, j), strict=True):
+                side.constants.add(index)
+            continue
+        return _explain(i, j, *sides)
     for side, is_first in zip(sides, (True, False), strict=True):
         for index in sorted(side.alone):
             if _has_effect(side.calls[index]):
@@ -92,31 +100,49 @@ class _Side:
         calls: The calls.
         alone: Those that the other side has not.
         partners: Of the others, the index of the same call on the other side.
+        constants: Of these, the constants that have other values on the other side.
     """
 
     calls: Sequence[OperatorCall]
     alone: set[int] = field(default_factory=set)
     partners: dict[int, int] = field(default_factory=dict)
+    constants: set[int] = field(default_factory=set)
 
     def values(self) -> set[int]:
         """Return the checksums of all values."""
         return {value for each in self.calls for value in (*each.inputs, *each.outputs)}
 
     def origins(self, index: int, known: set[int]) -> set[int]:
-        """Return the calls alone, and the paired views, behind unknown inputs of a call."""
+        """Return the calls that may have made unknown inputs of a call.
+
+        These are calls and constants that the other side has not, and calls that both have and
+        of which a checksum says nothing (views), or does not say all.
+        """
         found: set[int] = set()
         pending = [index]
         while pending:
             call = self.calls[pending.pop()]
-            for value, producer in zip(call.inputs, call.producers, strict=True):
-                # A view has no checksums, so all that is behind it counts.
-                is_known = value in known and value != 0
-                if is_known or producer < 0 or producer in found:
-                    continue
-                if producer in self.alone or not self.calls[producer].outputs:
+            unknown = {
+                producer
+                for value, producer in zip(call.inputs, call.producers, strict=True)
+                if value == 0 or value not in known
+            }
+            for producer in {*unknown, *call.earlier} - found - {-1}:
+                if self._may_differ(producer):
                     found.add(producer)
                     pending.append(producer)
         return found
+
+    def _may_differ(self, index: int) -> bool:
+        """Return whether more than the outputs of a call is needed to know that it is equal."""
+        call = self.calls[index]
+        is_incomplete = not all(call.outputs) or not call.outputs or bool(call.earlier)
+        return is_incomplete or index in self.alone or index in self.constants
+
+    def first(self, some: set[int]) -> int | None:
+        """Return the first of some calls, of those that compute something if there are any."""
+        computing = {index for index in some if self.calls[index].outputs}
+        return min(computing or some, default=None)
 
 
 def _explain(i: int, j: int, a: _Side, b: _Side) -> OperatorDifference:
@@ -124,11 +150,7 @@ def _explain(i: int, j: int, a: _Side, b: _Side) -> OperatorDifference:
     left, right = a.calls[i], b.calls[j]
     position = _first_unequal(left.outputs, right.outputs)
     changed = _first_unequal(left.inputs, right.inputs)
-    if changed is None and left.generator[0] == right.generator[0]:
-        if left.arguments == right.arguments:
-            return OperatorDifference("output", i, j, position)
-        return OperatorDifference("arguments", i, j, position)
-    if changed is None:
+    if changed is None and left.generator[0] != right.generator[0]:
         drawn = [
             max((each for each in side.alone if any(side.calls[each].generator)), default=None)
             for side in (a, b)
@@ -136,17 +158,48 @@ def _explain(i: int, j: int, a: _Side, b: _Side) -> OperatorDifference:
         if drawn != [None, None]:
             return OperatorDifference("call", *drawn)
         return OperatorDifference("generator", i, j, position)
-    behind_a, behind_b = a.origins(i, b.values()), b.origins(j, a.values())
-    alone = [
-        min(behind & side.alone, default=None) for behind, side in ((behind_a, a), (behind_b, b))
-    ]
-    if alone != [None, None]:
+    if changed is not None or 0 in (*left.inputs, *right.inputs):
+        found = _find_origin(a, a.origins(i, b.values()), b, b.origins(j, a.values()))
+        if found is not None:
+            return found
+    if changed is not None:
+        return OperatorDifference("input", i, j, changed)
+    if left.arguments != right.arguments:
+        return OperatorDifference("arguments", i, j, position)
+    return OperatorDifference("output", i, j, position)
+
+
+def _find_origin(
+    a: _Side, behind_a: set[int], b: _Side, behind_b: set[int]
+) -> OperatorDifference | None:
+    """Return the difference that is behind the inputs of a call; None if it is none of a call's.
+
+    Args:
+        a: The first side.
+        behind_a: The calls of it that may have made the inputs.
+        b: The second side.
+        behind_b: The same of it.
+    """
+    alone = a.first(behind_a & a.alone), b.first(behind_b & b.alone)
+    if alone != (None, None):
         return OperatorDifference("call", *alone)
-    for view in sorted(behind_a - a.alone):
-        other = a.partners[view]
-        if a.calls[view].arguments != b.calls[other].arguments:
-            return OperatorDifference("arguments", view, other)
-    return OperatorDifference("input", i, j, changed)
+    for constant in sorted(behind_a & a.constants):
+        return OperatorDifference("output", constant, a.partners[constant], 0)
+    for index in sorted(behind_a):
+        left, right = a.calls[index], b.calls[a.partners[index]]
+        if left.arguments != right.arguments:
+            return OperatorDifference("arguments", index, a.partners[index])
+    for index in sorted(behind_a):
+        changed = _first_unequal(a.calls[index].inputs, b.calls[a.partners[index]].inputs)
+        if changed is not None:
+            return OperatorDifference("input", index, a.partners[index], changed)
+    return None
+
+
+def _is_constant(call: OperatorCall) -> bool:
+    """Return whether a call makes a tensor of values that are not torch's."""
+    is_made_from_nothing = not (call.inputs or call.arguments or any(call.generator))
+    return is_made_from_nothing and call.phase != "data"
 
 
 def _has_effect(call: OperatorCall) -> bool:
