@@ -65,7 +65,7 @@ def test_what_cannot_be_replayed_is_found_in_the_records():
     found = json.loads(done.stdout)
     assert found.keys() >= CONTRACT
     assert (found["equal"], found["step"], found["microbatch"]) == (False, 5, 1)
-    assert (found["direction"], found["operator"]) == ("forward", None)
+    assert (found["direction"], found["operator"]) == (None, None)
     assert found["settings"] == {"options.lr": ["0.05", "0.2"], "options.seed": ["7", ""]}
     assert "step 5, micro-batch 1" in done.stderr
     assert "a cannot be replayed: " in done.stderr

@@ -92,7 +92,26 @@ def test_a_bit_that_only_the_recorded_run_had_flipped(recorded, folder):
     assert "Two replays agree with each other" in text
     assert "a fault of its machine" in text
     assert bisection_json(found)["reproduced"] == [True, False]
-    assert finding_without_fingerprints(a, b) == (STEP, MICROBATCH, "forward")
+    assert finding_without_fingerprints(a, b) == (STEP, MICROBATCH, None)
+
+
+def test_a_run_that_a_value_stopped(recorded, folder):
+    """The step that it did not finish is searched, also for the operators."""
+    poison = "            y = y / (y.detach().abs().sum() * 0 if is_here(2) else 1)"
+    tanh = "        y = Squash.apply(x)\n"
+    with pytest.raises(RankError, match="the loss is nan"):
+        record(folder, "nan", replace(SCRIPT, {tanh: f"{tanh}{poison[4:]}\n"}))
+    a, b = recorded(SCRIPT), read_recorded_run(folder / "runs" / "nan")
+    for sides in ((a, b), (b, a)):
+        found = bisect_runs(*sides)
+        finding = found.finding
+        assert finding is not None
+        place = finding.step, finding.microbatch, finding.direction, finding.unit
+        assert place == (STEP, MICROBATCH, "forward", "2"), found.remarks
+        assert finding.operator is not None
+        assert found.is_replayed
+        text = " ".join(sentences(found))
+        assert "nan stopped in step 4, micro-batch 2 (the loss is nan); plain went on." in text
 
 
 def finding_without_fingerprints(a, b):

@@ -39,7 +39,11 @@ def test_the_text_says_where_what_and_how_sure(found):
         "recorded loss of the step": [repr(each.steps[7].loss) for each in (found.a, found.b)],
     }
     text = sentences(found)
-    assert text[0] == "17 elements differ; the first by 8,388,608 units in the last place."
+    assert text[0] == "17 elements differ; the first by 0.25."
+    close = replace(FINDING, element=replace(FINDING.element, ulps=1000))
+    assert sentences(replace(found, finding=close))[0] == (
+        "17 elements differ; the first by 1,000 units in the last place."
+    )
     assert text[1].startswith("The records differ first in step 7, in the loss; compared: 20 steps")
     assert text[2] == "night-b has 2 steps more, which were not compared."
     assert text[3] == "Replays of both runs compute what was recorded, bit for bit."
@@ -59,6 +63,34 @@ def test_replays_that_do_not_compute_what_was_recorded(found):
         assert "the replay of night-b does not" in text.replace("The replay", "the replay")
         assert "step 7: the norm was 0.5 and is 0.25 now" in text
         assert words in text
+
+
+def test_what_only_records_show_comes_with_advice_and_arguments_that_differ(found):
+    programs = [{"program": {"kind": "script", "arguments": each}} for each in (["--b", "1"], [])]
+    sides = [
+        replace(side, run=replace(side.run, header=side.run.header | program))
+        for side, program in zip((found.a, found.b), programs, strict=True)
+    ]
+    finding = replace(FINDING, direction=None, a=None, b=None, element=None)
+    found = replace(found, a=sides[0], b=sides[1], finding=finding, is_replayed=False)
+    text = " ".join(sentences(found))
+    assert "Their arguments differ: --b 1 and (none)." in text
+    assert "LOCKSTEP_FINGERPRINTS=unit:7" in text
+    assert "LOCKSTEP" not in " ".join(sentences(replace(found, is_replayed=True)))
+
+
+def test_where_a_run_stopped_is_said_also_without_a_difference(found):
+    for message, is_value in (
+        ("step 20, micro-batch 3: the loss is nan", True),
+        ("KeyError", False),
+    ):
+        end = {"kind": "end", "t": 2.0, "state": "failed", "message": message}
+        a = replace(found.a, run=replace(found.a.run, end=end, state="failed"))
+        assert a.stop is not None
+        assert (a.stop.step, a.stop.is_value) == (20, is_value)
+        text = sentences(replace(found, a=a, finding=None))
+        what = "step 20, micro-batch 3 (the loss is nan)" if is_value else "step 20 (KeyError)"
+        assert f"night-a stopped in {what}; night-b went on." in text
 
 
 def test_commands_look_further(found, tmp_path, monkeypatch):

@@ -73,7 +73,7 @@ def test_other_samples_digests_and_micro_batches_are_named():
 
 
 def test_an_old_record_compares_what_it_has():
-    found = compared(step=RecordedStep(7, 1, 0.5, math.nan))
+    found = compared(step=RecordedStep(7, 1, 0.5, None))
     assert found.equal
     assert found.compared == ("loss",)
 

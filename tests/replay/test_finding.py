@@ -6,6 +6,7 @@ import pytest
 
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.model.operator_call import OperatorCall
+from lockstep.replay.bisection import group_by_rank
 from lockstep.replay.finding import (
     Finding,
     TensorPlace,
@@ -103,6 +104,25 @@ def test_layouts_of_two_ranks_and_of_one_are_compared():
     found = find_in_modules([[first], [second]], [[whole]])
     assert found is not None
     assert (found.what, found.parameter) == ("update", "1.weight")
+
+
+def test_no_micro_batch_is_missing_from_a_step_that_was_not_finished():
+    a, b = fingerprint(missing=1), fingerprint()
+    assert find_in_modules([[a]], [[b]], {0}) is None
+    found = find_in_modules([[a]], [[b]], {1})
+    assert found is not None
+    assert found.what == "missing"
+
+
+def test_steps_of_different_layouts_keep_all_ranks():
+    """A step of two ranks from files between steps of one rank from a replay."""
+    ranks = [fingerprint(4, missing=1), fingerprint(4, missing=0, momentum=True)]
+    a = group_by_rank([[fingerprint(3)], ranks, [fingerprint(5)]])
+    b = group_by_rank([[fingerprint(3)], [fingerprint(4, momentum=True)], [fingerprint(5)]])
+    assert [[each.step for each in rank] for rank in a] == [[3, 4, 5]] * 2
+    found = find_in_modules(a, b)
+    assert found is not None
+    assert (found.step, found.what) == (4, "state"), "not a missing micro-batch"
 
 
 def test_the_initial_state_is_step_0_of_a_program_from_its_beginning():
@@ -204,12 +224,14 @@ def test_where_the_first_element_is_found():
     ("recorded", "direction", "microbatch", "words"),
     [
         (RecordDifference(4, "batch", None, "x", "y"), "data", None, "other samples"),
-        (RecordDifference(4, "loss of the micro-batch", 1, "0.5", "0.25", True), "forward", 1,
-         "the loss of the micro-batch 1 is 0.5 in the first run and 0.25 in the second"),
+        (RecordDifference(4, "loss of the micro-batch", 1, "0.5", "0.25", True), None, 1,
+         "the loss of the micro-batch 1 is 0.5 in the first run and 0.25 in the second: the data"),
         (RecordDifference(4, "loss of the micro-batch", 0, "0.5", "0.25"), None, 0, "0.5"),
         (RecordDifference(4, "loss of the micro-batch", 1, "0.5", "none"), "forward", 1,
          "only one of the runs"),
         (RecordDifference(4, "norm", None, "2.0", "3.0"), None, None, "the losses agree"),
+        (RecordDifference(4, "stop", 2, "", "the loss is nan"), None, 2,
+         "the first run went on, and the second stopped there (the loss is nan)"),
         (None, None, None, "in one of the steps 3 to 4"),
     ],
 )  # fmt: skip

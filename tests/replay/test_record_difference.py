@@ -8,6 +8,7 @@ import pytest
 from lockstep.record.fingerprints import RecordedStep
 from lockstep.replay.record_difference import (
     SearchWindow,
+    Stop,
     compare_records,
     first_record_difference,
 )
@@ -43,7 +44,9 @@ def test_equal_records_have_no_difference():
         ({"loss": math.nextafter(1 / 7, 1)}, ("loss", None, repr(1 / 7), "0.14285714285714288")),
         ({"norm": 2.5}, ("norm", None, "2.0", "2.5")),
         ({"norm": 2.5, "batch": "other"}, ("batch", None, "batch 4", "other")),
-        ({"norm": math.nan, "batch": None, "losses": ()}, None),  # an older version's
+        ({"norm": None, "batch": None, "losses": ()}, None),  # an older version's
+        ({"norm": math.nan}, ("norm", None, "2.0", "nan")),
+        ({"losses": (0.5, 0.25, None), "loss": -math.inf}, ("loss", None, repr(1 / 7), "-inf")),
     ],
 )
 def test_each_field_is_compared_and_the_first_one_is_named(fields, expected):
@@ -57,6 +60,33 @@ def test_whether_all_micro_batches_differ():
     assert some.is_partial
     assert every is not None
     assert not every.is_partial
+
+
+def test_values_that_are_not_finite_are_compared_by_their_bits():
+    nan = changed(4, norm=math.nan)
+    assert find(nan, nan) is None
+    assert find(changed(4, norm=-0.0), changed(4, norm=0.0)) == (4, "norm", None, "0.0", "-0.0")
+
+
+NAN = Stop(6, 2, "the loss is nan", is_value=True)
+KEY = Stop(6, None, "KeyError: 'lr'", is_value=False)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "stops", "expected"),
+    [
+        (10, 6, (None, NAN), (6, "stop", 2, "", "the loss is nan")),
+        (6, 10, (NAN, None), (6, "stop", 2, "the loss is nan", "")),
+        (6, 6, (NAN, replace(NAN, microbatch=1)), (6, "stop", 1, NAN.what, NAN.what)),
+        (6, 6, (NAN, NAN), None),
+        (4, 6, (None, NAN), None),  # it may have stopped there as well
+        (6, 10, (KEY, None), None),  # an error of the program, not of its numbers
+        (0, 10, (replace(NAN, step=0), None), (0, "stop", 2, "the loss is nan", "")),
+    ],
+)
+def test_a_run_that_a_value_stopped(ours, theirs, stops, expected):
+    found = first_record_difference(STEPS[:ours], STEPS[:theirs], stops)
+    assert (found and (found.step, found.what, found.microbatch, found.a, found.b)) == expected
 
 
 DIGESTS = {3: "x", 6: "y", 10: "z"}

@@ -69,4 +69,16 @@ def test_runs_that_differ_by_construction_are_refused(run):
         require_comparable(run(), other)
     with pytest.raises(UsageError, match="a and b have no step in common"):
         require_comparable(run(), run("b", steps=range(20, 24)))
+    with pytest.raises(UsageError, match="a and b have no step in common"):
+        require_comparable(run(steps=range(0, 8, 2)), run("b", steps=range(1, 8, 2)))
     require_comparable(run(), run("b", layout={}, model={}))
+
+
+def test_a_run_that_stopped_in_its_first_step_is_compared(run, tmp_path):
+    end = {"kind": "end", "t": 2.0, "state": "failed"}
+    end["message"] = "rank 1, step 0, micro-batch 5: the loss is nan; training stopped"
+    stopped = read_recorded_run(records.write(tmp_path / "nan", [records.HEADER, end]), "typed")
+    assert stopped.name == "typed"
+    assert stopped.stop is not None
+    assert (stopped.stop.microbatch, stopped.stop.what) == (5, "the loss is nan")
+    require_comparable(stopped, run())

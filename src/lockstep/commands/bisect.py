@@ -68,7 +68,7 @@ def command(
     from lockstep.replay.bisection_report import bisection_html, bisection_json
     from lockstep.replay.recorded_run import read_recorded_run
 
-    a, b = map(read_recorded_run, places)
+    a, b = map(read_recorded_run, places, runs)
     progress = BisectProgress()
     try:
         found = bisect_runs(a, b, progress.show, say, timeout)

@@ -27,8 +27,8 @@ class RecordedStep:
     Attributes:
         step: Its number, from 0.
         epoch: Its epoch, from 0.
-        loss: The loss of the batch, before the step; NaN where none was recorded.
-        norm: The 2-norm of the gradient before clipping; NaN where none was recorded.
+        loss: The loss of the batch, before the step; None where none was recorded.
+        norm: The 2-norm of the gradient before clipping; None where none was recorded.
         losses: The loss of each micro-batch; None for one that was not computed. Empty in
             records of older versions.
         batch: A hash of the indices of the batch's samples, or of its content; None where
@@ -37,8 +37,8 @@ class RecordedStep:
 
     step: int
     epoch: int
-    loss: float
-    norm: float
+    loss: float | None
+    norm: float | None
     losses: tuple[float | None, ...] = ()
     batch: str | None = None
 
@@ -93,10 +93,12 @@ def _step(number: int, line: dict[str, Any]) -> RecordedStep:
     )
 
 
-def _exact(line: dict[str, Any], name: str) -> float:
-    """Return a number of a line, from its `float.hex` form if it has one."""
+def _exact(line: dict[str, Any], name: str) -> float | None:
+    """Return a number of a line, from its `float.hex` form if it has one; None for none."""
     found = _parse(line.get(f"{name}_hex"))
-    return as_float(line.get(name)) if found is None else found
+    if found is None and line.get(name) is not None:
+        return as_float(line[name])
+    return found
 
 
 def _parse(text: Any) -> float | None:

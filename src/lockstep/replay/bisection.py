@@ -14,7 +14,7 @@ is deterministic, and the finding says how far it can be trusted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.errors import LockstepError
@@ -41,7 +41,7 @@ from lockstep.replay.recorded_run import RecordedRun, require_comparable
 from lockstep.replay.result import Level, Replay, ReplayRequest
 from lockstep.replay.runner import run_program
 
-__all__ = ["Bisection", "Compared", "Reproduction", "bisect_runs"]
+__all__ = ["Bisection", "Compared", "Reproduction", "bisect_runs", "group_by_rank"]
 
 Report = Callable[[str, int, int], None]
 """Called with what is being replayed, how many steps are done, and how many there will be."""
@@ -139,7 +139,7 @@ def bisect_runs(
     """
     begun = time.monotonic()
     require_comparable(a, b)
-    recorded = first_record_difference(a.steps, b.steps)
+    recorded = first_record_difference(a.steps, b.steps, (a.stop, b.stop))
     window = compare_records(a.digests, b.digests, recorded)
     found = Bisection(a, b, _compare(a, b), recorded)
     if window is not None:
@@ -205,6 +205,14 @@ class Search:
 
     def find(self, window: SearchWindow) -> Finding | None:
         """Return the first difference; None where only the records themselves show one."""
+        exported = [run.name for run in self._sides if run.folder is None]
+        for name in exported:
+            self._remark(
+                f"{name} is an exported file, which cannot be replayed: only what was recorded is "
+                "compared"
+            )
+        if exported:
+            return self._find_in_recorded(window)
         try:
             found = self._find_in_modules(window)
             for side in range(2):
@@ -238,8 +246,23 @@ class Search:
             steps.pop(0)
         if not steps:
             return None
-        ours, theirs = (_by_rank([known[step] for step in steps]) for known in (a, b))
-        return find_in_modules(ours, theirs)
+        ours, theirs = (group_by_rank([known[step] for step in steps]) for known in (a, b))
+        return find_in_modules(ours, theirs, self._unfinished(steps, a, b))
+
+    def _unfinished(
+        self, steps: Sequence[int], *known: Mapping[int, Sequence[StepFingerprint]]
+    ) -> set[int]:
+        """Return the steps of which a run has not all micro-batches."""
+        found = {run.stop.step for run in self._sides if run.stop is not None}
+        for side, each in enumerate(known):
+            for step in steps:
+                recorded = self._recorded[side].get(step)
+                losses = {leaf for rank in each[step] for leaf in rank.losses}
+                if recorded is not None and len(losses) < sum(
+                    loss is not None for loss in recorded.losses
+                ):
+                    found.add(step)
+        return found
 
     def _known_fingerprints(
         self, side: int, window: SearchWindow
@@ -294,12 +317,13 @@ class Search:
 
     def _compare_modules(self, first: int, last: int) -> Finding | None:
         replays = self._replay_both("comparing modules", first, last, "modules")
-        a, b = (_by_rank([step.fingerprints for step in each.steps]) for each in replays)
+        a, b = (group_by_rank([step.fingerprints for step in each.steps]) for each in replays)
         calls = next(iter(a[0][-1].calls.values()), [])
         self.modules = tuple(
             dict.fromkeys(module for kind, module, _ in calls if kind == "enter" and module)
         )
-        return find_in_modules(a, b)
+        stopped = {run.stop.step for run in self._sides if run.stop is not None}
+        return find_in_modules(a, b, stopped)
 
     # --- operators ----------------------------------------------------------------------------
 
@@ -369,11 +393,7 @@ class Search:
         self, side: int, doing: str, first: int, last: int, level: Level, kept: int | None = None
     ) -> Replay:
         run = self._sides[side]
-        if run.folder is None:
-            raise ReplayFailedError(
-                f"{run.name} is an exported file, which cannot be replayed: only what was recorded "
-                "is compared"
-            )
+        assert run.folder is not None, "an exported file cannot be replayed"
         request = ReplayRequest(
             run.folder, first, last, level=level, kept=kept, timeout=self._timeout
         )
@@ -389,7 +409,8 @@ class Search:
             )
         except LockstepError as error:
             raise ReplayFailedError(f"{run.name} cannot be replayed: {error}") from None
-        if replay.failure:
+        is_expected = run.stop is not None and run.stop.is_value and run.stop.step == last
+        if replay.failure and not (is_expected and len(replay.steps) == last + 1 - first):
             raise ReplayFailedError(f"The replay of {run.name} failed: {replay.failure}")
         self._is_replayed[side] = True
         if level != "operators" and self._differences[side] is None:
@@ -431,11 +452,24 @@ class Search:
             self._replay_one(side, "repeating", step, step, "modules") for _ in range(2)
         )
         found = find_in_modules(
-            *(_by_rank([each.steps[0].fingerprints]) for each in (first, second))
+            group_by_rank([first.steps[0].fingerprints]),
+            group_by_rank([second.steps[0].fingerprints]),
         )
         self._is_repeatable[side] = found is None
 
 
-def _by_rank(steps: Sequence[Sequence[StepFingerprint]]) -> list[list[StepFingerprint]]:
-    """Return the fingerprints of each rank, from those of each step."""
-    return [list(each) for each in zip(*steps, strict=False)]
+def group_by_rank(steps: Sequence[Sequence[StepFingerprint]]) -> list[list[StepFingerprint]]:
+    """Return the fingerprints of each rank, from those of each step.
+
+    Steps may come from different layouts: ranks that one has not recorded nothing there.
+    """
+    count = max(map(len, steps), default=0)
+    return [
+        [
+            ranks[number]
+            if number < len(ranks)
+            else StepFingerprint(ranks[0].trainer, ranks[0].step)
+            for ranks in steps
+        ]
+        for number in range(count)
+    ]

@@ -12,11 +12,13 @@ import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lockstep
 from lockstep.formatting import format_quantity
 from lockstep.model.operator_call import OperatorCall
+from lockstep.record.columns import as_dict
 from lockstep.replay.bisection import Bisection, Reproduction
 from lockstep.replay.finding import Finding
 from lockstep.replay.recorded_run import RecordedRun, find_source_differences
@@ -33,6 +35,9 @@ __all__ = [
     "lead",
     "sentences",
 ]
+
+MAX_ULPS = 1000
+"""Units in the last place, beyond which a sentence has the difference of the values instead."""
 
 MAX_SOURCES = 6
 """Files that a sentence names."""
@@ -88,8 +93,8 @@ def facts(found: Bisection) -> list[tuple[str, ...]]:
         {each.step: each for each in run.steps}.get(finding.step) for run in (found.a, found.b)
     ]
     for name in ("loss", "norm"):
-        values = [math.nan if each is None else getattr(each, name) for each in steps]
-        texts = ["" if math.isnan(value) else repr(value) for value in values]
+        values = [None if each is None else getattr(each, name) for each in steps]
+        texts = ["" if value is None else repr(value) for value in values]
         rows.append((f"recorded {name} of the step", texts[0], texts[1]))
     return [row for row in rows if row[1] or row[2]]
 
@@ -114,9 +119,12 @@ def sentences(found: Bisection) -> list[str]:
         *_element_sentence(found.finding),
         _compared_sentence(found),
         *_length_sentences(found),
+        *_stop_sentence(found),
         *_reproduction_sentences(found),
         *settings_sentences(found.a.run, found.b.run, is_same=found.equal),
+        *_arguments_sentence(found),
         *_sources_sentence(found),
+        *_advice(found),
         *(f"{remark}." for remark in found.remarks),
         *(f"{run.name}: {remark}" for run in (found.a, found.b) for remark in run.run.remarks),
     ]
@@ -128,7 +136,9 @@ def _element_sentence(finding: Finding | None) -> Iterator[str]:
     element = finding.element
     count = f"{element.count:,} elements differ" if element.count > 1 else "One element differs"
     distance = ""
-    if element.ulps is not None:
+    if element.ulps is not None and element.ulps > MAX_ULPS:
+        distance = f"; the first by {abs(element.a - element.b):.3g}"
+    elif element.ulps is not None:
         distance = f"; the first by {format_quantity(element.ulps, 'unit')} in the last place"
     yield f"{count}{distance}."
 
@@ -152,6 +162,8 @@ def _compared_sentence(found: Bisection) -> str:
         return f"Of what both recorded, only digests differ: {what}."
     number = "" if recorded.microbatch is None else f" {recorded.microbatch}"
     which = "samples" if recorded.what == "batch" else f"{recorded.what}{number}"
+    if recorded.what == "stop":
+        return f"The records agree up to step {recorded.step:,}; compared: {what}."
     return f"The records differ first in step {recorded.step:,}, in the {which}; compared: {what}."
 
 
@@ -159,6 +171,39 @@ def _length_sentences(found: Bisection) -> Iterator[str]:
     for run, count in ((found.a, found.compared.only_a), (found.b, found.compared.only_b)):
         if count:
             yield f"{run.name} has {format_quantity(count, 'step')} more, which were not compared."
+
+
+def _stop_sentence(found: Bisection) -> Iterator[str]:
+    """Yield where the runs failed."""
+    runs = found.a, found.b
+    parts = []
+    for run, other in (runs, runs[::-1]):
+        if run.stop is not None:
+            at = f"step {run.stop.step:,}"
+            if run.stop.microbatch is not None:
+                at += f", micro-batch {run.stop.microbatch}"
+            parts.append(f"{run.name} stopped in {at} ({run.stop.what})")
+            if other.stop is None and any(each.step == run.stop.step for each in other.steps):
+                parts.append(f"{other.name} went on")
+    if parts:
+        yield f"{'; '.join(parts)}."
+
+
+def _arguments_sentence(found: Bisection) -> Iterator[str]:
+    programs = [as_dict(run.run.latest("program")) for run in (found.a, found.b)]
+    a, b = (shlex.join(map(str, each.get("arguments") or ())) for each in programs)
+    if a != b and all(programs) and not found.equal:
+        yield f"Their arguments differ: {a or '(none)'} and {b or '(none)'}."
+
+
+def _advice(found: Bisection) -> Iterator[str]:
+    """Yield how to learn more of a difference that only records show."""
+    finding = found.finding
+    if finding is not None and not found.is_replayed and finding.direction is None:
+        yield (
+            'To learn where in the step it arises, record both runs with fingerprints="unit", or '
+            f"with the variable LOCKSTEP_FINGERPRINTS=unit:{finding.step}."
+        )
 
 
 def _sources_sentence(found: Bisection) -> Iterator[str]:
@@ -191,6 +236,8 @@ def _deviation(reproduction: Reproduction) -> str:
     if different.microbatch is not None:
         where += f", micro-batch {different.microbatch}"
     what = f"{where}: the {different.what} was {different.a} and is {different.b} now. "
+    if reproduction.is_repeatable is None:
+        return what.rstrip()
     if reproduction.is_repeatable is False:
         return (
             f"{what}Two replays differ from each other as well, so the program itself is not "
@@ -209,14 +256,17 @@ def commands(found: Bisection) -> list[str]:
     if finding is None:
         return []
     lines = []
-    for run in (found.a, found.b):
+    suffixes = [Path(run.name).name for run in (found.a, found.b)]
+    if suffixes[0] == suffixes[1]:
+        suffixes = ["a", "b"]
+    for run, suffix in zip((found.a, found.b), suffixes, strict=True):
         if run.folder is None:
             continue
         folder = os.path.relpath(run.folder)
         folder = str(run.folder) if folder.startswith("..") else folder
         words = ["lockstep", "replay", folder, "--step", str(finding.step)]
         if finding.microbatch is not None:
-            words += ["--microbatch", str(finding.microbatch), "--dump", f"dump-{run.name}"]
+            words += ["--microbatch", str(finding.microbatch), "--dump", f"dump-{suffix}"]
         lines.append(shlex.join(words))
         if finding.source is not None and finding.microbatch is not None:
             lines.append(shlex.join([*words[:-2], "--pdb"]))

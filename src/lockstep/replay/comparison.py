@@ -173,8 +173,9 @@ def _pairs(
         found["samples of the batch"] = step.batch, replayed.batch
     microbatch = request.microbatch
     if microbatch is None:
-        found["loss"] = _exact(step.loss), _exact(replayed.loss)
-        if not math.isnan(step.norm):
+        if step.loss is not None:
+            found["loss"] = _exact(step.loss), _exact(replayed.loss)
+        if step.norm is not None:
             found["gradient norm"] = _exact(step.norm), _exact(replayed.norm)
         if recorded.digest is not None:
             found["digest of the weights"] = recorded.digest, replayed.digest

@@ -7,7 +7,7 @@ tensors of that operator    ── element ──────────>   fir
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
@@ -136,17 +136,21 @@ class Finding:
         return lines[0] if lines else None
 
 
-def find_in_modules(a: Sequence[RankSteps], b: Sequence[RankSteps]) -> Finding | None:
+def find_in_modules(
+    a: Sequence[RankSteps], b: Sequence[RankSteps], unfinished: Container[int] = ()
+) -> Finding | None:
     """Return the first difference between the same consecutive steps of two runs.
 
     Args:
         a: The steps of each rank of the first run.
         b: Those of the second run, which may have another layout.
+        unfinished: The steps of which a run has not all micro-batches.
     """
-    parameters = tuple(dict.fromkeys(name for rank in (*a, *b) for name in rank[0].parameters))
+    steps = (each for rank in (*a, *b) for each in rank)
+    parameters = tuple(dict.fromkeys(name for each in steps for name in each.parameters))
     ours, theirs = ([_rank(each, parameters) for each in run] for run in (a, b))
     found = first_difference(ours, theirs, is_complete=False)
-    missing = _missing_microbatch(a, b)
+    missing = _missing_microbatch(a, b, unfinished)
     if missing is not None and (found is None or _is_later(found, missing)):
         found = missing
     if found is None:
@@ -163,8 +167,8 @@ def find_in_modules(a: Sequence[RankSteps], b: Sequence[RankSteps]) -> Finding |
     )
     if found.what != "gradient":
         return finding
-    steps = ([each for rank in run for each in rank if each.step == found.step] for run in (a, b))
-    return _place_gradient(finding, *steps)
+    both = ([each for rank in run for each in rank if each.step == found.step] for run in (a, b))
+    return _place_gradient(finding, *both)
 
 
 def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> Finding:
@@ -181,15 +185,22 @@ def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> 
         return Finding(window.last, None, "digest", sentence)
     values = f"{recorded.a} in the first run and {recorded.b} in the second"
     place = f" {recorded.microbatch}" if recorded.microbatch is not None else ""
+    if recorded.what == "stop":
+        whys = [f"stopped there ({why})" if why else "went on" for why in (recorded.a, recorded.b)]
+        sentence = f"the first run {whys[0]}, and the second {whys[1]}"
+        return Finding(recorded.step, None, "stop", sentence, recorded.microbatch)
     if recorded.what == "batch":
         return Finding(recorded.step, "data", "data", "the batch has other samples")
     sentence = f"the {recorded.what}{place} is {values}"
     if recorded.what != "norm":
         is_missing = "none" in (recorded.a, recorded.b)
+        if is_missing:
+            sentence = SENTENCES["missing"]
+            return Finding(recorded.step, "forward", "missing", sentence, recorded.microbatch)
         # Weights that differ change the losses of all micro-batches.
-        direction: Direction | None = "forward" if is_missing or recorded.is_partial else None
-        what, sentence = ("missing", SENTENCES["missing"]) if is_missing else ("loss", sentence)
-        return Finding(recorded.step, direction, what, sentence, recorded.microbatch)
+        state = "" if recorded.is_partial else "the state before the step, "
+        sentence += f": {state}the data or the forward pass differs"
+        return Finding(recorded.step, None, "loss", sentence, recorded.microbatch)
     return Finding(
         recorded.step,
         None,
@@ -241,9 +252,13 @@ def _rank(steps: RankSteps, parameters: tuple[str, ...]) -> RankFingerprint:
     return RankFingerprint([trainer], [replace(each, trainer=0) for each in steps])
 
 
-def _missing_microbatch(a: Sequence[RankSteps], b: Sequence[RankSteps]) -> Difference | None:
+def _missing_microbatch(
+    a: Sequence[RankSteps], b: Sequence[RankSteps], unfinished: Container[int]
+) -> Difference | None:
     """Return the first micro-batch that only one of the runs computed."""
     for position, step in enumerate(a[0]):
+        if step.step in unfinished:
+            continue
         ours, theirs = ({leaf for rank in run for leaf in rank[position].losses} for run in (a, b))
         if alone := ours ^ theirs:
             return Difference("script", None, "missing", min(alone), step=step.step)

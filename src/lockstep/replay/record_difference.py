@@ -4,6 +4,7 @@
     losses of step k          micro-batch by micro-batch
     loss and norm of step k   the batch's
     digest after step k       where both have one: at checkpoints and at the end
+    stop in step k            a value that is not finite, which only one run had
 
 Losses and the norm of a step are computed before its update, so an update that differs shows
 one step later, and a buffer that no loss depends on shows in a digest alone.
@@ -11,7 +12,6 @@ one step later, and a buffer that no loss depends on shows in a digest alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -22,6 +22,7 @@ from lockstep.record.fingerprints import RecordedStep
 __all__ = [
     "RecordDifference",
     "SearchWindow",
+    "Stop",
     "compare_records",
     "first_record_difference",
     "step_differences",
@@ -36,12 +37,12 @@ class Identified(Protocol):
         """The number of the step."""
 
     @property
-    def loss(self) -> float:
-        """The loss of the batch."""
+    def loss(self) -> float | None:
+        """The loss of the batch; None where it is not known."""
 
     @property
-    def norm(self) -> float:
-        """The norm of the gradient."""
+    def norm(self) -> float | None:
+        """The norm of the gradient; None where it is not known."""
 
     @property
     def losses(self) -> tuple[float | None, ...]:
@@ -58,9 +59,10 @@ class RecordDifference:
 
     Attributes:
         step: The number of the step.
-        what: "batch", "loss of the micro-batch", "loss" or "norm".
+        what: "batch", "loss of the micro-batch", "loss", "norm" or "stop".
         microbatch: The micro-batch; None where it is about the whole batch.
-        a: The value of the first record, as text; "none" where it was not computed.
+        a: The value of the first record, as text; "none" where it was not computed. Of a stop,
+            why the run stopped; "" where it went on.
         b: That of the second.
         is_partial: Whether some micro-batches have the same loss in both.
     """
@@ -71,6 +73,23 @@ class RecordDifference:
     a: str
     b: str
     is_partial: bool = False
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A step that a run began and did not finish, because it failed there.
+
+    Attributes:
+        step: The number of the step.
+        microbatch: The micro-batch; None where it is not known, or about none.
+        what: Why it failed: "the loss is nan", "KeyError: 'lr'".
+        is_value: Whether a value was not finite, which the bits of the step decide.
+    """
+
+    step: int
+    microbatch: int | None
+    what: str
+    is_value: bool
 
 
 @dataclass(frozen=True)
@@ -89,11 +108,18 @@ class SearchWindow:
 
 
 def first_record_difference(
-    a: Sequence[RecordedStep], b: Sequence[RecordedStep]
+    a: Sequence[RecordedStep],
+    b: Sequence[RecordedStep],
+    stops: tuple[Stop | None, Stop | None] = (None, None),
 ) -> RecordDifference | None:
     """Return the first difference among the steps that both records have; None if there is none.
 
     What only one of them has recorded is not compared.
+
+    Args:
+        a: The finished steps of the first record.
+        b: Those of the second record.
+        stops: Where each run stopped, if it failed.
     """
     theirs = {each.step: each for each in b}
     for ours in a:
@@ -101,7 +127,27 @@ def first_record_difference(
             found = next(step_differences(ours, other), None)
             if found is not None:
                 return found
-    return None
+    return _stop_difference([each.step for each in a], [each.step for each in b], stops)
+
+
+def _stop_difference(
+    a: Sequence[int], b: Sequence[int], stops: tuple[Stop | None, Stop | None]
+) -> RecordDifference | None:
+    """Return the first step in which a value stopped one run, and the other not, or elsewhere."""
+    first, second = (stop if stop is not None and stop.is_value else None for stop in stops)
+    known = [stop for stop in (first, second) if stop is not None]
+    if first == second or not known:
+        return None
+    step = min(stop.step for stop in known)
+    ours, theirs = (
+        stop if stop is not None and stop.step == step else None for stop in (first, second)
+    )
+    if (ours is None and step not in a) or (theirs is None and step not in b):
+        return None  # it is not known what the other run had there
+    places = [stop.microbatch for stop in (ours, theirs) if stop is not None]
+    microbatch = min((place for place in places if place is not None), default=None)
+    x, y = ("" if stop is None else stop.what for stop in (ours, theirs))
+    return RecordDifference(step, "stop", microbatch, x, y)
 
 
 def compare_records(
@@ -140,7 +186,7 @@ def step_differences(a: Identified, b: Identified) -> Iterator[RecordDifference]
                 yield RecordDifference(a.step, what, number, x, y, is_partial)
     for what in ("loss", "norm"):
         ours, theirs = getattr(a, what), getattr(b, what)
-        if ours != theirs and not (math.isnan(ours) or math.isnan(theirs)):
+        if None not in (ours, theirs) and _text(ours) != _text(theirs):
             yield RecordDifference(a.step, what, None, _text(ours), _text(theirs))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import filecmp
 import linecache
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 import orjson
 
 from lockstep.errors import UsageError
+from lockstep.formatting import format_quantity
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.model.fingerprint_file import (
     decode_fingerprint,
@@ -30,6 +32,8 @@ from lockstep.record.columns import as_dict
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import Run, open_record, read_run
 from lockstep.record.recorder import RECORD_FILE
+from lockstep.replay.comparison import find_recorded
+from lockstep.replay.record_difference import Stop, first_record_difference
 
 __all__ = [
     "RecordedRun",
@@ -115,9 +119,22 @@ class RecordedRun:
             if isinstance(line.get("step"), int) and isinstance(line.get("digest"), str)
         }
         end = self.run.end or {}
-        if isinstance(end.get("digest"), str):
+        if isinstance(end.get("digest"), str) and self.steps:
             found[self.steps[-1].step + 1] = end["digest"]
         return found
+
+    @property
+    def stop(self) -> Stop | None:
+        """Where the run failed; None if it did not, or if that is not known."""
+        if self.run.state != "failed":
+            return None
+        steps = {each.step: each for each in self.steps}
+        number = max(steps, default=-1) + 1
+        found = find_recorded(self.run, steps, number)
+        if not found.failure:
+            return None
+        is_value = re.fullmatch(r"the [\w ]+ is -?(nan|inf)", found.failure) is not None
+        return Stop(number, found.microbatch, found.failure, is_value)
 
     @property
     def microbatches(self) -> int | None:
@@ -126,23 +143,25 @@ class RecordedRun:
         return found if isinstance(found, int) else None
 
 
-def read_recorded_run(place: Path) -> RecordedRun:
+def read_recorded_run(place: Path, name: str = "") -> RecordedRun:
     """Read a run, or an exported file.
 
     Args:
         place: The folder of the run, its record, or the file.
+        name: How messages call it; "" for its recorded name, or the path of the file.
 
     Raises:
         UsageError: There is none, or it has no steps.
         FileError: It cannot be read.
     """
     run = read_run(place)
-    steps = read_step_fingerprints(place)
-    if not steps:
-        raise UsageError(f"{place} has no steps, so there is nothing to compare")
     is_run = place.is_dir() or place.name == RECORD_FILE
-    name = run.name if is_run else str(place)
-    return RecordedRun(name, run, steps, place, run.folder if is_run else None)
+    name = name or (run.name if is_run else str(place))
+    steps = read_step_fingerprints(place)
+    found = RecordedRun(name, run, steps, place, run.folder if is_run else None)
+    if not steps and found.stop is None:
+        raise UsageError(f"{place} has no steps, so there is nothing to compare")
+    return found
 
 
 def require_comparable(a: RecordedRun, b: RecordedRun) -> None:
@@ -156,10 +175,23 @@ def require_comparable(a: RecordedRun, b: RecordedRun) -> None:
     ours, theirs = (_describe_model(each.run) for each in (a, b))
     if ours and theirs and ours != theirs:
         raise UsageError(
-            f"{a.name} trains {ours} and {b.name} {theirs}: bisect compares runs of one model"
+            f"{a.name} trains {ours} and {b.name} {theirs}: bisect compares runs of one model; use "
+            "`lockstep compare` for these"
         )
-    if a.steps[0].step > b.steps[-1].step or b.steps[0].step > a.steps[-1].step:
+    known = {each.step: each for each in b.steps}
+    pairs = [(each, known[each.step]) for each in a.steps if each.step in known]
+    stop = first_record_difference(a.steps, b.steps, (a.stop, b.stop))
+    if stop is not None or (None not in (a.stop, b.stop) and a.stop == b.stop):
+        return
+    if not pairs:
         raise UsageError(f"{a.name} and {b.name} have no step in common")
+    names = ("batch", "losses", "loss", "norm")
+    values = ((getattr(each, name) for each in pair) for pair in pairs for name in names)
+    if not any(None not in (x, y) and () not in (x, y) for x, y in values):
+        raise UsageError(
+            f"{a.name} and {b.name} recorded nothing of a step that both have, so there is nothing "
+            "to compare"
+        )
 
 
 def _describe_model(run: Run) -> str:
@@ -169,7 +201,7 @@ def _describe_model(run: Run) -> str:
         return ""
     return (
         f"a {model.get('class')} with {model['parameters']:,} parameters and "
-        f"{model.get('buffers', 0):,} buffers"
+        f"{format_quantity(model.get('buffers', 0), 'element')} in buffers"
     )
 
 

@@ -58,6 +58,9 @@ class ReplayRequest:
 class ReplayedStep:
     """One step, as the replay computed it.
 
+    A step in which the program failed has neither results nor a digest, only what modules or
+    operators computed.
+
     Attributes:
         step: Its number, from 0.
         epoch: Its epoch, from 0.

@@ -219,6 +219,9 @@ def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, n
         except SystemExit as error:
             if error.code not in (None, 0):
                 raise
+        except Exception:
+            session.record_unfinished()
+            raise
 
 
 def _run_program(program: Program, folder: Path) -> None:

@@ -57,6 +57,7 @@ class ReplaySession:
         self.record, self.count = record, count
         self.trainer, self._base = trainer, base
         self._counts: Counter[int | None] = Counter()  # of trainers by call of `launch`
+        self._observed: ReplayedTrainer | None = None
 
     def options(
         self, model: nn.Module | Sequence[Any], given: PipelineConfig
@@ -72,7 +73,13 @@ class ReplaySession:
         if (launch, number) != self.trainer:
             return UnobservedTrainer()
         self.count(self._base.steps)
-        return ReplayedTrainer(self, trainer, self._base.checkpoint)
+        self._observed = ReplayedTrainer(self, trainer, self._base.checkpoint)
+        return self._observed
+
+    def record_unfinished(self) -> None:
+        """Record the wanted step in which the program failed, as far as it was computed."""
+        if self._observed is not None:
+            self._observed.record_unfinished()
 
 
 class UnobservedTrainer:
@@ -97,6 +104,7 @@ class ReplayedTrainer:
         self.checkpoint = checkpoint
         self._fingerprinter: Fingerprinter | None = None
         self._tracer: OperatorTracer | None = None
+        self._begun: int | None = None
         if session.request.level == "modules":
             self._fingerprinter = Fingerprinter(
                 session.trainer[1],
@@ -109,7 +117,7 @@ class ReplayedTrainer:
 
     def begin_step(self, step: int) -> StepObserver | None:
         """Return what observes a step."""
-        request = self._session.request
+        request, self._begun = self._session.request, step
         if request.is_alone:
             if not self._is_wanted(step):
                 return None
@@ -127,11 +135,32 @@ class ReplayedTrainer:
     def commit(self, committed: CommittedStep) -> None:
         """Take in a step; end the program after the last one that is wanted."""
         result, session = committed.result, self._session
+        self._begun = None
         session.count(result.step + 1)
         if self._is_wanted(result.step):
             self._record(result)
         if result.step >= session.request.last:
             raise SessionComplete
+
+    def record_unfinished(self) -> None:
+        """Record what modules or operators computed in a wanted step that was not finished."""
+        step, level = self._begun, self._session.request.level
+        if step is None or not self._is_wanted(step) or level == "result":
+            return
+        self._session.record(
+            ReplayedStep(
+                step=step,
+                epoch=0,
+                loss=math.nan,
+                norm=math.nan,
+                losses=(),
+                batch=None,
+                digest="",
+                fingerprints=[] if self._fingerprinter is None else [self._fingerprinter.current],
+                operators=[] if self._tracer is None else self._tracer.calls,
+                kept=None if self._tracer is None else self._tracer.kept,
+            )
+        )
 
     def _is_wanted(self, step: int) -> bool:
         return self._session.request.first <= step <= self._session.request.last
