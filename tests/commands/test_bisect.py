@@ -53,6 +53,18 @@ def test_runs_without_a_difference():
     assert "digests of the weights after 8 steps" in done.stderr
 
 
+def test_unequal_numbers_of_micro_batches_are_the_difference(place):
+    layout = records.HEADER["layout"] | {"microbatches": 4}
+    records.write(place / "runs" / "four", lines("four", layout=layout))
+    done = invoke("a", "four", "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert (found["equal"], found["step"], found["direction"]) == (False, 0, None)
+    assert "into 8 micro-batches and the second into 4" in found["sentence"]
+    with pytest.raises(UsageError, match="no run longr in runs; did you mean longer"):
+        invoke("a", "longr")
+
+
 def test_a_longer_run_is_compared_as_far_as_both_go():
     done = invoke("a", "longer")
     assert done.exit_code == 0

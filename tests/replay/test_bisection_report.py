@@ -54,6 +54,16 @@ def test_the_text_says_where_what_and_how_sure(found):
     assert not any("differ" in each for each in text)
 
 
+def test_the_model_itself_other_samples_and_parameters_are_named(found):
+    assert "the model itself (`Net`)" in lead(replace(found, finding=replace(FINDING, unit="Net")))
+    named = replace(FINDING, direction="optimizer", parameter="0.weight")
+    assert f"update, module `{MODULE}`, `0.weight`: " in lead(replace(found, finding=named))
+    data = replace(FINDING, direction="data", what="data", sentence="the data differ")
+    batch = RecordDifference(7, "batch", None, "x", "y")
+    assert "the batches hold other samples" in lead(replace(found, finding=data, recorded=batch))
+    assert "the data differ" in lead(replace(found, finding=data))
+
+
 def test_replays_that_do_not_compute_what_was_recorded(found):
     difference = RecordDifference(7, "norm", None, "0.5", "0.25")
     for is_repeatable, words in ((True, "a fault of its machine"), (False, "not deterministic")):
@@ -143,6 +153,10 @@ def test_the_page_escapes_what_comes_from_the_runs(found):
     assert "<b>two</b>" not in page
     assert "&lt;b&gt;two&lt;/b&gt;" in page
     assert "Both runs were replayed" in page
+    assert f"module <code>{MODULE}</code>" in page
+    assert "`" not in page.partition('class="lead">')[2].partition("</p>")[0]
+    other = replace(FINDING, b=replace(FINDING.b, operator="aten.mul.Tensor"))
+    assert "aten.add.Tensor, aten.mul.Tensor</b>" in bisection_html(replace(found, finding=other))
     page = bisection_html(replace(found, finding=None, is_replayed=False))
     assert "agree in everything that both recorded" in page
-    assert "Compared is what was recorded." in page
+    assert "Only what was recorded was compared." in page

@@ -96,7 +96,10 @@ def test_runs_that_differ_in_their_learning_rate_say_so(tmp_path):
     falling = [0.1 - 0.005 * n for n in range(20)]
     schedule, other = write("c", falling), write("d", [*falling[:7], 0.06, *falling[8:]])
     assert compare_runs([schedule, other]).settings == {
-        "learning rate": ["0.1 to 0.005", "0.1 to 0.005, other values from step 7"]
+        "learning rate": [
+            "0.1 to 0.005",
+            f"0.1 to 0.005, other values from step 7: 0.06 instead of {falling[7]!r}",
+        ]
     }
     assert comparison.comparison_html(compare_runs([schedule, other])).count("<h3>Learning") == 1
     assert compare_runs([schedule, write("e", falling)]).settings == {}

@@ -51,6 +51,8 @@ def command(
     the direction (data, state, forward, backward, reduction or optimizer), the operator
     with its line, and the first element that differs.
 
+    Replays run the whole program, so files that it writes itself are written again.
+
     A or B may also be a file that --export wrote on another machine. It cannot be
     replayed, so only what was recorded is compared.
 

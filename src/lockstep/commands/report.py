@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,7 +109,12 @@ def find_run(run: str, folder: str) -> Path:
     """Return the folder or file of a run that is given by path or by name."""
     as_path = Path(run)
     by_name = Path(folder) / run
-    return by_name if not as_path.exists() and by_name.exists() else as_path
+    if as_path.exists() or by_name.exists():
+        return as_path if as_path.exists() else by_name
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    if close := get_close_matches(run, names, 1):
+        raise UsageError(f"there is no run {run} in {folder}; did you mean {close[0]}?")
+    return as_path
 
 
 def save(content: bytes, output: str | None, default: Path | None = None) -> Path | None:

@@ -24,6 +24,7 @@ from lockstep.replay.finding import (
     Finding,
     TensorPlace,
     add_operator,
+    compare_microbatches,
     find_in_modules,
     find_in_records,
     locate_tensor,
@@ -142,6 +143,9 @@ def bisect_runs(
     recorded = first_record_difference(a.steps, b.steps, (a.stop, b.stop))
     window = compare_records(a.digests, b.digests, recorded)
     found = Bisection(a, b, _compare(a, b), recorded)
+    if None not in (a.microbatches, b.microbatches) and a.microbatches != b.microbatches:
+        unequal = compare_microbatches(a.microbatches, b.microbatches, recorded)
+        return replace(found, finding=unequal, seconds=time.monotonic() - begun)
     if window is not None:
         search = Search(a, b, report, warn, timeout)
         finding = search.find(window)

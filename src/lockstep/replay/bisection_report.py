@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,18 +63,31 @@ def lead(found: Bisection) -> str:
     finding = found.finding
     if finding is None:
         return f"{a} and {b} agree in everything that both recorded."
-    return f"{a} and {b} differ first in {place(finding)}: {finding.sentence}."
+    where = place(finding, found.modules[:1])
+    sentence = finding.sentence
+    if finding.what == "data" and found.recorded is not None and found.recorded.what == "batch":
+        sentence = "the batches hold other samples"
+    return f"{a} and {b} differ first in {where}: {sentence}."
 
 
-def place(finding: Finding) -> str:
-    """Return where a difference arises, in words."""
+def place(finding: Finding, root: Sequence[str] = ()) -> str:
+    """Return where a difference arises, in words.
+
+    Args:
+        finding: The difference.
+        root: The name of the model itself; empty where it is not known.
+    """
     words = [f"step {finding.step:,}"]
     if finding.microbatch is not None:
         words.append(f"micro-batch {finding.microbatch}")
     if finding.direction is not None:
         words.append(PLACES[finding.direction])
-    if finding.unit:
+    if finding.unit in root:
+        words.append(f"the model itself (`{finding.unit}`)")
+    elif finding.unit:
         words.append(f"module `{finding.unit}`")
+    if finding.parameter and f"`{finding.parameter}`" not in finding.sentence:
+        words.append(f"`{finding.parameter}`")
     return ", ".join(words)
 
 
@@ -199,7 +212,9 @@ def _arguments_sentence(found: Bisection) -> Iterator[str]:
 def _advice(found: Bisection) -> Iterator[str]:
     """Yield how to learn more of a difference that only records show."""
     finding = found.finding
-    if finding is not None and not found.is_replayed and finding.direction is None:
+    if finding is None or finding.what == "microbatches":
+        return
+    if not found.is_replayed and finding.direction is None:
         yield (
             'To learn where in the step it arises, record both runs with fingerprints="unit", or '
             f"with the variable LOCKSTEP_FINGERPRINTS=unit:{finding.step}."
@@ -377,6 +392,11 @@ def bisection_html(found: Bisection) -> str:
         found=found,
         finding=finding,
         names=names,
+        operators=list(
+            dict.fromkeys(call.operator for call in (finding.a, finding.b) if call is not None)
+        )
+        if finding is not None and finding.operator
+        else [],
         lead=lead(found),
         place=None if finding is None else PLACES.get(finding.direction or ""),
         facts=facts(found),

@@ -23,6 +23,7 @@ __all__ = [
     "Finding",
     "TensorPlace",
     "add_operator",
+    "compare_microbatches",
     "find_in_modules",
     "find_in_records",
     "locate_tensor",
@@ -207,6 +208,26 @@ def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> 
         "norm",
         f"the losses agree, and the norm of the gradient is {values}: backward or the sum of the "
         "gradients differs",
+    )
+
+
+def compare_microbatches(
+    a: int | None, b: int | None, recorded: RecordDifference | None
+) -> Finding:
+    """Return the finding about runs with unequal numbers of micro-batches.
+
+    Args:
+        a: The number of micro-batches of the first run.
+        b: That of the second run.
+        recorded: The first step that differs; None where no step does.
+    """
+    has_other_samples = recorded is not None and recorded.what == "batch"
+    return Finding(
+        0 if recorded is None else recorded.step,
+        "data" if has_other_samples else None,
+        "microbatches",
+        f"the first run cuts its batches into {a} micro-batches and the second into {b}, so the "
+        "order of additions differs from the first step on",
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from lockstep.errors import UsageError
+from lockstep.errors import FileError, UsageError
 from lockstep.formatting import format_quantity
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.model.fingerprint_file import (
@@ -84,7 +84,10 @@ class RecordedRun:
         with open_record(self.place) as file:
             for line in map(_parse, file):
                 if line is not None and line.get("kind") == FINGERPRINT:
-                    each = decode_fingerprint(line)
+                    try:
+                        each = decode_fingerprint(line)
+                    except ValueError as error:
+                        raise FileError(f"{self.place} is damaged: {error}") from None
                     found.setdefault(each.step, []).append(each)
         return found
 
@@ -166,12 +169,6 @@ def read_recorded_run(place: Path, name: str = "") -> RecordedRun:
 
 def require_comparable(a: RecordedRun, b: RecordedRun) -> None:
     """Raise UsageError where two runs differ by construction, so that no step can be equal."""
-    if None not in (a.microbatches, b.microbatches) and a.microbatches != b.microbatches:
-        raise UsageError(
-            f"{a.name} cuts its batches into {a.microbatches} micro-batches and {b.name} into "
-            f"{b.microbatches}: the order of additions differs from the first step on, so bisect "
-            "needs runs with the same number"
-        )
     ours, theirs = (_describe_model(each.run) for each in (a, b))
     if ours and theirs and ours != theirs:
         raise UsageError(

@@ -320,9 +320,9 @@ def _rate_texts(runs: list[Run]) -> list[str]:
     """Return the learning rates of runs, and the first step at which a schedule differs."""
     found = [learning_rate_text(run) for run in runs]
     for at, run in enumerate(runs[1:], 1):
-        step = _first_difference(runs[0], run, "lr")[1]
+        _, step, ours, theirs = _first_difference(runs[0], run, "lr")
         if step is not None and found[at] == found[0]:
-            found[at] += f", other values from step {step:,}"
+            found[at] += f", other values from step {step:,}: {theirs!r} instead of {ours!r}"
     return found
 
 
