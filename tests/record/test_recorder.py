@@ -15,6 +15,7 @@ import torch
 
 from lockstep.errors import FileError, UsageError
 from lockstep.launcher import world
+from lockstep.launcher.launch import launch_in_this_process
 from lockstep.record import recorder as recorder_module
 from lockstep.record.environment import describe_environment
 from lockstep.record.reader import read_run
@@ -63,6 +64,22 @@ def test_only_variables_that_a_user_set_are_recorded(monkeypatch):
     assert {name: found[name] for name in given if name in found} == {"NCCL_DEBUG": "INFO"}
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert describe_environment()["variables"]["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_replay_writes_no_record(tmp_path, resume):
+    with Recorder(tmp_path / "run") as recorder:
+        recorder.write("step", step=0)
+        before = recorder.path.read_bytes()
+        with launch_in_this_process(), Recorder(tmp_path / "run", resume=resume) as another:
+            for kind in ("run", "resume", "step", "checkpoint", "end"):
+                another.write(kind, step=1)
+        recorder.write("step", step=1)  # its lock and its file are not touched
+    assert recorder.path.read_bytes().startswith(before)
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == [0, 1]
+    with launch_in_this_process():
+        Recorder(tmp_path / "new").write("run")
+    assert not (tmp_path / "new").exists()
 
 
 def test_times_ascend(tmp_path):

@@ -36,6 +36,7 @@ import orjson
 
 from lockstep.errors import FileError, UsageError
 from lockstep.files import create_file, make_folder
+from lockstep.launcher.launch import calls_in_this_process
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import say
 from lockstep.record.chain import add_link, find_last_link
@@ -66,6 +67,8 @@ class Recorder:
     environment that these name. The line "end" gets `core_wait`, the
     fraction of its time that this thread waited for a core, where the system counts it. Writing
     the line of a step takes about 5 microseconds.
+
+    In `lockstep check` and `lockstep replay` it neither reads nor writes anything.
 
     A recorder of this process that still writes the record which is continued is closed.
 
@@ -103,13 +106,17 @@ class Recorder:
         """Whether the lines follow those of an earlier process."""
         passed, self._link = 0.0, 0
         resume = is_resuming() if resume is None else resume
-        if resume and self.path.exists():
+        self._descriptor = -1
+        if calls_in_this_process():  # a check or a replay, maybe of the run that is here
+            self._sources = None
+        elif resume and self.path.exists():
             self._descriptor, last, self._link = _open_file(self.path)
             self.is_continued, passed = last is not None, last or 0.0
         else:
             self._descriptor = _create_file(self.path)
-        found = os.fstat(self._descriptor)
-        _open[found.st_dev, found.st_ino] = self
+        if self._descriptor >= 0:
+            found = os.fstat(self._descriptor)
+            _open[found.st_dev, found.st_ino] = self
         self._opened = time.perf_counter()
         self._began = self._opened - passed
         self._thread = threading.get_native_id()  # the one that trains
