@@ -86,6 +86,7 @@ def test_what_is_wrong_to_ask_for_is_one_sentence(run, tmp_path, monkeypatch):
             UsageError,
             "has 8 micro-batches; the last one is 7",
         ),
+        (["--step", "3", "--microbatch", "1", "--pdb", "--timeout", "9"], UsageError, "omit it"),
         (["--step", "3", "-n", "3", "--stages", "2"], LayoutError, "must be a multiple of --stag"),
     ]
     for words, kind, said in cases:

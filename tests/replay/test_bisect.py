@@ -117,7 +117,7 @@ def test_a_run_that_a_value_stopped(recorded, folder):
 def finding_without_fingerprints(a, b):
     """Return what the records alone show."""
     recorded = first_record_difference(a.steps, b.steps)
-    window = compare_records(a.digests, b.digests, recorded)
+    window = compare_records(a.run.digests, b.run.digests, recorded)
     assert window is not None
     found = find_in_records(recorded, window)
     return found.step, found.microbatch, found.direction

@@ -192,7 +192,12 @@ def test_secrets_of_an_error_are_redacted_as_in_the_record(monkeypatch):
 
 def test_the_digest_after_a_step_is_that_of_a_checkpoint_or_of_the_end():
     run = make_run(
-        checkpoints=[{"step": 8, "digest": "d8"}, {"step": 9, "digest": None}, {"step": 10}],
+        checkpoints=[
+            {"step": 8, "digest": "a"},
+            {"step": 8, "digest": "d8"},
+            {"step": 9, "digest": None},
+            {"step": 10},
+        ],
         end={"steps": 12, "digest": "d12"},
     )
     steps = {number: replace(STEP, step=number) for number in range(12)}

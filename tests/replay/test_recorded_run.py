@@ -32,7 +32,7 @@ def step(number):
 def test_a_run_has_its_steps_and_digests(run):
     found = run()
     assert [each.step for each in found.steps] == list(range(8))
-    assert found.digests == {3: "x", 8: records.END["digest"]}
+    assert found.run.digests == {3: "x", records.END["steps"]: records.END["digest"]}
     assert found.microbatches == records.HEADER["layout"]["microbatches"]
     assert found.folder == found.run.folder
     assert found.name == "a"
@@ -43,7 +43,7 @@ def test_an_exported_file_says_the_same_of_each_step(run, tmp_path):
     file.write_bytes(export_fingerprints(found))
     exported = read_recorded_run(file)
     assert exported.steps == found.steps
-    assert exported.digests == found.digests
+    assert exported.run.digests == found.run.digests
     assert exported.folder is None, "it cannot be replayed"
     assert exported.name == str(file)
     assert b"ranks" not in file.read_bytes()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from lockstep.cli import cli
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.replay import runner
 from lockstep.replay.microbatch import DebuggerLeft
+from lockstep.replay.program import Base, Program
 from lockstep.replay.result import Replay, ReplayRequest
 from lockstep.replay.runner import run_replay
 
@@ -109,3 +113,24 @@ def test_what_each_module_computes_is_the_same_in_another_layout(recipe):
         assert whole.calls == parts[0].calls | parts[1].calls
         assert whole.gradients == parts[1].gradients
         assert len(whole.calls) == 8
+
+
+def test_sigterm_leaves_no_files_behind(tmp_path, monkeypatch):
+    def interrupted(*order) -> None:
+        assert len(list(tmp_path.iterdir())) == 1
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(runner, "_launch", interrupted)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        with pytest.raises(SystemExit) as raised:
+            runner.run_program(Program("script", "train.py"), Base(), ReplayRequest(tmp_path, 0, 0))
+        assert raised.value.code == 128 + signal.SIGTERM
+        assert not list(tmp_path.iterdir())
+        assert not received
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

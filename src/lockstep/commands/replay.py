@@ -66,7 +66,7 @@ INTERVAL = 30.0  # seconds between two lines of progress where there is no termi
 )  # fmt: skip
 @click.option(
     "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
-    help="End the replay after this time.  [default: no limit]",
+    help="End the replay after this time; not with --pdb.  [default: no limit]",
 )  # fmt: skip
 @click.option("--runs", "folder", default="runs", show_default=True, help="Folder of runs.")
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
@@ -107,6 +107,8 @@ def command(
 
     if nprocs % stages:
         raise LayoutError(f"-n {nprocs} must be a multiple of --stages {stages}")
+    if debug and timeout is not None:
+        raise UsageError("--timeout does not end a session of the debugger: omit it with --pdb")
     asked = {"--pdb": debug, "--dump": dump is not None, "--anomaly": anomaly}
     _require_alone([name for name, given in asked.items() if given], microbatch, nprocs)
     if dump is not None and dump.exists() and (not dump.is_dir() or any(dump.iterdir())):

@@ -95,6 +95,18 @@ class Run:
         lines = (*reversed(self.resumes), self.header)
         return next((line[name] for line in lines if line.get(name) is not None), None)
 
+    @property
+    def digests(self) -> dict[int, str]:
+        """The digests of the weights at checkpoints and the end, by the number of steps before."""
+        lines = [(line, line.get("step")) for line in self.checkpoints]
+        if self.end is not None:
+            lines.append((self.end, self.end.get("steps")))
+        return {
+            steps: line["digest"]
+            for line, steps in lines
+            if isinstance(steps, int) and isinstance(line.get("digest"), str)
+        }
+
     def segment(self, step: float) -> int:
         """Return how many resumptions a step comes after, by its number."""
         numbers = [as_float(line.get("step")) for line in self.resumes]

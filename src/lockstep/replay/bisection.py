@@ -141,7 +141,7 @@ def bisect_runs(
     begun = time.monotonic()
     require_comparable(a, b)
     recorded = first_record_difference(a.steps, b.steps, (a.stop, b.stop))
-    window = compare_records(a.digests, b.digests, recorded)
+    window = compare_records(a.run.digests, b.run.digests, recorded)
     found = Bisection(a, b, _compare(a, b), recorded)
     if None not in (a.microbatches, b.microbatches) and a.microbatches != b.microbatches:
         unequal = compare_microbatches(a.microbatches, b.microbatches, recorded)
@@ -163,7 +163,7 @@ def bisect_runs(
 def _compare(a: RecordedRun, b: RecordedRun) -> Compared:
     """Return what two records have in common."""
     ours, theirs = ({each.step for each in run.steps} for run in (a, b))
-    digests = tuple(sorted(a.digests.keys() & b.digests.keys()))
+    digests = tuple(sorted(a.run.digests.keys() & b.run.digests.keys()))
     return Compared(len(ours & theirs), digests, len(ours - theirs), len(theirs - ours))
 
 
@@ -305,7 +305,7 @@ class Search:
 
     def _common_digests(self) -> list[int]:
         """Return after how many steps both records have the same digest."""
-        a, b = (run.digests for run in self._sides)
+        a, b = (side.run.digests for side in self._sides)
         return [taken for taken in a.keys() & b.keys() if a[taken] == b[taken]]
 
     def _find_step(self, first: int, last: int) -> int:
@@ -438,7 +438,7 @@ class Search:
 
     def _differ_from_record(self, side: int, replay: Replay) -> RecordDifference | None:
         """Return the first difference between a replay and the record; None if it has none."""
-        digests = self._sides[side].digests
+        digests = self._sides[side].run.digests
         for step in replay.steps:
             recorded = self._recorded[side].get(step.step)
             if recorded is not None:

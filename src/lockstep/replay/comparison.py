@@ -116,7 +116,7 @@ def find_recorded(run: Run, steps: Mapping[int, RecordedStep], number: int) -> R
         number: The step.
     """
     if number in steps:
-        return Recorded(steps[number], _find_digest(run, number))
+        return Recorded(steps[number], run.digests.get(number + 1))
     message = str((run.end or {}).get("message") or "")
     stop = STOPPED_AT.match(message)
     if stop is None or int(stop["step"]) != number:
@@ -124,15 +124,6 @@ def find_recorded(run: Run, steps: Mapping[int, RecordedStep], number: int) -> R
         return Recorded(None, failure=message.splitlines()[0] if message and is_next else "")
     microbatch = None if stop["microbatch"] is None else int(stop["microbatch"])
     return Recorded(None, failure=stop["what"], microbatch=microbatch)
-
-
-def _find_digest(run: Run, number: int) -> str | None:
-    """Return the recorded digest of the weights after a step."""
-    lines = [*run.checkpoints, *([{**run.end, "step": run.end.get("steps")}] if run.end else [])]
-    found = [
-        line["digest"] for line in lines if line.get("step") == number + 1 and "digest" in line
-    ]
-    return next((each for each in found if isinstance(each, str)), None)
 
 
 def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Comparison:

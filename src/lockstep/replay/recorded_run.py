@@ -114,19 +114,6 @@ class RecordedRun:
         return {path.name: path for path in sorted(files) if counts[path.name] == 1}
 
     @property
-    def digests(self) -> dict[int, str]:
-        """The digests of the states that the record knows, by the steps taken before."""
-        found = {
-            line["step"]: line["digest"]
-            for line in self.run.checkpoints
-            if isinstance(line.get("step"), int) and isinstance(line.get("digest"), str)
-        }
-        end = self.run.end or {}
-        if isinstance(end.get("digest"), str) and self.steps:
-            found[self.steps[-1].step + 1] = end["digest"]
-        return found
-
-    @property
     def stop(self) -> Stop | None:
         """Where the run failed; None if it did not, or if that is not known."""
         if self.run.state != "failed":

@@ -16,10 +16,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from lockstep.check.runner import describe_failure, is_refusal, redirect_output
@@ -68,7 +70,7 @@ def run_program(
     program: Program, base: Base, request: ReplayRequest, report: Report | None = None
 ) -> Replay:
     """Run a program from a checkpoint on; see `run_replay`."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
+    with _exiting_on_sigterm(), tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         folder = Path(name)
         begun = time.monotonic()
         details = ""
@@ -91,6 +93,24 @@ def run_program(
                 f"{request.last} was finished"
             )
         return Replay(steps, base.steps, seconds, failure, details, finished, is_refused, is_left)
+
+
+@contextlib.contextmanager
+def _exiting_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit at SIGTERM in the body, so that ranks and files do not stay behind."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _launch(
