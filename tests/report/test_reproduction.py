@@ -25,7 +25,7 @@ def write_replays(folder, lines, tail=""):
 
 def write_fingerprints(folder, rank, steps, launch="a"):
     file = FingerprintFile(folder, rank)
-    file.write("begin", launch=launch, t=1.0, step=0)
+    file.write("begin", launch=launch, t=1.0, step=0, resumes=0)
     for step in steps:
         file.write("step", **encode_fingerprint(StepFingerprint(0, step)))
     return file.path

@@ -10,7 +10,11 @@ from torch import nn
 import lockstep as ls
 from lockstep.checksum import checksum
 from lockstep.errors import StateError, UsageError
-from lockstep.model.fingerprint_file import FOLDER, read_unit_fingerprints
+from lockstep.model.fingerprint_file import (
+    FOLDER,
+    list_unit_fingerprints,
+    read_unit_fingerprints,
+)
 from lockstep.training.unit_recorder import VARIABLE, read_selection
 
 ADAM = partial(torch.optim.AdamW, lr=0.01)
@@ -253,8 +257,9 @@ def test_a_step_that_fails_is_not_recorded_and_fails_as_without(world_of_one, tm
 
 def resumable(folder, steps, resume, **options):
     with ls.Trainer(
-        model(), nn.CrossEntropyLoss(), ADAM, microbatches=4, fingerprints="unit",
-        checkpoint=ls.CheckpointConfig(every_steps=2, folder=folder), **options,
+        model(), nn.CrossEntropyLoss(), ADAM, microbatches=4,
+        checkpoint=ls.CheckpointConfig(every_steps=2, folder=folder),
+        **{"fingerprints": "unit"} | options,
     ) as trainer:  # fmt: skip
         if resume:
             trainer.resume(folder / "checkpoints" / "step-2")
@@ -280,6 +285,17 @@ def test_a_resumed_run_continues_its_files_in_another_layout(ranks, world_of_one
         assert merged(each) == merged(whole.steps[step])
     assert (files / "rank-0.jsonl").read_text().splitlines()[: len(lines)] == lines
     assert digest
+
+
+def test_steps_of_an_abandoned_attempt_do_not_count(world_of_one, tmp_path):
+    """Also where the run is resumed without fingerprints, so that no launch follows."""
+    resumable(tmp_path / "run", 5, resume=False)
+    assert list(read_unit_fingerprints(tmp_path / "run").steps) == [0, 1, 2, 3, 4]
+    resumable(tmp_path / "run", 4, resume=True, fingerprints=None)
+    assert list(read_unit_fingerprints(tmp_path / "run").steps) == [0, 1]
+    assert list(list_unit_fingerprints(tmp_path / "run").steps) == [0, 1]
+    resumable(tmp_path / "run", 4, resume=True, fingerprints="unit:3")
+    assert list(read_unit_fingerprints(tmp_path / "run").steps) == [0, 1, 3]
 
 
 def test_changes_of_a_file_are_said(world_of_one, tmp_path):

@@ -1,18 +1,21 @@
 """Files of fingerprints: what each rank computed in chosen steps of a run.
 
-    RUN/fingerprints/rank-0.jsonl     {"kind":"begin","launch":"5f0c...","step":0,...}
+    RUN/fingerprints/rank-0.jsonl     {"kind":"begin","launch":"5f0c...","step":0,"resumes":0,...}
                                       {"kind":"step","step":100,"data":{...},"calls":[...],...}
     RUN/fingerprints/rank-1.jsonl     ...
 
 Each rank appends to its own file, in lines that are chained as those of the record. A run that is
 resumed begins anew from some step: what an earlier launch recorded of later steps no longer
-counts. Checksums are written in hexadecimal form, because JSON numbers of 64 bits are rounded by
-many programs. This module needs no torch.
+counts, also where the resumed run records no fingerprints. "resumes" is the number of lines
+"resume" in the record when a launch began; the later ones rewind what it recorded. Checksums are
+written in hexadecimal form, because JSON numbers of 64 bits are rounded by many programs. This
+module needs no torch.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -22,16 +25,19 @@ from typing import Any, Generic, TypeVar
 
 import orjson
 
-from lockstep.errors import FileError
+from lockstep.errors import FileError, UsageError
 from lockstep.files import make_folder, open_or_create
 from lockstep.model.fingerprint import Call, StepFingerprint
 from lockstep.record.chain import ChainCheck, add_link, find_last_link
+from lockstep.record.columns import as_float
+from lockstep.record.reader import read_ends
 
 __all__ = [
     "FOLDER",
     "FingerprintFile",
     "FingerprintList",
     "RecordedFingerprints",
+    "count_resumes",
     "decode_fingerprint",
     "encode_fingerprint",
     "list_unit_fingerprints",
@@ -211,10 +217,11 @@ Decoded = TypeVar("Decoded")
 
 @dataclass
 class _Launch(Generic[Decoded]):
-    """What one launch of a run recorded, by step and rank."""
+    """What one launch of a run recorded, by step and rank; and how often it was resumed before."""
 
     begun: float
     first: int
+    resumes: int
     steps: dict[int, dict[int, Decoded]] = field(default_factory=dict)
 
 
@@ -226,11 +233,32 @@ def _read(
     remarks: list[str] = []
     for rank, path in _find_files(run):
         remarks += _read_file(path, rank, launches, decode)
+    resumed_from = _resumed_from(run) if launches else []
     steps: dict[int, dict[int, Decoded]] = {}
     for launch in sorted(launches.values(), key=lambda each: each.begun):
+        end = min(resumed_from[launch.resumes :], default=math.inf)
         steps = {number: ranks for number, ranks in steps.items() if number < launch.first}
-        steps |= launch.steps
+        steps |= {number: ranks for number, ranks in launch.steps.items() if number < end}
     return dict(sorted(steps.items())), remarks
+
+
+def count_resumes(run: Path) -> int:
+    """Return the number of lines "resume" in the record of a run; 0 without a record.
+
+    Raises:
+        FileError: The record cannot be read.
+    """
+    return len(_resumed_from(run))
+
+
+def _resumed_from(run: Path) -> list[float]:
+    """Return the steps at which a run was resumed, in that order; infinity for an unknown one."""
+    try:
+        lines = read_ends(run).resumes
+    except UsageError:  # there is no record
+        return []
+    steps = [as_float(line.get("step")) for line in lines]
+    return [math.inf if math.isnan(step) else step for step in steps]
 
 
 def _find_files(run: Path) -> list[tuple[int, Path]]:
@@ -260,7 +288,8 @@ def _read_file(
             if line["kind"] == "begin":
                 unread -= was_unread  # killed while it wrote a line
                 begun, first = float(line["t"]), int(line["step"])
-                launch = launches.setdefault(str(line["launch"]), _Launch(begun, first))
+                new: _Launch[Decoded] = _Launch(begun, first, int(line["resumes"]))
+                launch = launches.setdefault(str(line["launch"]), new)
                 launch.begun = min(launch.begun, begun)
             elif line["kind"] == "step" and launch is not None:
                 launch.steps.setdefault(int(line["step"]), {})[rank] = decode(line)

@@ -21,9 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.comm.collectives import all_gather_bytes
-from lockstep.errors import UsageError
+from lockstep.errors import FileError, UsageError
 from lockstep.messages import say
-from lockstep.model.fingerprint_file import FingerprintFile, encode_fingerprint
+from lockstep.model.fingerprint_file import (
+    FingerprintFile,
+    count_resumes,
+    encode_fingerprint,
+)
 from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.training.history import History
 from lockstep.training.resumable_run import ResumableRun
@@ -150,19 +154,11 @@ class UnitRecorder:
 
     def _open(self) -> None:
         parallel = self._parallel
-        said = b""
-        if parallel.rank == 0:
-            folder = self._history.find_run_folder()
-            said = f"{secrets.token_hex(8)} {folder or ''}".encode()
+        said = self._describe_launch().encode() if parallel.rank == 0 else b""
         messages = all_gather_bytes(said, "opening the file of fingerprints", parallel.group)
-        launch, _, path = messages[0].decode().partition(" ")
-        if not path:
-            if parallel.rank == 0:
-                say(
-                    "no fingerprints are kept, because the run is not recorded: pass "
-                    "loggers='runs/NAME' to the trainer, or start it with `lockstep run`"
-                )
+        if not messages[0]:
             return
+        launch, resumes, path = messages[0].decode().split(" ", 2)
         try:
             self._file = FingerprintFile(Path(path), parallel.rank)
             self._file.write(
@@ -170,12 +166,31 @@ class UnitRecorder:
                 launch=launch,
                 t=time.time(),
                 step=self._run.resumed_from or 0,
+                resumes=int(resumes),
                 rank=parallel.rank,
                 replicas=parallel.replicas,
                 stages=parallel.stages,
             )
         except OSError as error:
             self._fail(error)
+
+    def _describe_launch(self) -> str:
+        """Return the launch's name, the resumptions before it, and the folder of the run.
+
+        "" where no fingerprints can be kept, which is said.
+        """
+        folder = self._history.find_run_folder()
+        if folder is None:
+            say(
+                "no fingerprints are kept, because the run is not recorded: pass "
+                "loggers='runs/NAME' to the trainer, or start it with `lockstep run`"
+            )
+            return ""
+        try:
+            return f"{secrets.token_hex(8)} {count_resumes(folder)} {folder}"
+        except FileError as error:
+            say(f"{error}; the training continues without fingerprints")
+            return ""
 
     def _fail(self, error: OSError) -> None:
         path = self._file.path if self._file is not None else "fingerprints"
