@@ -1,6 +1,7 @@
 """What a report says of checkpoints, sources, fingerprints and replays."""
 
 import json
+import tracemalloc
 
 import records
 from lockstep.model.fingerprint import StepFingerprint
@@ -105,6 +106,23 @@ def test_changed_files_of_fingerprints_are_said(tmp_path):
     assert remark.startswith("fingerprints/rank-1.jsonl: The record was changed")
     assert remark.partition(":")[2].strip()[:20] in report_html(run)
     assert "fingerprints/rank-1.jsonl" in report_markdown(run)
+
+
+def test_a_report_reads_fingerprints_one_line_at_a_time(tmp_path):
+    folder = checkpointed(tmp_path)
+    file = FingerprintFile(folder, 0)
+    file.write("begin", launch="a", t=1.0, step=0, resumes=0)
+    values = {f"weight {number}": number for number in range(2000)}
+    for step in range(30):
+        file.write("step", **encode_fingerprint(StepFingerprint(0, step, state=values)))
+    tracemalloc.start()
+    try:
+        found = reproduction(read_run(folder))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "in 30 steps (0 to 29, 1 rank)" in found.sentences[1]
+    assert peak < file.path.stat().st_size / 2
 
 
 def test_a_run_that_left_nothing_shows_nothing(tmp_path):

@@ -18,7 +18,7 @@ import errno
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -46,6 +46,7 @@ __all__ = [
 
 FOLDER = "fingerprints"
 FILE = re.compile(r"rank-(\d+)\.jsonl")
+STEP_HEAD = re.compile(rb'\{"kind":"step","trainer":\d+,"step":(\d+),')
 TAIL_BYTES = 1 << 20  # of a file, in which its last line is looked for
 NAMED = ("before", "parameters", "gradients", "state", "optimizer")  # checksums by name
 BY_MICROBATCH = ("leaf_gradients", "leaf_buffers")  # the same of each micro-batch
@@ -187,7 +188,7 @@ def read_unit_fingerprints(run: Path) -> RecordedFingerprints:
     Raises:
         FileError: A file cannot be read.
     """
-    found, remarks = _read(run, decode_fingerprint)
+    found, remarks = _read(run, orjson.loads, decode_fingerprint)
     return RecordedFingerprints(
         {step: [each for _, each in sorted(ranks.items())] for step, ranks in found.items()},
         remarks,
@@ -203,14 +204,25 @@ class FingerprintList:
 
 
 def list_unit_fingerprints(run: Path) -> FingerprintList:
-    """Return which fingerprints a run recorded, without decoding them.
+    """Return which fingerprints a run recorded, without parsing them.
 
     Raises:
         FileError: A file cannot be read.
     """
-    found, remarks = _read(run, lambda line: None)
+    found, remarks = _read(run, _parse_head, lambda line: None)
     return FingerprintList({step: sorted(ranks) for step, ranks in found.items()}, remarks)
 
+
+def _parse_head(text: bytes) -> Any:
+    """Return kind and number of a line about a step, and another line as a whole."""
+    head = STEP_HEAD.match(text)
+    if head is None or not text.endswith(b"\n"):
+        return orjson.loads(text)
+    return {"kind": "step", "step": int(head[1])}
+
+
+Parse = Callable[[bytes], Any]
+"""Returns the values of a line, as far as they are wanted."""
 
 Decoded = TypeVar("Decoded")
 
@@ -226,13 +238,13 @@ class _Launch(Generic[Decoded]):
 
 
 def _read(
-    run: Path, decode: Callable[[dict[str, Any]], Decoded]
+    run: Path, parse: Parse, decode: Callable[[dict[str, Any]], Decoded]
 ) -> tuple[dict[int, dict[int, Decoded]], list[str]]:
     """Return what the ranks recorded, by step and rank, each as it was taken last; and remarks."""
     launches: dict[str, _Launch[Decoded]] = {}
     remarks: list[str] = []
     for rank, path in _find_files(run):
-        remarks += _read_file(path, rank, launches, decode)
+        remarks += _read_file(path, rank, launches, parse, decode)
     resumed_from = _resumed_from(run) if launches else []
     steps: dict[int, dict[int, Decoded]] = {}
     for launch in sorted(launches.values(), key=lambda each: each.begun):
@@ -270,21 +282,17 @@ def _read_file(
     path: Path,
     rank: int,
     launches: dict[str, _Launch[Decoded]],
+    parse: Parse,
     decode: Callable[[dict[str, Any]], Decoded],
 ) -> list[str]:
     """Add the lines of a file to `launches`; return remarks."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise FileError(f"{path} cannot be read ({error.strerror})") from None
     check = ChainCheck()
-    check.check(lines)
-    remarks = [f"{FOLDER}/{path.name}: {check.describe()}"] if check.breaks else []
     launch: _Launch[Decoded] | None = None
     unread, was_unread = 0, False
-    for text in lines:
+    for text in _read_lines(path):
+        check.check([text])
         try:
-            line = orjson.loads(text)
+            line = parse(text)
             if line["kind"] == "begin":
                 unread -= was_unread  # killed while it wrote a line
                 begun, first = float(line["t"]), int(line["step"])
@@ -296,6 +304,16 @@ def _read_file(
             was_unread = False
         except (ValueError, TypeError, KeyError):
             unread, was_unread = unread + 1, True
+    remarks = [f"{FOLDER}/{path.name}: {check.describe()}"] if check.breaks else []
     if unread:
         remarks.append(f"{FOLDER}/{path.name}: {unread} lines could not be read and were skipped.")
     return remarks
+
+
+def _read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, which may be larger than memory."""
+    try:
+        with path.open("rb") as file:
+            yield from file
+    except OSError as error:
+        raise FileError(f"{path} cannot be read ({error.strerror})") from None
