@@ -7,6 +7,7 @@ from lockstep.errors import FileError, UsageError
 from lockstep.record.reader import read_run
 from lockstep.replay.recorded_run import (
     export_fingerprints,
+    find_source_differences,
     read_recorded_run,
     require_comparable,
 )
@@ -82,3 +83,15 @@ def test_a_run_that_stopped_in_its_first_step_is_compared(run, tmp_path):
     assert stopped.stop is not None
     assert (stopped.stop.microbatch, stopped.stop.what) == (5, "the loss is nan")
     require_comparable(stopped, run())
+
+
+def test_a_step_before_a_resumption_has_the_sources_of_its_time(tmp_path):
+    resume = {"kind": "resume", "t": 1.0, "step": 4, "sources": "sources-2"}
+    lines = [records.HEADER | {"sources": "sources"}, *map(step, range(4)), resume]
+    place = records.write(tmp_path / "a", [*lines, *map(step, range(4, 8)), records.END])
+    for name, text in (("sources", "old"), ("sources-2", "new")):
+        (place / name).mkdir()
+        (place / name / "train.py").write_text(f"{text}\n")
+    found = read_recorded_run(place)
+    assert [found.read_line("train.py:1 in forward", each) for each in (3, 4)] == ["old", "new"]
+    assert find_source_differences(found, found, 3) == []

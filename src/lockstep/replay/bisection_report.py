@@ -97,7 +97,7 @@ def facts(found: Bisection) -> list[tuple[str, ...]]:
     if finding is None:
         return []
     calls = [(found.a, finding.a), (found.b, finding.b)]
-    columns = [_describe_call(run, call) for run, call in calls]
+    columns = [_describe_call(run, call, finding.step) for run, call in calls]
     rows = [(name, *(column.get(name, "") for column in columns)) for name in CALL_ROWS]
     if finding.element is not None:
         index = ", ".join(map(str, finding.element.index))
@@ -112,13 +112,13 @@ def facts(found: Bisection) -> list[tuple[str, ...]]:
     return [row for row in rows if row[1] or row[2]]
 
 
-def _describe_call(run: RecordedRun, call: OperatorCall | None) -> dict[str, str]:
+def _describe_call(run: RecordedRun, call: OperatorCall | None, step: int) -> dict[str, str]:
     if call is None:
         return {}
     values = (
         call.operator,
         call.source,
-        run.read_line(call.source),
+        run.read_line(call.source, step),
         call.arguments,
         ", ".join(call.input_types),
         ", ".join(call.output_types),
@@ -222,8 +222,10 @@ def _advice(found: Bisection) -> Iterator[str]:
 
 
 def _sources_sentence(found: Bisection) -> Iterator[str]:
-    names = find_source_differences(found.a, found.b)
-    if names and not found.equal:
+    if found.finding is None:
+        return
+    names = find_source_differences(found.a, found.b, found.finding.step)
+    if names:
         more = f" and {len(names) - MAX_SOURCES} more" if len(names) > MAX_SOURCES else ""
         yield f"Their sources differ in {', '.join(names[:MAX_SOURCES])}{more}."
 

@@ -91,22 +91,22 @@ class RecordedRun:
                     found.setdefault(each.step, []).append(each)
         return found
 
-    def read_line(self, source: str) -> str:
+    def read_line(self, source: str, step: int) -> str:
         """Return the text of a line of the program, such as "train.py:31 in forward".
 
-        "" where the stored sources do not have exactly one file of that name.
+        "" where the sources that were stored for a step do not have exactly one file of that name.
         """
         name, _, rest = source.partition(":")
         number = rest.partition(" ")[0]
-        file = self.sources.get(Path(name).name)
+        file = self.find_sources(step).get(Path(name).name)
         if file is None or not number.isdecimal():
             return ""
         return linecache.getline(str(file), int(number)).strip()
 
-    @cached_property
-    def sources(self) -> dict[str, Path]:
-        """The stored source files by name, without those that share their name with another."""
-        stored = self.run.latest("sources")
+    def find_sources(self, step: int) -> dict[str, Path]:
+        """Return the source files that computed a step by name, without those that share theirs."""
+        lines = (*reversed(self.run.resumes[: self.run.segment(step)]), self.run.header)
+        stored = next((line["sources"] for line in lines if line.get("sources")), None)
         if self.folder is None or not isinstance(stored, str):
             return {}
         files = [path for path in (self.folder / stored).rglob("*") if path.is_file()]
@@ -189,12 +189,13 @@ def _describe_model(run: Run) -> str:
     )
 
 
-def find_source_differences(a: RecordedRun, b: RecordedRun) -> list[str]:
-    """Return the names of the source files that both runs stored, and that differ."""
+def find_source_differences(a: RecordedRun, b: RecordedRun, step: int) -> list[str]:
+    """Return the names of the source files of a step that both runs stored, and that differ."""
+    ours, theirs = a.find_sources(step), b.find_sources(step)
     return [
         name
-        for name, file in a.sources.items()
-        if name in b.sources and not filecmp.cmp(file, b.sources[name], shallow=False)
+        for name, file in ours.items()
+        if name in theirs and not filecmp.cmp(file, theirs[name], shallow=False)
     ]
 
 
