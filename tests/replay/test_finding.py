@@ -13,6 +13,7 @@ from lockstep.replay.finding import (
     add_operator,
     find_in_modules,
     find_in_records,
+    limit_place,
     locate_tensor,
 )
 from lockstep.replay.operator_difference import OperatorDifference
@@ -104,6 +105,18 @@ def test_layouts_of_two_ranks_and_of_one_are_compared():
     found = find_in_modules([[first], [second]], [[whole]])
     assert found is not None
     assert (found.what, found.parameter) == ("update", "1.weight")
+
+
+def test_nothing_is_claimed_of_the_steps_before_those_compared():
+    a, b = [fingerprint(3), fingerprint(4)], [fingerprint(3), fingerprint(4, before="0.mean")]
+    found = find_in_modules([a], [b])
+    assert found is not None
+    assert limit_place(found, 3) == found
+    limited = limit_place(find_in_modules([a[1:]], [b[1:]]), 4)
+    assert limited is not None
+    assert limited.direction == "state"
+    assert "changed" not in limited.sentence
+    assert "before the step already" in limited.sentence
 
 
 def test_no_micro_batch_is_missing_from_a_step_that_was_not_finished():

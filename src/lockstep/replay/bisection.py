@@ -27,6 +27,7 @@ from lockstep.replay.finding import (
     compare_microbatches,
     find_in_modules,
     find_in_records,
+    limit_place,
     locate_tensor,
 )
 from lockstep.replay.operator_difference import first_operator_difference
@@ -251,7 +252,8 @@ class Search:
         if not steps:
             return None
         ours, theirs = (group_by_rank([known[step] for step in steps]) for known in (a, b))
-        return find_in_modules(ours, theirs, self._unfinished(steps, a, b))
+        found = find_in_modules(ours, theirs, self._unfinished(steps, a, b))
+        return limit_place(found, steps[0])
 
     def _unfinished(
         self, steps: Sequence[int], *known: Mapping[int, Sequence[StepFingerprint]]
@@ -301,7 +303,7 @@ class Search:
         # The states before the first step that was compared differ already.
         earlier = [taken for taken in self._common_digests() if taken <= first - 1]
         step = self._find_step(max(earlier, default=0), first - 1)
-        return self._compare_modules(step, min(step + 1, last)) or found
+        return limit_place(self._compare_modules(step, min(step + 1, last)) or found, step)
 
     def _common_digests(self) -> list[int]:
         """Return after how many steps both records have the same digest."""

@@ -26,6 +26,7 @@ __all__ = [
     "compare_microbatches",
     "find_in_modules",
     "find_in_records",
+    "limit_place",
     "locate_tensor",
 ]
 
@@ -209,6 +210,21 @@ def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> 
         f"the losses agree, and the norm of the gradient is {values}: backward or the sum of the "
         "gradients differs",
     )
+
+
+def limit_place(found: Finding | None, first: int) -> Finding | None:
+    """Return a finding without a claim about what came before the first step compared.
+
+    Args:
+        found: The finding; None for none.
+        first: The first step that was compared.
+    """
+    if found is None or found.what != "between" or found.step > first:
+        return found
+    sentence = (
+        f"`{found.parameter}` differs before the step already; the steps before it are not known"
+    )
+    return replace(found, sentence=sentence)
 
 
 def compare_microbatches(
