@@ -24,7 +24,7 @@ def lines(name, other=(), count=8, **header):
         losses = ["0x1p-1", dict(other).get(number, "0x1p-2")]
         exact = {"loss_hex": "0x1p-1", "norm_hex": "0x1p0", "batch": "b", "losses": losses}
         steps.append(records.step(number) | exact)
-    return [records.HEADER | {"name": name} | header, *steps, records.END]
+    return [records.HEADER | {"name": name} | header, *steps, records.END | {"steps": count}]
 
 
 @pytest.fixture(autouse=True)
