@@ -20,7 +20,7 @@ from lockstep.replay import runner
 from lockstep.replay.microbatch import DebuggerLeft
 from lockstep.replay.program import Base, Program
 from lockstep.replay.result import Replay, ReplayRequest
-from lockstep.replay.runner import run_replay
+from replays import run_replay
 
 
 def recorded(run: Path, first: int, last: int) -> list[RecordedStep]:

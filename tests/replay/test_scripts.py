@@ -23,7 +23,7 @@ from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import read_run
 from lockstep.replay.program import find_base, find_obstacles, read_program
 from lockstep.replay.result import Replay, ReplayRequest
-from lockstep.replay.runner import run_replay
+from replays import run_replay
 
 STAGES = Layout(4, stages=2, schedule="1f1b")
 

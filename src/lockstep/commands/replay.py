@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ReplayProgress", "command"]
 
-REPLAYS_FILE = "replays.jsonl"
 POSITIVE = click.IntRange(min=1)
 SHORT = 24
 """Characters of a digest that are shown; a float has no more."""
@@ -207,6 +206,7 @@ def _require_microbatch(run: Run, recorded: Recorded, microbatch: int | None, st
 def _append_replay(folder: Path, result: Comparison) -> None:
     """Add a line about a replay to RUN/replays.jsonl; a replay goes on without."""
     from lockstep.files import open_or_create
+    from lockstep.report.reproduction import REPLAYS_FILE
 
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     line = json.dumps({"kind": "replay", "replayed": now, **result.plain()})

@@ -31,13 +31,12 @@ from lockstep.launcher.launch import launch, launch_in_this_process
 from lockstep.launcher.rank_process import run_code
 from lockstep.launcher.run_folder import RESUME, RUN
 from lockstep.record.program import select_variables
-from lockstep.record.reader import read_run
 from lockstep.record.sources import find_named_variables
-from lockstep.replay.program import Base, Program, find_base, read_program
+from lockstep.replay.program import Base, Program
 from lockstep.replay.result import Replay, ReplayedStep, ReplayRequest
 from lockstep.replay.stored_sources import StoredSources
 
-__all__ = ["run_order", "run_program", "run_replay"]
+__all__ = ["run_order", "run_program"]
 
 DEBUGGER_LEFT = "DebuggerLeft"  # the class of the exception
 FAILURE = "failure"  # the file with the sentence of a program that failed in this terminal
@@ -49,27 +48,17 @@ Report = Callable[[int, int], None]
 """Called with the steps that are done, and their number."""
 
 
-def run_replay(request: ReplayRequest, report: Report | None = None) -> Replay:
-    """Compute steps of a recorded run again, from the nearest checkpoint.
-
-    Args:
-        request: The steps and the layout.
-        report: Called a few times per second while it runs.
-
-    Raises:
-        UsageError: The run cannot be replayed, or has no such step.
-        FileError: Its record cannot be read.
-    """
-    run = read_run(request.run)
-    program = read_program(run, request.first)
-    base = find_base(run, request.first)
-    return run_program(program, base, request, report)
-
-
 def run_program(
     program: Program, base: Base, request: ReplayRequest, report: Report | None = None
 ) -> Replay:
-    """Run a program from a checkpoint on; see `run_replay`."""
+    """Compute steps of a recorded run again, from a checkpoint on.
+
+    Args:
+        program: What the run ran.
+        base: The checkpoint, or the beginning.
+        request: The steps and the layout.
+        report: Called a few times per second while it runs.
+    """
     with _exiting_on_sigterm(), tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         folder = Path(name)
         begun = time.monotonic()

@@ -21,6 +21,7 @@ from lockstep.report.summary import as_text, describe_layout, number_or
 
 __all__ = [
     "CHECKPOINT_COLUMNS",
+    "REPLAYS_FILE",
     "REPLAY_COLUMNS",
     "Reproduction",
     "checkpoint_table",

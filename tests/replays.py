@@ -1,0 +1,15 @@
+"""A recorded step computed again, as `lockstep replay` does."""
+
+from __future__ import annotations
+
+from lockstep.record.reader import read_run
+from lockstep.replay.program import find_base, read_program
+from lockstep.replay.result import Replay, ReplayRequest
+from lockstep.replay.runner import Report, run_program
+
+
+def run_replay(request: ReplayRequest, report: Report | None = None) -> Replay:
+    """Compute steps of a recorded run again, from the nearest checkpoint."""
+    run = read_run(request.run)
+    program, base = read_program(run, request.first), find_base(run, request.first)
+    return run_program(program, base, request, report)
