@@ -19,6 +19,7 @@ import lockstep
 from lockstep.launcher.fork_server import get_fork_server, get_fork_server_pid
 
 TESTS = str(Path(__file__).parent)
+TEMPLATE = "pytest_lockstep.template_main"  # from which ranks of marked tests are forked
 PATIENCE = 5.0  # seconds that something may take to disappear after a test
 
 # No test fails because the machine is busy.
@@ -148,7 +149,9 @@ def _mapped_elsewhere() -> str:
 
 
 def _processes(others: Collection[str] = ()) -> dict[str, str]:
-    """Return this process's descendants except `others` and the fork server, which is kept.
+    """Return this process's descendants except `others`, the fork server and the template process.
+
+    These two are kept; the kernel's list of children may lack one while another child exits.
 
     What `others` start is theirs: a browser that a whole module uses opens, renames and ends
     renderers when it likes.
@@ -161,8 +164,9 @@ def _processes(others: Collection[str] = ()) -> dict[str, str]:
             if child in others:
                 continue
             waiting.append(child)
-            if int(child) not in kept:
-                found[child] = _command(child)
+            command = _command(child)
+            if int(child) not in kept and TEMPLATE not in command:
+                found[child] = command[:200]
     return found
 
 
@@ -180,7 +184,7 @@ def _children(pid: str) -> list[str]:
 
 def _command(pid: str) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
 

@@ -120,7 +120,7 @@ def test_sources_are_those_of_the_user(tmp_path, monkeypatch):
     __import__("own_module")
     try:
         before = describe_sources()
-        assert not [name for name in before if "site-packages" in name or "lockstep/" in name]
+        assert not [name for name in before if "site-packages" in name or "src/lockstep/" in name]
         (tmp_path / "own_module.py").write_text("x = 2\n")
         after = describe_sources()
         assert {name for name in before if before[name] != after[name]} == {"own_module.py"}

@@ -738,11 +738,11 @@ def test_an_exception_in_a_loop_of_ones_own_undoes_the_step():
 def test_splitting_a_whole_batch_counts_as_time_of_the_step(monkeypatch):
     taken, split = [], ParallelContext.split
 
-    def timed(parallel, batch):
+    def timed(parallel, *given):
         begun = time.perf_counter()
         while time.perf_counter() - begun < 0.05:
             pass
-        part = split(parallel, batch)
+        part = split(parallel, *given)
         taken.append(time.perf_counter() - begun)
         return part
 
