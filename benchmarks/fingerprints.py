@@ -36,7 +36,7 @@ PARTS = {
     "step": [
         ("lockstep.training.history._exact", lambda result: {}),
         ("lockstep.training.step.list_losses", lambda statuses, leaves: []),
-        ("lockstep.data.loader.Batches._hash_samples", lambda batches, size: ""),
+        ("lockstep.data.loader.hash_indices", lambda indices: ""),
         ("lockstep.record.recorder.add_link", lambda line, previous: (line + b"\n", 0)),
     ],
     "unit": [
