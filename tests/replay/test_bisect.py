@@ -10,7 +10,12 @@ import pytest
 
 from lockstep.errors import RankError
 from lockstep.replay.bisection import bisect_runs
-from lockstep.replay.bisection_report import bisection_json, facts, lead, sentences
+from lockstep.replay.bisection_report import (
+    bisection_json,
+    describe_finding,
+    list_facts,
+    list_sentences,
+)
 from lockstep.replay.finding import Direction, find_in_records
 from lockstep.replay.record_difference import compare_records, first_record_difference
 from lockstep.replay.recorded_run import export_fingerprints, read_recorded_run
@@ -86,7 +91,7 @@ def test_a_bit_that_only_the_recorded_run_had_flipped(recorded, folder):
     assert place == (STEP, MICROBATCH, "forward", "2")
     first, second = found.reproductions
     assert (first.is_exact, second.is_exact, second.is_repeatable) == (True, False, True)
-    text = " ".join(sentences(found))
+    text = " ".join(list_sentences(found))
     assert "Replays of plain compute what was recorded, bit for bit." in text
     assert "The replay of loose does not compute what was recorded: step 4, micro-batch 2" in text
     assert "Two replays agree with each other" in text
@@ -110,7 +115,7 @@ def test_a_run_that_a_value_stopped(recorded, folder):
         assert place == (STEP, MICROBATCH, "forward", "2"), found.remarks
         assert finding.operator is not None
         assert found.is_replayed
-        text = " ".join(sentences(found))
+        text = " ".join(list_sentences(found))
         assert "nan stopped in step 4, micro-batch 2 (the loss is nan); plain went on." in text
 
 
@@ -233,7 +238,7 @@ def test_the_page_about_bisect_shows_what_it_prints(folder):
     b = record(folder, "after", replace(script, {"counts) / 3": "counts) * (1 / 3)"}))
     found = bisect_runs(a, b)
     shown = " ".join(page.split())
-    for text in (lead(found), *sentences(found)[:1], *sentences(found)[2:]):
+    for text in (describe_finding(found), *list_sentences(found)[:1], *list_sentences(found)[2:]):
         assert text in shown
-    for row in facts(found)[:-2]:  # losses and norms depend on the processor
+    for row in list_facts(found)[:-2]:  # losses and norms depend on the processor
         assert " ".join(" ".join(row).split()) in shown

@@ -9,11 +9,11 @@ from lockstep.replay.bisection import Reproduction
 from lockstep.replay.bisection_report import (
     bisection_html,
     bisection_json,
-    commands,
-    facts,
-    lead,
-    outline,
-    sentences,
+    describe_finding,
+    list_facts,
+    list_sentences,
+    outline_model,
+    suggest_commands,
 )
 from lockstep.replay.record_difference import RecordDifference
 
@@ -24,11 +24,11 @@ def found(tmp_path):
 
 
 def test_the_text_says_where_what_and_how_sure(found):
-    assert lead(found) == (
+    assert describe_finding(found) == (
         f"night-a and night-b differ first in step 7, micro-batch 2, forward pass, module "
         f"`{MODULE}`: aten.add.Tensor is called with other arguments: 1 and <b>two</b>."
     )
-    assert dict((name, values) for name, *values in facts(found)) == {
+    assert dict((name, values) for name, *values in list_facts(found)) == {
         "operator": ["aten.add.Tensor"] * 2,
         "line": ["train.py:3 in forward"] * 2,
         "code": ["x = x + y  # night-a", "x = x + y  # night-b"],
@@ -38,10 +38,10 @@ def test_the_text_says_where_what_and_how_sure(found):
         "element [3, 12]": ["0.25", "0.5"],
         "recorded loss of the step": [repr(each.steps[7].loss) for each in (found.a, found.b)],
     }
-    text = sentences(found)
+    text = list_sentences(found)
     assert text[0] == "17 elements differ; the first by 0.25."
     close = replace(FINDING, element=replace(FINDING.element, ulps=1000))
-    assert sentences(replace(found, finding=close))[0] == (
+    assert list_sentences(replace(found, finding=close))[0] == (
         "17 elements differ; the first by 1,000 units in the last place."
     )
     assert text[1].startswith("The records differ first in step 7, in the loss; compared: 20 steps")
@@ -50,25 +50,31 @@ def test_the_text_says_where_what_and_how_sure(found):
     assert text[4] == "These settings differ and can change results: options.seed (7 and 8)."
     assert text[5] == "Their sources differ in train.py."
     assert text[6] == "night-b: data.pt has changed."
-    text = sentences(replace(found, finding=None))
+    text = list_sentences(replace(found, finding=None))
     assert not any("differ" in each for each in text)
 
 
 def test_the_model_itself_other_samples_and_parameters_are_named(found):
-    assert "the model itself (`Net`)" in lead(replace(found, finding=replace(FINDING, unit="Net")))
+    assert "the model itself (`Net`)" in describe_finding(
+        replace(found, finding=replace(FINDING, unit="Net"))
+    )
     named = replace(FINDING, direction="optimizer", parameter="0.weight")
-    assert f"update, module `{MODULE}`, `0.weight`: " in lead(replace(found, finding=named))
+    assert f"update, module `{MODULE}`, `0.weight`: " in describe_finding(
+        replace(found, finding=named)
+    )
     data = replace(FINDING, direction="data", what="data", sentence="the data differ")
     batch = RecordDifference(7, "batch", None, "x", "y")
-    assert "the batches hold other samples" in lead(replace(found, finding=data, recorded=batch))
-    assert "the data differ" in lead(replace(found, finding=data))
+    assert "the batches hold other samples" in describe_finding(
+        replace(found, finding=data, recorded=batch)
+    )
+    assert "the data differ" in describe_finding(replace(found, finding=data))
 
 
 def test_replays_that_do_not_compute_what_was_recorded(found):
     difference = RecordDifference(7, "norm", None, "0.5", "0.25")
     for is_repeatable, words in ((True, "a fault of its machine"), (False, "not deterministic")):
         both = Reproduction(True), Reproduction(False, difference, is_repeatable)
-        text = " ".join(sentences(replace(found, reproductions=both)))
+        text = " ".join(list_sentences(replace(found, reproductions=both)))
         assert "Replays of night-a compute what was recorded" in text
         assert "the replay of night-b does not" in text.replace("The replay", "the replay")
         assert "step 7: the norm was 0.5 and is 0.25 now" in text
@@ -83,10 +89,10 @@ def test_what_only_records_show_comes_with_advice_and_arguments_that_differ(foun
     ]
     finding = replace(FINDING, direction=None, a=None, b=None, element=None)
     found = replace(found, a=sides[0], b=sides[1], finding=finding, is_replayed=False)
-    text = " ".join(sentences(found))
+    text = " ".join(list_sentences(found))
     assert "Their arguments differ: --b 1 and (none)." in text
     assert "LOCKSTEP_FINGERPRINTS=unit:7" in text
-    assert "LOCKSTEP" not in " ".join(sentences(replace(found, is_replayed=True)))
+    assert "LOCKSTEP" not in " ".join(list_sentences(replace(found, is_replayed=True)))
 
 
 def test_where_a_run_stopped_is_said_also_without_a_difference(found):
@@ -98,14 +104,14 @@ def test_where_a_run_stopped_is_said_also_without_a_difference(found):
         a = replace(found.a, run=replace(found.a.run, end=end, state="failed"))
         assert a.stop is not None
         assert (a.stop.step, a.stop.is_value) == (20, is_value)
-        text = sentences(replace(found, a=a, finding=None))
+        text = list_sentences(replace(found, a=a, finding=None))
         what = "step 20, micro-batch 3 (the loss is nan)" if is_value else "step 20 (KeyError)"
         assert f"night-a stopped in {what}; night-b went on." in text
 
 
 def test_commands_look_further(found, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert commands(found) == [
+    assert suggest_commands(found) == [
         "lockstep replay night-a --step 7 --microbatch 2 --dump dump-night-a",
         "lockstep replay night-a --step 7 --microbatch 2 --pdb",
         "lockstep replay night-b --step 7 --microbatch 2 --dump dump-night-b",
@@ -113,8 +119,8 @@ def test_commands_look_further(found, tmp_path, monkeypatch):
     ]
     update = replace(FINDING, microbatch=None)
     exported = replace(found, finding=update, b=replace(found.b, folder=None))
-    assert commands(exported) == ["lockstep replay night-a --step 7"]
-    assert commands(replace(found, finding=None)) == []
+    assert suggest_commands(exported) == ["lockstep replay night-a --step 7"]
+    assert suggest_commands(replace(found, finding=None)) == []
 
 
 def test_json_has_what_the_contract_names(found):
@@ -135,7 +141,7 @@ def test_json_has_what_the_contract_names(found):
 
 
 def test_the_outline_marks_the_module_and_what_it_is_in(found):
-    lines = outline(found)
+    lines = outline_model(found)
     assert [each.name for each in lines if each.is_found] == [
         "Net", "layers.1", "layers.1.attention", MODULE,
     ]  # fmt: skip
@@ -143,7 +149,7 @@ def test_the_outline_marks_the_module_and_what_it_is_in(found):
     assert (first.name, first.depth) == (MODULE, 4)
     many = tuple(f"layers.{number}" for number in range(1000))
     update = replace(found, modules=many, finding=replace(FINDING, unit="layers.700"))
-    shown = [each.name for each in outline(update)]
+    shown = [each.name for each in outline_model(update)]
     assert len(shown) == 200
     assert "layers.700" in shown
 

@@ -7,7 +7,7 @@ import records
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.model.fingerprint_file import FingerprintFile, encode_fingerprint
 from lockstep.record.reader import read_run
-from lockstep.report.reproduction import checkpoint_table, reproduction
+from lockstep.report.reproduction import checkpoint_table, summarize_reproduction
 from lockstep.report.run_report import report_html, report_markdown
 
 
@@ -61,7 +61,7 @@ def test_fingerprints_sources_and_replays_are_shown(tmp_path):
         write_fingerprints(folder, rank, range(0, 20, 5))
     write_replays(folder, [replay(5), replay(7, microbatch=3)])
     run = read_run(folder)
-    found = reproduction(run)
+    found = summarize_reproduction(run)
     assert found.remarks == []
     assert found.sentences == [
         "The program's own files, as they were, are in sources-2.",
@@ -88,7 +88,7 @@ def test_replays_that_differ_or_failed_say_why(tmp_path):
         {"kind": "other"}, [1],
     ]  # fmt: skip
     write_replays(folder, lines, tail='{"kind": "rep')
-    found = reproduction(read_run(folder))
+    found = summarize_reproduction(read_run(folder))
     assert found.sentences[-1] == "4 replays of its steps, 1 with the same bits."
     assert [row[-1] for row in found.replays] == [
         "the same bits", "loss 0.5 instead of 0.25; norm", "rank 0 failed: KeyError", "other bits",
@@ -102,7 +102,7 @@ def test_changed_files_of_fingerprints_are_said(tmp_path):
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:2] + lines[3:]))
     run = read_run(folder)
-    (remark,) = reproduction(run).remarks
+    (remark,) = summarize_reproduction(run).remarks
     assert remark.startswith("fingerprints/rank-1.jsonl: The record was changed")
     assert remark.partition(":")[2].strip()[:20] in report_html(run)
     assert "fingerprints/rank-1.jsonl" in report_markdown(run)
@@ -117,7 +117,7 @@ def test_a_report_reads_fingerprints_one_line_at_a_time(tmp_path):
         file.write("step", **encode_fingerprint(StepFingerprint(0, step, state=values)))
     tracemalloc.start()
     try:
-        found = reproduction(read_run(folder))
+        found = summarize_reproduction(read_run(folder))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -127,7 +127,7 @@ def test_a_report_reads_fingerprints_one_line_at_a_time(tmp_path):
 
 def test_a_run_that_left_nothing_shows_nothing(tmp_path):
     run = read_run(records.write(tmp_path, records.whole()))
-    found = reproduction(run)
+    found = summarize_reproduction(run)
     assert (found.sentences, found.replays, found.remarks) == ([], [], [])
     assert 'id="replays"' not in report_html(run)
     assert "replay" not in report_markdown(run)

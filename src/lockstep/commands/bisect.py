@@ -98,17 +98,22 @@ def _export(places: list[Path], file: str) -> None:
 
 def print_text(found: Bisection) -> None:
     """Print the result on the terminal."""
-    from lockstep.replay.bisection_report import commands, facts, lead, sentences
+    from lockstep.replay.bisection_report import (
+        describe_finding,
+        list_facts,
+        list_sentences,
+        suggest_commands,
+    )
     from lockstep.report.terminal import print_table, wrap
 
-    click.echo("\n".join(wrap(lead(found))))
-    if rows := facts(found):
+    click.echo("\n".join(wrap(describe_finding(found))))
+    if rows := list_facts(found):
         click.echo()
         print_table(["", found.a.name, found.b.name], rows)
     click.echo()
-    for sentence in sentences(found):
+    for sentence in list_sentences(found):
         click.echo("\n".join(wrap(sentence)))
-    if lines := commands(found):
+    if lines := suggest_commands(found):
         click.echo("\nTo look further:")
         for line in lines:
             click.echo(escape_control(f"  {line}"))

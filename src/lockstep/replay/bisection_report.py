@@ -30,10 +30,10 @@ __all__ = [
     "Module",
     "bisection_html",
     "bisection_json",
-    "commands",
-    "facts",
-    "lead",
-    "sentences",
+    "describe_finding",
+    "list_facts",
+    "list_sentences",
+    "suggest_commands",
 ]
 
 MAX_ULPS = 1000
@@ -57,20 +57,20 @@ PLACES = {
 }
 
 
-def lead(found: Bisection) -> str:
+def describe_finding(found: Bisection) -> str:
     """Return the result in one sentence."""
     a, b = found.a.name, found.b.name
     finding = found.finding
     if finding is None:
         return f"{a} and {b} agree in everything that both recorded."
-    where = place(finding, found.modules[:1])
+    where = describe_place(finding, found.modules[:1])
     sentence = finding.sentence
     if finding.what == "data" and found.recorded is not None and found.recorded.what == "batch":
         sentence = "the batches hold other samples"
     return f"{a} and {b} differ first in {where}: {sentence}."
 
 
-def place(finding: Finding, root: Sequence[str] = ()) -> str:
+def describe_place(finding: Finding, root: Sequence[str] = ()) -> str:
     """Return where a difference arises, in words.
 
     Args:
@@ -91,7 +91,7 @@ def place(finding: Finding, root: Sequence[str] = ()) -> str:
     return ", ".join(words)
 
 
-def facts(found: Bisection) -> list[tuple[str, ...]]:
+def list_facts(found: Bisection) -> list[tuple[str, ...]]:
     """Return what is known of both sides at the difference: a name and two values per row."""
     finding = found.finding
     if finding is None:
@@ -126,7 +126,7 @@ def _describe_call(run: RecordedRun, call: OperatorCall | None, step: int) -> di
     return dict(zip(CALL_ROWS, values, strict=True))
 
 
-def sentences(found: Bisection) -> list[str]:
+def list_sentences(found: Bisection) -> list[str]:
     """Return what else is to be said: what was compared, and how far it can be trusted."""
     return [
         *_element_sentence(found.finding),
@@ -267,7 +267,7 @@ def _deviation(reproduction: Reproduction) -> str:
     )
 
 
-def commands(found: Bisection) -> list[str]:
+def suggest_commands(found: Bisection) -> list[str]:
     """Return the commands that look further."""
     finding = found.finding
     if finding is None:
@@ -312,7 +312,7 @@ def bisection_json(found: Bisection) -> dict[str, Any]:
         "differing_elements": element and element.count,
         "parameter": finding and finding.parameter,
         "what": finding and finding.what,
-        "sentence": lead(found),
+        "sentence": describe_finding(found),
         "operators": finding
         and {side: _call_json(call) for side, call in (("a", finding.a), ("b", finding.b))},
         "runs": [found.a.name, found.b.name],
@@ -367,7 +367,7 @@ class Module:
     is_first: bool
 
 
-def outline(found: Bisection) -> list[Module]:
+def outline_model(found: Bisection) -> list[Module]:
     """Return the modules of the model as lines, with the one that was found."""
     unit = found.finding.unit if found.finding else None
     lines = [
@@ -399,13 +399,13 @@ def bisection_html(found: Bisection) -> str:
         )
         if finding is not None and finding.operator
         else [],
-        lead=lead(found),
+        lead=describe_finding(found),
         place=None if finding is None else PLACES.get(finding.direction or ""),
-        facts=facts(found),
-        sentences=sentences(found),
+        facts=list_facts(found),
+        sentences=list_sentences(found),
         panels=[draw_panel(chart) for chart in charts],
-        modules=outline(found),
+        modules=outline_model(found),
         settings=find_setting_differences(runs),
-        commands=commands(found),
+        commands=suggest_commands(found),
         version=lockstep.__version__,
     )

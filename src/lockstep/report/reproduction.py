@@ -23,9 +23,9 @@ __all__ = [
     "CHECKPOINT_COLUMNS",
     "REPLAYS_FILE",
     "REPLAY_COLUMNS",
-    "Reproduction",
+    "ReproductionSummary",
     "checkpoint_table",
-    "reproduction",
+    "summarize_reproduction",
 ]
 
 CHECKPOINT_COLUMNS = ("steps", "after", "size", "digest of the weights")
@@ -53,7 +53,7 @@ def checkpoint_table(run: Run) -> list[list[str]]:
 
 
 @dataclass(frozen=True)
-class Reproduction:
+class ReproductionSummary:
     """What a run left to repeat it.
 
     Attributes:
@@ -67,7 +67,7 @@ class Reproduction:
     remarks: list[str]
 
 
-def reproduction(run: Run) -> Reproduction:
+def summarize_reproduction(run: Run) -> ReproductionSummary:
     """Return what a run left to repeat it."""
     sentences: list[str] = []
     if sources := as_text(run.latest("sources")):
@@ -88,7 +88,7 @@ def reproduction(run: Run) -> Reproduction:
         equal = sum(line.get("equal") is True for line in lines)
         result = "all with the same bits" if equal == len(lines) else f"{equal} with the same bits"
         sentences.append(f"{format_quantity(len(lines), 'replay')} of its steps, {result}.")
-    return Reproduction(sentences, _shorten([_replay_row(line) for line in lines]), remarks)
+    return ReproductionSummary(sentences, _shorten([_replay_row(line) for line in lines]), remarks)
 
 
 def _read_replays(folder: Path) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ from lockstep.report.reproduction import (
     CHECKPOINT_COLUMNS,
     REPLAY_COLUMNS,
     checkpoint_table,
-    reproduction,
+    summarize_reproduction,
 )
 from lockstep.report.summary import Summary, summarize
 from lockstep.report.summary_text import (
@@ -74,7 +74,7 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
     recorded, waits = typical_timeline(run), wait_matrix(run)
     summary = summarize(run)
     panels = {chart.key: draw_panel(chart) for chart in run_charts(run)}
-    times, repeated = time_by_rank(run), reproduction(run)
+    times, repeated = time_by_rank(run), summarize_reproduction(run)
     return render_template(
         "report.html",
         summary=summary,
@@ -148,7 +148,7 @@ def _tiles(run: Run, summary: Summary) -> list[Tile]:
 
 def report_markdown(run: Run) -> str:
     """Return the report of a run in Markdown."""
-    summary, repeated = summarize(run), reproduction(run)
+    summary, repeated = summarize(run), summarize_reproduction(run)
     lines = [f"## {escape_markdown(summary.name)} ({STATE_NAMES[run.state]})", ""]
     lines += map(escape_markdown, headline(run, summary))
     remarks = [state_sentence(run, summary), *run.remarks, *repeated.remarks]
