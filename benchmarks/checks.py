@@ -141,6 +141,18 @@ ROWS = [
 # --- measuring ------------------------------------------------------------------------------------
 
 
+def time_in_pairs(timed, pairs):
+    """Return what `timed(True)` and `timed(False)` return, pair by pair, in alternating order."""
+    for on in (True, False, True, False):
+        timed(on)
+    found = []
+    for pair in range(pairs):
+        first = pair % 2 == 0
+        one, other = timed(first), timed(not first)
+        found.append((one, other) if first else (other, one))
+    return found
+
+
 def measured(number, pairs):
     """Return the seconds of a row's units with and without the check, pair by pair."""
     torch.manual_seed(0)
@@ -154,14 +166,7 @@ def measured(number, pairs):
             run()
             return (time.perf_counter() - begun) / count
 
-    for on in (True, False, True, False):
-        timed(on)
-    found = []
-    for pair in range(pairs):
-        first = pair % 2 == 0
-        one, other = timed(first), timed(not first)
-        found.append((one, other) if first else (other, one))
-    return found
+    return time_in_pairs(timed, pairs)
 
 
 def work(numbers, pairs):

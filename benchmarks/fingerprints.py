@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from benchmarks.checks import SGD, interval, mlp, replaced
+from benchmarks.checks import SGD, interval, mlp, replaced, time_in_pairs
 
 PARTS = {
     "step": [
@@ -109,13 +109,7 @@ def measure(row: Row, pairs: int, folder: Path) -> list[tuple[Times, Times]]:
             wall, own = time.perf_counter() - begun, time.thread_time() - before
             return wall / row.steps, own / row.steps
 
-    for is_on in (True, False, True, False):
-        timed(is_on)
-    found = []
-    for pair in range(pairs):
-        is_first = pair % 2 == 0
-        one, other = timed(is_first), timed(not is_first)
-        found.append((one, other) if is_first else (other, one))
+    found: list[tuple[Times, Times]] = time_in_pairs(timed, pairs)
     return found
 
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Set
 from typing import Any
 
-__all__ = ["MARK", "redact"]
+__all__ = ["MARK", "may_be_secret", "redact"]
 
 MARK = "[redacted]"
 
@@ -57,6 +57,7 @@ SETTING = re.compile(r"(?P<name>[\w.+-]+)=(?P<value>.*)", re.DOTALL)
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 NUMBER = re.compile(r"[+-]?\d{0,7}(?:\.\d*)?(?:[eE][+-]?\d+)?")
 PIECE = re.compile(r"(?<![a-zA-Z0-9])(?=[a-zA-Z]*\d)(?=\d*[a-zA-Z])[a-zA-Z0-9]{8,}")
+PRIVATE = re.compile(r"PW|LOGIN|CRED|USER|ACCOUNT|MAIL")  # in names of variables
 DEEPEST = 32  # containers within containers; deeper ones, and cycles, become text
 
 
@@ -72,6 +73,16 @@ def redact(value: Any, name: str = "") -> Any:
         name: What the value is called, for example an environment variable's name.
     """
     return _redact(value, name, _held(os.environ), 0)
+
+
+def may_be_secret(name: str, value: str) -> bool:
+    """Return whether a variable is better not recorded, because a secret may be in it.
+
+    This is so if its name hints at one (API_KEY, LOGIN, PIN), whatever it holds; if its value looks
+    random, whatever it is called; and if `redact` finds a secret in it.
+    """
+    is_private = _is_strong(name) or _is_hint(name) or PRIVATE.search(name) is not None
+    return is_private or _looks_random(value) or redact(value, name) != value
 
 
 def _redact(value: Any, name: str, held: list[str], depth: int) -> Any:

@@ -90,9 +90,13 @@ class Run:
         """The environment of the run, since it was last resumed; empty if it is missing."""
         return as_dict(self.latest("environment"))
 
-    def latest(self, name: str) -> Any:
-        """Return a field of the last line "resume" that has it, else of the header."""
-        lines = (*reversed(self.resumes), self.header)
+    def latest(self, name: str, step: float = math.inf) -> Any:
+        """Return a field as it was when a step was taken, by default the last one.
+
+        It is that of the last line "resume" before the step that has it, else of the header.
+        """
+        resumes = self.resumes if step == math.inf else self.resumes[: self.segment(step)]
+        lines = (*reversed(resumes), self.header)
         return next((line[name] for line in lines if line.get(name) is not None), None)
 
     @property

@@ -23,15 +23,13 @@ from pathlib import Path
 from lockstep.files import create_file, make_folder
 from lockstep.launcher.stacks import is_user_code
 from lockstep.record.program import find_started_folder
-from lockstep.redaction import redact
+from lockstep.redaction import may_be_secret
 
 __all__ = ["FOLDER", "SourceFolder", "find_named_variables", "find_sources", "locate_stored"]
 
 FOLDER = "sources"
 NAME = re.compile(rb"""["']([A-Z][A-Z0-9_]*)["']""")
 # Variables of the rank, its launcher or its user: a replay has its own.
-PRIVATE = re.compile(r"PW|LOGIN|CRED|USER|ACCOUNT|MAIL")
-RANDOM = "q8Zr41Lm9Tx2Vb7K"
 FOREIGN = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|NODE)_.*|(MASTER|OMPI|PMIX?|MPI|SLURM|PET|TORCHELASTIC)_.*"
     r"|LOCKSTEP_.*|(CUDA|HIP)_VISIBLE_DEVICES|COLUMNS|HOME|HOSTNAME|LANG|LOGNAME|PATH|PWD"
@@ -53,18 +51,14 @@ def find_sources() -> dict[str, bytes]:
 def find_named_variables(sources: Iterable[bytes], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of an environment whose names are strings in sources.
 
-    Left out are variables such as RANK and HOME that only this process is meant to have, and all
-    that may be a secret: by name (API_KEY, LOGIN, PIN), whatever the value, or by a value that
-    looks random, whatever the name.
+    Variables such as RANK and HOME, which only this process is meant to have, and those that may
+    be secrets are left out.
     """
     names = {name.decode() for source in sources for name in NAME.findall(source)}
     return {
         name: environ[name]
         for name in sorted(names & environ.keys())
-        if not FOREIGN.fullmatch(name)
-        and not PRIVATE.search(name)
-        and redact(RANDOM, name) == RANDOM  # the name does not hint at a secret
-        and redact(environ[name], "key") == environ[name]
+        if not FOREIGN.fullmatch(name) and not may_be_secret(name, environ[name])
     }
 
 

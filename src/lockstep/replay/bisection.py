@@ -140,8 +140,8 @@ def bisect_runs(
         UsageError: The runs differ by construction.
     """
     begun = time.monotonic()
-    require_comparable(a, b)
     recorded = first_record_difference(a.steps, b.steps, (a.stop, b.stop))
+    require_comparable(a, b, recorded)
     window = compare_records(a.run.digests, b.run.digests, recorded)
     found = Bisection(a, b, _compare(a, b), recorded)
     if None not in (a.microbatches, b.microbatches) and a.microbatches != b.microbatches:
@@ -173,15 +173,7 @@ class ReplayFailedError(Exception):
 
 
 class Search:
-    """The replays of one bisection, and what they showed.
-
-    Args:
-        a: The first run.
-        b: The second run.
-        report: Called while steps are replayed.
-        warn: Called before the first replay of a run.
-        timeout: Seconds after which each replay is ended; None for no limit.
-    """
+    """The replays of one bisection, and what they showed; the arguments are `bisect_runs`' own."""
 
     def __init__(
         self, a: RecordedRun, b: RecordedRun, report: Report, warn: Warn, timeout: float | None

@@ -82,12 +82,12 @@ def read_program(run: Run, step: int) -> Program:
     Raises:
         UsageError: The record does not say what ran, or it cannot run again.
     """
-    program = as_dict(_latest(run, step, "program"))
+    program = as_dict(run.latest("program", step))
     if not program:
         program = _read_launch(run)
     kind, target = str(program.get("kind")), str(program.get("target"))
     environ = {str(name): str(value) for name, value in as_dict(program.get("environ")).items()}
-    threads = as_dict(_latest(run, step, "layout")).get("threads")
+    threads = as_dict(run.latest("layout", step)).get("threads")
     if isinstance(threads, int):
         environ.setdefault("OMP_NUM_THREADS", str(threads))
     arguments = tuple(str(each) for each in program.get("arguments") or ())
@@ -121,7 +121,7 @@ def read_program(run: Run, step: int) -> Program:
             f"the command of {run.folder} contained a secret, which is not stored, so it cannot be "
             "replayed"
         )
-    trainer, sources = _latest(run, step, "trainer"), _latest(run, step, "sources")
+    trainer, sources = run.latest("trainer", step), run.latest("sources", step)
     path, launch = program.get("path"), program.get("launch")
     return Program(
         kind,
@@ -130,9 +130,9 @@ def read_program(run: Run, step: int) -> Program:
         cwd=str(program.get("cwd") or os.getcwd()),
         path=tuple(map(str, path)) if isinstance(path, list) else None,
         environ=environ,
-        torch_seed=_latest(run, step, "torch_seed"),
+        torch_seed=run.latest("torch_seed", step),
         variables=_read_variables(run, step),
-        options=as_dict(_latest(run, step, "options")),
+        options=as_dict(run.latest("options", step)),
         trainer=trainer if isinstance(trainer, int) else 0,
         launch=launch if isinstance(launch, int) else 0 if kind == "function" else None,
         sources=run.folder.resolve() / sources if isinstance(sources, str) else None,
@@ -142,7 +142,7 @@ def read_program(run: Run, step: int) -> Program:
 def _read_variables(run: Run, step: int) -> dict[str, str]:
     """Return the variables that the program's files name, also those of modules imported late."""
     later = [line.get("variables") for line in (*run.checkpoints, run.end or {})]
-    found = {**as_dict(_latest(run, step, "variables"))}
+    found = {**as_dict(run.latest("variables", step))}
     for each in later:
         found |= as_dict(each)
     return {str(name): str(value) for name, value in found.items()}
@@ -198,7 +198,7 @@ def find_obstacles(run: Run, step: int, program: Program, base: Base) -> list[st
             f"the run was resumed after step {number}, from a checkpoint that is gone: the steps "
             f"from {base.steps} on are computed as the resumed program would have"
         )
-    recorded, here = as_dict(_latest(run, step, "environment")), describe_environment()
+    recorded, here = as_dict(run.latest("environment", step)), describe_environment()
     for name in ("lockstep", "torch", "python", "processor", "instructions", "gpus"):
         before, now = recorded.get(name), here.get(name)
         is_set = name == "instructions" and "ATEN_CPU_CAPABILITY" in program.environ
@@ -224,9 +224,3 @@ def _changed_files(files: Any) -> Iterator[str]:
         size = None if os.path.isdir(path) else status.st_size
         if (size, status.st_mtime_ns) != (file.get("size"), file.get("mtime_ns")):
             yield f"the data {path} has changed since the run: the bits may differ"
-
-
-def _latest(run: Run, step: int, name: str) -> Any:
-    """Return a field as it was when a step was taken: of the last resumption before, or first."""
-    lines = (*reversed(run.resumes[: run.segment(step)]), run.header)
-    return next((line[name] for line in lines if line.get(name) is not None), None)

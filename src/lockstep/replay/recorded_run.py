@@ -33,7 +33,7 @@ from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import Run, open_record, read_run
 from lockstep.record.recorder import RECORD_FILE
 from lockstep.replay.comparison import find_recorded
-from lockstep.replay.record_difference import Stop, first_record_difference
+from lockstep.replay.record_difference import RecordDifference, Stop
 
 __all__ = [
     "RecordedRun",
@@ -105,15 +105,14 @@ class RecordedRun:
 
     def find_sources(self, step: int) -> dict[str, Path]:
         """Return the source files that computed a step by name, without those that share theirs."""
-        lines = (*reversed(self.run.resumes[: self.run.segment(step)]), self.run.header)
-        stored = next((line["sources"] for line in lines if line.get("sources")), None)
+        stored = self.run.latest("sources", step)
         if self.folder is None or not isinstance(stored, str):
             return {}
         files = [path for path in (self.folder / stored).rglob("*") if path.is_file()]
         counts = Counter(path.name for path in files)
         return {path.name: path for path in sorted(files) if counts[path.name] == 1}
 
-    @property
+    @cached_property
     def stop(self) -> Stop | None:
         """Where the run failed; None if it did not, or if that is not known."""
         if self.run.state != "failed":
@@ -154,8 +153,14 @@ def read_recorded_run(place: Path, name: str = "") -> RecordedRun:
     return found
 
 
-def require_comparable(a: RecordedRun, b: RecordedRun) -> None:
-    """Raise UsageError where two runs differ by construction, so that no step can be equal."""
+def require_comparable(a: RecordedRun, b: RecordedRun, difference: RecordDifference | None) -> None:
+    """Raise UsageError where two runs differ by construction, so that no step can be equal.
+
+    Args:
+        a: The first run.
+        b: The second run.
+        difference: The first difference of their records.
+    """
     ours, theirs = (_describe_model(each.run) for each in (a, b))
     if ours and theirs and ours != theirs:
         raise UsageError(
@@ -164,8 +169,7 @@ def require_comparable(a: RecordedRun, b: RecordedRun) -> None:
         )
     known = {each.step: each for each in b.steps}
     pairs = [(each, known[each.step]) for each in a.steps if each.step in known]
-    stop = first_record_difference(a.steps, b.steps, (a.stop, b.stop))
-    if stop is not None or (None not in (a.stop, b.stop) and a.stop == b.stop):
+    if difference is not None or (None not in (a.stop, b.stop) and a.stop == b.stop):
         return
     if not pairs:
         raise UsageError(f"{a.name} and {b.name} have no step in common")
