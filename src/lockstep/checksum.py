@@ -48,7 +48,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor's elements in row-major order; of a view without a copy."""
-    # Torch calls a single element contiguous whatever its stride, and then cannot view its bytes.
+    # Torch calls a single element with any stride contiguous, and then cannot view its bytes.
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 

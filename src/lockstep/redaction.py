@@ -76,10 +76,10 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def may_be_secret(name: str, value: str) -> bool:
-    """Return whether a variable is better not recorded, because a secret may be in it.
+    """Return whether a variable may hold a secret, so that it should not be recorded.
 
-    This is so if its name hints at one (API_KEY, LOGIN, PIN), whatever it holds; if its value looks
-    random, whatever it is called; and if `redact` finds a secret in it.
+    True if its name hints at a secret (API_KEY, LOGIN, PIN), if its value looks random, or if
+    `redact` finds a secret in the value.
     """
     is_private = _is_strong(name) or _is_hint(name) or PRIVATE.search(name) is not None
     return is_private or _looks_random(value) or redact(value, name) != value

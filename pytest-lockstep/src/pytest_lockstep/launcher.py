@@ -311,7 +311,7 @@ def _pickle_instance(item: pytest.Function) -> dict[str, bytes]:
 def _pickle(value: object, what: str, user: str) -> bytes:
     try:
         return pickle.dumps(value)
-    except Exception as error:  # whatever the value's own methods raise
+    except Exception as error:  # the value's own methods may raise any
         raise pytest.fail.Exception(
             f"{what} cannot be sent to the ranks, where {user} uses it ({error}): build it there, "
             f"with @pytest_lockstep.rank_fixture",

@@ -206,7 +206,7 @@ class CheckpointWriter:
             failure = said or type(error).__name__
             shutil.rmtree(aside, ignore_errors=True)
         seconds = time.perf_counter() - begun
-        # Last, since others may need the checkpoint, and nobody waits for its digest.
+        # Last: a resuming process may need the checkpoint, and nothing waits for the digest.
         model = _digest_model(plain, tensors) if part == (0, 1) and not failure else None
         self.latest = SavedCheckpoint(step, final, size, stall, seconds, failure, model)
         self._saved.append(self.latest)
@@ -222,7 +222,7 @@ def _digest_model(plain: dict[str, Any], tensors: dict[str, torch.Tensor]) -> st
         state[name] = tensors[f"model/{name}"] if is_stored_as_it_is else decode(value, tensors)
     try:
         return digest(state)
-    except UsageError:  # a state dict of a form of its own
+    except UsageError:  # a custom state dict that is not a flat mapping of tensors
         return None
 
 

@@ -3,7 +3,7 @@
 forward     the innermost frame that belongs to neither torch nor Lockstep, and the innermost
             module whose call is on the stack
 backward    those of the operator that is being differentiated, which autograd numbered; unless
-            Python code runs in backward: a hook, a function of the user's own, a recomputation
+            Python code runs in backward: a hook, a user-defined function, a recomputation
 """
 
 from __future__ import annotations

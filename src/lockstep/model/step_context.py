@@ -222,7 +222,7 @@ class StepContext:
         phase_recorder: Returns the context in which the operators of a phase are recorded; None
             where they are not.
         observe_microbatch: Called with the number of each micro-batch that was computed, and its
-            gradients and buffers by name; in stages with those of each stage. None for nobody.
+            gradients and buffers by name; in stages with those of each stage. Or None.
         is_recorded: Whether the step is recorded or replayed, so that its batch is hashed.
         stops_at_refusals: Whether the trainer stops as without the observer, which only records.
         is_traced: Whether the executor keeps spans.

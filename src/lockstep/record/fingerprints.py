@@ -1,7 +1,7 @@
 """Fingerprints of a run: what identifies each of its steps, as its record has it.
 
 Two runs whose fingerprints are equal computed the same bits; losses and norms are compared
-exactly, whatever the layouts were.
+exactly, in any layout.
 """
 
 from __future__ import annotations

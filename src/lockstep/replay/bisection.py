@@ -88,7 +88,7 @@ class Reproduction:
 
 @dataclass(frozen=True)
 class Bisection:
-    """What came of the comparison of two runs.
+    """The result of the comparison of two runs.
 
     Attributes:
         a: The first run.

@@ -27,7 +27,7 @@ __all__ = ["Base", "Program", "find_base", "find_obstacles", "read_program"]
 
 @dataclass(frozen=True)
 class Program:
-    """What ran.
+    """The program of a recorded run.
 
     Attributes:
         kind: "script", "module", "function" (a script that calls `ls.launch`) or "recipe".

@@ -1,4 +1,4 @@
-"""What is asked of a replay and what it returns, as plain values without torch."""
+"""The request for a replay and its result, as plain values without torch."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ReplayedStep:
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of a replay.
+    """The result of a replay.
 
     Attributes:
         steps: The wanted steps, as far as it came.
