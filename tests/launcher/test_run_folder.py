@@ -54,7 +54,8 @@ def process(folder: Path, code: str = HOLD) -> Iterator[tuple[subprocess.Popen[s
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(run_folder, "_held", {})  # runs of other tests are held until the exit
     yield tmp_path
     release_run(tmp_path)
 

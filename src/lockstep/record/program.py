@@ -27,6 +27,7 @@ from lockstep.errors import UsageError
 from lockstep.launcher.rank_process import get_launch_number, get_task
 from lockstep.launcher.run_folder import find_launch_folder, read_description
 from lockstep.launcher.stacks import INSTALLED
+from lockstep.launcher.tracebacks import find_ipython_shell
 
 __all__ = [
     "REPLAYABLE",
@@ -98,7 +99,7 @@ def select_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def _find_target() -> tuple[str, str]:
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    if "ipykernel" in sys.modules or hasattr(main, "get_ipython"):
+    if find_ipython_shell() is not None:
         return "notebook", ""
     if "lockstep.remote.worker" in sys.modules:
         return "driver", ""
