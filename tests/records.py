@@ -108,6 +108,38 @@ def resume(number, epochs=0, **fields):
     } | fields  # fmt: skip
 
 
+def new_round(number, at, **fields):
+    """Return the line that begins round `number` at step `at`; rank 0 writes it."""
+    return {
+        "kind": "round", "t": at * 0.01, "round": number, "step": at, "world_size": 2, "lost": [],
+        "joined": [], "left": [], "undone": 0.0,
+        "noticed": 1795245120.5, "continued": 1795245120.75,
+    } | fields  # fmt: skip
+
+
+def elastic():
+    """Return the lines of an elastic run on 2 ranks: a death, a newcomer, then a death of rank 0.
+
+    Member 0 died while it wrote the line of a step whose next try another rank recorded.
+    """
+    lost = [{"member": 1, "signal": 9}]
+    alone = [[0.01, 0.0, 0.0, 0.001]]
+    return [
+        *(HEADER, *map(step, range(6))),
+        new_round(1, 6, lost=lost, world_size=1, undone=0.004),
+        *(step(number, ranks=alone) for number in range(6, 9)),
+        new_round(2, 9, joined=[2], noticed=1795245121.5, continued=1795245121.625),
+        *(*map(step, range(9, 10)), epoch(0) | {"t": 0.095}, *map(step, range(10, 14))),
+        new_round(
+            3, 13, lost=[{"member": 0, "signal": 9}], world_size=1, undone=0.002,
+            noticed=1795245122.0, continued=1795245123.25,
+        ),
+        *(step(number, ranks=alone) for number in range(13, 15)),
+        new_round(4, 15, joined=[3], noticed=1795245124.0, continued=1795245124.125),
+        *(*map(step, range(15, 20)), epoch(1, 0.25), END),
+    ]  # fmt: skip
+
+
 def resumed():
     """Return the lines of a run on 4 ranks that was killed, and resumed twice on 2 ranks.
 

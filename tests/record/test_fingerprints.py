@@ -46,6 +46,15 @@ def test_steps_that_were_taken_again_replace_the_earlier_ones(tmp_path, is_damag
     assert [(each.step, each.loss) for each in found] == [(0, 1.0), (1, 1.0), (2, 2.0), (3, 2.0)]
 
 
+def test_steps_of_a_round_replace_those_that_its_last_rank_0_had_recorded(tmp_path):
+    again = [line(number, 2.0) for number in (4, 5)]
+    lines = [records.HEADER, *(line(number, 1.0) for number in range(5)), records.new_round(1, 4)]
+    found = read_step_fingerprints(records.write(tmp_path, [*lines, *again]))
+    assert [(each.step, each.loss) for each in found[3:]] == [(3, 1.0), (4, 2.0), (5, 2.0)]
+    found = read_step_fingerprints(records.write(tmp_path, lines))
+    assert [each.step for each in found] == [0, 1, 2, 3]
+
+
 def test_a_run_that_was_resumed_and_has_no_step_since_then(tmp_path):
     lines = [records.HEADER, *(line(number, 1.0) for number in range(5)), records.resume(3)]
     found = read_step_fingerprints(records.write(tmp_path, lines))

@@ -218,6 +218,16 @@ def test_wandb_continues_the_run_of_the_same_folder(wandb, tmp_path):
     assert [step for step, data in wandb.run.logged if "loss" in data][-10:] == list(range(10, 20))
 
 
+def test_a_new_rank_0_continues_the_run_of_the_one_that_died(wandb, tmp_path):
+    lines = records.elastic()
+    died = next(at for at, line in enumerate(lines) if line.get("round") == 3)
+    feed(attached(ls.loggers.WandB(), tmp_path), lines[:died])
+    assert len(wandb.given) == 1, "rounds that rank 0 survives open no other run"
+    feed(attached(ls.loggers.WandB(), tmp_path), [lines[0], *lines[died:]])
+    first, second = wandb.given
+    assert (second["id"], second["resume"]) == (first["id"], "allow")
+
+
 def test_new_runs_of_wandb_have_different_ids(wandb, tmp_path):
     for folder in (tmp_path, tmp_path, None):
         feed(attached(ls.loggers.WandB(), folder), killed())

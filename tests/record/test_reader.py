@@ -318,6 +318,80 @@ def test_the_line_at_which_a_resumed_run_was_killed_is_no_remark(tmp_path):
         assert len(run.remarks) == content.count("oops")
 
 
+def new_round(number, at, **fields):
+    return {"kind": "round", "t": at / 10, "round": number, "step": at, "world_size": 1} | fields
+
+
+def test_a_round_rewinds_to_its_step_and_resumes_nothing(tmp_path):
+    wide, narrow = [[1.0] * 4] * 3, [[1.0] * 4] * 2
+    lines = [
+        *(HEADER | {"layout": {"world_size": 3}}, *steps(0, 5, ranks=wide)),
+        *({"kind": "epoch", "t": 0.45, "epoch": 0}, *steps(5, 8, ranks=wide)),
+        *({"kind": "checkpoint", "step": 6}, {"kind": "warning", "message": "hot"}),
+        new_round(1, 7, lost=[{"member": 0, "signal": 9}], world_size=2, noticed=1e9),
+        *steps(7, 9, loss=2.0, ranks=narrow),
+        new_round(2, 9, joined=[3], world_size=3),
+        *(*steps(9, 12, loss=3.0, ranks=wide), END),
+    ]
+    run = read_run(written(tmp_path, lines))
+    assert run.steps.step.tolist() == list(range(12))
+    assert run.steps.loss.tolist() == [1.0] * 7 + [2.0] * 2 + [3.0] * 3
+    assert [line["round"] for line in run.rounds] == [1, 2]
+    assert run.rounds[0]["lost"] == [{"member": 0, "signal": 9}]
+    assert [line["epoch"] for line in run.epochs] == [0]
+    assert [line["step"] for line in run.checkpoints] == [6]
+    assert (run.resumes, run.state, run.remarks) == ([], "done", [])
+    assert len(run.layout_steps) == 12, "the figures are those of all rounds"
+    assert np.isnan(run.layout_steps.ranks[7:9, 2]).all()
+    assert run.segment(11) == 0
+
+
+def test_a_round_may_say_which_epochs_count(tmp_path):
+    """The rank that wrote the line of an epoch died before the others had evaluated."""
+    ended = {"kind": "epoch", "t": 0.45, "epoch": 0}
+    lines = [HEADER, *steps(0, 5), ended, new_round(1, 5, epochs=0), ended | {"t": 0.6}]
+    assert [line["t"] for line in read_run(written(tmp_path, lines)).epochs] == [0.6]
+
+
+@pytest.mark.parametrize("torn", ["", '{"kind": "step", "t": 0.5, "lo'])
+def test_the_line_at_which_rank_0_was_killed_is_no_remark_before_a_round(tmp_path, torn):
+    """The next rank 0 goes on in the same file and the same chain."""
+    with Recorder(tmp_path) as recorder:
+        recorder.write("run", layout={"world_size": 2})
+        for number in range(4):
+            recorder.write("step", step=number, epoch=0, loss=1.0)
+    with (tmp_path / RECORD_FILE).open("a") as file:
+        file.write(torn)
+    with Recorder(tmp_path, resume=True) as recorder:
+        recorder.write("run", layout={"world_size": 1})
+        recorder.write("round", round=1, step=3, lost=[{"member": 0, "signal": 9}])
+        for number in range(3, 6):
+            recorder.write("step", step=number, epoch=0, loss=2.0)
+        recorder.write("end", state="done", digest="ab")
+    run = read_run(tmp_path)
+    assert run.steps.loss.tolist() == [1.0] * 3 + [2.0] * 3
+    assert (run.state, run.remarks) == ("done", [])
+    assert "chain" not in run.rounds[0]
+
+
+def test_a_round_without_a_step_is_placed_by_the_next_one(tmp_path):
+    lines = [HEADER, *steps(0, 5), new_round(1, 4, step=None), *steps(4, 6, loss=2.0), END]
+    run = read_run(written(tmp_path, lines))
+    assert run.steps.loss.tolist() == [1.0] * 4 + [2.0] * 2
+    assert run.rounds[0]["step"] == 4
+
+
+@pytest.mark.parametrize("after", [0, 5, 400])
+def test_the_ends_of_a_record_with_rounds(tmp_path, monkeypatch, after):
+    monkeypatch.setattr(reader, "TAIL_BYTES", 3000)
+    lines = [HEADER, *steps(0, 300), new_round(1, 299), *steps(299, 299 + after)]
+    whole, run = read_run(written(tmp_path, lines)), read_ends(tmp_path)
+    assert whole.steps.step.tolist() == list(range(299 + after))
+    assert run.steps.step[-1] == whole.steps.step[-1]
+    assert run.steps.step.tolist() == sorted(set(run.steps.step.tolist()))
+    assert run.rounds == (whole.rounds if after < 400 else [])
+
+
 @pytest.mark.parametrize("after", [0, 5, 400])
 def test_the_ends_of_a_resumed_record(tmp_path, monkeypatch, after):
     """Whether the resumption lies in the part that is read or before it."""

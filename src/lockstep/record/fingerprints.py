@@ -46,8 +46,8 @@ class RecordedStep:
 def read_step_fingerprints(folder: Path) -> list[RecordedStep]:
     """Return the steps of a run in ascending order, each as it was taken last.
 
-    Steps that a resumed run took again replace the earlier ones. Lines that cannot be read are
-    skipped; `read_run` lists them.
+    Steps that a resumed run or the next round of an elastic one took again replace the earlier
+    ones. Lines that cannot be read are skipped; `read_run` lists them.
 
     Args:
         folder: The folder of the run, or the path of its record.
@@ -61,7 +61,7 @@ def read_step_fingerprints(folder: Path) -> list[RecordedStep]:
         number = line.get("step")
         if not isinstance(number, int):
             continue
-        while found and found[-1].step >= number:  # a resumed run takes these steps again
+        while found and found[-1].step >= number:  # these steps are taken again
             found.pop()
         if line["kind"] == "step":
             found.append(_step(number, line))
@@ -71,13 +71,13 @@ def read_step_fingerprints(folder: Path) -> list[RecordedStep]:
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:
     with open_record(folder) as file:
         for text in file:
-            if b'"step"' not in text and b'"resume"' not in text:
+            if b'"step"' not in text:
                 continue
             try:
                 line = orjson.loads(text)
             except orjson.JSONDecodeError:
                 continue
-            if isinstance(line, dict) and line.get("kind") in ("step", "resume"):
+            if isinstance(line, dict) and line.get("kind") in ("step", "resume", "round"):
                 yield line
 
 

@@ -12,7 +12,8 @@ Weights & Biases and MLflow. All three use the same names:
 A logger for a dashboard opens its run when it receives the first line, and only rank 0
 writes lines. If it fails it prints one message and is disabled; the training continues.
 
-The first line of a run that is resumed is "resume" instead of "run". The logger then continues
+The first line of a run that is resumed is "resume" instead of "run"; that of a process which
+becomes rank 0 of an elastic run is "round". The logger then continues
 the dashboard's run, whose id the first process stored in RUN/dashboards.json:
 
     TensorBoard    hides what was logged from the resumed step on (purge_step)
@@ -55,7 +56,8 @@ class Logger(Protocol):
         """Write one line.
 
         Args:
-            kind: "run", "resume", "step", "epoch", "timeline", "checkpoint", "warning" or "end".
+            kind: "run", "resume", "round", "step", "epoch", "timeline", "checkpoint", "warning"
+                or "end".
             fields: The fields of the line.
         """
 
@@ -148,7 +150,7 @@ class DashboardLogger(abc.ABC):
             self._header = fields
             if is_resuming() or self.package in self._stored_ids():
                 return  # the folder has a run already, so the line "resume" follows
-        if kind == "resume":
+        if kind == "resume" or (kind == "round" and not self._is_open):  # of a new rank 0
             self.resumed_step = int(fields.get("step") or 0)
             self._step = max(0, self.resumed_step - 1)  # of an evaluation before the next step
             self._header |= fields

@@ -6,7 +6,8 @@ Secrets that an older version wrote are redacted, and control characters are esc
 
 A line "resume" rewinds what was read before it, so that the run reads as if it had never been
 interrupted: steps and timelines from its step on no longer count, nor do later epochs and
-checkpoints, nor an end. Warnings stay.
+checkpoints, nor an end. Warnings stay. A line "round" of an elastic run does the same: the rank
+that wrote the record may have died after the line of a step that the next round repeats.
 Steps are parsed in blocks and kept as columns, since a run may have millions of them
 (a million steps are 240 MB of text and take 2.5 s).
 """
@@ -49,7 +50,8 @@ State = Literal["done", "failed", "stopped", "running", "died"]
 
 BLOCK_BYTES = 1 << 17  # read at a time: the parsed lines of a block stay in the cache
 TAIL_BYTES = 1 << 17  # of a record's end that `read_ends` reads
-RESUME_MARK = b'"resume"'
+RESUME_MARK, ROUND_MARK = b'"resume"', b'"round"'
+REWINDING = ("resume", "round")  # the kinds of lines that rewind what was read before them
 STALE_SECONDS = 120.0  # without a new line after which a run on another host counts as dead
 
 
@@ -59,7 +61,8 @@ class Run:
 
     `state` is "running" while the writing process lives, "stopped" if it was asked to end and
     saved a checkpoint first, and "died" if it ended without writing a last line. `resumes` are
-    the lines that resumed the run, the last one last; `data` those about the files of datasets.
+    the lines that resumed the run, the last one last; `rounds` those that began a round after the
+    first one of an elastic run; `data` those about the files of datasets.
     """
 
     folder: Path
@@ -73,6 +76,7 @@ class Run:
     timelines: list[Line] = field(default_factory=list)
     checkpoints: list[Line] = field(default_factory=list)
     resumes: list[Line] = field(default_factory=list)
+    rounds: list[Line] = field(default_factory=list)
     data: list[Line] = field(default_factory=list)
 
     @property
@@ -169,9 +173,9 @@ def read_run(folder: Path) -> Run:
 def read_ends(folder: Path) -> Run:
     """Read only the first line, the resumptions and the last 128 KiB of a record.
 
-    This is fast for long records too: a million steps take 0.2 s. `steps`, `epochs` and
-    `checkpoints` are then the last few. A record that was resumed within its last 128 KiB is
-    read completely. Raises the same errors as `read_run`.
+    This is fast for long records too: a million steps take 0.2 s. `steps`, `epochs`, `rounds`
+    and `checkpoints` are then the last few. A record that was resumed, or in which a round began,
+    within its last 128 KiB is read completely. Raises the same errors as `read_run`.
     """
     return _parse_record(folder, RecordParser.parse_ends)
 
@@ -220,9 +224,11 @@ class RecordParser:
         self.timelines: list[Line] = []
         self.checkpoints: list[Line] = []
         self.resumes: list[Line] = []
+        self.rounds: list[Line] = []
         self.data: list[Line] = []
         self.blocks: list[StepBlock] = []
-        self.may_repeat = False  # a line "resume" may be among those that could not be read
+        self.may_repeat = False  # a line that rewinds may be among those that could not be read
+        self.undated: Line | None = None  # the last line that rewinds, if it does not say where to
         self.was_bad = False  # the last line could not be read
         self.num_good = 0
         self.num_bad = 0
@@ -235,7 +241,7 @@ class RecordParser:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         tail = size - TAIL_BYTES
-        if tail > TAIL_BYTES and not self._was_resumed_after(file, tail):
+        if tail > TAIL_BYTES and not self._is_rewound_after(file, tail):
             self._add(self._load([file.readline()]))
             while file.tell() < tail:
                 block = file.read(min(BLOCK_BYTES, tail - file.tell())) + file.readline()
@@ -245,10 +251,11 @@ class RecordParser:
             self.may_repeat = False
         self.parse_all(file)
 
-    def _was_resumed_after(self, file: BinaryIO, position: int) -> bool:
-        """Return whether a line after `position` resumes the run; the file is rewound."""
+    def _is_rewound_after(self, file: BinaryIO, position: int) -> bool:
+        """Return whether a line after `position` may rewind; the file is rewound."""
         file.seek(position)
-        is_marked = RESUME_MARK in file.read()
+        text = file.read()
+        is_marked = RESUME_MARK in text or ROUND_MARK in text
         file.seek(0)
         return is_marked
 
@@ -279,19 +286,19 @@ class RecordParser:
         """Add the values of some lines, in their order."""
         kinds = [line.get("kind") if type(line) is dict else None for line in objects]
         begin = 0
-        if "resume" in kinds or None in kinds:
+        if "resume" in kinds or "round" in kinds or None in kinds:
             for at, kind in enumerate(kinds):
-                if kind == "resume" or kind is None:
+                if kind in REWINDING or kind is None:
                     self._add_lines(kinds[begin:at], objects[begin:at])
                     if kind is None:
                         self._skip()
                     else:
-                        self._resume(objects[at])
+                        self._add_rewinding(kind, objects[at])
                     begin = at + 1
         self._add_lines(kinds[begin:], objects[begin:])
 
     def _add_lines(self, kinds: list[Any], objects: list[Any]) -> None:
-        """Add lines between which the run was not resumed."""
+        """Add lines between which nothing was rewound."""
         if not objects:
             return
         self.num_good += len(objects)
@@ -309,17 +316,17 @@ class RecordParser:
             self.blocks.append(parse_block(steps))
 
     def _skip(self) -> None:
-        """Count a line that cannot be read, which may be one that resumed the run."""
+        """Count a line that cannot be read, which may be one that rewinds."""
         self.num_bad += 1
         self.was_bad = self.may_repeat = True
 
-    def _resume(self, line: Line) -> None:
-        """Add a line that resumes the run, and rewind what it says."""
+    def _add_rewinding(self, kind: str, line: Line) -> None:
+        """Add a line that resumes the run or begins a round, and rewind what it says."""
         self.num_good += 1
         self.num_bad -= self.was_bad  # the line at which the process was killed
         self.was_bad = False
         line = _clean(line)
-        self.resumes.append(line)
+        (self.resumes if kind == "resume" else self.rounds).append(line)
         self.end = None
         step, epochs = as_float(line.get("step")), line.get("epochs")
         self.may_repeat = not math.isfinite(step)
@@ -328,12 +335,13 @@ class RecordParser:
             self._rewind(step, epochs if is_count else None)
         else:
             line["step"] = None  # the next step tells
+            self.undated = line
 
     def _rewind_repeated(self, step: float) -> None:
-        """Rewind to `step`, the first one after a line "resume" that could not be read."""
+        """Rewind to `step`, the first one after a line that could not be read."""
         self.may_repeat = False
-        if self.resumes and self.resumes[-1]["step"] is None:
-            self.resumes[-1]["step"] = step
+        if self.undated is not None:
+            self.undated["step"], self.undated = step, None
         if any((block.scalars["step"] >= step).any() for block in self.blocks):
             self.end = None
             self._rewind(step, None)
@@ -397,6 +405,7 @@ class RecordParser:
             timelines=self.timelines,
             checkpoints=self.checkpoints,
             resumes=self.resumes,
+            rounds=self.rounds,
             data=self.data,
         )
 

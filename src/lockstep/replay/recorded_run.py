@@ -46,6 +46,7 @@ __all__ = [
 EXPORTED = {
     "run": None,
     "resume": None,
+    "round": None,
     "step": {"kind", "t", "step", "epoch", "loss", "lr", "samples", "seconds"}
     | {"loss_hex", "norm_hex", "losses", "batch"},
     "checkpoint": {"kind", "t", "step", "digest"},

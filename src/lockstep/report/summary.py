@@ -105,7 +105,9 @@ def _resume_command(run: Run) -> str:
 def _total_seconds(run: Run) -> float:
     """Return the duration of a run, over all of its processes."""
     end = run.end or {}
-    name = "t" if run.resumes else "seconds"  # the latter counts from the start of the process
+    name = (
+        "t" if run.resumes or run.rounds else "seconds"
+    )  # the latter counts from the start of the process
     return number_or(end.get(name), last_time(run))
 
 
@@ -219,7 +221,7 @@ def _find_cause(rows: Column, at: int, excess: float) -> tuple[str, int]:
 
 def last_time(run: Run) -> float:
     """Return the largest time `t` of the last lines, in seconds since the run began."""
-    lines = (*run.epochs[-1:], *run.warnings[-1:], *run.resumes[-1:])
+    lines = (*run.epochs[-1:], *run.warnings[-1:], *run.resumes[-1:], *run.rounds[-1:])
     times = [number_or(line.get("t")) for line in lines]
     times += run.steps.t[-1:].tolist()
     known = [time for time in times if math.isfinite(time)]
