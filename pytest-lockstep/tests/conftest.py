@@ -16,7 +16,9 @@ Run = Callable[..., pytest.RunResult]
 @pytest.fixture
 def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run pytest on a test file and return what it printed."""
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    for name in ("PYTEST_ADDOPTS", "CI", "BUILD_NUMBER"):  # these decide how long lines are
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
 
     def run(source: str, *arguments: str, **files: str) -> pytest.RunResult:
         imports = "import os\nimport pytest\nimport torch\nimport torch.distributed as dist\n"

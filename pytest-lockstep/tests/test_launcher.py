@@ -222,7 +222,7 @@ def test_two(): pass
 
 
 def test_a_template_that_cannot_be_forked_is_one_sentence(run):
-    result = run(STARTS_THREAD, "-rN")  # where CI is set, the summary repeats whole sentences
+    result = run(STARTS_THREAD)
     result.assert_outcomes(failed=2)
     output = result.stdout.str()
     assert output.count("importing the test files starts threads (early)") == 1
