@@ -17,6 +17,7 @@ LAYERS = [
     {"errors", "files", "formatting", "randomness", "checksum", "messages", "redaction"},
     {"comm"},
     {"launcher"},
+    {"elastic"},
     {"data"},
     {"record"},
     {"model"},

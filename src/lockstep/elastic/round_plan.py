@@ -1,0 +1,150 @@
+"""The plan of the next round: who takes part, and what becomes of the unfinished operation.
+
+Ranks that lost a peer report the operation that they were in. A rank that has passed the
+barrier of operation n and committed it is at n + 1, while a slower one may still be at n:
+
+    prepare n ──> barrier n ──> commit n ──> prepare n + 1        reports (n + 1, not prepared)
+    prepare n ──> barrier n: a peer is lost                       reports (n, prepared)
+
+A rank passes a barrier only when every rank has prepared. So if any survivor is at n + 1,
+or all at n have prepared, those at n commit, and else they undo it and repeat it. Then all
+are at the same place. Everything here is a pure function of plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Continue", "HandOver", "Plan", "Report", "Restart", "choose_world_size", "plan_round"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a member reported at the end of a round.
+
+    Attributes:
+        member: The member's number.
+        operation: The number of the operation that it was in, or that comes next.
+        is_prepared: Whether it had prepared that operation.
+        is_admission: Whether it reported at a safe point, to admit newcomers or let members
+            leave, and not because it lost a peer.
+        can_stay: Whether its process can take part in the next round.
+        can_hand_over: Whether it can write its state, for processes that replace the round's.
+        position: The part of a replica that it holds, from 0 to `stages` - 1.
+        stages: Number of parts of a replica.
+        has_state: Whether it has the state of the training; a newcomer gets it in its first
+            round.
+    """
+
+    member: int
+    operation: int
+    is_prepared: bool = False
+    is_admission: bool = False
+    can_stay: bool = True
+    can_hand_over: bool = False
+    position: int = 0
+    stages: int = 1
+    has_state: bool = True
+
+
+@dataclass(frozen=True)
+class Continue:
+    """The members go on in their processes.
+
+    Attributes:
+        operation: The lowest operation that a member was in.
+        commit: Whether members that were in it commit it. Otherwise, and members that were in
+            the next one, undo what they have prepared.
+        members: The members of the next round, by rank.
+        joined: Those that are new.
+        left: Those of the last round that have to leave.
+    """
+
+    operation: int
+    commit: bool
+    members: tuple[int, ...]
+    joined: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """New processes replace those of the round, and continue from what these write.
+
+    Attributes:
+        operation: As for `Continue`.
+        commit: As for `Continue`, before the state is written.
+        writers: For each position, the members that can write its part, the preferred first.
+        world_size: Number of ranks of the next round.
+    """
+
+    operation: int
+    commit: bool
+    writers: tuple[tuple[int, ...], ...]
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Restart:
+    """New processes replace those of the round, and continue from the newest saved state.
+
+    Attributes:
+        world_size: Number of ranks of the next round.
+    """
+
+    world_size: int
+
+
+Plan = Continue | HandOver | Restart
+
+
+def plan_round(
+    reports: Sequence[Report], newcomers: Sequence[int] = (), *, wanted: int, at_least: int = 1
+) -> Plan | None:
+    """Return the plan of the next round.
+
+    Args:
+        reports: What each member that is left reported, in the order of their ranks.
+        newcomers: The members that wait to join, the oldest first.
+        wanted: The number of ranks that the run should have.
+        at_least: The number of ranks that the run must have.
+
+    Returns:
+        None while members that could go on have to wait for more newcomers.
+    """
+    stages = max((report.stages for report in reports), default=1)
+    restart = Restart(choose_world_size(wanted, stages))
+    survivors = [report for report in reports if report.has_state]
+    operations = {report.operation for report in survivors}
+    if not survivors or max(operations) - min(operations) > 1:
+        return restart
+    operation = min(operations)
+    behind = [report for report in survivors if report.operation == operation]
+    commit = len(operations) == 2 or all(report.is_prepared for report in behind)
+    if not all(report.can_stay for report in survivors):
+        writers = tuple(_find_writers(survivors, position) for position in range(stages))
+        if not all(writers):
+            return restart
+        return HandOver(operation, commit, writers, restart.world_size)
+    if len(survivors) + len(newcomers) < at_least:
+        return None
+    is_admission = len(operations) == 1 and all(report.is_admission for report in survivors)
+    staying = [report.member for report in survivors][:wanted]
+    joined = list(newcomers)[: wanted - len(staying)] if is_admission else []
+    left = [report.member for report in reports if report.member not in staying]
+    return Continue(operation, commit, (*staying, *joined), tuple(joined), tuple(left))
+
+
+def choose_world_size(wanted: int, stages: int) -> int:
+    """Return the number of ranks that fill complete replicas of `stages` ranks, at least one."""
+    return max(stages, wanted // stages * stages)
+
+
+def _find_writers(survivors: Sequence[Report], position: int) -> tuple[int, ...]:
+    """Return the members that can write the part of a replica at `position`."""
+    return tuple(
+        report.member
+        for report in survivors
+        if report.can_hand_over and report.position == position
+    )
