@@ -53,6 +53,8 @@ def hostile():
     yield records.checkpoint(5, path=HARM, bytes=HARM, digest=HARM)
     yield records.resume(7, layout=layout, resumed=HARM, differences=[HARM, {HARM: [HARM]}])
     yield from map(records.step, range(7, 20))
+    lost = [{"member": HARM, "signal": HARM}, {"member": 1, "signal": 9}]
+    yield records.new_round(1, 20, lost=lost, joined=[HARM], left=HARM, noticed=HARM)
     timeline = records.timeline(0)
     timeline["step"] = timeline["ranks"][0]["works"][0][0] = HARM
     yield timeline
@@ -71,6 +73,8 @@ def shown(request, tmp_path, monkeypatch):
         "failure": HARM,
     }
     (tmp_path / "runs" / "night" / "replays.jsonl").write_text(json.dumps(replay) + "\n")
+    chaos = {"kills": HARM, "seed": HARM, "deaths": [{"member": HARM, "step": HARM}]}
+    (tmp_path / "runs" / "night" / "chaos.json").write_text(json.dumps(chaos))
     records.write(tmp_path / "runs" / "plain", records.whole())
     records.write(tmp_path / "runs" / f"a\x1b[2J{chr(0xDCFF)}b", records.whole(name=None))
     for run, value in (("night", 1.0), ("plain", 2.0)):

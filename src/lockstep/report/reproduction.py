@@ -49,7 +49,7 @@ def checkpoint_table(run: Run) -> list[list[str]]:
                 digest[:SHOWN_DIGITS] + "..." * (len(digest) > SHOWN_DIGITS),
             ]
         )
-    return _shorten(rows)
+    return shorten_table(rows)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ def summarize_reproduction(run: Run) -> ReproductionSummary:
         equal = sum(line.get("equal") is True for line in lines)
         result = "all with the same bits" if equal == len(lines) else f"{equal} with the same bits"
         sentences.append(f"{format_quantity(len(lines), 'replay')} of its steps, {result}.")
-    return ReproductionSummary(sentences, _shorten([_replay_row(line) for line in lines]), remarks)
+    return ReproductionSummary(
+        sentences, shorten_table([_replay_row(line) for line in lines]), remarks
+    )
 
 
 def _read_replays(folder: Path) -> list[dict[str, Any]]:
@@ -130,7 +132,7 @@ def _format_step(value: Any) -> str:
     return f"{number:,.0f}" if math.isfinite(number) else "?"
 
 
-def _shorten(rows: list[list[str]]) -> list[list[str]]:
+def shorten_table(rows: list[list[str]]) -> list[list[str]]:
     """Return the first and the last rows of a long table, with one that says how many it hides."""
     if len(rows) <= MAX_ROWS:
         return rows

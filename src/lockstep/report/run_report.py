@@ -43,6 +43,7 @@ from lockstep.report.reproduction import (
     checkpoint_table,
     summarize_reproduction,
 )
+from lockstep.report.rounds import KILL_COLUMNS, ROUND_COLUMNS, summarize_rounds
 from lockstep.report.summary import Summary, summarize
 from lockstep.report.summary_text import (
     STATE_NAMES,
@@ -95,6 +96,9 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
         waits=waits,
         waits_sentence=waits and _waits_sentence(waits),
         memory=peak_memory(run),
+        rounds=summarize_rounds(run),
+        round_columns=ROUND_COLUMNS,
+        kill_columns=KILL_COLUMNS,
         epochs=epoch_table(run),
         checkpoint_sentence=checkpoint_sentence(run),
         checkpoint_columns=CHECKPOINT_COLUMNS,
@@ -164,6 +168,7 @@ def report_markdown(run: Run) -> str:
     lines += ["", *(f"- {escape_markdown(sentence)}" for sentence in sentences)]
     lines += _time_table(run)
     lines += _waits_table(run)
+    lines += _rounds_lines(run)
     lines += _epoch_table(run)
     lines += _checkpoint_lines(run)
     if run.warnings:
@@ -208,6 +213,16 @@ def _checkpoint_lines(run: Run) -> list[str]:
         return []
     lines = ["", "### Checkpoints", "", *map(escape_markdown, sentences)]
     tables = (CHECKPOINT_COLUMNS, checkpoint_table(run)), (RESUME_COLUMNS, resume_table(run))
+    return lines + [line for names, rows in tables if rows for line in _table(names, rows)]
+
+
+def _rounds_lines(run: Run) -> list[str]:
+    """Return the rounds of an elastic run in Markdown."""
+    rounds = summarize_rounds(run)
+    if not rounds.sentences:
+        return []
+    lines = ["", "### Rounds", "", *map(escape_markdown, rounds.sentences)]
+    tables = (ROUND_COLUMNS, rounds.rows), (KILL_COLUMNS, rounds.kills)
     return lines + [line for names, rows in tables if rows for line in _table(names, rows)]
 
 
