@@ -3,6 +3,7 @@
 import functools
 import gzip
 import json
+import os
 import shutil
 import signal
 import struct
@@ -21,8 +22,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import lockstep as ls
 from lockstep import cli
 from lockstep.data.datasets import digits
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, RankError
 from lockstep.launcher import run_folder
+from lockstep.launcher.launch_script import LaunchConfig, launch_script
 from lockstep.recipes.digits import digit_network
 from lockstep.record.reader import read_run
 
@@ -84,6 +86,43 @@ def test_the_digests_are_among_the_last_lines(tmp_path):
     assert "lr" not in header["optimizer"], "it is part of every step"
     assert header["layout"]["storage"] == "replicated"
     assert header["model"]["gradient_bytes"] == 4 * 21840
+
+
+def launched(folder, *arguments):
+    """Launch two ranks that run the command each; return the folder of the launch."""
+    config = LaunchConfig("lockstep", ("train", *arguments), "module", 2, log_dir=str(folder))
+    assert launch_script(config) == 0
+    (found,) = folder.iterdir()
+    return found
+
+
+def test_ranks_of_a_launch_train_as_its_ranks(tmp_path, capfd):
+    folder = launched(tmp_path / "runs", "digits", "--epochs", "1", "--json", "-q")
+    printed = [line for line in capfd.readouterr().out.splitlines() if line]
+    assert len(printed) == 1, "rank 0 alone prints the summary"
+    summary = json.loads(printed[0].removeprefix("[0] "))
+    _, output = train("digits", "--epochs", 1, "--json", "--runs", tmp_path)
+    alone = json.loads(output.splitlines()[-1])
+    assert summary["digest"] == alone["digest"]
+    assert summary["world_size"] == 2
+    assert summary["run"] == os.path.relpath(folder)
+    assert (folder / "weights.safetensors").exists()
+    run = read_run(folder)
+    assert run.end["digest"] == alone["digest"]
+    assert (run.header["recipe"], run.layout["world_size"]) == ("digits", 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("digits", "--resume", "night"), "--resume is an option of the launch here"),
+        (("mnist", "--download"), "run `lockstep train mnist --download` once without a launch"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(tmp_path, capfd, arguments, sentence):
+    with pytest.raises(RankError, match="exited with status 2"):
+        launched(tmp_path / "runs", *arguments)
+    assert sentence in capfd.readouterr().err
 
 
 def test_the_network_is_the_tutorials():

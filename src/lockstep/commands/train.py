@@ -17,6 +17,8 @@ from click.core import ParameterSource
 
 from lockstep.errors import FileError, LayoutError, UsageError
 from lockstep.formatting import format_loss, format_quantity
+from lockstep.launcher.environment import read_rank_info
+from lockstep.launcher.rank_process import get_task
 from lockstep.messages import JSON_HELP, say
 from lockstep.pipeline.schedules import NAMES
 from lockstep.record.loggers import LOGGER_NAMES
@@ -152,15 +154,26 @@ def command(
     --schedule, --activation-checkpointing, --workers, --logger and --checkpoint-every
     may differ.
 
+    In a rank of `lockstep run -m lockstep train RECIPE ...` this process trains as that rank, and
+    the run is that of the launch.
+
     Exit status: 0 success, 1 the training failed, 2 usage error, 75 stopped on request
     after saving a checkpoint, 128+N ended by signal N.
     """
+    is_rank = get_task() is not None
     resumed = None
     if resume is not None:
+        if is_rank:
+            raise UsageError(
+                "--resume is an option of the launch here: lockstep run --resume RUN -m lockstep "
+                "train RECIPE ..."
+            )
         resumed = _open_resumed(resume, runs)
         recipe, nprocs = _recall_options(resumed, recipe, name, nprocs, given)
     if recipe is None:
         raise click.UsageError("Missing argument 'RECIPE'; or continue a run with --resume RUN.")
+    if is_rank:
+        nprocs = read_rank_info(os.environ).world_size
     _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
     from lockstep.launcher.failure_attribution import STOPPED
     from lockstep.launcher.launch import launch
@@ -173,6 +186,9 @@ def command(
         create_logger(each, Path(runs))  # its package is missing: say so before the ranks start
     if given["data"] is not None:
         given["data"] = os.path.abspath(given["data"])  # to be found from another directory, too
+    if is_rank:
+        _train_in_rank(recipe, given, as_json)
+        return
     if resumed is not None:
         folder = resumed.folder
     else:
@@ -191,8 +207,34 @@ def command(
         if stop.code == STOPPED:
             say(f"continue with: {shlex.join(['lockstep', 'train', '--resume', str(folder)])}")
         raise
+    _print_summary(summary, given["quiet"], as_json)
+
+
+def _train_in_rank(recipe: str, given: dict[str, Any], as_json: bool) -> None:
+    """Train as this process's rank of a launch; rank 0 prints the summary."""
+    from lockstep.launcher.run_folder import find_launch_folder, is_resuming
+    from lockstep.launcher.world import rank
+
+    folder = find_launch_folder()
+    if folder is None:
+        raise FileError(
+            "the launch has no run folder for the record and the weights; give lockstep run a "
+            "--log-dir that is writable"
+        )
+    if given["download"]:
+        raise UsageError(
+            f"--download: the ranks would download the data at the same time; run `lockstep train "
+            f"{recipe} --download` once without a launch"
+        )
+    summary = _rank(recipe, given, os.path.relpath(folder), is_resuming())
+    if rank() == 0:
+        _print_summary(summary, given["quiet"], as_json)
+
+
+def _print_summary(summary: dict[str, Any], quiet: bool, as_json: bool) -> None:
+    """Print what the training returned; raise FileError if its record is incomplete."""
     failure = summary.pop("failure", None)
-    if not (as_json and given["quiet"]):
+    if not (as_json and quiet):
         click.echo(_format_summary(summary), err=as_json)
     if as_json:
         click.echo(json.dumps(summary))

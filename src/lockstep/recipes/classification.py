@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from lockstep.checkpoint.schedule import CheckpointConfig
 from lockstep.errors import FileError
 from lockstep.launcher.world import init
+from lockstep.launcher.world import world as current_world
 from lockstep.model.forward import accuracy
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.recipes.learning_rate import WarmupSchedule
@@ -77,7 +78,8 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
     """Train on this rank, evaluate after each epoch, and return the summary.
 
     Rank 0 writes the record and the weights. A run that was interrupted is continued if the
-    variable LOCKSTEP_RESUME is set.
+    variable LOCKSTEP_RESUME is set. The other ranks know the loggers too, because each may become
+    rank 0 of an elastic run.
 
     Args:
         options: The options.
@@ -91,7 +93,8 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
     samples: int = len(data.training)  # type: ignore[arg-type]
     steps = -(-samples // options.batch_size)
     rate = WarmupSchedule.of(options.epochs, steps, options.warmup, options.lr_decay)
-    record: list[Any] = []
+    dashboards = [create_logger(name, Path(folder)) for name in options.logger]
+    record: list[Any] = [Path(folder), *dashboards]
     if world.rank == 0:
         title = f"{options.recipe}, {_layout(world.world_size, options)}, {world.backend}"
         progress = Progress(epochs=options.epochs, steps=steps, title=title, quiet=options.quiet)
@@ -103,8 +106,7 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
             "steps_per_epoch": steps,
             "samples": samples,
         }
-        record = [Recorder(Path(folder), metadata), progress]
-        record += [create_logger(name, Path(folder)) for name in options.logger]
+        record = [Recorder(Path(folder), metadata), progress, *dashboards]
     taken: list[int] = []  # samples of each step of this process
     begun = time.perf_counter()
     with Trainer(
@@ -138,7 +140,7 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
             evaluation = trainer.evaluate(
                 data.held_out, options.batch_size, num_workers=options.workers
             )
-        seconds = time.perf_counter() - begun
+        seconds, world = time.perf_counter() - begun, current_world()
         trainer.save_weights(Path(folder) / WEIGHTS)
         summary = {
             "recipe": options.recipe,
