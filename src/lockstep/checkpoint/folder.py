@@ -37,6 +37,7 @@ __all__ = [
     "FORMAT",
     "MANIFEST",
     "REST",
+    "count_steps",
     "find_checkpoints",
     "find_newest_valid",
     "locate_checkpoint",
@@ -73,6 +74,11 @@ def find_checkpoints(folder: Path) -> list[Path]:
         if match is not None and (path / MANIFEST).is_file():
             found.append(((int(match[1]), int(match[2] or 1)), path))
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def count_steps(path: Path) -> int:
+    """Return how many steps are in a checkpoint that `find_checkpoints` returned."""
+    return int(path.name.split("-")[1])
 
 
 def verify(path: Path) -> str:
@@ -211,7 +217,7 @@ def set_aside_newer(folder: Path, used: Path, step: int) -> list[Path]:
     if used in found:
         later = found[: found.index(used)]
     else:
-        later = [path for path in found if int(path.name.split("-")[1]) >= step]
+        later = [path for path in found if count_steps(path) >= step]
     renamed = []
     for path in later:
         aside, number = path.with_name(f"{path.name}.{SUPERSEDED}"), 1

@@ -42,6 +42,9 @@ class CheckpointConfig:
         stateful: Objects by name whose `state_dict()` is saved and given to their
             `load_state_dict()` again: meters, another trainer, your own counters. State dicts
             consist of tensors, arrays, numbers, strings, and containers of them.
+        mirror_every_steps: Steps between two mirrors, which are checkpoints in shared memory; None
+            for no mirrors. An elastic run that cannot continue from the state of its survivors
+            continues from the newest mirror or checkpoint. No other run has mirrors.
 
     Raises:
         UsageError: A value is not valid.
@@ -52,10 +55,11 @@ class CheckpointConfig:
     keep: int = 3
     folder: str | Path | None = None
     stateful: Mapping[str, Stateful] = field(default_factory=dict)
+    mirror_every_steps: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name in ("every_steps", "every_seconds", "keep"):
+        for name in ("every_steps", "every_seconds", "keep", "mirror_every_steps"):
             value = getattr(self, name)
             if value is None and name != "keep":
                 continue

@@ -78,11 +78,13 @@ class CheckpointWriter:
     Attributes:
         folder: The folder of checkpoints.
         keep: How many of the latest are kept.
+        has_digests: Whether the digest of the model in a checkpoint is computed.
         latest: The checkpoint that was written, or failed, last.
     """
 
     folder: Path
     keep: int
+    has_digests: bool = True
     latest: SavedCheckpoint | None = None
     _buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     _thread: threading.Thread | None = None
@@ -207,7 +209,8 @@ class CheckpointWriter:
             shutil.rmtree(aside, ignore_errors=True)
         seconds = time.perf_counter() - begun
         # Last: a resuming process may need the checkpoint, and nothing waits for the digest.
-        model = _digest_model(plain, tensors) if part == (0, 1) and not failure else None
+        is_whole = self.has_digests and part == (0, 1) and not failure
+        model = _digest_model(plain, tensors) if is_whole else None
         self.latest = SavedCheckpoint(step, final, size, stall, seconds, failure, model)
         self._saved.append(self.latest)
 

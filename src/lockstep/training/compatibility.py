@@ -17,7 +17,9 @@ from typing import Any
 
 import xxhash
 
+from lockstep.elastic.round_origin import RoundOrigin, find_mirror
 from lockstep.errors import UsageError
+from lockstep.launcher.failure_attribution import format_ranks
 from lockstep.messages import say
 from lockstep.record.environment import describe_environment
 from lockstep.record.sources import find_sources
@@ -26,6 +28,7 @@ __all__ = [
     "describe_training",
     "find_differences",
     "require_same_training",
+    "say_continued",
     "say_resumed",
 ]
 
@@ -101,6 +104,29 @@ def _is_structure(entry: str) -> bool:
         return True
     is_attribute = "(" in entry or entry.endswith("requires_grad")
     return re.match(r"model\b", entry) is not None and not is_attribute
+
+
+def say_continued(
+    origin: RoundOrigin, path: Path | None, steps: int, has_checkpoints: bool
+) -> None:
+    """Say from where the processes of a new round go on.
+
+    Args:
+        origin: What the launcher said.
+        path: The state that they continue from; None for none.
+        steps: The number of steps in it.
+        has_checkpoints: Whether the trainer saves checkpoints.
+    """
+    if path is None:
+        advice = "" if has_checkpoints else "; pass checkpoint=ls.CheckpointConfig() to the trainer"
+        source = f"the beginning: no checkpoint{advice}"
+    elif origin.state is not None:
+        source = f"step {steps}, handed over by {format_ranks(origin.writers)}"
+    else:
+        mirror = find_mirror()
+        is_mirror = mirror is not None and path.is_relative_to(mirror)
+        source = f"the {'mirror' if is_mirror else 'checkpoint'} of step {steps}"
+    say(f"round {origin.round} goes on from {source}")
 
 
 def say_resumed(path: Path | None, steps: int, differences: Sequence[str]) -> None:

@@ -23,21 +23,25 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.folder import read_checkpoint
+from lockstep.checkpoint.folder import find_checkpoints, read_checkpoint
 from lockstep.checkpoint.schedule import Stateful
 from lockstep.checkpoint.stop_request import StoppedOnRequest
 from lockstep.data.content_hash import hash_content
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import Batch
 from lockstep.data.samplers import KnownSamplers
+from lockstep.elastic.round_origin import RoundOrigin, find_round_origin
 from lockstep.errors import FileError, LockstepError, UsageError
+from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import say
 from lockstep.training.compatibility import (
     describe_training,
     find_differences,
     require_same_training,
+    say_continued,
     say_resumed,
 )
+from lockstep.training.hand_over import HandOver, Member
 from lockstep.training.history import History
 from lockstep.training.rank_status import RankStatus
 from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects
@@ -99,12 +103,22 @@ class ResumableRun:
         self._restored: dict[str, Any] | None = None  # once the script has come to it
         self._restore_objects: Callable[[Mapping[str, Any]], None] | None = None
         self.resumed_from: int | None = None
+        self._origin = find_round_origin()
+        self._round: dict[str, Any] = {}  # the line of the record that waits for the restoration
+        self._member: Member | None = None
+        self._hand_over: HandOver | None = None
 
     @cached_property
     def _training(self) -> dict[str, Any]:
         return describe_training(self._settings)
 
     # --- resuming -------------------------------------------------------------------------
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether the launch of this process continues a training."""
+        has_replaced = self._origin is not None
+        return has_replaced or (self._checkpoints is not None and is_resuming())
 
     def resume(self, place: str | Path | None, layout: Mapping[str, Any]) -> None:
         """Find a checkpoint, load it, and answer the script's calls up to where it was saved.
@@ -113,6 +127,11 @@ class ResumableRun:
             place: A checkpoint, or a run; None for this run.
             layout: What the record says of this process.
         """
+        if self._origin is not None:
+            if not self._has_begun:
+                self._continue_round(self._origin, layout)
+            if self.resumed_from is not None or place is None:
+                return  # a script that resumes by itself did so in the first round
         checkpoints = self._require("resume")
         checkpoints.select(place)
         differences: list[str] = []
@@ -159,6 +178,48 @@ class ResumableRun:
         if not self._log.is_answering:
             self._restore()
 
+    def _continue_round(self, origin: RoundOrigin, layout: Mapping[str, Any]) -> None:
+        """Continue what the processes of the last round did; begin again if they left nothing.
+
+        Args:
+            origin: What the launcher said.
+            layout: What the record says of this process.
+        """
+        checkpoints, number = self._checkpoints, self._state.position.attempt.trainer
+        state, path, steps = self._find_state(origin), None, 0
+        if state is not None:
+            path, steps = state["path"], state["steps"]
+            self._load(state)
+            self._restore_objects = partial(restore_objects, {}, device=self._state.device)
+            self.resumed_from = steps
+        if checkpoints is not None:
+            if path is not None:
+                is_saved = path.parent == checkpoints.folder
+                checkpoints.set_aside_newer(path, steps + (not is_saved))
+            checkpoints.open_loggers()
+        elif self._rank == 0:
+            self._record.open_replaced(number)
+        if self._rank == 0:
+            say_continued(origin, path, steps, checkpoints is not None)
+        self._has_begun = True
+        self._round = origin.describe_round() | {
+            "step": steps,
+            "epochs": state["history"]["epochs"] if state is not None else 0,
+            "world_size": layout["layout"]["world_size"],
+        }
+        if not self._log.is_answering:
+            self._restore()
+
+    def _find_state(self, origin: RoundOrigin) -> dict[str, Any] | None:
+        """Return what this trainer continues from, with its path; None for its beginning."""
+        if origin.state is not None:
+            path = find_checkpoints(origin.state)[0]
+            state = read_checkpoint(path)
+            is_own = state["trainer"] == self._state.position.attempt.trainer
+            return state | {"path": path} if is_own else None  # else registered with the other
+        found = self._checkpoints.find_newest() if self._checkpoints is not None else None
+        return None if found is None else read_checkpoint(found) | {"path": found}
+
     def _load(self, state: dict[str, Any]) -> list[str]:
         """Load a checkpoint's state and its log of calls; return what differs, in sentences."""
         here = self._state.position_state() | self._training
@@ -195,7 +256,17 @@ class ResumableRun:
                 self._checkpoints.restore(state, state["steps"])
             elif self._restore_objects is not None:
                 self._restore_objects(state)
-            self._saved = state["steps"], self._log.size
+            if self._is_saved(state):
+                self._saved = state["steps"], self._log.size
+        if self._round:
+            line, self._round = self._round, {}
+            self._history.write("round", **line, continued=time.time(), undone=None)
+
+    def _is_saved(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state that was restored is that of a checkpoint, not of a mirror."""
+        path = state.get("path")
+        folder = None if self._checkpoints is None else self._checkpoints.folder
+        return path is None or path.parent == folder
 
     def _note_answer(self, steps: int) -> None:
         self._state.position.steps = steps
@@ -232,14 +303,13 @@ class ResumableRun:
 
     def use_sampler(self, batches: Batches) -> None:
         """Restore the state of the sampler of batches if it is used for the first time."""
-        if self._checkpoints is not None or self.resumed_from is not None:
+        if self._is_logged or self.resumed_from is not None:
             self._samplers.use(batches.user_sampler())
 
     def call_step(self, batch: Any, step: Callable[[], float]) -> float:
         """Take a step, or return the loss of the interrupted run; also for batches from outside."""
         self.begin()
-        is_logged = self._checkpoints is not None or self._log.is_answering
-        if not is_logged or self._log.is_inside_epoch:
+        if not (self._is_logged or self._log.is_answering) or self._log.is_inside_epoch:
             return step()
         is_loaded = isinstance(batch, Batch)
         identity = batch.identity.pack() if is_loaded else str(hash_content(batch))
@@ -258,6 +328,7 @@ class ResumableRun:
         steps = self._state.position.steps
         value = self._log.answer_digest(name, steps) or digest()
         self._log.record_digest(name, value, steps)
+        self._note_safe_point()
         return value
 
     def require_repeatable_step(self) -> None:
@@ -279,11 +350,13 @@ class ResumableRun:
         elif epoch.resumed is not None:
             batches.load_state_dict(epoch.resumed)
             self._restore()
+        self._note_safe_point(epoch)
         return epoch
 
     def yielded(self, epoch: OpenEpoch) -> None:
         """Note that the next batch is about to be trained."""
         epoch.begun_at = self._state.position.steps
+        self._note_safe_point(epoch)
 
     def trained(self, epoch: OpenEpoch) -> None:
         """Note that the script asks for another batch, and so is done with the last one."""
@@ -324,13 +397,18 @@ class ResumableRun:
             StoppedOnRequest: On every rank, if one of them was asked to stop.
         """
         checkpoints = self._checkpoints
-        is_inside = (
-            self._log.is_inside_epoch if epoch is None else not self._log.is_outermost(epoch)
-        )
-        if checkpoints is None or self.is_answering or is_inside:
+        if self._is_inside(epoch):
+            return
+        if self._member is not None and self._member.hand_over_folder is not None:
+            self.hand_over(self._member.hand_over_folder, is_now=True)
+            self._member.leave()
+        self._note_safe_point(epoch)
+        if checkpoints is None or self.is_answering:
             return
         if ask:
             checkpoints.agree_to_stop()
+        if checkpoints.is_mirror_wanted:
+            self._save(checkpoints, is_mirror=True)
         if not checkpoints.is_wanted:
             return
         self._save(checkpoints)
@@ -342,6 +420,10 @@ class ResumableRun:
                 message += f"; checkpoint: {os.path.relpath(saved.path)}"
                 say(message)
             raise StoppedOnRequest(message)
+
+    def _is_inside(self, epoch: OpenEpoch | None) -> bool:
+        """Return whether the script is in the body of a loop, other than that of `epoch`."""
+        return self._log.is_inside_epoch if epoch is None else not self._log.is_outermost(epoch)
 
     def save_to(self, path: Path) -> None:
         """Save a checkpoint to a folder of the user's own, and wait until it is complete."""
@@ -355,7 +437,7 @@ class ResumableRun:
     def abandon(self) -> None:
         """Give up the checkpoint that is being written, because a failure was diagnosed."""
         if self._checkpoints is not None:
-            self._checkpoints.writer.abandon()
+            self._checkpoints.abandon()
             self._saved = (-1, -1)
 
     def finish(self, state: str) -> FileError | UsageError | None:
@@ -389,20 +471,63 @@ class ResumableRun:
         if self._checkpoints is not None:
             self._report()
 
-    def _save(self, checkpoints: RunCheckpoints, path: Path | None = None) -> None:
-        checkpoints.writer.wait()
+    def _save(
+        self, checkpoints: RunCheckpoints, path: Path | None = None, *, is_mirror: bool = False
+    ) -> None:
+        if not is_mirror:
+            checkpoints.writer.wait()
         self._report()
         begun = time.perf_counter()
         self._saves += 1
-        position = self._state.position_state()
-        position |= {"script": self._log.state_dict(position["steps"]), **self._training}
-        position |= {"known_samplers": self._samplers.state_dict()}
+        position = self._describe_position()
         is_sharded = self._state.placement is not None
         local = self._state.local_state()
-        if path is None:
+        if path is None and not is_mirror:
             self._saved = position["steps"], self._log.size
         steps, number = position["steps"], self._saves
-        checkpoints.save(local, position, steps, number, is_sharded, path, begun)
+        checkpoints.save(
+            local, position, steps, number, is_sharded, path, begun, is_mirror=is_mirror
+        )
+
+    def _describe_position(self) -> dict[str, Any]:
+        """Return what all ranks have alike: where training and script are."""
+        position = self._state.position_state()
+        position |= {"script": self._log.state_dict(position["steps"]), **self._training}
+        position |= {"trainer": self._state.position.attempt.trainer}
+        return position | {"known_samplers": self._samplers.state_dict()}
+
+    # --- handing over -------------------------------------------------------------------------
+
+    @property
+    def _is_logged(self) -> bool:
+        """Whether the script may be continued by another process."""
+        return self._checkpoints is not None or self._hand_over is not None
+
+    def take_part(self, member: Member) -> None:
+        """Prepare to hand over the state, as a member of an elastic run."""
+        stateful = {} if self._checkpoints is None else self._checkpoints.stateful
+        self._member = member
+        self._hand_over = HandOver(member, self._state, stateful, self, self._state.device)
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether this rank can write the state before the operation that the script is in."""
+        return self._hand_over is not None and not self.is_answering and self._hand_over.is_possible
+
+    def hand_over(self, folder: Path, *, is_now: bool = False) -> None:
+        """Write this rank's part of the state, for a process of the next round.
+
+        Args:
+            folder: Where to.
+            is_now: Whether the script is at a safe point; else in the first operation after it.
+        """
+        assert self._hand_over is not None, "only members of an elastic run hand over"
+        self.abandon()
+        self._hand_over.write(folder, self._describe_position(), self._state.part, is_now)
+
+    def _note_safe_point(self, epoch: OpenEpoch | None = None) -> None:
+        if self._hand_over is not None and not (self.is_answering or self._is_inside(epoch)):
+            self._hand_over.note_safe_point()
 
     def _report(self) -> None:
         """Write the checkpoints that were completed to the record; say which failed."""

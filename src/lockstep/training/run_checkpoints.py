@@ -6,6 +6,9 @@
 
 A state is saved only where a script can be continued: between two batches of its outermost loop,
 or after a call that is outside of one.
+
+A mirror is a checkpoint in shared memory, for the processes that replace those of an elastic run;
+only the newest one is kept.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import xxhash
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.folder import (
     MANIFEST,
+    count_steps,
+    find_checkpoints,
     find_newest_valid,
     locate_checkpoint,
     read_checkpoint,
@@ -35,6 +40,7 @@ from lockstep.checkpoint.stop_request import StopRequest
 from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from lockstep.checksum import checksum
 from lockstep.comm.collectives import all_gather_bytes
+from lockstep.elastic.round_origin import find_mirror
 from lockstep.errors import FileError, UsageError
 from lockstep.files import make_folder
 from lockstep.launcher.run_folder import hold_run, is_resuming, wait_until_free
@@ -75,6 +81,11 @@ class RunCheckpoints:
         self.is_open = self._is_selected = False
         self.run_folder = self.folder = Path()
         self.writer = CheckpointWriter(self.folder, config.keep)
+        self.mirrors: CheckpointWriter | None = None
+        if config.mirror_every_steps is not None and (folder := find_mirror()) is not None:
+            self.mirrors = CheckpointWriter(folder, keep=1, has_digests=False)
+        self._mirrored = 0  # steps in the latest mirror
+        self.is_mirror_wanted = False
         self.stop = StopRequest()
         self.is_stopping = False
         """The signal that some rank received, once all ranks know of it."""
@@ -138,8 +149,11 @@ class RunCheckpoints:
             return
         self.is_open, self.run_folder = True, Path(path)
         self.folder = self.writer.folder = self.run_folder / name
+        if self.mirrors is not None:
+            self.mirrors.folder /= name
         if self._parallel.rank == 0:
-            remove_incomplete(self.folder)
+            for writer in self._writers:
+                remove_incomplete(writer.folder)
         hold_run(self.run_folder)
 
     def require_free(self, path: Path) -> None:
@@ -166,6 +180,11 @@ class RunCheckpoints:
 
         self._tell_all(check)
 
+    @property
+    def stateful(self) -> Mapping[str, Stateful]:
+        """The registered objects by name."""
+        return self._config.stateful
+
     # --- when -----------------------------------------------------------------------------
 
     def is_due_after(self, steps: int) -> bool:
@@ -189,6 +208,9 @@ class RunCheckpoints:
     def note_step(self, is_due: bool, stop: str, steps: int) -> None:
         """Take in what the ranks agreed on in a step: a checkpoint is due, or they stop."""
         self.is_stopping |= bool(stop)
+        every = self._config.mirror_every_steps
+        if self.mirrors is not None and every is not None:  # all ranks find the same
+            self.is_mirror_wanted = steps // every > self._mirrored // every
         if is_due and self._due_since is None:
             self._due_since = steps
         if self._due_since is not None and steps - self._due_since == 200:
@@ -231,6 +253,8 @@ class RunCheckpoints:
         is_sharded: bool,
         path: Path | None = None,
         begun: float | None = None,
+        *,
+        is_mirror: bool = False,
     ) -> None:
         """Copy the state and begin to write it; called on every rank.
 
@@ -242,8 +266,10 @@ class RunCheckpoints:
             is_sharded: Whether the ranks of a replica have different parts of the state.
             path: The folder to create, for a checkpoint of the user's own.
             begun: When training began to wait, by `time.perf_counter`.
+            is_mirror: Write it to shared memory.
         """
         group, rank = self._parallel.group, self._parallel.rank
+        writer = self.mirrors if is_mirror and self.mirrors is not None else self.writer
         stateful = {name: each.state_dict() for name, each in self._config.stateful.items()}
         generators = global_states(self._parallel.device)
         about = f"saving a checkpoint after step {steps}"
@@ -252,9 +278,14 @@ class RunCheckpoints:
             "stateful": {
                 name: _hash(value, f"stateful/{name}") for name, value in stateful.items()
             },
+            "is_busy": is_mirror and writer.is_busy,
         }
         said = [json.loads(each) for each in all_gather_bytes(_pack(hashes), about, group)]
-        if path is None:
+        if is_mirror and any(each["is_busy"] for each in said):
+            return  # with the last mirror; asked again at the next safe point
+        if is_mirror:
+            self.is_mirror_wanted, self._mirrored = False, steps
+        elif path is None:
             self._due_since = None
             self._schedule.saved(steps, time.monotonic())
         self._warn_of_different_objects([each["stateful"] for each in said])
@@ -270,7 +301,16 @@ class RunCheckpoints:
             }
             state |= {"stateful": stateful, **common}
         part = (self._parallel.position, self._parallel.stages) if is_sharded else (0, 1)
-        self.writer.save(state, steps, attempt, part, path, begun)
+        writer.save(state, steps, attempt, part, path, begun)
+
+    @property
+    def _writers(self) -> list[CheckpointWriter]:
+        return [self.writer] if self.mirrors is None else [self.writer, self.mirrors]
+
+    def abandon(self) -> None:
+        """Give up what is being written."""
+        for writer in self._writers:
+            writer.abandon()
 
     def wait(self, steps: int) -> SavedCheckpoint | None:
         """Wait until the latest checkpoint is complete on every rank.
@@ -297,8 +337,9 @@ class RunCheckpoints:
         return saved
 
     def close(self) -> None:
-        """Wait for the writer, and restore the signal's handler."""
-        self.writer.wait()
+        """Wait for the writers, and restore the signal's handler."""
+        for writer in self._writers:
+            writer.wait()
         self.stop.close()
 
     def _warn_of_different_objects(self, said: Sequence[Mapping[str, str]]) -> None:
@@ -327,6 +368,25 @@ class RunCheckpoints:
             FileError: Every checkpoint of the run is damaged.
         """
         return Path(found) if (found := self._tell_all(lambda: self._find(place))) else None
+
+    def find_newest(self) -> Path | None:
+        """Return the newest mirror or checkpoint of this run, the same on every rank.
+
+        Returns:
+            Its folder; None if there is none.
+
+        Raises:
+            FileError: Every checkpoint of the run is damaged, and there is no mirror.
+        """
+
+        def find() -> str:
+            mirror = None if self.mirrors is None else find_newest_valid(self.mirrors.folder)[0]
+            saved = next(iter(find_checkpoints(self.folder)), None) if self._has_name else None
+            if mirror is not None and (saved is None or count_steps(saved) <= count_steps(mirror)):
+                return str(mirror)
+            return "" if saved is None else self._find(None)
+
+        return Path(found) if (found := self._tell_all(find)) else None
 
     def _find(self, place: str | Path | None) -> str:
         if place is None and not self._has_name:
@@ -378,6 +438,7 @@ class RunCheckpoints:
         """Restore the registered objects and the generators."""
         restore_objects(self._config.stateful, state, self._parallel.device)
         self._schedule.saved(steps, time.monotonic())
+        self._mirrored = steps
 
     def _tell_all(self, function: Callable[[], str]) -> str:
         """Call a function on rank 0, and return its result or raise its error on every rank."""

@@ -28,6 +28,7 @@ import orjson
 
 from lockstep.checkpoint.folder import FOLDER, find_checkpoints, locate_checkpoint
 from lockstep.checkpoint.schedule import CheckpointConfig
+from lockstep.elastic.round_origin import find_round_origin
 from lockstep.errors import FileError, UsageError
 from lockstep.launcher.run_folder import (
     DESCRIPTION_FILE,
@@ -93,7 +94,8 @@ class RunRecord:
         self._has_begun = False
         self._recorded: Path | None = None  # the folder of the record
         if not self._saves_checkpoints:
-            if self._fixed is not None and self._fixed.is_continued:
+            is_continued = self._fixed is not None and self._fixed.is_continued
+            if self._fixed is not None and is_continued and find_round_origin() is None:
                 self._fixed.close()
                 raise _cannot_resume(self._fixed.folder)
             if self._named is not None and not is_resuming():
@@ -242,6 +244,30 @@ class RunRecord:
         if self._is_default and self.path is not None and self.checkpoints == FOLDER:
             is_of_another_trainer = _read_header(self.path).get(CANNOT_RESUME)
             recorder = None if is_of_another_trainer else Recorder(self.path, resume=True)
+        self._open(recorder, resume=True)
+
+    def open_replaced(self, trainer: int) -> None:
+        """Open the loggers of a trainer without checkpoints that replaces one of the last round.
+
+        Args:
+            trainer: Its number in the program, which is in the first line of its record.
+
+        Raises:
+            FileError: The record cannot be continued.
+        """
+        if self._has_begun:
+            return
+        recorder = None
+        if self._fixed is None:
+            launch = find_launch_folder()
+            self.path = launch if self._named is None else _find_resumed(self._named, launch)
+            header = {} if self.path is None else _read_header(self.path)
+            if not header:  # the last round had not begun to record
+                self.begin()
+                return
+            if self.path is not None and header.get("trainer") == trainer:
+                recorder = Recorder(self.path, resume=True)
+        self._has_begun = True
         self._open(recorder, resume=True)
 
     def describe_replay(self, step: int, microbatch: int | None) -> str:

@@ -74,6 +74,17 @@ class TrainingState:
         """Which stages have which tensors; None while this rank has all of them."""
         return self._executor.placement
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the training."""
+        return self._device
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The number of this rank's part of the state, and the number of parts."""
+        parallel = self._parallel
+        return (0, 1) if self.placement is None else (parallel.position, parallel.stages)
+
     def model_state(self, *, ema: bool = False) -> dict[str, Any]:
         """Return the state dict of the model, or of the averaged weights."""
         module = self.select_module(ema)
@@ -226,6 +237,12 @@ class TrainingState:
             "ema_updates": average.n_averaged if average else None,
             "buffers": buffers,
         }
+
+    def describe_changes(self) -> list[Any]:
+        """Return what changes where a script writes to parameters, or sets a learning rate."""
+        groups = self._optimization.optimizer.param_groups
+        options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        return [repr(options), [each._version for each in self._names]]
 
     def load_local(self, state: Mapping[str, Any]) -> None:
         """Load the state of all ranks that `local_state` returned; a rank takes what it holds."""

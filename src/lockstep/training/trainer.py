@@ -22,7 +22,6 @@ from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Agree, Batches
 from lockstep.errors import GradientError, LossError, UsageError
-from lockstep.launcher.run_folder import is_resuming
 from lockstep.launcher.world import world
 from lockstep.model.agreement import require_same_settings
 from lockstep.model.deferred_init import BlockLike
@@ -274,7 +273,7 @@ class Trainer:
         elif selection is not None:
             blocks = partitioner.block_names
             self._observer = UnitRecorder(selection, observed, blocks, self.history, self._run)
-        if session is None and checkpoints is not None and is_resuming():
+        if session is None and self._run.is_resuming:
             self.resume()
 
     # --- what a loop calls -------------------------------------------------------------

@@ -1,0 +1,112 @@
+"""The origin of a round: from what its new processes continue, and whom they replace.
+
+    launcher                                processes of the next round
+    runs/NAME/                              LOCKSTEP_RUN        as in every round
+        checkpoints/step-30/
+    /dev/shm/lockstep-a1b2c3d4/
+        mirror/checkpoints/step-40/         LOCKSTEP_MIRROR     in every round
+        hand-over-2/step-41/                LOCKSTEP_HANDOVER   the state that survivors wrote
+                                            LOCKSTEP_ROUND      who died, and who wrote
+
+They continue from the state that was handed over, or else from the newest of mirror and
+checkpoint, or else from the beginning. The folder in shared memory belongs to the launch: its
+launcher removes it, or the fork server if the launcher was killed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RoundOrigin", "StateFolder", "find_mirror", "find_round_origin"]
+
+HANDOVER = "LOCKSTEP_HANDOVER"  # the variable with the path of the state that was handed over
+MIRROR = "LOCKSTEP_MIRROR"  # the variable with the folder of mirrors
+ROUND = "LOCKSTEP_ROUND"  # the variable with what began the round, as JSON
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class RoundOrigin:
+    """Why new processes began a round, and what the others left them.
+
+    Attributes:
+        round: The number of the round that they begin.
+        lost: The members that died: [{"member": 2, "signal": 9}].
+        joined: The members of the round, which are all new.
+        left: The members of the last round that were alive.
+        noticed: When the death was noticed, as Unix time.
+        writers: The ranks of the last round that handed over their state.
+        state: The folder with that state; None if nothing was handed over.
+    """
+
+    round: int
+    lost: list[dict[str, int]]
+    joined: list[int]
+    left: list[int]
+    noticed: float
+    writers: list[int] = dataclasses.field(default_factory=list)
+    state: Path | None = None
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that tell the ranks about it."""
+        fields = {name: value for name, value in vars(self).items() if name != "state"}
+        state = {} if self.state is None else {HANDOVER: str(self.state)}
+        return {ROUND: json.dumps(fields), **state}
+
+    def describe_round(self) -> dict[str, Any]:
+        """Return the fields of the record's line "round" that the launcher knows."""
+        names = ("round", "lost", "joined", "left", "noticed")
+        return {name: getattr(self, name) for name in names}
+
+
+def find_round_origin(environ: Mapping[str, str] = os.environ) -> RoundOrigin | None:
+    """Return the origin of this process's round; None for one that replaces nobody."""
+    if not environ.get(ROUND):
+        return None
+    state = environ.get(HANDOVER)
+    return RoundOrigin(**json.loads(environ[ROUND]), state=Path(state) if state else None)
+
+
+def find_mirror(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of mirrors; None if this process has no launcher that holds one."""
+    return Path(environ[MIRROR]) if environ.get(MIRROR) else None
+
+
+class StateFolder:
+    """The folder in shared memory for the states of one launch, for its owner alone.
+
+    Attributes:
+        path: Its path.
+    """
+
+    def __init__(self) -> None:
+        parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
+        self.path = Path(tempfile.mkdtemp(prefix="lockstep-", dir=parent))
+        self._number = 0
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that tell the ranks where mirrors are."""
+        return {MIRROR: str(self.path / "mirror")}
+
+    def begin_hand_over(self) -> Path:
+        """Return a new folder into which survivors write their state."""
+        self._number += 1
+        folder = self.path / f"hand-over-{self._number}"
+        folder.mkdir(mode=0o700)
+        return folder
+
+    def end_hand_over(self, folder: Path) -> None:
+        """Remove a state that was handed over, once it was read or is given up."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove the folder with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)

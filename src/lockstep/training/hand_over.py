@@ -1,0 +1,148 @@
+"""Hand-over: a rank that is left writes its state, for new processes that replace the round's.
+
+    script                          safe point     a peer is lost in the step; the rank is told to
+    for batch in trainer.batches:   <─ position M
+        meter.start()                              undo it:    writes the state at M, at once
+        trainer.step(batch)
+        print(...)                                 commit it:  goes on, to the end of the body
+                                    <─ M + 1       ... and writes the state here
+
+No collective call: the peers are gone. A step that is undone is undone together with what the
+body has done before it, because the new processes execute the whole body. What the trainer knows
+nothing of must therefore be as it was at the safe point, and else nothing can be handed over.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch
+
+from lockstep.checkpoint.encoding import encode
+from lockstep.checkpoint.schedule import Stateful
+from lockstep.checkpoint.writer import CheckpointWriter
+from lockstep.errors import FileError, UsageError
+from lockstep.randomness import global_states
+from lockstep.training.state import TrainingState
+
+__all__ = ["HandOver", "Member"]
+
+_known: weakref.WeakSet[HandOver] = weakref.WeakSet()
+_made = 0
+
+
+class Member(Protocol):
+    """This process in an elastic run."""
+
+    @property
+    def operation(self) -> int:
+        """The number of the current operation, or of the next one."""
+
+    @property
+    def hand_over_folder(self) -> Path | None:
+        """Where to write the state at the next safe point, before the process ends; or None."""
+
+    def leave(self) -> NoReturn:
+        """End this process: another one takes its place."""
+
+
+class HandOver:
+    """What a trainer of an elastic run notes at each safe point, and writes when it is told to.
+
+    Args:
+        member: This process in the run.
+        state: The state of the trainer.
+        stateful: The objects that are registered with the trainer.
+        run: What a registered trainer has as its run, to find it among those objects.
+        device: The device of the trainer.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        state: TrainingState,
+        stateful: Mapping[str, Stateful],
+        run: object,
+        device: torch.device,
+    ) -> None:
+        global _made
+        self._member, self._state, self._device = member, state, device
+        self._run = weakref.ref(run)
+        runs = {name: getattr(each, "_run", None) for name, each in stateful.items()}
+        self._stateful = dict(stateful)
+        self._registered = [each for each in runs.values() if each is not None]
+        self._watched = [each for name, each in stateful.items() if runs[name] is None]
+        self._operation = -1
+        self._generators: dict[str, Any] = {}
+        self._objects = ""
+        _made += 1
+        _known.add(self)
+
+    def note_safe_point(self) -> None:
+        """Note that the script can be continued from here."""
+        self._operation = self._member.operation
+        self._generators = global_states(self._device)
+        self._objects = self._describe_objects()
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the state at the latest safe point is what this rank has, and all it takes."""
+        return (
+            self._is_alone()
+            and self._member.operation == self._operation
+            and self._describe_objects() == self._objects
+        )
+
+    def write(
+        self, folder: Path, common: Mapping[str, Any], part: tuple[int, int], is_now: bool
+    ) -> None:
+        """Write this rank's part of the state into a folder.
+
+        Args:
+            folder: The folder, which gets "step-N".
+            common: What all ranks have alike, and the log of the script.
+            part: The number of this rank's part, and the number of parts.
+            is_now: Whether the script is at a safe point; else it has passed the latest one.
+
+        Raises:
+            FileError: It could not be written.
+        """
+        state = self._state.local_state()
+        if part[0] == 0:
+            state |= {
+                "generators": global_states(self._device) if is_now else self._generators,
+                "stateful": {name: each.state_dict() for name, each in self._stateful.items()},
+                **common,
+            }
+        writer = CheckpointWriter(folder, keep=1, has_digests=False)
+        writer.save(state, common["steps"], 0, part)
+        writer.wait()
+        if writer.latest is not None and writer.latest.failure:
+            raise FileError(f"{writer.latest.path}: {writer.latest.failure}")
+
+    def _is_alone(self) -> bool:
+        """Return whether the state of the program is that of this trainer.
+
+        Registered trainers are part of it. The calls of others would have to be answered, too.
+        """
+        registered = {id(each) for each in self._registered}
+        others = [each for each in _known if each is not self]
+        is_complete = all(id(each._run()) in registered for each in others)
+        # A trainer that the script has dropped cannot answer for what it has done.
+        is_known = len(others) + 1 == _made
+        has_whole_models = self._state.placement is None or not registered
+        return is_complete and is_known and has_whole_models
+
+    def _describe_objects(self) -> str:
+        """Return a text that changes with what the script itself may have changed."""
+        tensors: dict[str, torch.Tensor] = {}
+        try:
+            plain = [encode(each.state_dict(), tensors, "") for each in self._watched]
+        except UsageError:
+            return ""
+        versions = [(each.data_ptr(), each._version) for each in tensors.values()]
+        return json.dumps([plain, versions, self._state.describe_changes()])
