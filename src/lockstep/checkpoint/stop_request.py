@@ -10,12 +10,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from lockstep.launcher.failure_attribution import STOPPED
 
-__all__ = ["StopRequest", "StoppedOnRequest"]
+__all__ = ["Finish", "StopRequest", "StoppedOnRequest", "stopping"]
+
+Finish = Callable[[str, str], None]
+"""Ends a training as "done", "failed" or "stopped", with a message."""
 
 
 class StoppedOnRequest(SystemExit):
@@ -28,6 +33,22 @@ class StoppedOnRequest(SystemExit):
     def __str__(self) -> str:
         """Return where it stopped."""
         return self.message
+
+
+@contextmanager
+def stopping(finish: Finish, abandon: Callable[[], None]) -> Iterator[None]:
+    """Finish the training as stopped, if the body stops on request.
+
+    After a failure, the checkpoint that is being written is given up.
+    """
+    try:
+        yield
+    except Exception:  # of any kind: the state that was copied before it is not trusted
+        abandon()
+        raise
+    except StoppedOnRequest as stop:
+        finish("stopped", str(stop))
+        raise
 
 
 class StopRequest:

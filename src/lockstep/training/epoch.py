@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from lockstep.checkpoint.stop_request import Finish, stopping
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import Batch
 from lockstep.training.history import History
 from lockstep.training.optimization import Optimization
-from lockstep.training.resumable_run import Finish, ResumableRun, stopping
+from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.state import Position
 
 __all__ = ["Epoch"]

@@ -23,13 +23,16 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from lockstep.checkpoint.encoding import encode
+from lockstep.checkpoint.folder import find_checkpoints, read_checkpoint
 from lockstep.checkpoint.schedule import Stateful
 from lockstep.checkpoint.writer import CheckpointWriter
+from lockstep.elastic.round_origin import RoundOrigin
 from lockstep.errors import FileError, UsageError
 from lockstep.randomness import global_states
+from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.state import TrainingState
 
-__all__ = ["HandOver", "Member"]
+__all__ = ["HandOver", "Member", "read_newest_state"]
 
 _known: weakref.WeakSet[HandOver] = weakref.WeakSet()
 _made = 0
@@ -146,3 +149,33 @@ class HandOver:
             return ""
         versions = [(each.data_ptr(), each._version) for each in tensors.values()]
         return json.dumps([plain, versions, self._state.describe_changes()])
+
+
+def read_newest_state(
+    origin: RoundOrigin, checkpoints: RunCheckpoints | None, trainer: int
+) -> tuple[Path | None, dict[str, Any] | None]:
+    """Return what a trainer of a new round continues from; called on every rank.
+
+    Args:
+        origin: The origin of the round.
+        checkpoints: The checkpoints of the trainer; None for a trainer without them.
+        trainer: The trainer's number.
+
+    Returns:
+        The path of a state and the state, with "is_in_memory" where it is no checkpoint; or None
+        twice, if the trainer begins again or is registered with the one that was handed over.
+    """
+    if origin.state is not None:
+        path = find_checkpoints(origin.state)[0]
+        state = read_checkpoint(path)
+        if state["trainer"] != trainer:
+            return None, None
+    else:
+        found = None if checkpoints is None else checkpoints.find_newest()
+        if found is None:
+            return None, None
+        path, state = found, read_checkpoint(found)
+    is_in_memory = checkpoints is None or path.parent != checkpoints.folder
+    if checkpoints is not None:
+        checkpoints.set_aside_newer(path, state["steps"] + is_in_memory)
+    return path, state | {"is_in_memory": is_in_memory}

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lockstep.checkpoint.folder import find_checkpoints, read_checkpoint
+from lockstep.checkpoint.folder import read_checkpoint
 from lockstep.checkpoint.schedule import Stateful
 from lockstep.checkpoint.stop_request import StoppedOnRequest
 from lockstep.data.content_hash import hash_content
@@ -41,7 +40,7 @@ from lockstep.training.compatibility import (
     say_continued,
     say_resumed,
 )
-from lockstep.training.hand_over import HandOver, Member
+from lockstep.training.hand_over import HandOver, Member, read_newest_state
 from lockstep.training.history import History
 from lockstep.training.rank_status import RankStatus
 from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects
@@ -49,26 +48,7 @@ from lockstep.training.run_record import RunRecord
 from lockstep.training.script_log import OpenEpoch, ScriptLog
 from lockstep.training.state import TrainingState
 
-__all__ = ["Finish", "ResumableRun", "stopping"]
-
-Finish = Callable[[str, str], None]
-"""Ends a training as "done", "failed" or "stopped", with a message."""
-
-
-@contextmanager
-def stopping(finish: Finish, abandon: Callable[[], None]) -> Iterator[None]:
-    """Finish the training as stopped, if the body stops on request.
-
-    After a failure, the checkpoint that is being written is given up.
-    """
-    try:
-        yield
-    except Exception:  # of any kind: the state that was copied before it is not trusted
-        abandon()
-        raise
-    except StoppedOnRequest as stop:
-        finish("stopped", str(stop))
-        raise
+__all__ = ["ResumableRun"]
 
 
 class ResumableRun:
@@ -186,16 +166,13 @@ class ResumableRun:
             layout: What the record says of this process.
         """
         checkpoints, number = self._checkpoints, self._state.position.attempt.trainer
-        state, path, steps = self._find_state(origin), None, 0
+        path, state = read_newest_state(origin, checkpoints, number)
+        steps = 0 if state is None else state["steps"]
         if state is not None:
-            path, steps = state["path"], state["steps"]
             self._load(state)
             self._restore_objects = partial(restore_objects, {}, device=self._state.device)
             self.resumed_from = steps
         if checkpoints is not None:
-            if path is not None:
-                is_saved = path.parent == checkpoints.folder
-                checkpoints.set_aside_newer(path, steps + (not is_saved))
             checkpoints.open_loggers()
         elif self._rank == 0:
             self._record.open_replaced(number)
@@ -209,16 +186,6 @@ class ResumableRun:
         }
         if not self._log.is_answering:
             self._restore()
-
-    def _find_state(self, origin: RoundOrigin) -> dict[str, Any] | None:
-        """Return what this trainer continues from, with its path; None for its beginning."""
-        if origin.state is not None:
-            path = find_checkpoints(origin.state)[0]
-            state = read_checkpoint(path)
-            is_own = state["trainer"] == self._state.position.attempt.trainer
-            return state | {"path": path} if is_own else None  # else registered with the other
-        found = self._checkpoints.find_newest() if self._checkpoints is not None else None
-        return None if found is None else read_checkpoint(found) | {"path": found}
 
     def _load(self, state: dict[str, Any]) -> list[str]:
         """Load a checkpoint's state and its log of calls; return what differs, in sentences."""
@@ -256,17 +223,11 @@ class ResumableRun:
                 self._checkpoints.restore(state, state["steps"])
             elif self._restore_objects is not None:
                 self._restore_objects(state)
-            if self._is_saved(state):
+            if not state.get("is_in_memory"):
                 self._saved = state["steps"], self._log.size
         if self._round:
             line, self._round = self._round, {}
             self._history.write("round", **line, continued=time.time(), undone=None)
-
-    def _is_saved(self, state: Mapping[str, Any]) -> bool:
-        """Return whether a state that was restored is that of a checkpoint, not of a mirror."""
-        path = state.get("path")
-        folder = None if self._checkpoints is None else self._checkpoints.folder
-        return path is None or path.parent == folder
 
     def _note_answer(self, steps: int) -> None:
         self._state.position.steps = steps

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.schedule import CheckpointConfig
+from lockstep.checkpoint.stop_request import stopping
 from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.dataloader import resolve_data
@@ -48,7 +49,7 @@ from lockstep.training.model_setup import (
 )
 from lockstep.training.optimization import Optimization, OptimizerConfig, OptimizerFactory
 from lockstep.training.rank_status import StepTrace, make_timeline_rows
-from lockstep.training.resumable_run import ResumableRun, stopping
+from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.run_end import RunEnd
 from lockstep.training.run_record import LoggerLike, RunRecord
