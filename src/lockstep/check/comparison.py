@@ -12,7 +12,7 @@ from lockstep.check.difference import Difference, first_difference
 from lockstep.check.layouts import Layout, layouts
 from lockstep.check.runner import Run, run_layout
 from lockstep.errors import UsageError
-from lockstep.launcher.launch_script import LaunchConfig, check_target
+from lockstep.launcher.target import check_target
 
 __all__ = ["Comparison", "Verdict", "compare_layouts"]
 
@@ -116,7 +116,7 @@ def compare_layouts(
     Raises:
         UsageError: There is no such script, or it trains nothing with `ls.Trainer`.
     """
-    check_target(LaunchConfig(script, tuple(arguments)))
+    check_target("script", script)
     verdicts: list[Verdict] = []
 
     def add(verdict: Verdict) -> None:

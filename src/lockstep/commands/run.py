@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.errors import UsageError
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch_script import Interrupted, LaunchConfig, launch_script
@@ -65,6 +66,21 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     default="1",
     help="Number of ranks on this host: a number, cpu (one per core), gpu (one per GPU), or "
     "auto (gpu if there are any, else cpu). Default: 1.",
+)
+@option(
+    "min",
+    metavar="A",
+    type=int,
+    default=None,
+    help="Elastic run: go on with the other ranks when one is killed, as long as there are A; a "
+    "new one takes its place. Default with --max: 1.",
+)
+@option(
+    "max",
+    metavar="B",
+    type=int,
+    default=None,
+    help="Elastic run: number of ranks to begin with and to return to, as -n.",
 )
 @option("nnodes", metavar="N", default="1", help="Number of hosts. Default: 1.")
 @option(
@@ -196,23 +212,24 @@ def command(script: str | None, arguments: tuple[str, ...], **options: Any) -> N
     Exit status: 0 success, 1 a rank failed, 2 usage error, 75 stopped on request (continue
     with --resume), 128+N ended by signal N.
     """
+    source = click.get_current_context().get_parameter_source("nproc_per_node")
+    options["is_nprocs_given"] = source != ParameterSource.DEFAULT
     if script is None:
-        source = click.get_current_context().get_parameter_source("nproc_per_node")
-        script, arguments = recall_command(options, keep_nprocs=source != ParameterSource.DEFAULT)
+        script, arguments = recall_command(options)
     try:
-        sys.exit(launch_script(make_config(script, arguments, options)))
+        config = make_config(script, arguments, options)
+        sys.exit(launch_elastic(config) if config.is_elastic else launch_script(config))
     except Interrupted as interruption:
         sys.exit(interruption.exit_status)
 
 
-def recall_command(options: dict[str, Any], *, keep_nprocs: bool) -> tuple[str, tuple[str, ...]]:
+def recall_command(options: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     """Return the recorded script and arguments of the run to resume.
 
     Changes to its working directory, and puts what else was recorded into the options.
 
     Args:
         options: The options of the command, changed in place.
-        keep_nprocs: Whether the number of ranks was given.
 
     Raises:
         UsageError: There is no such run, or its command cannot be repeated.
@@ -245,8 +262,10 @@ def recall_command(options: dict[str, Any], *, keep_nprocs: bool) -> tuple[str, 
             ) from None
     options["module"] = recorded.kind == "module"
     options["no_python"] = recorded.kind == "program"
-    if not keep_nprocs:
+    if not options["is_nprocs_given"] and options["max"] is None:
         options["nproc_per_node"] = str(recorded.nprocs)
+        if options["min"] is None:
+            options["min"] = recorded.min_nprocs
     return recorded.target, recorded.arguments
 
 
@@ -260,10 +279,10 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
         raise UsageError("--module and --no-python exclude each other")
     if options["max_restarts"]:
         raise UsageError(
-            f"--max-restarts {options['max_restarts']}: lockstep run does not restart ranks; "
-            f"leave this option out"
+            f"--max-restarts {options['max_restarts']}: lockstep run does not restart all ranks; "
+            f"leave this option out, or give --min 1 to go on when a rank is killed"
         )
-    nprocs = parse_nprocs(options["nproc_per_node"], _count_gpus)
+    nprocs, min_nprocs = _choose_nprocs(options)
     nnodes = 1 if options["standalone"] else parse_nnodes(options["nnodes"])
     master_addr, master_port = _choose_master(options, nnodes)
     name, parent = options["resume"], Path(options["log_dir"] or RUNS)
@@ -289,7 +308,21 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
         resumes_newest=name == AUTO,
         hang_timeout=options["hang_timeout"],
         on_hang=options["on_hang"],
+        min_nprocs=min_nprocs,
     )
+
+
+def _choose_nprocs(options: dict[str, Any]) -> tuple[int, int | None]:
+    """Return the number of ranks on each host, and the least number in an elastic run."""
+    nprocs, least, most = options["nproc_per_node"], options["min"], options["max"]
+    is_given = options.get("is_nprocs_given", False)
+    if most is not None and is_given and nprocs != str(most):
+        raise UsageError(
+            f"-n {nprocs} and --max {most}: both are the number of ranks to begin with; give one"
+        )
+    if most is not None:
+        return most, 1 if least is None else least
+    return parse_nprocs(nprocs, _count_gpus), least
 
 
 def _choose_master(options: dict[str, Any], nnodes: int) -> tuple[str, int]:
@@ -348,7 +381,8 @@ def parse_nnodes(text: str) -> int:
         raise UsageError(f"--nnodes {text}: expected the number of hosts")
     if match[2] is not None and match[2] != match[1]:
         raise UsageError(
-            f"--nnodes {text}: lockstep run starts a fixed number of hosts; give one number"
+            f"--nnodes {text}: lockstep run starts a fixed number of hosts; give one number, and "
+            f"--min and --max for the number of ranks on one host"
         )
     return int(match[1])
 

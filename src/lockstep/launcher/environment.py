@@ -30,6 +30,12 @@ LAUNCHER = "LOCKSTEP_LAUNCHER"
 # the store at this address and port. It does not apply if a script sets another address.
 STORE = "LOCKSTEP_STORE"
 
+# Set in the ranks of an elastic run (`lockstep.elastic`): that it is one, the number of the
+# process, that it joins others that run already, and the folder with the state of those that it
+# replaces.
+ELASTIC, MEMBER = "LOCKSTEP_ELASTIC", "LOCKSTEP_MEMBER"
+JOIN, HANDOVER = "LOCKSTEP_JOIN", "LOCKSTEP_HANDOVER"
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 # Slurm gives steps that srun did not start (batch script, interactive shell, extern) the

@@ -12,6 +12,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = [
     "Outcome",
     "count_oom_kills",
     "describe_end",
+    "describe_failed_start",
     "describe_own_failure",
     "explain_sigkill",
     "find_early_exit",
@@ -73,6 +75,7 @@ class Outcome:
         was_terminated: Whether the launcher signalled it before it ended.
         waiting_for: The ranks that it reported to wait for.
         hint: Further explanation of a signal.
+        is_replaced: Whether the launch goes on without it, in an elastic run.
     """
 
     rank: int
@@ -83,6 +86,7 @@ class Outcome:
     was_terminated: bool = False
     waiting_for: tuple[int, ...] = ()
     hint: str = ""
+    is_replaced: bool = False
 
     @property
     def has_returned(self) -> bool:
@@ -234,6 +238,21 @@ def describe_end(outcome: Outcome) -> str:
     if outcome.status < 0:
         return f"was killed by {signal_name(-outcome.status)}{outcome.hint}"
     return f"exited with status {outcome.status}"
+
+
+def describe_failed_start(rank: int, reason: str) -> dict[str, Any]:
+    """Return the report of a rank, or of the process of the store (-1), that was not forked."""
+    who = f"rank {rank}" if rank >= 0 else "the process of the ranks' store"
+    return {
+        "kind": "error",
+        "time": time.monotonic(),
+        "type": "OSError",
+        "message": f"{who} could not be started: fork failed ({reason}); see ulimit -u, the pids "
+        f"limit of the control group, and free memory",
+        "where": "",
+        "traceback": "",
+        "plain": True,
+    }
 
 
 def _describe_exception(error: dict[str, Any]) -> str:

@@ -61,13 +61,14 @@ class Launch:
     Attributes:
         channel: The launcher's socket for this launch.
         ranks: The rank (-1: the store) of each process id.
-        outputs: Reading ends of the pipes through which the launcher shows what ranks print.
+        outputs: Reading ends of the pipes through which the launcher shows what ranks print, with
+            the process id of the rank.
         deadline: When to kill the ranks, whose launcher has exited; None while it runs.
     """
 
     channel: Channel
     ranks: dict[int, int] = field(default_factory=dict)
-    outputs: list[int] = field(default_factory=list)
+    outputs: dict[int, int] = field(default_factory=dict)
     deadline: float | None = None
 
     @property
@@ -199,7 +200,7 @@ class Server:
         with contextlib.suppress(OSError):  # the child does it too; either may be first
             os.setpgid(pid, pid)
         if message.get("is_piped"):
-            launch.outputs += _open_reading_ends(descriptors[1:3])
+            launch.outputs.update(dict.fromkeys(_open_reading_ends(descriptors[1:3]), pid))
         for descriptor in descriptors:
             os.close(descriptor)
         launch.ranks[pid] = message["rank"]
@@ -246,6 +247,8 @@ class Server:
                     status = os.waitstatus_to_exitcode(code)
                     message = {"kind": "ended", "rank": launch.ranks.pop(pid), "status": status}
                     self._notify(launch, message)
+                    if launch.deadline is None:  # otherwise they are read to their end
+                        _close_outputs(launch, pid)
 
     def _end_group(self, group: int, number: int) -> None:
         # A group that still has members keeps its number after its leader has exited.
@@ -289,7 +292,7 @@ class Server:
     def _discard_output(self, launch: Launch, output: int) -> None:
         if output in launch.outputs and not os.read(output, CHUNK):
             self._selector.unregister(output)
-            launch.outputs.remove(output)
+            del launch.outputs[output]
             os.close(output)
 
     def _drop_orphans(self) -> None:
@@ -321,6 +324,13 @@ class Server:
         for group in self._leftover_groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
+
+
+def _close_outputs(launch: Launch, pid: int) -> None:
+    """Close the reading ends of a rank that has exited, while the launcher has its own."""
+    for output in [output for output, rank in launch.outputs.items() if rank == pid]:
+        del launch.outputs[output]
+        os.close(output)
 
 
 def _open_reading_ends(streams: Sequence[int]) -> list[int]:

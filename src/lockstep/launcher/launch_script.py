@@ -15,19 +15,17 @@ import os
 import re
 import secrets
 import shlex
-import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
 from lockstep.errors import FileError, LockstepError, RankError, UsageError
 from lockstep.launcher.channel import Message
-from lockstep.launcher.environment import RankEnvironment
+from lockstep.launcher.environment import ELASTIC, HANDOVER, JOIN, MEMBER, RankEnvironment
 from lockstep.launcher.failure_attribution import (
     STOPPED,
     Outcome,
@@ -64,12 +62,24 @@ from lockstep.launcher.run_folder import (
     write_description,
 )
 from lockstep.launcher.supervisor import STOP_GRACE, RankSupervisor
+from lockstep.launcher.target import check_target
 from lockstep.messages import say
 
-__all__ = ["Interrupted", "LaunchConfig", "check_target", "launch_script"]
+__all__ = [
+    "Interrupted",
+    "LaunchConfig",
+    "RunFolder",
+    "launch_script",
+    "open_store",
+    "open_supervisor",
+    "start_rank",
+    "start_ranks",
+    "terminating",
+]
 
 STDOUT, STDERR = 1, 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OF_LAUNCH = (RUN, RESUME, ELASTIC, MEMBER, JOIN, HANDOVER)  # variables that say what a launch is
 TAIL = 12  # lines of the failed rank that are shown again at the end
 
 
@@ -101,6 +111,8 @@ class LaunchConfig:
         hang_timeout: Seconds after which ranks that wait or are stopped count as hanging; 0
             for no limit.
         on_hang: "report" to print a report and wait on, "end" to end the launch after it.
+        min_nprocs: The least number of ranks of an elastic run, which `nprocs` begin; None for
+            a run that ends when a rank is killed.
 
     Raises:
         UsageError: The values contradict each other; the message names the option.
@@ -127,6 +139,7 @@ class LaunchConfig:
     resumes_newest: bool = False
     hang_timeout: float = HangPolicy.timeout
     on_hang: str = "report"
+    min_nprocs: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -168,6 +181,29 @@ class LaunchConfig:
                     f"{option} names local rank {beyond[0]}, but with --nproc-per-node "
                     f"{self.nprocs} local ranks are from 0 to {self.nprocs - 1}"
                 )
+        if self.min_nprocs is not None:
+            self._check_elastic(self.min_nprocs)
+
+    def _check_elastic(self, least: int) -> None:
+        if not 1 <= least <= self.nprocs:
+            raise UsageError(
+                f"--min {least}: expected a number of ranks from 1 to --max ({self.nprocs})"
+            )
+        if self.nnodes > 1:
+            raise UsageError(
+                f"--min and --max: with --nnodes {self.nnodes} the number of ranks is fixed; an "
+                f"elastic run is on one host"
+            )
+        if self.kind == "program":
+            raise UsageError(
+                "--min and --max: a program that runs without Python (--no-python) cannot go on "
+                "without a killed rank"
+            )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run goes on when a rank is killed."""
+        return self.min_nprocs is not None
 
     def shows(self, local_rank: int, stream: int) -> bool:
         """Return whether `stream` (1 or 2) of a local rank is shown on the terminal."""
@@ -218,8 +254,14 @@ class RunFolder:
         return {RUN: str(self.path.resolve()), **({RESUME: "1"} if self.is_resumed else {})}
 
 
-def launch_script(config: LaunchConfig) -> int:
+def launch_script(
+    config: LaunchConfig, start: Callable[[LaunchConfig, RunFolder], RankSupervisor] | None = None
+) -> int:
     """Run what `config` describes and wait for it; no process remains afterwards.
+
+    Args:
+        config: What to run, and how.
+        start: Starts the ranks; None for `start_ranks`.
 
     Returns:
         The exit status: 0, or 75 if the ranks stopped on request and can be resumed.
@@ -230,14 +272,14 @@ def launch_script(config: LaunchConfig) -> int:
         FileError: The logs cannot be written.
         Interrupted: A signal asked this process to stop.
     """
-    check_target(config)
+    check_target(config.kind, config.target)
     check_open_files(config.nprocs)
     folder = _open_run_folder(config)
     status: int | None = 1
     has_stopped = False
     try:
         folder.record(None)
-        status = _launch(config, folder)
+        status = _launch(config, folder, start or start_ranks)
         has_stopped = status == STOPPED
     except (LockstepError, Interrupted) as error:
         status = error.exit_status
@@ -256,9 +298,13 @@ def launch_script(config: LaunchConfig) -> int:
     return status
 
 
-def _launch(config: LaunchConfig, folder: RunFolder) -> int:
+def _launch(
+    config: LaunchConfig,
+    folder: RunFolder,
+    start: Callable[[LaunchConfig, RunFolder], RankSupervisor],
+) -> int:
     with reports_on_request(), _interruptible() as requests:
-        ranks = _start(config, folder)
+        ranks = start(config, folder)
         try:
             error = ranks.wait(
                 grace=config.grace, is_stop_requested=lambda: signal.SIGTERM in requests
@@ -301,56 +347,15 @@ def _describe_stop(config: LaunchConfig, folder: RunFolder) -> str:
     return f"stopped on request; continue with: {command}{where}"
 
 
-def check_target(config: LaunchConfig) -> None:
-    """Check, before anything starts, what every rank would otherwise report.
-
-    Raises:
-        UsageError: There is no such script, module or program, or it is not valid Python.
-    """
-    check = {"script": _check_script, "module": _check_module, "program": _check_program}
-    check[config.kind](config)
-
-
-def _check_program(config: LaunchConfig) -> None:
-    if shutil.which(config.target) is None:
-        raise UsageError(f"{config.target!r} is not an executable program")
-
-
-def _check_module(config: LaunchConfig) -> None:
-    """Find the module as an import does, but without running any of it."""
-    places, name = [os.getcwd(), *sys.path], ""
-    for part in config.target.split("."):
-        name = f"{name}.{part}" if name else part
-        found = PathFinder.find_spec(name, places)
-        if found is None:
-            raise UsageError(f"there is no module {name!r} (searched from {os.getcwd()})")
-        places = list(found.submodule_search_locations or ())
-    if places and PathFinder.find_spec(f"{name}.__main__", places) is None:
-        raise UsageError(f"{name!r} is a package without a __main__ module")
-
-
-def _check_script(config: LaunchConfig) -> None:
-    path = Path(config.target)
-    if not path.exists():
-        raise UsageError(f"there is no script {config.target!r} in {os.getcwd()}")
-    if path.is_dir():
-        if not (path / "__main__.py").exists():
-            raise UsageError(f"{config.target!r} is a folder without a __main__.py")
-        return
-    try:
-        compile(path.read_bytes(), config.target, "exec", dont_inherit=True)
-    except OSError as error:
-        raise UsageError(f"{config.target!r} cannot be read: {error.strerror}") from None
-    except (SyntaxError, ValueError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        said = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise UsageError(f"{config.target}{line} is not valid Python: {said}") from None
-
-
 def _open_run_folder(config: LaunchConfig) -> RunFolder:
     """Make this launch's folder, or take the one that it continues, and hold it."""
     description = describe_launch(
-        config.kind, config.target, config.arguments, config.nprocs, config.nnodes
+        config.kind,
+        config.target,
+        config.arguments,
+        config.nprocs,
+        config.nnodes,
+        config.min_nprocs,
     )
     parent = Path(config.log_dir or RUNS)
     resumed = config.resumed_run
@@ -391,40 +396,70 @@ def _make_log_folder(config: LaunchConfig) -> Path | None:
     return path
 
 
-def _start(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
+def start_ranks(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
+    """Start the ranks of this host."""
     first = config.node_rank * config.nprocs
-    server = get_fork_server(for_training=_is_training(config))
-    ranks = RankSupervisor(
-        server.open_launch(),
-        range(first, first + config.nprocs),
-        hang_policy=HangPolicy(config.hang_timeout, config.on_hang == "end", folder.path),
-    )
-    try:
-        port = config.master_port
-        if config.node_rank == 0:
-            is_single_host = config.nnodes == 1
-            port = ranks.serve_store(config.master_addr, port, is_single_host=is_single_host)
-        environment = RankEnvironment(
-            nprocs=config.nprocs,
-            master_addr=config.master_addr,
-            master_port=port,
-            run_id=config.run_id or secrets.token_hex(4),
-            nnodes=config.nnodes,
-            node_rank=config.node_rank,
-            role=config.role,
-            store=ranks.create_store() if config.nnodes == 1 else "",
-        )
-        null = os.open(os.devnull, os.O_RDONLY)
+    ranks = open_supervisor(config, folder, range(first, first + config.nprocs))
+    with terminating(ranks):
+        environment = open_store(config, ranks)
         for local_rank in range(config.nprocs):
-            rank = first + local_rank
             variables = {**environment.variables(local_rank), **folder.variables()}
-            task = _script_task(config, variables)
-            ranks.start_rank(rank, task, null, _open_output(config, local_rank, rank, folder))
-        os.close(null)
+            start_rank(config, folder, ranks, first + local_rank, local_rank, variables)
+    return ranks
+
+
+@contextlib.contextmanager
+def terminating(ranks: RankSupervisor) -> Iterator[None]:
+    """End the ranks if the body, which starts them, fails."""
+    try:
+        yield
     except BaseException:
         _terminate(ranks, [])
         raise
-    return ranks
+
+
+def open_supervisor(config: LaunchConfig, folder: RunFolder, ranks: range) -> RankSupervisor:
+    """Return the supervisor of ranks that are yet to be started."""
+    return RankSupervisor(
+        get_fork_server(for_training=_is_training(config)).open_launch(),
+        ranks,
+        hang_policy=HangPolicy(config.hang_timeout, config.on_hang == "end", folder.path),
+    )
+
+
+def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
+    """Serve the ranks' stores; return what tells the ranks of this host about them."""
+    port = config.master_port
+    if config.node_rank == 0:
+        is_single_host = config.nnodes == 1
+        port = ranks.serve_store(config.master_addr, port, is_single_host=is_single_host)
+    return RankEnvironment(
+        nprocs=config.nprocs,
+        master_addr=config.master_addr,
+        master_port=port,
+        run_id=config.run_id or secrets.token_hex(4),
+        nnodes=config.nnodes,
+        node_rank=config.node_rank,
+        role=config.role,
+        store=ranks.create_store() if config.nnodes == 1 else "",
+    )
+
+
+def start_rank(
+    config: LaunchConfig,
+    folder: RunFolder,
+    ranks: RankSupervisor,
+    rank: int,
+    local_rank: int,
+    variables: dict[str, str],
+) -> None:
+    """Start one rank, with `variables` in its environment."""
+    output = _open_output(config, local_rank, rank, folder)
+    null = os.open(os.devnull, os.O_RDONLY)
+    try:
+        ranks.start_rank(rank, _script_task(config, variables), null, output)
+    finally:
+        os.close(null)
 
 
 def _is_training(config: LaunchConfig) -> bool:
@@ -439,7 +474,7 @@ def _open_output(config: LaunchConfig, local_rank: int, rank: int, folder: RunFo
         for stream, console in ((STDOUT, sys.stdout), (STDERR, sys.stderr))
     ]
     log = None if folder.path is None else folder.path / f"rank-{rank}.log"
-    prefixed = config.nprocs * config.nnodes > 1
+    prefixed = config.nprocs * config.nnodes > 1 or config.is_elastic
     separator = None
     if folder.is_resumed:
         separator = f"--- resumed at {datetime.datetime.now():%Y-%m-%d %H:%M:%S} ---"
@@ -454,7 +489,7 @@ def _open_output(config: LaunchConfig, local_rank: int, rank: int, folder: RunFo
 def _script_task(config: LaunchConfig, variables: dict[str, str]) -> Message:
     target = config.target
     module = config.kind == "module"
-    inherited = {name: value for name, value in os.environ.items() if name not in (RUN, RESUME)}
+    inherited = {name: value for name, value in os.environ.items() if name not in OF_LAUNCH}
     return {
         "task": config.kind,
         "target": target,

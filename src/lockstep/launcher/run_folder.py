@@ -99,6 +99,7 @@ class LaunchDescription:
         started: When the launch began, in ISO 8601.
         exit_status: The launcher's exit status; None while it runs, or if it was killed.
         is_redacted: Whether secrets were removed, so that the command cannot be repeated.
+        min_nprocs: The least number of ranks of an elastic run; None for another one.
         version: Version of the format.
     """
 
@@ -112,6 +113,7 @@ class LaunchDescription:
     started: str
     exit_status: int | None = None
     is_redacted: bool = False
+    min_nprocs: int | None = None
     version: int = VERSION
 
     def is_same_command(self, other: LaunchDescription) -> bool:
@@ -123,7 +125,12 @@ class LaunchDescription:
 
 
 def describe_launch(
-    kind: str, target: str, arguments: Sequence[str], nprocs: int, nnodes: int
+    kind: str,
+    target: str,
+    arguments: Sequence[str],
+    nprocs: int,
+    nnodes: int,
+    min_nprocs: int | None = None,
 ) -> LaunchDescription:
     """Return the description of a launch that begins now, without secrets."""
     plain: dict[str, Any] = {
@@ -132,6 +139,7 @@ def describe_launch(
         "arguments": list(arguments),
         "nprocs": nprocs,
         "nnodes": nnodes,
+        "min_nprocs": min_nprocs,
         "cwd": os.getcwd(),
         "python": sys.executable,
         "started": datetime.datetime.now().astimezone().isoformat(),
@@ -166,6 +174,8 @@ def command_words(environ: Mapping[str, str], argv: Sequence[str]) -> list[str]:
             hosts = ["--nnodes", str(launched.nnodes), "--master-addr", environ["MASTER_ADDR"]]
         kind = {"module": ["-m"], "program": ["--no-python"]}.get(launched.kind, [])
         ranks = ["-n", str(launched.nprocs)]
+        if launched.min_nprocs is not None:
+            ranks = ["--min", str(launched.min_nprocs), "--max", str(launched.nprocs)]
         return ["lockstep", "run", *ranks, *hosts, *kind, launched.target, *launched.arguments]
     here = read_rank_info(environ)
     if here.launcher == "torchrun":
@@ -202,7 +212,7 @@ def read_description(folder: Path) -> LaunchDescription | None:
         found = LaunchDescription(**{key: fields[key] for key in known & fields.keys()})
         datetime.datetime.fromisoformat(found.started)
         words = (found.target, found.cwd, *found.arguments)
-        numbers = (found.nprocs, found.nnodes)
+        numbers = (found.nprocs, found.nnodes, found.min_nprocs or 0)
         if found.kind not in KINDS or not all(isinstance(word, str) for word in words):
             raise ValueError
         if not all(isinstance(number, int) for number in numbers):

@@ -14,6 +14,8 @@ import os
 import re
 import signal
 import sysconfig
+import time
+from collections.abc import Mapping
 
 __all__ = [
     "NOT_USER_CODE",
@@ -23,11 +25,16 @@ __all__ = [
     "is_waiting",
     "may_wait",
     "parse_frames",
+    "read_stacks",
     "shorten_path",
 ]
 
 # A real-time signal, which programs and schedulers do not use.
 STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+
+TIMEOUT = 1.0  # seconds that ranks have to write their stacks
+POLL = 0.005  # seconds between two looks at what they have written
+MAX_STACK = 1 << 16  # bytes that are read of a stack
 
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 LAUNCHER = os.path.dirname(os.path.abspath(__file__))
@@ -40,6 +47,24 @@ WAITING = ("torch/distributed/", os.path.join(LAUNCHER, "rendezvous_check"))
 # and `work.wait()` is a function without a frame.
 MAY_WAIT = ("torch/autograd/",)
 WAIT_CALL = ".wait("
+
+
+def read_stacks(files: Mapping[int, int]) -> dict[int, str]:
+    """Return what ranks write into files within a second of their signal; "" for no answer.
+
+    Args:
+        files: The descriptor of each rank's file, which is empty.
+    """
+    deadline = time.monotonic() + TIMEOUT
+    sizes: dict[int, int] = {}
+    while time.monotonic() < deadline:
+        before, sizes = sizes, {rank: os.fstat(file).st_size for rank, file in files.items()}
+        if sizes == before and all(sizes.values()):
+            break  # all have answered, and none is still writing
+        time.sleep(POLL)
+    return {
+        rank: os.pread(file, MAX_STACK, 0).decode(errors="replace") for rank, file in files.items()
+    }
 
 
 def is_user_code(file: str) -> bool:

@@ -30,6 +30,7 @@ from lockstep.launcher.channel import Channel, Message, open_pair, read_memfd
 from lockstep.launcher.failure_attribution import (
     Outcome,
     count_oom_kills,
+    describe_failed_start,
     explain_sigkill,
     find_early_exit,
     find_first_failure,
@@ -45,7 +46,7 @@ from lockstep.launcher.listening_socket import find_obstacle, get_connectable_ad
 from lockstep.launcher.local_rendezvous import create_store
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.report_request import reports_on_request, take_request
-from lockstep.launcher.stacks import STACK_SIGNAL, describe_location
+from lockstep.launcher.stacks import STACK_SIGNAL, describe_location, read_stacks
 from lockstep.launcher.tracebacks import BACKEND_ERRORS, is_full
 from lockstep.messages import say
 
@@ -62,8 +63,6 @@ SETTLE_SAME = 0.5  # ... that every rank may report
 SETTLE_KILLED = 0.2  # ... that the kernel may log in a moment
 POLL = 0.005  # seconds between two checks of process groups that are ending
 TICK = 0.25  # seconds between two checks for unfinished lines of output
-STACK_TIMEOUT = 1.0  # seconds that ranks have to write their stacks
-MAX_STACK = 1 << 16  # bytes that are read of a stack
 
 
 class RankSupervisor:
@@ -74,6 +73,13 @@ class RankSupervisor:
         ranks: The ranks to start here.
         own_fork_server: A fork server for this launch only, closed together with it.
         hang_policy: What to do about ranks that hang.
+
+    Attributes:
+        after_events: Called while ranks are waited for, before failures are looked for; returns
+            why the launch has to end, if so.
+        on_report: Called with every message of a rank; returns whether it is not to be processed
+            any further.
+        has_fork_server: Whether the fork server runs; without it all ranks are killed.
     """
 
     def __init__(
@@ -88,13 +94,17 @@ class RankSupervisor:
         self.pids: dict[int, int] = {}
         self.outputs: dict[int, RankOutput] = {}
         self.was_asked_to_stop = False
+        self.after_events: Callable[[], RankError | None] = lambda: None
+        self.on_report: Callable[[int, Message], bool] = lambda rank, message: False
+        self.has_fork_server = True
+        self.settle_killed = SETTLE_KILLED
         self._started: set[int] = set()
         self._channel: Channel | None = channel
         self._own_fork_server = own_fork_server
         self._reports: dict[int, Channel] = {}
         self._stacks: dict[int, int] = {}
         self._activities: dict[int, int] = {}
-        self._descriptors: list[int] = []
+        self._stores: dict[str, int] = {}
         self._output_descriptors: set[int] = set()
         self._oom_kills = count_oom_kills()
         self.hang_monitor = HangMonitor(self, hang_policy)
@@ -127,14 +137,20 @@ class RankSupervisor:
         """Create the private store of ranks that are all on this host.
 
         Returns:
-            Its address, valid until this launch is closed; "" if the system has no such stores.
+            Its address, valid until `close_store` or until this launch is closed; "" if the
+            system has no such stores.
         """
         created = create_store()
         if created is None:
             return ""
         descriptor, address = created
-        self._descriptors.append(descriptor)
+        self._stores[address] = descriptor
         return address
+
+    def close_store(self, address: str) -> None:
+        """Close a private store to ranks that have not attached to it."""
+        if address in self._stores:
+            os.close(self._stores.pop(address))
 
     def start_rank(
         self,
@@ -156,6 +172,7 @@ class RankSupervisor:
             streams: Descriptors of its stdin, stdout and stderr, instead of these.
         """
         assert self._channel is not None
+        self.outcomes.setdefault(rank, Outcome(rank))
         ours, theirs = open_pair()
         with contextlib.ExitStack() as opened:
             null = os.open(os.devnull, os.O_RDWR)
@@ -234,6 +251,9 @@ class RankSupervisor:
                     self.terminate()
                     return hang
                 self.process_events(_limit(TICK, deadline))
+                if error := self.after_events():
+                    self.terminate()
+                    return error
                 has_expired = deadline is not None and time.monotonic() >= deadline
                 if has_expired and self.running and not is_stop_requested():
                     raise TimeoutError
@@ -281,19 +301,7 @@ class RankSupervisor:
         for rank, file in files.items():
             os.ftruncate(file, 0)  # of an earlier answer
             self.send_signal(rank, STACK_SIGNAL, group=False)
-        deadline = time.monotonic() + STACK_TIMEOUT
-        sizes: dict[int, int] = {}
-        while time.monotonic() < deadline:
-            before, sizes = sizes, {rank: os.fstat(file).st_size for rank, file in files.items()}
-            if sizes == before and all(sizes.values()):
-                break  # all have answered, and none is still writing
-            time.sleep(POLL)
-        return {
-            rank: os.pread(files[rank], MAX_STACK, 0).decode(errors="replace")
-            if rank in files
-            else ""
-            for rank in ranks
-        }
+        return {**dict.fromkeys(ranks, ""), **read_stacks(files)}
 
     # --- ending ---------------------------------------------------------------------------
 
@@ -314,9 +322,9 @@ class RankSupervisor:
         active = [rank for rank in self.running if self.outcomes[rank].error is None]
         # SIGCONT, so that a stopped rank receives SIGTERM, too.
         for number in (signal.SIGTERM, signal.SIGCONT):
-            self._end_ranks(active, number)
+            self.end_ranks(active, number)
         if not self._process_events_until(time.monotonic() + (GRACE if grace is None else grace)):
-            self._end_ranks(self.running, signal.SIGKILL)
+            self.end_ranks(self.running, signal.SIGKILL)
             self._process_events_until(time.monotonic() + EXIT_TIMEOUT)
         self.close()
 
@@ -334,6 +342,9 @@ class RankSupervisor:
                 break
             self._answer_request()
             self.process_events(_limit(TICK, deadline))
+            if error := self.after_events():
+                self.terminate()
+                return error
         if self.running:
             self._end_late_ranks(grace)
         self.close()
@@ -369,13 +380,29 @@ class RankSupervisor:
         self._selector.close()
         for report in self._reports.values():
             report.close()
-        for files in (self._stacks.values(), self._activities.values(), self._descriptors):
-            for descriptor in files:
+        for files in (self._stacks, self._activities, self._stores):
+            for descriptor in files.values():
                 os.close(descriptor)
         for output in self.outputs.values():
             output.close()
         if self._own_fork_server is not None:
             self._own_fork_server.close()
+
+    def release(self, rank: int) -> None:
+        """Close what belongs to a rank that has exited; the others go on without it."""
+        self.outcomes[rank].is_replaced = True
+        self.pids.pop(rank, None)
+        if report := self._reports.pop(rank, None):
+            self._remove_reader(report.fileno())
+            report.close()
+        if output := self.outputs.pop(rank, None):
+            for stream in output.streams:
+                self._output_descriptors.discard(stream.reading)
+                self._remove_reader(stream.reading)
+            output.close()
+        for files in (self._stacks, self._activities):
+            if rank in files:
+                os.close(files.pop(rank))
 
     def send_signal(self, rank: int, number: int, *, group: bool = True) -> None:
         """Send a signal to a rank, or to its whole process group."""
@@ -390,7 +417,8 @@ class RankSupervisor:
         if take_request():
             self.hang_monitor.print_places()
 
-    def _end_ranks(self, ranks: Sequence[int], number: int) -> None:
+    def end_ranks(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to ranks and what they have started, whose end is then no failure."""
         for rank in ranks:
             self.outcomes[rank].was_terminated = True
             self.send_signal(rank, number)
@@ -439,11 +467,15 @@ class RankSupervisor:
 
     @property
     def _all(self) -> Sequence[Outcome]:
-        return list(self.outcomes.values())
+        return [outcome for outcome in self.outcomes.values() if not outcome.is_replaced]
 
     def add_reader(self, descriptor: int, callback: Callable[[], bool]) -> None:
         """Call `callback` whenever `descriptor` is readable, until it returns False."""
         self._selector.register(descriptor, selectors.EVENT_READ, callback)
+
+    def _remove_reader(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(descriptor)
 
     def _on_fork_server_message(self) -> bool:
         assert self._channel is not None
@@ -465,17 +497,7 @@ class RankSupervisor:
     def _on_failed_start(self, rank: int, reason: str) -> None:
         """Note that the fork server could not fork a rank, or the process of the store (-1)."""
         outcome = self.outcomes[max(rank, min(self.outcomes))]
-        who = f"rank {rank}" if rank >= 0 else "the process of the ranks' store"
-        outcome.error = outcome.error or {
-            "kind": "error",
-            "time": time.monotonic(),
-            "type": "OSError",
-            "message": f"{who} could not be started: fork failed ({reason}); see ulimit -u, the "
-            f"pids limit of the control group, and free memory",
-            "where": "",
-            "traceback": "",
-            "plain": True,
-        }
+        outcome.error = outcome.error or describe_failed_start(rank, reason)
         if rank >= 0:
             outcome.status = 1
 
@@ -488,7 +510,7 @@ class RankSupervisor:
             outcome.hint = self._explain_sigkill(rank)
 
     def _explain_sigkill(self, rank: int) -> str:
-        deadline = time.monotonic() + SETTLE_KILLED
+        deadline = time.monotonic() + self.settle_killed
         while not (hint := explain_sigkill(self.pids.get(rank, 0), self._oom_kills)):
             if time.monotonic() >= deadline:
                 break
@@ -497,6 +519,7 @@ class RankSupervisor:
 
     def _on_fork_server_lost(self) -> None:
         """Count every rank as killed: the kernel kills them when the fork server is gone."""
+        self.has_fork_server = False
         for rank in self.running:
             self.outcomes[rank].status = -signal.SIGKILL
             self.outcomes[rank].when = time.monotonic()
@@ -521,11 +544,12 @@ class RankSupervisor:
             return False
         received = report.receive()
         if received is None:
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(report.fileno())
+            self._remove_reader(report.fileno())
             self._reports.pop(rank).close()
             return True  # it is unregistered already
         message, descriptors = received
+        if self.on_report(rank, message):
+            return True
         outcome = self.outcomes[rank]
         match message["kind"]:
             case "stack":

@@ -1,0 +1,59 @@
+"""Launches a script in an elastic run, whose number of ranks changes while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import ExitStack
+
+from lockstep.elastic.rounds import Rounds
+from lockstep.launcher.launch_script import (
+    LaunchConfig,
+    RunFolder,
+    launch_script,
+    open_store,
+    open_supervisor,
+    start_rank,
+    terminating,
+)
+from lockstep.launcher.supervisor import RankSupervisor
+
+__all__ = ["launch_elastic"]
+
+
+def launch_elastic(config: LaunchConfig) -> int:
+    """Run what `config` describes, with `config.min_nprocs` ranks or more, and wait for it.
+
+    Returns:
+        As `launch_script`.
+
+    Raises:
+        LockstepError: As for `launch_script`.
+        Interrupted: As for `launch_script`.
+    """
+    with ExitStack() as opened:
+
+        def start(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
+            return _start(config, folder, opened)
+
+        return launch_script(config, start)
+
+
+def _start(config: LaunchConfig, folder: RunFolder, opened: ExitStack) -> RankSupervisor:
+    assert config.min_nprocs is not None
+    ranks = open_supervisor(config, folder, range(0))
+
+    def start_member(member: int, rank: int, variables: dict[str, str]) -> None:
+        start_rank(config, folder, ranks, member, rank, {**folder.variables(), **variables})
+
+    with terminating(ranks):
+        rounds = Rounds(
+            ranks,
+            start_member,
+            open_store(config, ranks),
+            wanted=config.nprocs,
+            at_least=config.min_nprocs,
+            folder=folder.path,
+        )
+        opened.enter_context(contextlib.closing(rounds))
+        rounds.begin()
+    return ranks

@@ -1,0 +1,600 @@
+"""The rounds of an elastic run, as its launcher forms them.
+
+A *member* is a process; its number is never used again. In a *round* the members are fixed, and
+have ranks. A round ends when a member is killed, or when rank 0 admits newcomers:
+
+    running ──"round_over" of every member that is left──> round_plan
+       ^                                                       │
+       ├── Continue: "round" to the members of the next round <┤
+       ├── HandOver: "hand_over" to some, new processes <──────┤
+       └── Restart: new processes, from the newest checkpoint <┘
+
+After `Continue`, newcomers are started for the members that are missing. A newcomer reports
+"ready" when it has run its script up to the first call that needs the others; then rank 0 gets
+"newcomers", and at the next safe point all report "round_over" to admit them.
+
+    to the launcher   round_over   the fields of `round_plan.Report`, with "round" and "reason"
+                      ready        a newcomer can join
+                      resumed      a new process has read the state that was handed over
+    to a member       newcomers    {round, count}: let all ranks report at the next safe point; 0
+                                   if no newcomer waits any more
+                      lost         {round, member}: a member of this round is gone
+                      round        {round, rank, world_size, pids, store, operation, commit, lost,
+                                   joined, left, noticed}: the next round; `pids` are by rank, and
+                                   `noticed` is when the launcher learned why it is formed
+                      hand_over    {folder, operation, commit}: write the state there and exit
+                      leave        exit with status 0
+
+A member that exits with status 0 has come to the end of its script. Only a signal begins a new
+round; another failure ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lockstep.elastic.round_plan import (
+    Continue,
+    HandOver,
+    Plan,
+    Report,
+    choose_world_size,
+    plan_round,
+)
+from lockstep.errors import RankError, UsageError
+from lockstep.launcher.channel import Message
+from lockstep.launcher.environment import ELASTIC, HANDOVER, JOIN, MEMBER, RankEnvironment
+from lockstep.launcher.failure_attribution import Outcome, describe_end, is_consequence
+from lockstep.launcher.fork_server import check_open_files
+from lockstep.launcher.run_folder import RESUME
+from lockstep.launcher.supervisor import RankSupervisor
+from lockstep.messages import say
+
+__all__ = ["SCALE_FILE", "Rounds", "StartMember"]
+
+SCALE_FILE = "scale.json"  # in the run's folder: {"ranks": N}, removed when it has been read
+CHECKPOINTS = "checkpoints"  # in the run's folder
+HANDOVER_PREFIX = "lockstep-handover"  # of folders in memory, before the launcher's process id
+MEMORY = Path("/dev/shm")
+
+LEAVE_TIMEOUT = 5.0  # seconds that a member has to exit when it was told to
+HANDOVER_TIMEOUT = 120.0  # seconds that members have to write their state
+SETTLE = 2.0  # seconds in which the death of a member explains that others lost a connection
+MAX_DEATHS = 5  # of newcomers in a row that were not ready, or of rounds that saved nothing
+
+StartMember = Callable[[int, int, dict[str, str]], None]
+"""Starts a process: its number as a member, its rank, and variables for its environment."""
+
+
+@dataclass
+class Replacement:
+    """New processes that take the place of those of a round, once these have exited.
+
+    Attributes:
+        world_size: Their number.
+        source: Where they find the state, in words.
+        folder: What was handed over to them.
+    """
+
+    world_size: int
+    source: str
+    folder: Path | None
+
+
+@dataclass
+class Handover:
+    """The state that members write for the processes that will replace them.
+
+    Attributes:
+        plan: The plan.
+        folder: Where it is written.
+        deadline: When it counts as failed.
+        writing: For each position that is not complete, the member that writes it.
+    """
+
+    plan: HandOver
+    folder: Path
+    deadline: float
+    writing: dict[int, int]
+
+
+class Rounds:
+    """Forms the rounds of a run, and starts its members.
+
+    Args:
+        ranks: Supervises the members; their numbers are its ranks.
+        start: Starts a member.
+        environment: The variables of the first round.
+        wanted: Number of ranks that the run should have.
+        at_least: Number of ranks that it must have.
+        folder: The run's folder.
+    """
+
+    def __init__(
+        self,
+        ranks: RankSupervisor,
+        start: StartMember,
+        environment: RankEnvironment,
+        *,
+        wanted: int,
+        at_least: int,
+        folder: Path | None,
+    ) -> None:
+        if not environment.store:
+            raise UsageError("--min and --max: elastic runs need Linux")
+        self.number = 0
+        self.members: tuple[int, ...] = ()
+        self._ranks, self._start, self._environment = ranks, start, environment
+        self._wanted, self._at_least, self._folder = wanted, at_least, folder
+        self._next_member = 0
+        self._newcomers: dict[int, bool] = {}  # whether they are ready
+        self._leaving: dict[int, float] = {}  # when they are killed
+        self._reports: dict[int, Report] = {}
+        self._lost: dict[int, int] = {}  # the signals
+        self._done: set[int] = set()
+        self._noticed: float | None = None  # unix time
+        self._reported = 0.0  # when the last report came
+        self._told = (-1, 0, False)  # which member, in which round, and whether anybody waits
+        self._can_stay, self._stages = True, 1  # as last reported
+        self._newcomer_deaths = 0
+        self._restarts, self._saved = 0, self._list_checkpoints()
+        self._replacement: Replacement | None = None
+        self._handover: Handover | None = None
+        self._handed_over: Path | None = None
+        self._resumed: set[int] = set()
+        self._error: RankError | None = None
+        ranks.settle_killed = 0.0
+        ranks.after_events = self.advance
+        ranks.on_report = self._on_report
+
+    def begin(self) -> None:
+        """Start the members of the first round."""
+        self._start_members(self._wanted, {})
+
+    def close(self) -> None:
+        """Remove what was handed over."""
+        written = None if self._handover is None else self._handover.folder
+        for folder in (self._handed_over, written):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+        self._handed_over = self._handover = None
+
+    # --- what happens -------------------------------------------------------------------------
+
+    def advance(self) -> RankError | None:
+        """Notice what has happened, and form the next round as soon as it can be.
+
+        Returns:
+            Why the run cannot go on, if so.
+        """
+        if self._ranks.has_fork_server:
+            self._advance()
+        return self._error
+
+    def _advance(self) -> None:
+        for member in [*self._running_or_ended()]:
+            self._notice_end(member, self._ranks.outcomes[member])
+        self._reconsider_consequences()
+        self._kill_late_leavers()
+        self._read_request()
+        if self._replacement is not None:
+            self._replace(self._replacement)
+        elif self._handover is not None:
+            self._follow_handover(self._handover)
+        elif self._is_stopping or self._done:
+            self._dismiss(self._newcomers)
+            self._form_round()
+        else:
+            self._form_round()
+            self._fill_up()
+
+    @property
+    def _is_stopping(self) -> bool:
+        outcomes = [self._ranks.outcomes[member] for member in self.members]
+        return self._ranks.was_asked_to_stop or any(each.has_stopped for each in outcomes)
+
+    @property
+    def _alive(self) -> list[int]:
+        """The members of this round that run, by rank."""
+        return [
+            member
+            for member in self.members
+            if member not in self._lost and self._ranks.outcomes[member].status is None
+        ]
+
+    def _running_or_ended(self) -> list[int]:
+        """Return the members whose end has not been noticed."""
+        ended = self._lost.keys() | self._done
+        here = [member for member in self.members if member not in ended]
+        return [*here, *self._newcomers, *self._leaving]
+
+    def _on_report(self, member: int, message: Message) -> bool:
+        kind = message["kind"]
+        if kind == "waiting":  # for ranks of a world; the supervisor knows members
+            members = [m for rank, m in enumerate(self.members) if rank in message["ranks"]]
+            is_member = member in self.members
+            self._ranks.outcomes[member].waiting_for = tuple(members) if is_member else ()
+        elif kind == "ready" and member in self._newcomers:
+            self._newcomers[member] = True
+            self._newcomer_deaths = 0
+        elif kind == "round_over" and member in self.members and message["round"] == self.number:
+            self._reports[member] = _read_report(member, message)
+            self._reported = time.monotonic()
+        elif kind == "resumed":
+            self._resumed.add(member)
+            if self._resumed.issuperset(self.members) and self._replacement is None:
+                self.close()
+        return kind in ("waiting", "ready", "round_over", "resumed")
+
+    def _notice_end(self, member: int, outcome: Outcome) -> None:
+        """Notice that a member has ended, or is about to because it lost another one."""
+        if outcome.status is None:
+            if outcome.error is not None and member in self.members:
+                # A lost connection is a failure after all if no member turns out to be dead.
+                outcome.is_replaced |= is_consequence(outcome) or self._is_writing(member)
+            return
+        if member in self._leaving:
+            del self._leaving[member]
+            self._ranks.release(member)
+        elif member in self._newcomers:
+            self._notice_end_of_newcomer(member, outcome)
+        elif outcome.status == 0:
+            self._done.add(member)
+        elif _was_killed(outcome):
+            self._lose(member, outcome, -outcome.status)
+        elif self._is_writing(member) or (outcome.is_replaced and self._lost):
+            self._lose(member, outcome, 0)
+
+    def _notice_end_of_newcomer(self, member: int, outcome: Outcome) -> None:
+        was_started = member in self._ranks.pids
+        if outcome.status == 0 or _was_killed(outcome) or not was_started:
+            is_ready = self._newcomers.pop(member)
+            self._newcomer_deaths += not is_ready
+            how = "ended" if outcome.status == 0 else describe_end(outcome)
+            self._ranks.release(member)
+            if self._newcomer_deaths < MAX_DEATHS:
+                say(f"member {member} {how} before it joined the others")
+            else:
+                say(
+                    f"member {member} {how} before it joined the others, as {MAX_DEATHS - 1} "
+                    f"before it: no more are started until you run: lockstep scale"
+                )
+
+    def _lose(self, member: int, outcome: Outcome, number: int) -> None:
+        self._lost[member] = number
+        if self._noticed is None:
+            self._noticed = time.time()
+        if number:
+            say(f"member {member} {describe_end(outcome)}")
+        self._ranks.release(member)
+        for each in self._alive:
+            self._ranks.send(each, {"kind": "lost", "round": self.number, "member": member})
+
+    def _reconsider_consequences(self) -> None:
+        """Count lost connections as failures if no member has died within a moment."""
+        if any(self._lost.values()) or self._handover is not None:
+            return
+        for member in self.members:
+            outcome = self._ranks.outcomes[member]
+            if outcome.is_replaced and outcome.error is not None:
+                is_late = time.monotonic() - outcome.error["time"] >= SETTLE
+                outcome.is_replaced = not is_late and bool(self._ranks.running)
+
+    def _kill_late_leavers(self) -> None:
+        for member, deadline in self._leaving.items():
+            if time.monotonic() >= deadline:
+                self._ranks.end_ranks([member], signal.SIGKILL)
+
+    def _read_request(self) -> None:
+        """Read the number of ranks that `lockstep scale` has asked for."""
+        if self._folder is None:
+            return
+        path = self._folder / SCALE_FILE
+        try:
+            wanted = int(json.loads(path.read_bytes())["ranks"])
+            path.unlink()
+            check_open_files(wanted)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            say(f"{path}: {error}")
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return
+        self._wanted, self._newcomer_deaths = max(wanted, self._at_least), 0
+        say(f"the run gets {_count(self._wanted)} at its next safe point")
+
+    # --- the next round -----------------------------------------------------------------------
+
+    def _form_round(self) -> None:
+        alive = self._alive
+        if not alive:
+            self._follow_last_member()
+        elif alive and all(member in self._reports for member in alive):
+            is_admission = all(report.is_admission for report in self._reports.values())
+            if self._lost or is_admission:
+                self._plan([self._reports[member] for member in alive])
+            elif time.monotonic() - self._reported >= SETTLE:
+                self._fail(_describe_unexplained(self._done))
+        elif any(set(self._ranks.outcomes[each].waiting_for) & self._lost.keys() for each in alive):
+            self._restart(choose_world_size(self._wanted, self._stages))
+
+    def _follow_last_member(self) -> None:
+        """Go on after every member of the round has ended, and some were killed."""
+        if self._lost and self.members[0] not in self._done and not self._is_stopping:
+            self._restart(choose_world_size(self._wanted, self._stages))
+
+    def _plan(self, reports: Sequence[Report]) -> None:
+        ready = [member for member, is_ready in self._newcomers.items() if is_ready]
+        is_ending = self._is_stopping or bool(self._done)
+        plan = plan_round(
+            reports,
+            [] if is_ending else ready,
+            wanted=self._wanted,
+            at_least=1 if is_ending else self._at_least,
+        )
+        self._can_stay = all(report.can_stay for report in reports)
+        self._stages = max(report.stages for report in reports)
+        if plan is None and not self._start_newcomers():
+            self._fail(
+                f"{_count(len(reports))} left, fewer than --min {self._at_least}, and those that "
+                f"were started to replace the others did not live long enough to join",
+            )
+        elif plan is not None:
+            self._execute(plan)
+
+    def _execute(self, plan: Plan) -> None:
+        if isinstance(plan, Continue):
+            self._continue(plan)
+        elif isinstance(plan, HandOver):
+            self._begin_handover(plan)
+        else:
+            self._restart(plan.world_size)
+
+    def _continue(self, plan: Continue) -> None:
+        """Tell the members their ranks in the next round."""
+        store = self._open_store()
+        message = {
+            "kind": "round",
+            "round": self.number + 1,
+            "world_size": len(plan.members),
+            "pids": [self._ranks.pids.get(member, 0) for member in plan.members],
+            "store": store,
+            "operation": plan.operation,
+            "commit": plan.commit,
+            "lost": [{"member": each, "signal": number} for each, number in self._lost.items()],
+            "joined": list(plan.joined),
+            "left": list(plan.left),
+            "noticed": time.time() if self._noticed is None else self._noticed,
+        }
+        for member in plan.joined:
+            del self._newcomers[member]
+        self._begin_round(plan.members)
+        self._dismiss(plan.left)
+        for rank, member in enumerate(plan.members):
+            self._ranks.send(member, {**message, "rank": rank})
+        changes = [
+            f"{_name(plan.joined)} joined" if plan.joined else "",
+            f"{_name(plan.left)} left" if plan.left else "",
+        ]
+        why = " and ".join(change for change in changes if change)
+        say(f"round {self.number}: {_count(len(plan.members))}" + (f", {why}" if why else ""))
+
+    def _begin_round(self, members: tuple[int, ...]) -> None:
+        self.number += 1
+        self.members = members
+        self._reports.clear()
+        self._lost.clear()
+        self._noticed = None
+
+    def _open_store(self) -> str:
+        """Create the store of the next round, and close that of the round before."""
+        store = self._ranks.create_store()
+        self._ranks.close_store(self._environment.store)
+        self._environment = replace(self._environment, store=store)
+        return store
+
+    def _fail(self, reason: str) -> None:
+        self._error = RankError(f"round {self.number}: {reason}")
+
+    # --- newcomers ----------------------------------------------------------------------------
+
+    def _fill_up(self) -> None:
+        """Start and announce newcomers, or announce that members have to leave."""
+        if self._replacement or self._handover or self._lost or self._reports:
+            return
+        if self._can_stay:
+            self._start_newcomers()
+            surplus = len(self.members) + len(self._newcomers) - self._wanted
+            if surplus > 0:
+                self._dismiss([*self._newcomers][-surplus:])
+            count = sum(self._newcomers.values()) or len(self.members) - self._wanted
+        else:
+            count = abs(choose_world_size(self._wanted, self._stages) - len(self.members))
+        self._notify(max(0, count))
+
+    def _notify(self, count: int) -> None:
+        """Tell rank 0 how many newcomers wait, or members have to leave, once in each round."""
+        first = self.members[0]
+        was_told = self._told[0] == first and self._told[2]
+        if (count and self._told != (first, self.number, True)) or (not count and was_told):
+            self._told = (first, self.number, bool(count))
+            self._ranks.send(first, {"kind": "newcomers", "round": self.number, "count": count})
+
+    def _start_newcomers(self) -> bool:
+        """Start the newcomers that are missing; return whether any will join."""
+        count = len(self._alive) + len(self._newcomers)
+        while count < self._wanted and self._newcomer_deaths < MAX_DEATHS:
+            count += 1
+            variables = replace(self._environment, nprocs=count, store="").variables(count - 1)
+            self._newcomers[self._next_member] = False
+            self._start_member(count - 1, {**variables, JOIN: "1"})
+        return bool(self._newcomers)
+
+    def _start_member(self, rank: int, variables: dict[str, str]) -> None:
+        member, self._next_member = self._next_member, self._next_member + 1
+        count = {"TORCHELASTIC_RESTART_COUNT": str(self.number)}
+        self._start(member, rank, {**variables, **count, ELASTIC: "1", MEMBER: str(member)})
+
+    def _dismiss(self, members: Sequence[int] | dict[int, bool]) -> None:
+        """Let members exit: those that wait for a message, and newcomers."""
+        for member in [*members]:
+            self._ranks.send(member, {"kind": "leave"})
+            if self._newcomers.pop(member, None) is False:
+                self._ranks.end_ranks([member], signal.SIGKILL)  # it has nothing to save
+            self._leaving[member] = time.monotonic() + LEAVE_TIMEOUT
+
+    # --- new processes ------------------------------------------------------------------------
+
+    def _begin_handover(self, plan: HandOver) -> None:
+        self.close()
+        folder = _make_handover_folder()
+        self._handover = Handover(plan, folder, time.monotonic() + HANDOVER_TIMEOUT, {})
+        for position, writers in enumerate(plan.writers):
+            self._ask_to_write(self._handover, position, writers[0])
+
+    def _ask_to_write(self, handover: Handover, position: int, member: int) -> None:
+        handover.writing[position] = member
+        message = {
+            "kind": "hand_over",
+            "folder": str(handover.folder),
+            "operation": handover.plan.operation,
+            "commit": handover.plan.commit,
+        }
+        self._ranks.send(member, message)
+
+    def _is_writing(self, member: int) -> bool:
+        return self._handover is not None and member in self._handover.writing.values()
+
+    def _follow_handover(self, handover: Handover) -> None:
+        """Wait until each part is written; another member writes what a killed one could not."""
+        world_size = handover.plan.world_size
+        for position, member in list(handover.writing.items()):
+            if member in self._done:
+                del handover.writing[position]
+            elif member not in self._alive:
+                others = [each for each in handover.plan.writers[position] if each in self._alive]
+                if others:
+                    self._ask_to_write(handover, position, others[0])
+                else:
+                    self.close()
+                    self._restart(world_size)
+                    return
+        if not handover.writing:
+            self._handover, self._handed_over = None, handover.folder
+            self._restart(world_size, "the state of the others")
+        elif time.monotonic() >= handover.deadline:
+            self.close()
+            self._restart(world_size)
+
+    def _restart(self, world_size: int, source: str = "") -> None:
+        """End all processes, to start new ones that continue from the newest state."""
+        if not source and self._handed_over is not None:
+            source = "the state of those before them"  # which they had not read yet
+        elif not source:
+            source = "the newest checkpoint" if self._list_checkpoints() else "the beginning"
+        is_further = source != "the beginning" and self._list_checkpoints() != self._saved
+        self._restarts = 1 if is_further else self._restarts + 1
+        self._saved = self._list_checkpoints()
+        if self._restarts > MAX_DEATHS:
+            self._fail(
+                f"{MAX_DEATHS} rounds in a row lost all processes before they saved a checkpoint",
+            )
+            return
+        for member in [*self._alive, *self._newcomers]:
+            if member in self._reports or self._newcomers.get(member):
+                self._ranks.send(member, {"kind": "leave"})
+            else:
+                self._ranks.end_ranks([member], signal.SIGKILL)
+            self._leaving[member] = time.monotonic() + LEAVE_TIMEOUT
+        for member in self.members:
+            if member not in self._leaving and member not in self._lost:
+                self._ranks.release(member)
+        self.members = ()
+        self._newcomers.clear()
+        self._lost.clear()
+        self._done.clear()
+        self._replacement = Replacement(world_size, source, self._handed_over)
+        self._replace(self._replacement)
+
+    def _replace(self, replacement: Replacement) -> None:
+        """Start the new processes as soon as those that they replace have exited."""
+        if self._leaving or self._is_stopping:
+            return
+        self._replacement = None
+        self._open_store()
+        self._begin_round(())
+        self._resumed.clear()
+        variables = {RESUME: "1"} if self._folder is not None else {}
+        if replacement.folder is not None:
+            variables[HANDOVER] = str(replacement.folder)
+        say(
+            f"round {self.number}: {_count(replacement.world_size)}, started anew from "
+            f"{replacement.source}"
+        )
+        self._start_members(replacement.world_size, variables)
+
+    def _start_members(self, count: int, variables: dict[str, str]) -> None:
+        environment = replace(self._environment, nprocs=count)
+        self.members = tuple(range(self._next_member, self._next_member + count))
+        for rank in range(count):
+            self._start_member(rank, {**environment.variables(rank), **variables})
+
+    def _list_checkpoints(self) -> set[str]:
+        with contextlib.suppress(OSError):
+            if self._folder is not None:
+                return {name for name in os.listdir(self._folder / CHECKPOINTS) if name[0] != "."}
+        return set()
+
+
+def _read_report(member: int, message: Message) -> Report:
+    return Report(
+        member,
+        int(message["operation"]),
+        is_prepared=bool(message["is_prepared"]),
+        is_admission=message["reason"] == "admit",
+        can_stay=bool(message.get("can_stay", True)),
+        can_hand_over=bool(message.get("can_hand_over", False)),
+        position=int(message.get("position", 0)),
+        stages=int(message.get("stages", 1)),
+        has_state=bool(message.get("has_state", True)),
+    )
+
+
+def _was_killed(outcome: Outcome) -> bool:
+    """Return whether a signal killed a member that the launcher had not asked to stop."""
+    if outcome.status is None or outcome.status >= 0:
+        return False
+    return not (outcome.was_terminated and outcome.status == -signal.SIGTERM)
+
+
+def _make_handover_folder() -> Path:
+    """Create a folder in memory that only this user can enter."""
+    parent = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return Path(tempfile.mkdtemp(prefix=f"{HANDOVER_PREFIX}-{os.getpid()}-", dir=parent))
+
+
+def _describe_unexplained(done: set[int]) -> str:
+    if done:
+        return f"{_name(sorted(done))} returned while others still waited for it"
+    return "every rank lost the connection to others, but none of them has ended"
+
+
+def _count(ranks: int) -> str:
+    return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _name(members: Sequence[int]) -> str:
+    """Return "member 2", "members 0 and 2", "members 0, 1 and 2"."""
+    if len(members) == 1:
+        return f"member {members[0]}"
+    return f"members {', '.join(map(str, members[:-1]))} and {members[-1]}"

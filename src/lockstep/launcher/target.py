@@ -1,0 +1,63 @@
+"""The target of a launch: whether the script, module or program can be started at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from lockstep.errors import UsageError
+
+__all__ = ["check_target"]
+
+
+def check_target(kind: str, target: str) -> None:
+    """Check, before anything starts, what every rank would otherwise report.
+
+    Args:
+        kind: "script", "module" or "program".
+        target: The script, module or program.
+
+    Raises:
+        UsageError: There is no such script, module or program, or it is not valid Python.
+    """
+    check = {"script": _check_script, "module": _check_module, "program": _check_program}
+    check[kind](target)
+
+
+def _check_program(target: str) -> None:
+    if shutil.which(target) is None:
+        raise UsageError(f"{target!r} is not an executable program")
+
+
+def _check_module(target: str) -> None:
+    """Find the module as an import does, but without running any of it."""
+    places, name = [os.getcwd(), *sys.path], ""
+    for part in target.split("."):
+        name = f"{name}.{part}" if name else part
+        found = PathFinder.find_spec(name, places)
+        if found is None:
+            raise UsageError(f"there is no module {name!r} (searched from {os.getcwd()})")
+        places = list(found.submodule_search_locations or ())
+    if places and PathFinder.find_spec(f"{name}.__main__", places) is None:
+        raise UsageError(f"{name!r} is a package without a __main__ module")
+
+
+def _check_script(target: str) -> None:
+    path = Path(target)
+    if not path.exists():
+        raise UsageError(f"there is no script {target!r} in {os.getcwd()}")
+    if path.is_dir():
+        if not (path / "__main__.py").exists():
+            raise UsageError(f"{target!r} is a folder without a __main__.py")
+        return
+    try:
+        compile(path.read_bytes(), target, "exec", dont_inherit=True)
+    except OSError as error:
+        raise UsageError(f"{target!r} cannot be read: {error.strerror}") from None
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        said = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UsageError(f"{target}{line} is not valid Python: {said}") from None
