@@ -23,7 +23,7 @@ import lockstep as ls
 from lockstep import cli
 from lockstep.data.datasets import digits
 from lockstep.errors import LockstepError, RankError
-from lockstep.launcher import run_folder
+from lockstep.launcher import fork_server, run_folder
 from lockstep.launcher.launch_script import LaunchConfig, launch_script
 from lockstep.recipes.digits import digit_network
 from lockstep.record.reader import read_run
@@ -63,6 +63,15 @@ def test_one_digest_loss_and_accuracy_for_every_number_of_ranks(tmp_path):
     for name in ("digest", "optimizer_digest", "loss", "accuracy"):
         assert len({summary[name] for summary in found}) == 1
     assert found[0]["accuracy"] > 0.4
+
+
+def test_ranks_are_forked_from_a_process_that_has_imported_the_trainer(tmp_path, monkeypatch):
+    def start(for_training):
+        raise LockstepError(f"for training: {for_training}")
+
+    monkeypatch.setattr(fork_server, "_current", None)
+    monkeypatch.setattr(fork_server, "_start", start)
+    assert train("digits", "--runs", tmp_path) == (1, "for training: True")
 
 
 def test_another_seed_or_number_of_microbatches_gives_another_digest(tmp_path):

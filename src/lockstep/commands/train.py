@@ -176,6 +176,7 @@ def command(
         nprocs = read_rank_info(os.environ).world_size
     _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
     from lockstep.launcher.failure_attribution import STOPPED
+    from lockstep.launcher.fork_server import get_fork_server
     from lockstep.launcher.launch import launch
     from lockstep.launcher.run_folder import create_run_folder
     from lockstep.record.loggers import create_logger
@@ -201,6 +202,7 @@ def command(
         click.echo(NOTICE, err=True)
     if resumed is None:
         _store_options(folder, recipe, nprocs, given)
+    get_fork_server(for_training=True)  # or every rank would import torch._dynamo
     try:
         summary = launch(_rank, (recipe, given, str(folder), resumed is not None), nprocs)[0]
     except SystemExit as stop:
