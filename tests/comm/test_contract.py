@@ -35,6 +35,7 @@ from contract import (
 from contract.check import Ledger
 from contract.limits import GUARANTEE_TREE, LIMITS, SMALL_PIECES, THRESHOLDS
 from lockstep.errors import LockstepError
+from lockstep.launcher.fork_server import get_fork_server
 
 WIDTHS = (1, 2, 3, 4)
 SIZES = (0, 1, 3, 16, 65, 1023, 4097, 65_537)  # elements; with each threshold's neighbours
@@ -87,9 +88,9 @@ def sizes(backend: str) -> tuple[int, ...]:
     return tuple(sorted({min(size, most) for size in (*SIZES, *around)}))
 
 
-def noted(place: Path, case: str) -> None:
-    """Write down which case is running."""
-    place.write_text(case)
+def noted(place: int, case: str) -> None:
+    """Write down which case is running, into an open file."""
+    os.ftruncate(place, os.pwrite(place, case.encode(), 0))
 
 
 def run_all(variant: str, folder: str) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def run_all(variant: str, folder: str) -> dict[str, Any]:
     ls.init(backend=backend, timeout=PATIENCE)
     if route == "shared" or (route == "mixed" and ls.rank() % 2):
         plain.lie_in(lambda shape, dtype: ls.empty_shared(*shape, dtype=dtype))
-    place = Path(folder) / f"rank-{ls.rank()}"
+    place = os.open(Path(folder) / f"rank-{ls.rank()}", os.O_WRONLY | os.O_CREAT)
     note = functools.partial(noted, place)
     ledger = Ledger(backend, LIMITS[backend], note, small=bool(route))
     for name, group in GROUPS.items():
@@ -109,6 +110,7 @@ def run_all(variant: str, folder: str) -> dict[str, Any]:
     digest = rounding.digest()
     dist.barrier()
     ls.shutdown()
+    os.close(place)
     return {"results": ledger.results, "skipped": ledger.skipped,
             "confirmed": ledger.confirmed, "digest": digest}  # fmt: skip
 
@@ -116,6 +118,7 @@ def run_all(variant: str, folder: str) -> dict[str, Any]:
 @functools.cache
 def found(backend: str, n: int) -> list[dict[str, Any]] | str:
     """Return what each rank found, or the sentence with which the launch ended."""
+    get_fork_server(for_training=True)  # functional collectives import torch's compiler
     with tempfile.TemporaryDirectory() as folder:
         try:
             return ls.launch(run_all, (backend, folder), n, timeout=LAUNCH)

@@ -56,7 +56,8 @@ class Ledger:
     def __call__(self, name: str, call: Callable[[], object]) -> None:
         """Run a case, whose call raises where something is wrong."""
         case = f"{self.prefix} {name}"
-        limit = next((one for one in self.limits if one.holds(case, dist.get_world_size())), None)
+        n = dist.get_world_size()
+        limit = next((one for one in self.limits if one.holds(case, n)), None)
         self.note(case)
         if limit is None:
             self.results[case] = outcome(call)

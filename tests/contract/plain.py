@@ -50,9 +50,14 @@ def written(
 ) -> torch.Tensor:
     """Return what `rank` wrote into its part `part`."""
     size = torch.Size([shape] if isinstance(shape, int) else shape)
-    place = torch.arange(size.numel())
-    numbers = TABLE[(place * 5 + place // 7 + rank * 3 + part * 2) % 7]
-    return placed(cast(numbers.reshape(size), dtype))
+    return placed(pattern(rank, size.numel(), dtype, part).reshape(size))
+
+
+@functools.lru_cache(maxsize=4096)
+def pattern(rank: int, count: int, dtype: torch.dtype, part: int) -> torch.Tensor:
+    """Return the numbers of `written`, which copies them: most cases need the same ones."""
+    place = torch.arange(count)
+    return cast(TABLE[(place * 5 + place // 7 + rank * 3 + part * 2) % 7], dtype)
 
 
 def cast(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
