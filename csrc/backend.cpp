@@ -115,11 +115,27 @@ void LockstepBackend::check_process() const {
           ", or start the new process by spawning it and let it join a group of its own");
 }
 
+static std::string refusal;  // why calls are refused in this process
+static std::atomic<bool> is_refusing{false};
+
+void set_refusal(const std::string& reason) {
+  if (!reason.empty()) refusal = reason;
+  is_refusing.store(!reason.empty(), std::memory_order_relaxed);
+}
+
 void LockstepBackend::check_usable() {
   if (!core_) C10_THROW_ERROR(DistBackendError, "the group was destroyed");
   check_process();
   core_->caller.store(static_cast<unsigned long>(pthread_self()), std::memory_order_relaxed);
   adopt_group_name();
+}
+
+void LockstepBackend::check_permitted(Op op) {
+  if (!is_refusing.load(std::memory_order_relaxed)) return;
+  if (size_ == 1 && op == Op::barrier) return;  // it waits for nobody
+  const std::string location = core_->group->info().locate();
+  CHECK_ARGUMENT(false, core_->group->format_rank(rank_), location.empty() ? "" : ", " + location,
+                 ": ", op_name(op), " on group ", core_->group->info().name, " is refused: ", refusal);
 }
 
 void LockstepBackend::adopt_group_name() {
@@ -249,6 +265,7 @@ WorkPtr LockstepBackend::start(c10d::OpType type, Tensors outputs, std::vector<P
                                std::chrono::milliseconds timeout, bool is_async,
                                std::vector<OutputTensor> copied_back, const Tensors* inputs) {
   check_usable();
+  if (!calls.empty()) check_permitted(calls.front().info.op);
   calls_ += calls.size();
   if (timeout <= std::chrono::milliseconds(0)) timeout = options_->timeout;
   auto body = [core = core_, calls = std::move(calls), copied_back = std::move(copied_back),
@@ -301,6 +318,7 @@ WorkPtr LockstepBackend::post_message(c10d::OpType type, Tensors& tensors, int p
   check_usable();
   const bool is_send = type == c10d::OpType::SEND;
   const char* op = is_send ? "send" : "recv";
+  check_permitted(is_send ? Op::send : Op::recv);
   CHECK_ARGUMENT(tensors.size() == 1, op, " takes one tensor");
   CHECK_ARGUMENT((peer >= 0 || type == c10d::OpType::RECVANYSOURCE) && peer < size_, op,
                  ": there is no rank ", peer, " in a group of ", size_);

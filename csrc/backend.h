@@ -29,6 +29,10 @@ using LocateThread = std::string (*)(unsigned long thread);
 // Lets Python handle signals; throws what a handler raised.
 using PollSignals = void (*)();
 
+// Lets collective calls and messages of this process throw ArgumentError with this reason; ""
+// permits them again.
+void set_refusal(const std::string& reason);
+
 class LockstepBackend : public c10d::Backend {
  public:
   // Joins the group through the store. Blocks until all ranks have joined.
@@ -107,6 +111,7 @@ class LockstepBackend : public c10d::Backend {
   // Throws in a process that was forked from the one that joined the group.
   void check_process() const;
   void check_usable();
+  void check_permitted(Op op);
   void adopt_group_name();
   void check_root(const char* op, int root) const;
   WorkPtr allreduce_list(Tensors& tensors, const c10d::AllreduceOptions& opts);

@@ -166,5 +166,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("set_activity_page", &set_activity_page, py::arg("address"));
   module.def("set_argument_error",
              [](py::object type) { set_argument_error(type.release().ptr()); });
+  module.def("set_refusal", &set_refusal, py::arg("reason"));
   module.def("set_where", [](py::object function) { locate_function = function.release().ptr(); });
 }

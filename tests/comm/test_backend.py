@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -173,3 +174,42 @@ def test_bits_are_the_same_on_every_rank_and_by_every_way(ranks, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_SLOT_BYTES", "512")
     monkeypatch.setenv("LOCKSTEP_STAGING_BYTES", "1024")
     assert ranks(bits_of_sums, 3, **on_lockstep) == first
+
+
+def test_calls_that_are_refused_name_themselves_their_place_and_the_reason(ranks):
+    def main():
+        tensor = torch.ones(3)
+        pair = dist.new_group([0, 1])
+        said = []
+        calls = [
+            lambda: dist.all_reduce(tensor),
+            lambda: dist.barrier(pair),
+            lambda: dist.send(tensor, 1 - dist.get_rank()),
+            lambda: dist.new_group([0, 1]),
+        ]
+        backend.refuse_calls("not now")
+        for call in calls:
+            with pytest.raises(backend.ArgumentError) as caught:
+                call()
+            said.append(str(caught.value))
+        backend.refuse_calls("")
+        dist.all_reduce(tensor)
+        return said, tensor.tolist()
+
+    for rank, (said, values) in enumerate(ranks(main, 2, backend="lockstep")):
+        assert values == [2.0] * 3
+        place = rf"rank {rank}, in test_backend.py:\d+ \(<lambda>\)"
+        assert re.fullmatch(rf"{place}: all_reduce on group default is refused: not now", said[0])
+        assert re.fullmatch(rf"{place}: barrier on group \S+ is refused: not now", said[1])
+        assert re.fullmatch(rf"{place}: send on group default is refused: not now", said[2])
+        assert said[3].startswith(f"rank {rank}: creating group ")
+
+
+def test_a_barrier_that_waits_for_nobody_is_not_refused(world_of_one):
+    backend.refuse_calls("not now")
+    try:
+        dist.barrier()
+        with pytest.raises(backend.ArgumentError, match="broadcast .* is refused: not now"):
+            dist.broadcast(torch.zeros(1), 0)
+    finally:
+        backend.refuse_calls("")

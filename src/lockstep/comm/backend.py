@@ -16,7 +16,15 @@ from typing import Any
 
 from lockstep.comm import activity
 
-__all__ = ["ArgumentError", "available", "load", "of_group", "reason_unavailable", "register"]
+__all__ = [
+    "ArgumentError",
+    "available",
+    "load",
+    "of_group",
+    "reason_unavailable",
+    "refuse_calls",
+    "register",
+]
 
 NAME = "lockstep"
 
@@ -30,6 +38,8 @@ class ArgumentError(ValueError, RuntimeError):
     It is also a RuntimeError, because that is what the backends of torch raise.
     """
 
+
+_refusal = ""  # why this process creates no groups now
 
 _forked_from: int | None = None
 """The parent process, if this one was forked while torch.distributed was initialized."""
@@ -102,6 +112,19 @@ def of_group(group: Any | None) -> Any | None:
     return found if isinstance(found, load().LockstepBackend) else None
 
 
+def refuse_calls(reason: str) -> None:
+    """Let collective calls, messages and new groups of this process raise ArgumentError.
+
+    Args:
+        reason: The end of the error's sentence; "" permits them again. A barrier in a group of
+            one is always permitted.
+    """
+    global _refusal
+    _refusal = reason
+    if hasattr(load(), "set_refusal"):  # not in a build of an earlier version
+        load().set_refusal(reason)
+
+
 def _note_fork() -> None:
     global _forked_from
     dist = sys.modules["torch.distributed"]
@@ -127,6 +150,10 @@ def _check_not_forked() -> None:
 def _create(options: Any, _given: Any = None) -> Any:
     """Create a rank's backend of a process group; called by torch."""
     _check_not_forked()
+    if _refusal:
+        raise ArgumentError(
+            f"rank {options.group_rank}: creating group {options.group_id} is refused: {_refusal}"
+        )
     reason = reason_unavailable()
     if reason is not None:
         raise RuntimeError(f"the backend 'lockstep' is unavailable (use 'gloo' instead); {reason}")
