@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 from lockstep.elastic.rounds import Rounds
 from lockstep.launcher.launch_script import (
@@ -17,11 +19,18 @@ from lockstep.launcher.launch_script import (
 )
 from lockstep.launcher.supervisor import RankSupervisor
 
-__all__ = ["launch_elastic"]
+__all__ = ["Watch", "launch_elastic"]
+
+Watch = Callable[[RankSupervisor, Rounds, Path | None], None]
+"""Is called with what supervises the ranks, and the run's folder, when the first ones start."""
 
 
-def launch_elastic(config: LaunchConfig) -> int:
+def launch_elastic(config: LaunchConfig, watch: Watch | None = None) -> int:
     """Run what `config` describes, with `config.min_nprocs` ranks or more, and wait for it.
+
+    Args:
+        config: What to run, and how.
+        watch: Learns what supervises the ranks.
 
     Returns:
         As `launch_script`.
@@ -33,12 +42,17 @@ def launch_elastic(config: LaunchConfig) -> int:
     with ExitStack() as opened:
 
         def start(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
-            return _start(config, folder, opened)
+            ranks, rounds = _start(config, folder, opened)
+            if watch is not None:
+                watch(ranks, rounds, folder.path)
+            return ranks
 
         return launch_script(config, start)
 
 
-def _start(config: LaunchConfig, folder: RunFolder, opened: ExitStack) -> RankSupervisor:
+def _start(
+    config: LaunchConfig, folder: RunFolder, opened: ExitStack
+) -> tuple[RankSupervisor, Rounds]:
     assert config.min_nprocs is not None
     ranks = open_supervisor(config, folder, range(0))
 
@@ -56,4 +70,4 @@ def _start(config: LaunchConfig, folder: RunFolder, opened: ExitStack) -> RankSu
         )
         opened.enter_context(contextlib.closing(rounds))
         rounds.begin()
-    return ranks
+    return ranks, rounds

@@ -1,0 +1,200 @@
+"""`lockstep chaos`: kills ranks of a training at random moments, and compares the bits."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.errors import UsageError
+from lockstep.files import replace_file
+from lockstep.formatting import format_duration, format_quantity
+from lockstep.messages import JSON_HELP, escape_control, say
+
+if TYPE_CHECKING:
+    from lockstep.check.chaos import ChaosResult, Kill
+    from lockstep.launcher.launch_script import LaunchConfig
+
+__all__ = ["command"]
+
+COLUMNS = ("kill", "member", "rank", "step", "round", "to repeated step", "repeated", "lost")
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+)
+@click.option(
+    "-n", "--nprocs", default=4, show_default=True, type=click.IntRange(min=1),
+    help="Number of ranks.",
+)  # fmt: skip
+@click.option(
+    "--kills", default=3, show_default=True, type=click.IntRange(min=1),
+    help="Number of ranks that are killed.",
+)  # fmt: skip
+@click.option(
+    "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
+    help="Random seed of the kills: which rank, in which step, how far into it.",
+)  # fmt: skip
+@click.option(
+    "--reference", metavar="RUN",
+    help="Compare with this finished run, a name under --runs or a folder, instead of training "
+    "undisturbed first.",
+)  # fmt: skip
+@click.option("--runs", default="runs", show_default=True, metavar="DIR", help="Folder of runs.")
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+@click.argument("target", metavar="RECIPE_OR_SCRIPT")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    nprocs: int,
+    kills: int,
+    seed: int,
+    reference: str | None,
+    runs: str,
+    as_json: bool,
+    target: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Train RECIPE_OR_SCRIPT twice on N ranks, kill ranks in the second run, compare the bits.
+
+    The first run is undisturbed. In the second one, an elastic run as of `lockstep run --min 1
+    --max N`, ranks are killed with SIGKILL at random moments; the others go on and new ranks
+    join. Both digests must be equal. The table shows for each kill how long it took until the
+    step was repeated, and how much work was repeated. A rank is never killed while it is the
+    only one.
+
+    ARGUMENTS are those of `lockstep train RECIPE` or of the script. Options of this command may
+    be placed before or after RECIPE_OR_SCRIPT; after "--", all options are passed on.
+
+    Exit status: 0 all kills were carried out and the digests are equal, 1 otherwise, 2 usage
+    error, 128+N ended by signal N.
+    """
+    from lockstep.check.chaos import describe_baseline, disturb, read_baseline, train_undisturbed
+    from lockstep.commands.report import find_run
+    from lockstep.launcher.launch_script import Interrupted
+
+    if nprocs < 2:
+        raise UsageError("-n 1: nobody is left when the only rank is killed; give -n 2 or more")
+    config = make_config(target, arguments, nprocs, runs)
+    try:
+        if reference is not None:
+            baseline = read_baseline(find_run(reference, runs))
+        else:
+            say(f"training {target} undisturbed on {nprocs} ranks")
+            baseline = train_undisturbed(_name_run(config, "undisturbed"), say)
+        say(describe_baseline(baseline))
+        found = disturb(_name_run(config, "chaos"), baseline, kills, seed, say)
+    except Interrupted as interruption:
+        sys.exit(interruption.exit_status)
+    store_result(found)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        print_result(found)
+    if as_json:
+        click.echo(json.dumps(found.plain()))
+    sys.exit(0 if found.is_passed else 1)
+
+
+def make_config(target: str, arguments: tuple[str, ...], nprocs: int, runs: str) -> LaunchConfig:
+    """Return how to launch a recipe or a script as an elastic run; its output goes to the logs.
+
+    Raises:
+        UsageError: There is no such recipe or script.
+        click.UsageError: The recipe has no such options.
+    """
+    from lockstep.commands import train
+    from lockstep.launcher.launch_script import LaunchConfig
+    from lockstep.launcher.target import check_target
+
+    is_recipe = target in train.RECIPES
+    if is_recipe:
+        train.command.make_context("lockstep train", [target, *arguments])
+    else:
+        check_target("script", target)
+    hidden = dict.fromkeys(range(nprocs), 3)
+    return LaunchConfig(
+        target="lockstep" if is_recipe else target,
+        arguments=("train", target, *arguments) if is_recipe else arguments,
+        kind="module" if is_recipe else "script",
+        nprocs=nprocs,
+        log_dir=runs,
+        name=target if is_recipe else Path(target).stem,
+        redirects=hidden,
+        tee=dict.fromkeys(hidden, 0),
+        min_nprocs=1,
+    )
+
+
+def _name_run(config: LaunchConfig, which: str) -> LaunchConfig:
+    from lockstep.launcher.run_folder import name_run
+
+    return dataclasses.replace(config, name=name_run(f"{config.name}-{which}"))
+
+
+def store_result(found: ChaosResult) -> None:
+    """Store the result in the folder of the disturbed run, for its report."""
+    from lockstep.report.rounds import CHAOS_FILE
+
+    if found.folder is None:
+        return
+    try:
+        with replace_file(found.folder / CHAOS_FILE) as file:
+            file.write(json.dumps(found.plain()).encode())
+    except OSError as error:
+        say(f"{found.folder / CHAOS_FILE} cannot be written: {error.strerror}")
+
+
+def print_result(found: ChaosResult) -> None:
+    """Print a table of the kills, what they cost, and the verdict."""
+    from lockstep.report.terminal import print_table, wrap
+
+    print_table(COLUMNS, [_row(number, each) for number, each in enumerate(found.kills, 1)])
+    click.echo()
+    for sentence in describe_result(found):
+        click.echo("\n".join(wrap(escape_control(sentence))))
+
+
+def _row(number: int, kill: Kill) -> list[str]:
+    seconds = (kill.seconds_to_repeat, kill.repeated_seconds, kill.seconds_lost)
+    return [
+        f"{number}",
+        f"{kill.member}",
+        f"{kill.rank}",
+        f"{kill.step:,}",
+        "" if kill.round is None else f"{kill.round}",
+        *("" if each is None else format_duration(each) for each in seconds),
+    ]
+
+
+def describe_result(found: ChaosResult) -> list[str]:
+    """Return the sentences below the table."""
+    killed = f"{len(found.kills)} of {format_quantity(found.planned, 'kill')}"
+    lines = [f"{killed} carried out, {format_quantity(found.rounds, 'round')}."]
+    if lost := found.seconds_lost:
+        lines[0] = lines[0][:-1] + (
+            f"; time lost per kill: median {format_duration(median(lost))}, worst "
+            f"{format_duration(max(lost))}."
+        )
+    lines.append(
+        f"The run took {format_duration(found.seconds)}, undisturbed "
+        f"{format_duration(found.baseline.seconds)}."
+    )
+    if found.failure:
+        lines.append(f"The disturbed run failed: {found.failure}")
+    elif found.digest is None:
+        lines.append("The disturbed run ended without a digest of its weights.")
+    elif found.equal:
+        lines.append(f"The weights have the same bits: digest {found.digest}.")
+    else:
+        lines.append(
+            f"The weights differ: digest {found.digest}, undisturbed {found.baseline.digest}. Find "
+            f"the first bit that differs with: lockstep bisect {found.baseline.folder} "
+            f"{found.folder}"
+        )
+    if found.folder is not None:
+        lines.append(f"See the members over time with: lockstep report {found.folder}")
+    return lines

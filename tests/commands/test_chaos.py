@@ -1,0 +1,98 @@
+"""`lockstep chaos`: ranks are killed, the bits stay; one sentence for each mistake."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+import records
+from lockstep.cli import cli
+from lockstep.errors import UsageError
+from lockstep.record.reader import read_run
+from lockstep.report.rounds import CHAOS_FILE, summarize_rounds
+
+SCRIPT = """
+from functools import partial
+import torch
+import lockstep as ls
+
+ls.init()
+torch.manual_seed(0)
+inputs = torch.randn(64, 8)
+data = torch.utils.data.TensorDataset(inputs, (inputs.sum(1) > 0).long())
+model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+with ls.Trainer(
+    model, torch.nn.CrossEntropyLoss(), optimizer, checkpoint=ls.CheckpointConfig(every_steps=20)
+) as trainer:
+    for epoch in range(10):
+        for batch in trainer.batches(data, 16, epoch=epoch):
+            trainer.step(batch)
+        trainer.evaluate(data, 32)
+"""
+KEYS = {
+    "kills", "rounds", "digest", "baseline_digest", "equal", "median_seconds_lost",
+    "max_seconds_lost", "seconds", "baseline_seconds",
+}  # fmt: skip
+
+
+@pytest.fixture
+def chaos(tmp_path, monkeypatch):
+    """Run the command in an empty folder; (exit status, what it printed)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    def run(*arguments):
+        outcome = CliRunner().invoke(cli, ["chaos", *map(str, arguments)])
+        if not isinstance(outcome.exception, SystemExit | None):
+            raise outcome.exception
+        return outcome.exit_code, outcome.stdout
+
+    return run
+
+
+@pytest.mark.timeout(240)
+def test_ranks_are_killed_and_the_bits_stay(chaos, tmp_path):
+    status, output = chaos("-n", 3, "--kills", 2, "--seed", 3, "--json", "train.py")
+    found = json.loads(output)
+    assert status == 0
+    assert found.keys() >= KEYS
+    assert found["kills"] == found["planned"] == 2
+    assert found["equal"] is True
+    assert found["digest"] == found["baseline_digest"]
+    assert found["rounds"] >= 2
+    run = read_run(tmp_path / found["run"])
+    assert run.steps.step.tolist() == list(range(40))
+    assert run.remarks == []
+    assert json.loads((tmp_path / found["run"] / CHAOS_FILE).read_text()) == found
+    assert len(summarize_rounds(run).kills) == 2
+
+
+@pytest.mark.timeout(240)
+def test_another_training_is_found_to_differ(chaos, tmp_path):
+    """A reference with as many steps and another digest: exit status 1, and the way to bisect."""
+    lines = [records.HEADER, *(records.step(n, seconds=0.01) for n in range(40)), records.END]
+    records.write(tmp_path / "runs" / "other", lines)
+    status, output = chaos("train.py", "-n", 3, "--kills", 1, "--reference", "other")
+    assert status == 1
+    assert "The weights differ" in output
+    assert "lockstep bisect runs/other" in output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("digits", "-n", 1), "nobody is left when the only rank is killed"),
+        (("missing.py",), "there is no script 'missing.py'"),
+        (("train.py", "--reference", "night"), "there is no run at night"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(chaos, arguments, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        chaos(*arguments)
+
+
+def test_options_that_a_recipe_does_not_have_are_a_usage_error(chaos, tmp_path):
+    assert chaos("digits", "--epoch", 1)[0] == 2
+    assert chaos("digits", "--kills", 0)[0] == 2
+    assert not (tmp_path / "runs").exists(), "nothing was started"
