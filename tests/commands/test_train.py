@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import lockstep as ls
 from lockstep import cli
+from lockstep.commands.train import _list_words, command
 from lockstep.data.datasets import digits
 from lockstep.errors import LockstepError, RankError
 from lockstep.launcher import fork_server, run_folder
@@ -119,6 +120,34 @@ def test_ranks_of_a_launch_train_as_its_ranks(tmp_path, capfd):
     run = read_run(folder)
     assert run.end["digest"] == alone["digest"]
     assert (run.header["recipe"], run.layout["world_size"]) == ("digits", 2)
+
+
+def test_an_elastic_run_prints_the_summary_last_and_can_be_resumed(tmp_path):
+    _, output = train("digits", "--epochs", 1, "--json", "--runs", tmp_path, "--name", "plain")
+    plain = json.loads(output.splitlines()[-1])
+    elastic = ("digits", "--epochs", 1, "--min", 1, "--max", 2, "--json", "--runs", tmp_path)
+    status, output = train(*elastic, "--name", "elastic")
+    assert status == 0
+    summary = json.loads(output.splitlines()[-1])
+    assert summary.keys() == plain.keys()
+    assert summary["digest"] == plain["digest"]
+    assert summary["world_size"] == 2
+    assert Path(summary["run"]).resolve() == (tmp_path / "elastic").resolve()
+    status, output = train("--resume", tmp_path / "elastic", "--min", 1, "--json")
+    again = json.loads(output.splitlines()[-1])
+    assert (again["digest"], again["resumed_from_step"]) == (plain["digest"], 45)
+
+
+def test_the_command_line_of_a_rank_has_the_same_options():
+    typed = [
+        *("digits", "--epochs", "3", "--lr", "0.1", "--bf16", "--logger", "wandb"),
+        *("--logger", "mlflow", "--lr-decay", "cosine", "--data", "/some place", "-q"),
+    ]
+    given = command.make_context("train", list(typed)).params
+    options = {name: value for name, value in given.items() if name != "recipe"}
+    words = _list_words("digits", options)
+    assert command.make_context("train", words[1:]).params == given
+    assert words[:2] == ["train", "digits"]
 
 
 @pytest.mark.parametrize(

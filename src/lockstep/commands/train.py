@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import click
 from click.core import ParameterSource
 
 from lockstep.errors import FileError, LayoutError, UsageError
+from lockstep.files import replace_file
 from lockstep.formatting import format_loss, format_quantity
 from lockstep.launcher.environment import read_rank_info
 from lockstep.launcher.rank_process import get_task
@@ -36,6 +38,7 @@ NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
 CHANGEABLE = {"stages", "schedule", "activation_checkpointing", "workers", "logger"}
 CHANGEABLE |= {"checkpoint_every", "quiet", "download"}  # when a run is resumed: no bit changes
 NOT_RECALLED = {"quiet", "download"}  # apply to one process, not to the run
+SUMMARY_FILE = "summary.json"  # of a run whose ranks are processes of their own: the summary
 RECIPE_FILE = "recipe.json"  # of a run: what was asked for, until the record has its first line
 
 
@@ -44,6 +47,14 @@ RECIPE_FILE = "recipe.json"  # of a run: what was asked for, until the record ha
 @click.option(
     "-n", "--nprocs", default=1, show_default=True, type=POSITIVE, help="Number of ranks."
 )
+@click.option(
+    "--min", "least", metavar="A", type=POSITIVE,
+    help="Go on without killed ranks while A are left.  [default: all are needed; with --max: 1]",
+)  # fmt: skip
+@click.option(
+    "--max", "most", metavar="B", type=POSITIVE,
+    help="Begin with B ranks instead of -n, and replace killed ones.  [default with --min: -n]",
+)  # fmt: skip
 @click.option(
     "--microbatches", default=8, show_default=True, type=POSITIVE,
     help="Micro-batches per global batch; changes the results, unlike the number of ranks.",
@@ -138,6 +149,8 @@ RECIPE_FILE = "recipe.json"  # of a run: what was asked for, until the record ha
 def command(
     recipe: str | None,
     nprocs: int,
+    least: int | None,
+    most: int | None,
     runs: str,
     name: str | None,
     resume: str | None,
@@ -153,6 +166,8 @@ def command(
     uninterrupted one. RECIPE and options are then those of the run; -n, --stages,
     --schedule, --activation-checkpointing, --workers, --logger and --checkpoint-every
     may differ.
+
+    --min A --max B makes an elastic run: a killed rank costs neither the run nor a bit.
 
     In a rank of `lockstep run -m lockstep train RECIPE ...` this process trains as that rank, and
     the run is that of the launch.
@@ -174,11 +189,13 @@ def command(
         raise click.UsageError("Missing argument 'RECIPE'; or continue a run with --resume RUN.")
     if is_rank:
         nprocs = read_rank_info(os.environ).world_size
+    elif most is not None:
+        nprocs = most
     _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
     from lockstep.launcher.failure_attribution import STOPPED
     from lockstep.launcher.fork_server import get_fork_server
     from lockstep.launcher.launch import launch
-    from lockstep.launcher.run_folder import create_run_folder
+    from lockstep.launcher.run_folder import create_run_folder, name_run
     from lockstep.record.loggers import create_logger
 
     if recipe != "resnet50" and given["size"] is not None:
@@ -190,8 +207,11 @@ def command(
     if is_rank:
         _train_in_rank(recipe, given, as_json)
         return
+    is_elastic = least is not None or most is not None
     if resumed is not None:
         folder = resumed.folder
+    elif is_elastic:
+        folder = Path(runs) / (name or name_run(recipe))  # which the launch creates
     else:
         folder = Path(runs) / name if name else create_run_folder(Path(runs), recipe)
     if given["download"]:
@@ -200,6 +220,11 @@ def command(
         from lockstep.recipes.resnet50 import NOTICE
 
         click.echo(NOTICE, err=True)
+    if is_elastic:
+        words = _list_words(recipe, given)
+        summary = _train_elastic(words, nprocs, least or 1, folder, resumed is not None)
+        _print_summary(summary, given["quiet"], as_json)
+        return
     if resumed is None:
         _store_options(folder, recipe, nprocs, given)
     get_fork_server(for_training=True)  # or every rank would import torch._dynamo
@@ -230,7 +255,69 @@ def _train_in_rank(recipe: str, given: dict[str, Any], as_json: bool) -> None:
         )
     summary = _rank(recipe, given, os.path.relpath(folder), is_resuming())
     if rank() == 0:
+        with replace_file(folder / SUMMARY_FILE) as file:
+            file.write(json.dumps(summary).encode())
         _print_summary(summary, given["quiet"], as_json)
+
+
+def _list_words(recipe: str, given: Mapping[str, Any]) -> list[str]:
+    """Return the command line of a rank that trains with these options."""
+    words = ["train", recipe]
+    for option in command.params:
+        value = given.get(option.name or "")
+        if option.name == "download" or value in (None, False, ()) or value == option.default:
+            continue
+        name = option.opts[-1]
+        if value is True:
+            words.append(name)
+        else:
+            for each in value if isinstance(value, (tuple, list)) else (value,):
+                words += [name, str(each)]
+    return words
+
+
+def _train_elastic(
+    words: list[str], nprocs: int, least: int, folder: Path, is_resumed: bool
+) -> dict[str, Any]:
+    """Train in an elastic run, and return what its last rank 0 returned.
+
+    Args:
+        words: The command line of a rank.
+        nprocs: The number of ranks.
+        least: The least number of them.
+        folder: The folder of the run.
+        is_resumed: Whether the folder holds a run that is continued.
+    """
+    from lockstep.elastic.elastic_launch import launch_elastic
+    from lockstep.elastic.rounds import Rounds
+    from lockstep.launcher.launch_script import Interrupted, LaunchConfig
+    from lockstep.launcher.supervisor import RankSupervisor
+
+    folders: list[Path] = []
+
+    def watch(ranks: RankSupervisor, rounds: Rounds, launched: Path | None) -> None:
+        folders.append(folder if launched is None else launched)
+
+    every_rank = range(nprocs)
+    config = LaunchConfig(
+        target="lockstep",
+        arguments=tuple(words),
+        kind="module",
+        nprocs=nprocs,
+        min_nprocs=least,
+        log_dir=str(folder.parent),
+        name=None if is_resumed else folder.name,
+        resumed_run=folder if is_resumed else None,
+        redirects=dict.fromkeys(every_rank, 1),  # this process prints the summary
+        tee=dict.fromkeys(every_rank, 0),
+    )
+    try:
+        if status := launch_elastic(config, watch):
+            sys.exit(status)
+    except Interrupted as interruption:
+        sys.exit(interruption.exit_status)
+    summary: dict[str, Any] = json.loads((folders[-1] / SUMMARY_FILE).read_bytes())
+    return summary
 
 
 def _print_summary(summary: dict[str, Any], quiet: bool, as_json: bool) -> None:
@@ -281,7 +368,7 @@ def _store_options(folder: Path, recipe: str, nprocs: int, given: dict[str, Any]
 
     The record begins when the ranks have met; until then a killed run would be lost.
     """
-    from lockstep.files import make_folder, replace_file
+    from lockstep.files import make_folder
     from lockstep.record.recorder import RECORD_FILE
     from lockstep.redaction import redact
 
