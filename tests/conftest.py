@@ -136,9 +136,21 @@ def _shared_memory(before: Collection[str] | None = None) -> dict[str, str]:
     names = os.listdir("/dev/shm") if sys.platform == "linux" else []
     names = [name for name in names if not name.startswith("mpich_shm_")]
     if before is not None and (new := set(names) - set(before)):
-        theirs = _mapped_elsewhere()
-        names = [name for name in names if name not in new or f"/dev/shm/{name}" not in theirs]
+        theirs, own = _mapped_elsewhere(), {str(os.getpid()), *_processes()}
+        names = [
+            name
+            for name in names
+            if name not in new
+            or not (f"/dev/shm/{name}" in theirs or _belongs_to_another_launcher(name, own))
+        ]
     return dict.fromkeys(names, "")
+
+
+def _belongs_to_another_launcher(name: str, own: Collection[str]) -> bool:
+    """Return whether this is the folder of a launcher that runs and is none of ours."""
+    words = name.split("-", 2)  # "lockstep", its process, a random text
+    is_of_launcher = words[0] == "lockstep" and len(words) == 3
+    return is_of_launcher and words[1] not in own and os.path.exists(f"/proc/{words[1]}")
 
 
 def _mapped_elsewhere() -> str:

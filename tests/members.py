@@ -128,6 +128,8 @@ class Member:
         self.prepared = None
 
     def end_round(self, reason):
+        if str(MEMBER) == os.environ.get("SILENT"):  # as in a collective that nothing interrupts
+            signal.pause()
         report_to_launcher({
             "kind": "round_over", "round": self.round, "operation": len(self.sums),
             "is_prepared": self.prepared is not None, "reason": reason,
@@ -148,6 +150,7 @@ class Member:
             self.at("hand_over")
             with open(os.path.join(message["folder"], "sums"), "w") as file:
                 json.dump(self.sums, file)
+            report_to_launcher({"kind": "handed_over"})
             os._exit(0)
         return message
 
@@ -169,6 +172,9 @@ class Member:
 
 def main():
     member = Member()
+    assert os.path.isdir(os.path.dirname(os.environ["LOCKSTEP_MIRROR"]))
+    if MEMBER == 0:
+        print("states in", os.path.dirname(os.environ["LOCKSTEP_MIRROR"]))
     if folder := os.environ.get("LOCKSTEP_HANDOVER"):
         with open(os.path.join(folder, "sums")) as file:
             member.sums = json.load(file)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import stat
+import subprocess
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
-from members import run
+from members import CLI, run
+from processes import until
 
 
 def read_rounds(done: CompletedProcess[str]) -> list[dict[str, object]]:
@@ -23,6 +26,11 @@ def said(done: CompletedProcess[str]) -> list[str]:
     assert all(line.startswith("lockstep: ") for line in lines), done.stderr
     assert lines[-1].startswith("lockstep: the run is in runs/train-")
     return [line.removeprefix("lockstep: ") for line in lines[:-1]]
+
+
+def find_state_folder(done: CompletedProcess[str]) -> Path:
+    lines = done.stdout.splitlines()
+    return Path(next(line.split()[-1] for line in lines if "states in" in line))
 
 
 def require_success(done: CompletedProcess[str], ranks: int = 3) -> None:
@@ -72,19 +80,42 @@ def test_several_killed_ranks_are_replaced(tmp_path, kills, dead):
 
 def test_processes_that_cannot_stay_are_replaced(tmp_path):
     """By new ones that get the state, which another member writes if the first one is killed."""
-    before = set(Path("/dev/shm").iterdir())
     done = run(tmp_path, "--max", "3", KILLS="2:5:barrier 0:6:hand_over", CAN_STAY="no")
     require_success(done)
     assert said(done) == [
         "member 2 was killed by SIGKILL",
         "member 0 was killed by SIGKILL",
-        "round 1: 3 ranks, started anew from the state of the others",
+        "round 1: 3 ranks, in new processes",
     ]
-    assert not {each for each in Path("/dev/shm").iterdir() if "handover" in each.name} - before
+    assert not find_state_folder(done).exists()
+
+
+def test_nobody_waits_for_a_member_that_is_not_needed(tmp_path):
+    """One that has not noticed the loss is killed if another one can hand over the state."""
+    done = run(tmp_path, "--max", "3", KILLS="2:5:barrier", CAN_STAY="no", SILENT="0")
+    require_success(done)
+    assert said(done)[1:] == ["round 1: 3 ranks, in new processes"]
+
+
+def test_a_killed_launcher_leaves_no_states(tmp_path):
+    """The fork server removes them after the ranks."""
+    script = "import os; print(os.environ['LOCKSTEP_MIRROR'], flush=True); os.read(0, 1)"
+    (tmp_path / "train.py").write_text(script)
+    command = [*CLI, "--min", "1", "--max", "1", "train.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        folder = Path(launcher.stdout.readline().split()[-1]).parent
+        mode = folder.stat().st_mode
+        (folder / "mirror").mkdir()
+        launcher.kill()
+    assert stat.S_IMODE(mode) == 0o700
+    until(lambda: not folder.exists(), "the states are left", 20)
 
 
 def test_a_run_without_survivors_starts_anew(tmp_path):
     kills = " ".join(f"{member}:4:prepare" for member in range(3))
     done = run(tmp_path, "--max", "3", KILLS=kills)
     require_success(done)
-    assert said(done)[-1] == "round 1: 3 ranks, started anew from the beginning"
+    assert said(done)[-1] == "round 1: 3 ranks, in new processes"

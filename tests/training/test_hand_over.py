@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.checkpoint.folder import find_checkpoints
-from lockstep.elastic.round_origin import HANDOVER, MIRROR, ROUND, RoundOrigin
+from lockstep.elastic.round_origin import RoundOrigin, find_round_origin
+from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
 from lockstep.launcher.run_folder import RESUME
 from lockstep.model import step_context
 from lockstep.record.reader import read_run
@@ -125,7 +126,7 @@ def test_what_is_handed_over_continues_with_the_same_bits(
     digest, optimizer, count, seen, drawn = train(tmp_path / "run", Member())
     assert (digest, optimizer, count, seen) == expected[:4]
     assert drawn == {step: expected[4][step] for step in range(steps, 8)}
-    assert f"round 2 goes on from step {steps}, handed over by rank 0" in capsys.readouterr().err
+    assert f"round 2 goes on from step {steps}, handed over by member 0" in capsys.readouterr().err
     run = read_run(tmp_path / "run")
     assert [line["step"] for line in run.rounds] == [steps]
     assert run.rounds[0]["lost"] == [{"member": 1, "signal": 9}]
@@ -260,7 +261,5 @@ def test_without_a_state_a_round_begins_again(world_of_one, tmp_path, monkeypatc
 def test_the_variables_of_a_round_come_back_as_they_were():
     origin = RoundOrigin(3, [{"member": 2, "signal": 9}], [4, 5], [0, 1], 1.5, [0], Path("/a"))
     assert set(origin.variables()) == {ROUND, HANDOVER}
-    from lockstep.elastic.round_origin import find_round_origin
-
     assert find_round_origin(origin.variables()) == origin
     assert find_round_origin({}) is None

@@ -383,7 +383,9 @@ def second_step_ended_at(point, how, folder):
         trainer.step(labelled(16).tensors)
     except Exception as error:
         told = str(error)
-    (folder / f"{rank} in writing").write_text(f"{trainer.digest()} {told}")
+    versions = trainer._optimization.sharded.versions
+    state = trainer.optimizer_digest() if versions.has_whole_state() else "torn"
+    (folder / f"{rank} in writing").write_text(f"{trainer.digest()} {state} {told}")
     (folder / f"{rank} in writing").rename(folder / f"{rank}")
 
 
@@ -400,8 +402,10 @@ def test_parameters_are_those_before_or_after_the_step(ranks, tmp_path, digests,
     notes = [(tmp_path / rank).read_text() for rank in "02"]
     assert not (tmp_path / "1").exists()
     for note in notes:
-        digest, _, told = note.partition(" ")
+        digest, state, told = note.split(" ", 2)
         assert digest == digests[POINTS[point]], note
+        is_torn = point in ("clipped", "piece 0", "piece 1", "written")
+        assert state == ("torn" if is_torn else digests[POINTS[point], "optimizer"])
         assert "rank 1 died" in told or point in ("agreed", "decided", "settled")
 
 
@@ -421,8 +425,9 @@ def stopped_at(point, folder):
 def test_a_rank_that_stops_and_goes_on_has_what_the_others_have(tmp_path, digests, point):
     ls.launch(partial(stopped_at, point, tmp_path), nprocs=3, timeout=60)
     for rank in "012":
-        digest, _, told = (tmp_path / rank).read_text().partition(" ")
+        digest, state, told = (tmp_path / rank).read_text().split(" ", 2)
         assert digest == digests[POINTS[point]], (rank, told)
+        assert state in ("torn", digests[POINTS[point], "optimizer"])
         assert told, rank  # all are told that the ranks are no longer together
 
 
@@ -437,6 +442,7 @@ def digests():
         for when in ("before", "after"):
             trainer.step(labelled(16).tensors)
             found[when] = trainer.digest()
+            found[when, "optimizer"] = trainer.optimizer_digest()
         return found
 
     return ls.launch(alone, nprocs=1)[0]

@@ -247,6 +247,7 @@ def _write_files(
     files: dict[str, dict[str, Any]] = {}
     for kind, group in kinds.items():
         name = name_part(kind, *part, ".safetensors")
+        (aside / name).unlink(missing_ok=True)  # of a rank that was killed, whose part this is
         descriptor = create_file(aside / name)
         with os.fdopen(descriptor, "wb", buffering=0) as file:
             size, checksum = write_tensors(file, group, check)

@@ -3,7 +3,7 @@
     launcher                                processes of the next round
     runs/NAME/                              LOCKSTEP_RUN        as in every round
         checkpoints/step-30/
-    /dev/shm/lockstep-a1b2c3d4/
+    /dev/shm/lockstep-7345-a1b2/
         mirror/checkpoints/step-40/         LOCKSTEP_MIRROR     in every round
         hand-over-2/step-41/                LOCKSTEP_HANDOVER   the state that survivors wrote
                                             LOCKSTEP_ROUND      who died, and who wrote
@@ -20,16 +20,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RoundOrigin", "StateFolder", "find_mirror", "find_round_origin"]
+from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
 
-HANDOVER = "LOCKSTEP_HANDOVER"  # the variable with the path of the state that was handed over
-MIRROR = "LOCKSTEP_MIRROR"  # the variable with the folder of mirrors
-ROUND = "LOCKSTEP_ROUND"  # the variable with what began the round, as JSON
+__all__ = ["RoundOrigin", "StateFolder", "find_mirror", "find_round_origin", "format_members"]
+
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -43,7 +42,7 @@ class RoundOrigin:
         joined: The members of the round, which are all new.
         left: The members of the last round that were alive.
         noticed: When the death was noticed, as Unix time.
-        writers: The ranks of the last round that handed over their state.
+        writers: The members of the last round that handed over their state.
         state: The folder with that state; None if nothing was handed over.
     """
 
@@ -89,12 +88,17 @@ class StateFolder:
 
     def __init__(self) -> None:
         parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-        self.path = Path(tempfile.mkdtemp(prefix="lockstep-", dir=parent))
+        self.path = Path(tempfile.mkdtemp(prefix=f"lockstep-{os.getpid()}-", dir=parent))
         self._number = 0
 
     def variables(self) -> dict[str, str]:
         """Return the variables that tell the ranks where mirrors are."""
-        return {MIRROR: str(self.path / "mirror")}
+        return {MIRROR: str(self.mirror)}
+
+    @property
+    def mirror(self) -> Path:
+        """The folder of mirrors."""
+        return self.path / "mirror"
 
     def begin_hand_over(self) -> Path:
         """Return a new folder into which survivors write their state."""
@@ -103,10 +107,17 @@ class StateFolder:
         folder.mkdir(mode=0o700)
         return folder
 
-    def end_hand_over(self, folder: Path) -> None:
+    def discard(self, folder: Path) -> None:
         """Remove a state that was handed over, once it was read or is given up."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def format_members(members: Sequence[int]) -> str:
+    """Return "member 2", "members 0 and 2", "members 0, 1 and 2"."""
+    if len(members) == 1:
+        return f"member {members[0]}"
+    return f"members {', '.join(map(str, members[:-1]))} and {members[-1]}"

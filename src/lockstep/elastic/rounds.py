@@ -7,7 +7,7 @@ have ranks. A round ends when a member is killed, or when rank 0 admits newcomer
        ^                                                       │
        ├── Continue: "round" to the members of the next round <┤
        ├── HandOver: "hand_over" to some, new processes <──────┤
-       └── Restart: new processes, from the newest checkpoint <┘
+       └── Restart: new processes, from mirror or checkpoint <─┘
 
 After `Continue`, newcomers are started for the members that are missing. A newcomer reports
 "ready" when it has run its script up to the first call that needs the others; then rank 0 gets
@@ -15,6 +15,7 @@ After `Continue`, newcomers are started for the members that are missing. A newc
 
     to the launcher   round_over   the fields of `round_plan.Report`, with "round" and "reason"
                       ready        a newcomer can join
+                      handed_over  its part of the state is written
                       resumed      a new process has read the state that was handed over
     to a member       newcomers    {round, count}: let all ranks report at the next safe point; 0
                                    if no newcomer waits any more
@@ -33,15 +34,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from lockstep.elastic.round_origin import RoundOrigin, StateFolder, format_members
 from lockstep.elastic.round_plan import (
     Continue,
     HandOver,
@@ -52,7 +51,7 @@ from lockstep.elastic.round_plan import (
 )
 from lockstep.errors import RankError, UsageError
 from lockstep.launcher.channel import Message
-from lockstep.launcher.environment import ELASTIC, HANDOVER, JOIN, MEMBER, RankEnvironment
+from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER, RankEnvironment
 from lockstep.launcher.failure_attribution import Outcome, describe_end, is_consequence
 from lockstep.launcher.fork_server import check_open_files
 from lockstep.launcher.run_folder import RESUME
@@ -63,31 +62,18 @@ __all__ = ["SCALE_FILE", "Rounds", "StartMember"]
 
 SCALE_FILE = "scale.json"  # in the run's folder: {"ranks": N}, removed when it has been read
 CHECKPOINTS = "checkpoints"  # in the run's folder
-HANDOVER_PREFIX = "lockstep-handover"  # of folders in memory, before the launcher's process id
-MEMORY = Path("/dev/shm")
 
 LEAVE_TIMEOUT = 5.0  # seconds that a member has to exit when it was told to
 HANDOVER_TIMEOUT = 120.0  # seconds that members have to write their state
+# Seconds that members have to report before they are replaced: a backend whose connections cannot
+# be closed keeps ranks waiting for one that has reported. The first is for those that are not
+# needed, because others can hand over the state.
+REPORT_SETTLE, REPORT_TIMEOUT = 0.5, 10.0
 SETTLE = 2.0  # seconds in which the death of a member explains that others lost a connection
 MAX_DEATHS = 5  # of newcomers in a row that were not ready, or of rounds that saved nothing
 
 StartMember = Callable[[int, int, dict[str, str]], None]
 """Starts a process: its number as a member, its rank, and variables for its environment."""
-
-
-@dataclass
-class Replacement:
-    """New processes that take the place of those of a round, once these have exited.
-
-    Attributes:
-        world_size: Their number.
-        source: Where they find the state, in words.
-        folder: What was handed over to them.
-    """
-
-    world_size: int
-    source: str
-    folder: Path | None
 
 
 @dataclass
@@ -98,13 +84,15 @@ class Handover:
         plan: The plan.
         folder: Where it is written.
         deadline: When it counts as failed.
-        writing: For each position that is not complete, the member that writes it.
+        writing: For each position, the member that writes it.
+        written: The members that have written their part.
     """
 
     plan: HandOver
     folder: Path
     deadline: float
-    writing: dict[int, int]
+    writing: dict[int, int] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
 
 
 class Rounds:
@@ -146,10 +134,13 @@ class Rounds:
         self._told = (-1, 0, False)  # which member, in which round, and whether anybody waits
         self._can_stay, self._stages = True, 1  # as last reported
         self._newcomer_deaths = 0
-        self._restarts, self._saved = 0, self._list_checkpoints()
-        self._replacement: Replacement | None = None
+        self._states = StateFolder()
+        ranks.remove_at_end(str(self._states.path))
+        self._replacement: RoundOrigin | None = None  # of the next round, once all have exited
         self._handover: Handover | None = None
         self._handed_over: Path | None = None
+        self._writers: list[int] = []  # of what was handed over
+        self._restarts, self._saved = 0, self._list_states()
         self._resumed: set[int] = set()
         self._error: RankError | None = None
         ranks.settle_killed = 0.0
@@ -161,12 +152,16 @@ class Rounds:
         self._start_members(self._wanted, {})
 
     def close(self) -> None:
-        """Remove what was handed over."""
+        """Remove mirrors, and what was handed over."""
+        self._states.remove()
+
+    def _discard_handover(self) -> None:
         written = None if self._handover is None else self._handover.folder
         for folder in (self._handed_over, written):
             if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
+                self._states.discard(folder)
         self._handed_over = self._handover = None
+        self._writers = []
 
     # --- what happens -------------------------------------------------------------------------
 
@@ -229,11 +224,13 @@ class Rounds:
         elif kind == "round_over" and member in self.members and message["round"] == self.number:
             self._reports[member] = _read_report(member, message)
             self._reported = time.monotonic()
+        elif kind == "handed_over" and self._handover is not None:
+            self._handover.written.add(member)
         elif kind == "resumed":
             self._resumed.add(member)
             if self._resumed.issuperset(self.members) and self._replacement is None:
-                self.close()
-        return kind in ("waiting", "ready", "round_over", "resumed")
+                self._discard_handover()
+        return kind in ("waiting", "ready", "round_over", "handed_over", "resumed")
 
     def _notice_end(self, member: int, outcome: Outcome) -> None:
         """Notice that a member has ended, or is about to because it lost another one."""
@@ -327,6 +324,20 @@ class Rounds:
                 self._fail(_describe_unexplained(self._done))
         elif any(set(self._ranks.outcomes[each].waiting_for) & self._lost.keys() for each in alive):
             self._restart(choose_world_size(self._wanted, self._stages))
+        elif self._lost and any(not report.can_stay for report in self._reports.values()):
+            self._replace_silent_members([*self._reports.values()])
+
+    def _replace_silent_members(self, reports: Sequence[Report]) -> None:
+        """Replace all members without waiting for those that have not reported.
+
+        Whatever they have committed, the others have prepared.
+        """
+        plan = plan_round(reports, wanted=self._wanted)
+        waited = time.monotonic() - self._reported
+        if isinstance(plan, HandOver) and waited >= REPORT_SETTLE:
+            self._execute(plan)
+        elif waited >= REPORT_TIMEOUT:
+            self._restart(choose_world_size(self._wanted, self._stages))
 
     def _follow_last_member(self) -> None:
         """Go on after every member of the round has ended, and some were killed."""
@@ -383,8 +394,8 @@ class Rounds:
         for rank, member in enumerate(plan.members):
             self._ranks.send(member, {**message, "rank": rank})
         changes = [
-            f"{_name(plan.joined)} joined" if plan.joined else "",
-            f"{_name(plan.left)} left" if plan.left else "",
+            f"{format_members(plan.joined)} joined" if plan.joined else "",
+            f"{format_members(plan.left)} left" if plan.left else "",
         ]
         why = " and ".join(change for change in changes if change)
         say(f"round {self.number}: {_count(len(plan.members))}" + (f", {why}" if why else ""))
@@ -443,7 +454,8 @@ class Rounds:
     def _start_member(self, rank: int, variables: dict[str, str]) -> None:
         member, self._next_member = self._next_member, self._next_member + 1
         count = {"TORCHELASTIC_RESTART_COUNT": str(self.number)}
-        self._start(member, rank, {**variables, **count, ELASTIC: "1", MEMBER: str(member)})
+        own = {ELASTIC: "1", MEMBER: str(member), **self._states.variables()}
+        self._start(member, rank, {**variables, **count, **own})
 
     def _dismiss(self, members: Sequence[int] | dict[int, bool]) -> None:
         """Let members exit: those that wait for a message, and newcomers."""
@@ -456,9 +468,9 @@ class Rounds:
     # --- new processes ------------------------------------------------------------------------
 
     def _begin_handover(self, plan: HandOver) -> None:
-        self.close()
-        folder = _make_handover_folder()
-        self._handover = Handover(plan, folder, time.monotonic() + HANDOVER_TIMEOUT, {})
+        self._discard_handover()
+        folder = self._states.begin_hand_over()
+        self._handover = Handover(plan, folder, time.monotonic() + HANDOVER_TIMEOUT)
         for position, writers in enumerate(plan.writers):
             self._ask_to_write(self._handover, position, writers[0])
 
@@ -479,37 +491,39 @@ class Rounds:
         """Wait until each part is written; another member writes what a killed one could not."""
         world_size = handover.plan.world_size
         for position, member in list(handover.writing.items()):
-            if member in self._done:
-                del handover.writing[position]
-            elif member not in self._alive:
+            if member not in self._alive and member not in handover.written:
                 others = [each for each in handover.plan.writers[position] if each in self._alive]
                 if others:
                     self._ask_to_write(handover, position, others[0])
                 else:
-                    self.close()
+                    self._discard_handover()
                     self._restart(world_size)
                     return
-        if not handover.writing:
+        if handover.written.issuperset(handover.writing.values()):
             self._handover, self._handed_over = None, handover.folder
-            self._restart(world_size, "the state of the others")
+            self._writers = sorted(handover.writing.values())
+            self._restart(world_size)
         elif time.monotonic() >= handover.deadline:
-            self.close()
+            self._discard_handover()
             self._restart(world_size)
 
-    def _restart(self, world_size: int, source: str = "") -> None:
+    def _restart(self, world_size: int) -> None:
         """End all processes, to start new ones that continue from the newest state."""
-        if not source and self._handed_over is not None:
-            source = "the state of those before them"  # which they had not read yet
-        elif not source:
-            source = "the newest checkpoint" if self._list_checkpoints() else "the beginning"
-        is_further = source != "the beginning" and self._list_checkpoints() != self._saved
-        self._restarts = 1 if is_further else self._restarts + 1
-        self._saved = self._list_checkpoints()
+        states = self._list_states()
+        is_further = bool(states) and states != self._saved
+        self._restarts, self._saved = 1 if is_further else self._restarts + 1, states
         if self._restarts > MAX_DEATHS:
-            self._fail(
-                f"{MAX_DEATHS} rounds in a row lost all processes before they saved a checkpoint",
-            )
+            self._fail(f"{MAX_DEATHS} rounds in a row were replaced before they had saved a state")
             return
+        origin = RoundOrigin(
+            round=self.number + 1,
+            lost=[{"member": each, "signal": number} for each, number in self._lost.items()],
+            joined=[*range(self._next_member, self._next_member + world_size)],
+            left=self._alive,
+            noticed=time.time() if self._noticed is None else self._noticed,
+            writers=self._writers,
+            state=self._handed_over,
+        )
         for member in [*self._alive, *self._newcomers]:
             if member in self._reports or self._newcomers.get(member):
                 self._ranks.send(member, {"kind": "leave"})
@@ -523,10 +537,10 @@ class Rounds:
         self._newcomers.clear()
         self._lost.clear()
         self._done.clear()
-        self._replacement = Replacement(world_size, source, self._handed_over)
-        self._replace(self._replacement)
+        self._replacement = origin
+        self._replace(origin)
 
-    def _replace(self, replacement: Replacement) -> None:
+    def _replace(self, origin: RoundOrigin) -> None:
         """Start the new processes as soon as those that they replace have exited."""
         if self._leaving or self._is_stopping:
             return
@@ -535,13 +549,9 @@ class Rounds:
         self._begin_round(())
         self._resumed.clear()
         variables = {RESUME: "1"} if self._folder is not None else {}
-        if replacement.folder is not None:
-            variables[HANDOVER] = str(replacement.folder)
-        say(
-            f"round {self.number}: {_count(replacement.world_size)}, started anew from "
-            f"{replacement.source}"
-        )
-        self._start_members(replacement.world_size, variables)
+        variables |= origin.variables()
+        say(f"round {self.number}: {_count(len(origin.joined))}, in new processes")
+        self._start_members(len(origin.joined), variables)
 
     def _start_members(self, count: int, variables: dict[str, str]) -> None:
         environment = replace(self._environment, nprocs=count)
@@ -549,11 +559,13 @@ class Rounds:
         for rank in range(count):
             self._start_member(rank, {**environment.variables(rank), **variables})
 
-    def _list_checkpoints(self) -> set[str]:
-        with contextlib.suppress(OSError):
-            if self._folder is not None:
-                return {name for name in os.listdir(self._folder / CHECKPOINTS) if name[0] != "."}
-        return set()
+    def _list_states(self) -> set[str]:
+        """Return the names of the states from which new processes could continue."""
+        folders = [] if self._folder is None else [self._folder / CHECKPOINTS]
+        folders += [*self._states.mirror.glob("*")]
+        folders += [] if self._handed_over is None else [self._handed_over]
+        found = (each for folder in folders for each in folder.glob("step-*"))
+        return {f"{each.parent.name}/{each.name}" for each in found}
 
 
 def _read_report(member: int, message: Message) -> Report:
@@ -577,24 +589,11 @@ def _was_killed(outcome: Outcome) -> bool:
     return not (outcome.was_terminated and outcome.status == -signal.SIGTERM)
 
 
-def _make_handover_folder() -> Path:
-    """Create a folder in memory that only this user can enter."""
-    parent = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
-    return Path(tempfile.mkdtemp(prefix=f"{HANDOVER_PREFIX}-{os.getpid()}-", dir=parent))
-
-
 def _describe_unexplained(done: set[int]) -> str:
     if done:
-        return f"{_name(sorted(done))} returned while others still waited for it"
+        return f"{format_members(sorted(done))} returned while others still waited for it"
     return "every rank lost the connection to others, but none of them has ended"
 
 
 def _count(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
-
-
-def _name(members: Sequence[int]) -> str:
-    """Return "member 2", "members 0 and 2", "members 0, 1 and 2"."""
-    if len(members) == 1:
-        return f"member {members[0]}"
-    return f"members {', '.join(map(str, members[:-1]))} and {members[-1]}"

@@ -31,10 +31,12 @@ LAUNCHER = "LOCKSTEP_LAUNCHER"
 STORE = "LOCKSTEP_STORE"
 
 # Set in the ranks of an elastic run (`lockstep.elastic`): that it is one, the number of the
-# process, that it joins others that run already, and the folder with the state of those that it
-# replaces.
+# process, that it joins others that run already, the folder of mirrors, why it replaces others (as
+# JSON), and the folder with their state.
 ELASTIC, MEMBER = "LOCKSTEP_ELASTIC", "LOCKSTEP_MEMBER"
-JOIN, HANDOVER = "LOCKSTEP_JOIN", "LOCKSTEP_HANDOVER"
+JOIN, MIRROR = "LOCKSTEP_JOIN", "LOCKSTEP_MIRROR"
+ROUND, HANDOVER = "LOCKSTEP_ROUND", "LOCKSTEP_HANDOVER"
+OF_ELASTIC = (ELASTIC, MEMBER, JOIN, MIRROR, ROUND, HANDOVER)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

@@ -8,6 +8,7 @@
        │ <─ started {rank, pid} ─────── │ (or failed {rank, reason})     │ to the launcher
        │ ── signal {rank, number} ────> │ to the rank's process group ─> │
        │ <─ ended {rank, status} ────── │ <──────────────────────── exit │
+       │ ── folder {path} ────────────> │ removed after the ranks, if the launcher cannot
        │ ── end {} ───────────────────> │ SIGKILL to the remaining ranks
        │ ── end of file ──────────────> │ without "end": SIGTERM, and SIGKILL after 5 s
 
@@ -29,6 +30,7 @@ import gc
 import importlib
 import os
 import selectors
+import shutil
 import signal
 import socket
 import time
@@ -64,12 +66,14 @@ class Launch:
         outputs: Reading ends of the pipes through which the launcher shows what ranks print, with
             the process id of the rank.
         deadline: When to kill the ranks, whose launcher has exited; None while it runs.
+        folders: What is removed after the ranks were killed.
     """
 
     channel: Channel
     ranks: dict[int, int] = field(default_factory=dict)
     outputs: dict[int, int] = field(default_factory=dict)
     deadline: float | None = None
+    folders: list[str] = field(default_factory=list)
 
     @property
     def has_ranks(self) -> bool:
@@ -166,6 +170,9 @@ class Server:
         message, descriptors = received
         if message["kind"] == "end":
             self._drop_launch(launch)
+            return None
+        if message["kind"] == "folder":
+            launch.folders.append(message["path"])
             return None
         if message["kind"] == "signal":
             self._send_signal(launch, message)
@@ -316,6 +323,8 @@ class Server:
         for pid in launch.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
+        for folder in launch.folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _shut_down(self) -> None:
         signal.set_wakeup_fd(-1)

@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from lockstep.errors import FileError, LockstepError, RankError, UsageError
 from lockstep.launcher.channel import Message
-from lockstep.launcher.environment import ELASTIC, HANDOVER, JOIN, MEMBER, RankEnvironment
+from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment
 from lockstep.launcher.failure_attribution import (
     STOPPED,
     Outcome,
@@ -79,7 +79,7 @@ __all__ = [
 
 STDOUT, STDERR = 1, 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-OF_LAUNCH = (RUN, RESUME, ELASTIC, MEMBER, JOIN, HANDOVER)  # variables that say what a launch is
+OF_LAUNCH = (RUN, RESUME, *OF_ELASTIC)  # variables that say what a launch is
 TAIL = 12  # lines of the failed rank that are shown again at the end
 
 

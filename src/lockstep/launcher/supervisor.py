@@ -147,6 +147,11 @@ class RankSupervisor:
         self._stores[address] = descriptor
         return address
 
+    def remove_at_end(self, folder: str) -> None:
+        """Have a folder removed with all that is in it, even if this process is killed."""
+        assert self._channel is not None
+        self._channel.send({"kind": "folder", "path": folder})
+
     def close_store(self, address: str) -> None:
         """Close a private store to ranks that have not attached to it."""
         if address in self._stores:
@@ -577,17 +582,14 @@ class RankSupervisor:
 
 def _limit(timeout: float, deadline: float | None) -> float:
     """Return `timeout`, or the time left until the deadline if that is shorter."""
-    if deadline is None:
-        return timeout
-    return max(0.0, min(timeout, deadline - time.monotonic()))
+    left = timeout if deadline is None else deadline - time.monotonic()
+    return max(0.0, min(timeout, left))
 
 
 def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError):
+        return bool(os.fstat(descriptor))
+    return False
 
 
 def _group_exists(group: int) -> bool:

@@ -17,9 +17,8 @@ from typing import Any
 
 import xxhash
 
-from lockstep.elastic.round_origin import RoundOrigin, find_mirror
+from lockstep.elastic.round_origin import RoundOrigin, find_mirror, format_members
 from lockstep.errors import UsageError
-from lockstep.launcher.failure_attribution import format_ranks
 from lockstep.messages import say
 from lockstep.record.environment import describe_environment
 from lockstep.record.sources import find_sources
@@ -121,7 +120,7 @@ def say_continued(
         advice = "" if has_checkpoints else "; pass checkpoint=ls.CheckpointConfig() to the trainer"
         source = f"the beginning: no checkpoint{advice}"
     elif origin.state is not None:
-        source = f"step {steps}, handed over by {format_ranks(origin.writers)}"
+        source = f"step {steps}, handed over by {format_members(origin.writers)}"
     else:
         mirror = find_mirror()
         is_mirror = mirror is not None and path.is_relative_to(mirror)

@@ -31,6 +31,7 @@ from lockstep.data.microbatch import Batch
 from lockstep.data.samplers import KnownSamplers
 from lockstep.elastic.round_origin import RoundOrigin, find_round_origin
 from lockstep.errors import FileError, LockstepError, UsageError
+from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import say
 from lockstep.training.compatibility import (
@@ -172,6 +173,7 @@ class ResumableRun:
             self._load(state)
             self._restore_objects = partial(restore_objects, {}, device=self._state.device)
             self.resumed_from = steps
+            report_to_launcher({"kind": "resumed"})
         if checkpoints is not None:
             checkpoints.open_loggers()
         elif self._rank == 0:
@@ -485,6 +487,7 @@ class ResumableRun:
         assert self._hand_over is not None, "only members of an elastic run hand over"
         self.abandon()
         self._hand_over.write(folder, self._describe_position(), self._state.part, is_now)
+        report_to_launcher({"kind": "handed_over"})
 
     def _note_safe_point(self, epoch: OpenEpoch | None = None) -> None:
         if self._hand_over is not None and not (self.is_answering or self._is_inside(epoch)):

@@ -4,6 +4,7 @@
     step t begins with version 0     everybody computes with it, nobody writes it
 
     rank 0                             rank 1
+    (0) begun[0] = t                   begun[1] = t
     (1) writes its pieces into 1       writes its pieces into 1
     (2) prepared[0] = t                prepared[1] = t
     (3) ── exchange: did all go well? ──────────────
@@ -17,6 +18,9 @@ the words alone: if all had prepared, the step is committed, and otherwise it is
 aborted. The word is set once, by compare-and-exchange, so that all who are left
 conclude alike, and what the dead rank wrote is there, in shared memory. So the
 parameters are those before the step or those after it, on every rank the same.
+
+The state of the optimizer has one version. If a step is aborted, it is that before the step
+unless some rank has begun to write, which `begun` tells.
 """
 
 from __future__ import annotations
@@ -76,9 +80,10 @@ class VersionedParameters:
         self._parameters, self._group = list(parameters), group
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._words = create_group_tensor(
-            self._ranks + 1, torch.int64, group
-        )  # prepared ..., decided
+            2 * self._ranks + 2, torch.int64, group
+        )  # prepared ..., begun ..., decided: of odd transactions, of even ones
         self._transaction = 0
+        self._is_aborted = False
         self.committed = False  # the last step that was written
         first = allocate([(each.numel(), each.dtype) for each in parameters], group)
         if self._rank == 0:
@@ -120,7 +125,8 @@ class VersionedParameters:
         self._transaction, self.committed = self._transaction + 1, False
         error: Exception | None = None
         try:
-            body()
+            if self._begin():
+                body()
             pass_point("written")
             atomic_store(self._words, self._rank, self._transaction)
             pass_point("prepared")
@@ -138,18 +144,51 @@ class VersionedParameters:
             if each:
                 raise WorkError(f"rank {rank}: {each.decode()}; the parameters are as before")
 
+    def has_whole_state(self) -> bool:
+        """Return whether what the ranks wrote besides the parameters is that of one step, too.
+
+        For a rank that has lost another one, outside of `write_next`: a step that is not decided
+        is aborted, so that no rank begins to write any more.
+        """
+        transaction = self._transaction + (not self._is_aborted)
+        self._set_decision(transaction, can_commit=False)
+        begun = (atomic_load(self._words, self._ranks + rank) for rank in range(self._ranks))
+        return all(each < transaction for each in begun)
+
+    def _begin(self) -> bool:
+        """Do (0); return whether this rank may write, because the step is not aborted."""
+        index = self._ranks + self._rank
+        # Not a store: who aborts the step afterwards must see it.
+        atomic_compare_exchange(
+            self._words, index, atomic_load(self._words, index), self._transaction
+        )
+        return atomic_load(self._words, self._decision(self._transaction)) < 2 * self._transaction
+
+    def _decision(self, transaction: int) -> int:
+        """Return the word with the decision on a step.
+
+        Nobody is two steps ahead, so a rank that is late finds the decision on its own step.
+        """
+        return 2 * self._ranks + transaction % 2
+
+    def _set_decision(self, transaction: int, can_commit: bool) -> bool:
+        """Decide on a step unless that was done, and return whether it is committed."""
+        committed, aborted = 2 * transaction, 2 * transaction + 1
+        index = self._decision(transaction)
+        before = atomic_load(self._words, index)
+        while before < committed:
+            wanted = committed if can_commit else aborted
+            found = atomic_compare_exchange(self._words, index, before, wanted)
+            before = wanted if found == before else found
+        return before == committed
+
     def _decide(self) -> None:
         """Do (4) and (5): decide, or learn what was decided, and follow it."""
         ranks = range(self._ranks)
         everybody = all(atomic_load(self._words, rank) == self._transaction for rank in ranks)
-        committed, aborted = 2 * self._transaction, 2 * self._transaction + 1
-        before = atomic_load(self._words, self._ranks)
-        while before < committed:
-            wanted = committed if everybody else aborted
-            found = atomic_compare_exchange(self._words, self._ranks, before, wanted)
-            before = wanted if found == before else found
+        self.committed = self._set_decision(self._transaction, everybody)
+        self._is_aborted = not self.committed
         pass_point("decided")
-        self.committed = before == committed
         if self.committed:
             self._switch()
         pass_point("settled")
