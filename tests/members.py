@@ -2,7 +2,8 @@
 
 An operation adds 12 numbers, each computed by one rank: the sum is the same with every number of
 ranks. A rank kills itself where KILLS says, such as "2:5:barrier 4:0:ready" (member, operation,
-place). The script ends after STEPS operations, with RANKS ranks.
+place); with REPEATED_KILLS, the last rank of every full round does. The script ends after STEPS
+operations, with RANKS ranks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lockstep.launcher.local_rendezvous import attach_store
 from lockstep.launcher.rank_process import receive_from_launcher, report_to_launcher
 
 STEPS, RANKS = int(os.environ["STEPS"]), int(os.environ["RANKS"])
+REPEATED_KILLS = int(os.environ.get("REPEATED_KILLS", "0"))
 CAN_STAY = "CAN_STAY" not in os.environ
 KILLS = {tuple(kill.split(":")) for kill in os.environ.get("KILLS", "").split()}
 MEMBER = int(os.environ["LOCKSTEP_MEMBER"])
@@ -44,7 +46,9 @@ class Member:
         self.is_admitting = False
 
     def at(self, place):
-        if (str(MEMBER), str(len(self.sums)), place) in KILLS:
+        is_last = self.rank == self.size - 1 and self.size == RANKS
+        is_doomed = is_last and place == "prepare" and self.round < 2 * REPEATED_KILLS
+        if is_doomed or (str(MEMBER), str(len(self.sums)), place) in KILLS:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def next_message(self):
@@ -184,11 +188,14 @@ def main():
         member.round = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         member.follow(lambda: member.connect(address, False))
     else:
+        member.at("start")
         report_to_launcher({"kind": "ready"})
         member.at("ready")
         message = member.next_message()
         member.follow(lambda: member.enter(message))
-    while len(member.sums) < STEPS or member.size != RANKS:
+    while (
+        len(member.sums) < STEPS or member.size != RANKS or member.round < 2 * REPEATED_KILLS
+    ):
         if member.is_admitting and member.prepared is None:
             message = member.end_round("admit")
             member.follow(lambda: member.enter(message))
@@ -209,11 +216,21 @@ main()
 """
 
 
-def run(folder: Path, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the script in `folder` to its end."""
+def start(folder: Path, *flags: str, **environ: str) -> subprocess.Popen[str]:
+    """Start the script in `folder`."""
     (folder / "train.py").write_text(SCRIPT)
     variables = {"STEPS": "20", "RANKS": "3", **environ}
-    return subprocess.run(
-        [*CLI, *flags, "train.py"],
-        cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=90,
+    return subprocess.Popen(
+        [*CLI, *flags, "train.py"], cwd=folder, env={**os.environ, **variables}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
+
+
+def run(folder: Path, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the script in `folder` to its end."""
+    with start(folder, *flags, **environ) as launcher:
+        try:
+            stdout, stderr = launcher.communicate(timeout=90)
+        finally:
+            launcher.kill()
+    return subprocess.CompletedProcess(launcher.args, launcher.returncode, stdout, stderr)

@@ -20,6 +20,7 @@ from lockstep.messages import escape_control, say
 
 COMMANDS = {
     "run": "run a script or module on N ranks",
+    "scale": "change the number of ranks of an elastic run",
     "check": "compare the bits of a script in several layouts",
     "chaos": "kill ranks of a training at random and compare the bits",
     "worker": "serve a driver on another host with workers",

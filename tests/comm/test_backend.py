@@ -209,7 +209,7 @@ def test_a_barrier_that_waits_for_nobody_is_not_refused(world_of_one):
     backend.refuse_calls("not now")
     try:
         dist.barrier()
-        with pytest.raises(backend.ArgumentError, match="broadcast .* is refused: not now"):
+        with pytest.raises(backend.ArgumentError, match=r"broadcast .* is refused: not now"):
             dist.broadcast(torch.zeros(1), 0)
     finally:
         backend.refuse_calls("")

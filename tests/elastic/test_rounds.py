@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import operator
+import os
+import signal
 import stat
 import subprocess
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import psutil
 import pytest
 
-from members import CLI, run
-from processes import until
+from lockstep.elastic.scale_request import request_ranks
+from members import CLI, run, start
+from processes import alive, until
+
+PATIENCE = 60.0
 
 
 def read_rounds(done: CompletedProcess[str]) -> list[dict[str, object]]:
@@ -119,3 +126,97 @@ def test_a_run_without_survivors_starts_anew(tmp_path):
     done = run(tmp_path, "--max", "3", KILLS=kills)
     require_success(done)
     assert said(done)[-1] == "round 1: 3 ranks, in new processes"
+
+
+def count_descriptors(launcher: int) -> list[int]:
+    """Count the open descriptors of a launcher and of its fork server."""
+    (server,) = psutil.Process(launcher).children()
+    return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (launcher, server.pid)]
+
+
+def count_over_rounds(folder: Path, kills: int) -> list[list[int]]:
+    """Kill a rank of every full round; return the counts after each newcomer has joined."""
+    counts = []
+    with start(folder, "--max", "2", RANKS="2", REPEATED_KILLS=str(kills)) as launcher:
+        try:
+            for line in launcher.stderr:
+                if "joined" in line:
+                    counts.append(count_descriptors(launcher.pid))
+            assert launcher.wait(PATIENCE) == 0
+        finally:
+            launcher.kill()
+    assert len(counts) == kills
+    return counts
+
+
+def test_nothing_grows_with_the_number_of_rounds(tmp_path):
+    _, before, *_, after = count_over_rounds(tmp_path, 5)
+    assert all(map(operator.le, after, before))
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(600)
+def test_nothing_grows_over_many_rounds(tmp_path):
+    _, before, *_, after = count_over_rounds(tmp_path, 100)
+    assert all(map(operator.le, after, before))
+
+
+def wait_for_run(folder: Path) -> Path:
+    """Return the folder of a run once its ranks have begun."""
+    until(lambda: [*folder.glob("runs/*/rank-0.log")], "the run did not begin", PATIENCE)
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [(3, ["round 1: 3 ranks, member 2 joined"]), (1, ["round 1: 1 rank, member 1 left"])],
+)
+def test_the_number_of_ranks_is_changed(tmp_path, ranks, changes):
+    with start(tmp_path, "--max", "2", RANKS=str(ranks)) as launcher:
+        try:
+            request_ranks(wait_for_run(tmp_path), ranks)
+            stdout, stderr = launcher.communicate(timeout=PATIENCE)
+        finally:
+            launcher.kill()
+    done = CompletedProcess([], launcher.returncode, stdout, stderr)
+    require_success(done, ranks)
+    count = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    assert said(done) == [f"the run gets {count} at its next safe point", *changes]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_members(tmp_path, number):
+    with start(tmp_path, "--max", "2", RANKS="9", KILLS="1:5:barrier") as launcher:
+        try:
+            while "joined" not in launcher.stderr.readline():
+                pass
+            below = psutil.Process(launcher.pid).children(recursive=True)
+            launcher.send_signal(number)
+            assert launcher.wait(PATIENCE) == 128 + number
+            assert launcher.stderr.readline().startswith(f"lockstep: {number.name}: ")
+        finally:
+            launcher.kill()
+    assert not any(alive(process.pid) for process in below)
+
+
+def test_an_exception_ends_the_run(tmp_path):
+    done = run(tmp_path, "--max", "2", STEPS="wrong")
+    assert done.returncode == 1
+    assert "raised ValueError" in done.stderr
+
+
+def test_newcomers_that_never_join_are_not_started_for_ever(tmp_path):
+    """Here each dies before it is ready, and the run needs as many ranks as it has begun with."""
+    kills = "1:3:prepare " + " ".join(f"{member}:0:start" for member in range(2, 12))
+    done = run(tmp_path, "--min", "2", "--max", "2", RANKS="2", KILLS=kills)
+    assert done.returncode == 1
+    assert done.stderr.count("before it joined the others") == 5
+    assert "1 rank left, fewer than --min 2" in done.stderr
+
+
+def test_rounds_that_save_nothing_are_not_started_for_ever(tmp_path):
+    kills = " ".join(f"{member}:2:prepare" for member in range(40))
+    done = run(tmp_path, "--max", "1", RANKS="1", KILLS=kills)
+    assert done.returncode == 1
+    assert "5 rounds in a row were replaced before they had saved a state" in done.stderr

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
 from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.errors import UsageError
@@ -63,7 +62,7 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     "nproc-per-node",
     "-n",
     metavar="N",
-    default="1",
+    default=None,
     help="Number of ranks on this host: a number, cpu (one per core), gpu (one per GPU), or "
     "auto (gpu if there are any, else cpu). Default: 1.",
 )
@@ -212,8 +211,6 @@ def command(script: str | None, arguments: tuple[str, ...], **options: Any) -> N
     Exit status: 0 success, 1 a rank failed, 2 usage error, 75 stopped on request (continue
     with --resume), 128+N ended by signal N.
     """
-    source = click.get_current_context().get_parameter_source("nproc_per_node")
-    options["is_nprocs_given"] = source != ParameterSource.DEFAULT
     if script is None:
         script, arguments = recall_command(options)
     try:
@@ -262,10 +259,10 @@ def recall_command(options: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
             ) from None
     options["module"] = recorded.kind == "module"
     options["no_python"] = recorded.kind == "program"
-    if not options["is_nprocs_given"] and options["max"] is None:
+    if options["nproc_per_node"] is None and options["max"] is None:
         options["nproc_per_node"] = str(recorded.nprocs)
-        if options["min"] is None:
-            options["min"] = recorded.min_nprocs
+    if options["min"] is None:
+        options["min"] = recorded.min_nprocs
     return recorded.target, recorded.arguments
 
 
@@ -315,14 +312,13 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
 def _choose_nprocs(options: dict[str, Any]) -> tuple[int, int | None]:
     """Return the number of ranks on each host, and the least number in an elastic run."""
     nprocs, least, most = options["nproc_per_node"], options["min"], options["max"]
-    is_given = options.get("is_nprocs_given", False)
-    if most is not None and is_given and nprocs != str(most):
+    if most is not None and nprocs not in (None, str(most)):
         raise UsageError(
             f"-n {nprocs} and --max {most}: both are the number of ranks to begin with; give one"
         )
     if most is not None:
         return most, 1 if least is None else least
-    return parse_nprocs(nprocs, _count_gpus), least
+    return parse_nprocs(nprocs or "1", _count_gpus), least
 
 
 def _choose_master(options: dict[str, Any], nnodes: int) -> tuple[str, int]:

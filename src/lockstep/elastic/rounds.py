@@ -32,8 +32,6 @@ round; another failure ends the run.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -49,6 +47,7 @@ from lockstep.elastic.round_plan import (
     choose_world_size,
     plan_round,
 )
+from lockstep.elastic.scale_request import take_request
 from lockstep.errors import RankError, UsageError
 from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER, RankEnvironment
@@ -58,9 +57,8 @@ from lockstep.launcher.run_folder import RESUME
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.messages import say
 
-__all__ = ["SCALE_FILE", "Rounds", "StartMember"]
+__all__ = ["Rounds", "StartMember"]
 
-SCALE_FILE = "scale.json"  # in the run's folder: {"ranks": N}, removed when it has been read
 CHECKPOINTS = "checkpoints"  # in the run's folder
 
 LEAVE_TIMEOUT = 5.0  # seconds that a member has to exit when it was told to
@@ -293,19 +291,13 @@ class Rounds:
 
     def _read_request(self) -> None:
         """Read the number of ranks that `lockstep scale` has asked for."""
-        if self._folder is None:
+        wanted = None if self._folder is None else take_request(self._folder)
+        if wanted is None:
             return
-        path = self._folder / SCALE_FILE
         try:
-            wanted = int(json.loads(path.read_bytes())["ranks"])
-            path.unlink()
-            check_open_files(wanted)
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            say(f"{path}: {error}")
-            with contextlib.suppress(OSError):
-                path.unlink()
+            check_open_files(max(0, wanted - len(self._alive)))
+        except UsageError as error:
+            say(f"lockstep scale: {error}")
             return
         self._wanted, self._newcomer_deaths = max(wanted, self._at_least), 0
         say(f"the run gets {_count(self._wanted)} at its next safe point")

@@ -229,21 +229,27 @@ def read_description(folder: Path) -> LaunchDescription | None:
     return dataclasses.replace(found, arguments=tuple(found.arguments))
 
 
-def find_run(name: str, parent: Path) -> Path:
+def find_run(name: str, parent: Path, who: str = "--resume") -> Path:
     """Return the folder of a run that is given as a name in `parent`, or as a path.
+
+    Args:
+        name: The name or path.
+        parent: The folder of runs.
+        who: The option or command that it was given to, for messages.
 
     Raises:
         UsageError: There is no such run.
     """
     if not name:
-        raise UsageError("--resume: expected the name or the folder of a run, or auto")
+        auto = ", or auto" if who == "--resume" else ""
+        raise UsageError(f"{who}: expected the name or the folder of a run{auto}")
     places = [parent / name, Path(name)]
     if os.sep in name:
         places.reverse()
     found = [place for place in places if place.is_dir()]
     if not found:
         raise UsageError(
-            f"--resume {name}: there is no run {os.fspath(places[0])} and no folder "
+            f"{who} {name}: there is no run {os.fspath(places[0])} and no folder "
             f"{os.fspath(places[1])}"
         )
     described = [place for place in found if (place / DESCRIPTION_FILE).exists()]
