@@ -10,8 +10,10 @@ The contents of a batch depend neither on the layout nor on the number of worker
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -55,6 +57,9 @@ __all__ = ["Agree", "Batches"]
 
 Agree = Callable[[bytes, str], list[bytes]]
 """Exchanges (message, its subject) with all ranks; returns their messages in rank order."""
+
+Source = TensorSource | MapSource | IterableSource
+"""What loads one replica's part of batches."""
 
 
 class Batches:
@@ -152,9 +157,9 @@ class Batches:
         start, self._start = self._start, 0
         self.position = start
         begun = perf_counter()
-        with closing(self._compare_samples(self._items(start))) as items:
-            for item in items:
-                batch = self._batch(item, perf_counter() - begun - self._comparing)
+        with closing(self._all_items(start)) as items:
+            for item, source in items:
+                batch = self._batch(item, source, perf_counter() - begun - self._comparing)
                 self.position += 1
                 yield batch
                 begun = perf_counter()
@@ -243,25 +248,84 @@ class Batches:
                 "or start the ranks with daemon=False"
             )
 
-    def _items(self, start: int) -> Items:
-        """Return the items of the batches from `start` on."""
+    def enter_share(self, replicas: int, replica: int, rank: int) -> None:
+        """Load the micro-batches of another replica from now on; the order stays as it is."""
+        self._share = _share(self._share.microbatches, replicas, replica)
+        self._who = f"rank {rank}"
+
+    def _all_items(self, start: int) -> Generator[tuple[Item, Source], None, None]:
+        """Yield the items from batch `start` on, each with what loaded it."""
+        source = self._open(start)
+        items = self._compare_samples(self._items(source, start))
+        while True:
+            with closing(items):
+                for item in items:
+                    yield item, source
+                    if self._share != source.share:
+                        break  # the ranks have other shares by now
+                else:
+                    return
+            source = self._make_source(self.position)
+            items = self._items(source, self.position)
+
+    def _open(self, start: int) -> Source:
+        """Compare the epoch with all ranks, and return what loads it from `start` on."""
         if self._iterable:
             self._compare_epoch(start, None)
-            return self._prepare(self._stream(start), None)
+            return self._make_source(start)
         epoch = self._planned = self._plan_epoch(start)
         # A batch has micro-batches of one sample if it has fewer than two for each.
         if (found := epoch.find_smaller(2 * self._share.microbatches, start)) is not None:
             size = format_quantity(len(epoch.span(found)), "sample")
             self._single_sample = f"batch {found} of epoch {self.epoch} ({size})"
-        numbers = range(start, len(epoch))
-        tensors = None
+        return self._make_source(start, is_compared=True)
+
+    def _make_source(self, start: int, *, is_compared: bool = False) -> Source:
+        keys, share = (self.seed, self.epoch), self._share
+        if self._iterable:
+            size = cast(int, self.batch_size)
+            dataset, collate = self.dataset, self.collate_fn
+            return IterableSource(dataset, size, share, keys, start, collate, self.drop_last)
+        assert self._planned is not None
+        first = start if is_compared else -1
         if self.collate_fn is None:
-            tensors = TensorSource.of(self.dataset, epoch, self._share, start)
-        if tensors is not None:
-            return load_in_process((tensors[number] for number in numbers), self.pin_memory)
-        keys = (self.seed, self.epoch)
-        samples = MapSource(self.dataset, epoch, self._share, keys, self.collate_fn, start)
-        return self._prepare(samples, numbers)
+            tensors = TensorSource.of(self.dataset, self._planned, share, first)
+            if tensors is not None:
+                return tensors
+        return MapSource(self.dataset, self._planned, share, keys, self.collate_fn, first)
+
+    def _items(self, source: Source, start: int) -> Items:
+        """Return the items of the batches from `start` on."""
+        if isinstance(source, IterableSource):
+            return self._prepare(source, None)
+        numbers = range(start, len(source.epoch))
+        if isinstance(source, TensorSource):
+            return load_in_process((source[number] for number in numbers), self.pin_memory)
+        return self._prepare(source, numbers)
+
+    def _load_again(
+        self, source: Source, number: int, replicas: int, replica: int
+    ) -> tuple[Microbatch, ...]:
+        """Load batch `number` for another replica, in this process."""
+        share = _share(source.share.microbatches, replicas, replica)
+        if isinstance(source, IterableSource):
+            items = load_isolated(replace(source, share=share, start=number), self.pin_memory)
+        else:
+            found = replace(source, share=share, first=-1)
+            load = load_in_process if isinstance(source, TensorSource) else load_isolated
+            items = load((found[each] for each in (number,)), self.pin_memory)
+        with closing(items):
+            size, parts = self._require_loaded(next(items), number)
+        return tuple(
+            Microbatch(index, len(piece), part)
+            for (index, piece), part in zip(share.pieces(size), parts, strict=True)
+        )
+
+    def _require_loaded(self, item: Item, number: int) -> tuple[int, list[Any]]:
+        """Return the size and the parts of an item; raise the error of one that failed."""
+        if isinstance(item, LoadFailure):
+            raise item.error(f"{item.message} ({self._who}, batch {number})")
+        return item.size, item.parts
 
     def _compare_samples(self, items: Items) -> Items:
         """Compare a few samples with all ranks before the first item is returned."""
@@ -284,12 +348,6 @@ class Batches:
     def _exchange_samples(self, descriptions: Sequence[str]) -> list[bytes]:
         message = pack_samples(descriptions)
         return [message] if self.agree is None else self.agree(message, "comparing samples of")
-
-    def _stream(self, start: int) -> IterableSource:
-        keys = (self.seed, self.epoch)
-        size = cast(int, self.batch_size)
-        dataset, collate = self.dataset, self.collate_fn
-        return IterableSource(dataset, size, self._share, keys, start, collate, self.drop_last)
 
     def _prepare(self, source: MapSource | IterableSource, numbers: range | None) -> Items:
         if self.num_workers > 0:
@@ -371,11 +429,9 @@ class Batches:
         )
         require_same_epoch(self.agree(description.pack(), "beginning"))
 
-    def _batch(self, item: Item, seconds: float) -> Batch:
-        if isinstance(item, LoadFailure):
-            raise item.error(f"{item.message} ({self._who}, batch {self.position})")
-        size, parts, _ = item
-        pieces = self._share.pieces(size)
+    def _batch(self, item: Item, source: Source, seconds: float) -> Batch:
+        size, parts = self._require_loaded(item, self.position)
+        share = source.share
         single_sample, self._single_sample = self._single_sample, ""
         if self._planned is not None:
             indices = self._planned.batch_indices(self.position)
@@ -388,13 +444,15 @@ class Batches:
             leaves=count_microbatches(size, self._share.microbatches),
             microbatches=tuple(
                 Microbatch(index, len(piece), part)
-                for (index, piece), part in zip(pieces, parts, strict=True)
+                for (index, piece), part in zip(share.pieces(size), parts, strict=True)
             ),
             epoch=self.epoch,
             seconds=seconds,
             identity=BatchIdentity(self.epoch, self.position, self._order, samples=samples),
             single_sample=single_sample,
             indices=indices,
+            share=(share.replicas, share.replica),
+            load=partial(self._load_again, source, self.position),
         )
 
 

@@ -12,7 +12,7 @@ them empty. These are pure functions that know nothing of processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -99,6 +99,8 @@ class Batch:
             "" if there is none, or if this is not the first batch of an iteration.
         indices: The indices of the global batch's samples in the dataset, int64; None for a batch
             that does not come from a map-style dataset.
+        share: The number of replicas, and the replica, whose micro-batches these are.
+        load: Loads the micro-batches of another share; None where the data are not at hand.
     """
 
     size: int
@@ -109,6 +111,17 @@ class Batch:
     identity: BatchIdentity = field(default_factory=BatchIdentity)
     single_sample: str = ""
     indices: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    share: tuple[int, int] | None = field(default=None, compare=False, repr=False)
+    load: Callable[[int, int], tuple[Microbatch, ...]] | None = field(
+        default=None, compare=False, repr=False
+    )
+
+    def for_share(self, replicas: int, replica: int) -> Batch:
+        """Return the batch with the micro-batches of a replica, loaded again if it has others."""
+        if self.load is None or self.share == (replicas, replica):
+            return self
+        loaded = self.load(replicas, replica)
+        return replace(self, microbatches=loaded, share=(replicas, replica))
 
     def sample_indices(self, microbatch: int) -> tuple[int, ...] | None:
         """Return the indices of the samples of a micro-batch; None where they are not known."""

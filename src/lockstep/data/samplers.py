@@ -33,6 +33,7 @@ __all__ = [
     "SamplerStates",
     "draw_batches",
     "draw_indices",
+    "keep_sampler",
     "restore_sampler_state",
     "sampler_chain",
     "sampler_state",
@@ -155,6 +156,12 @@ def restore_sampler_state(sampler: Any, state: Mapping[str, Any]) -> None:
         raise DatasetError(
             f"the saved state does not fit the sampler {type(sampler).__name__}: {error}"
         ) from error
+
+
+def keep_sampler(sampler: Any) -> Callable[[], None]:
+    """Return a function that gives a sampler the state which it has now."""
+    kept = {} if sampler is None else sampler_state(sampler)
+    return lambda: restore_sampler_state(sampler, kept) if kept else None
 
 
 def _stateful(sampler: Any) -> Iterator[tuple[str, Any]]:

@@ -87,14 +87,8 @@ class GradientReducer:
         self._parameters = list(parameters)
         self._sparse = {n for n, (_, each) in enumerate(parameters) if each in sparse}
         self._group = group
-        self._ranks = dist.get_world_size(group)
         self._shards = shards
         self.sums: dict[int, torch.Tensor] = {}
-        # The parameters that all ranks expect to get a gradient in the next step: in the first
-        # step those that require one, which is the same on all ranks because their models are.
-        self._expected = self._without_sparse(
-            n for n, (_, each) in enumerate(parameters) if each.requires_grad
-        )
         # This step: its micro-batches, this rank's partial sums, the nodes of every rank.
         self._leaves = 0
         self._partial_sums: Fold[GradientList] | None = None
@@ -113,11 +107,24 @@ class GradientReducer:
         self._own_references: list[int] = []  # to the memory of each sum
         self._destinations: dict[Node, dict[int, torch.Tensor]] = {}
         self._launched = 0
+        self.enter_group()
         # The backward pass that is watched.
         self._readiness = GradientReadiness(
             [parameter for _, parameter in parameters], self._on_gradient, modules
         )
         self._failure = ""
+
+    def enter_group(self) -> None:
+        """Forget what was planned for the ranks of an earlier group; `.grad` stays as it is."""
+        self._ranks = dist.get_world_size(self._group)
+        # The parameters that all ranks expect to get a gradient in the next step: in the first
+        # step those that require one, which is the same on all ranks because their models are.
+        self._expected = self._without_sparse(
+            n for n, (_, each) in enumerate(self._parameters) if each.requires_grad
+        )
+        self._planned_for, self._destinations = (), {}
+        self._bucket_sums, self._own_references = [], []
+        self._launched, self._siblings, self._partial_sums = 0, None, None
 
     # --- while the micro-batches are computed ------------------------------------------------
 

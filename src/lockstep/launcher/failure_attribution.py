@@ -34,6 +34,7 @@ __all__ = [
     "find_same_failures",
     "format_ranks",
     "is_consequence",
+    "is_lost_peer",
     "make_rank_error",
     "read_stat",
     "signal_name",
@@ -108,10 +109,16 @@ class Outcome:
 
 def is_consequence(outcome: Outcome) -> bool:
     """Return whether this failure looks like the consequence of another rank's end."""
-    if outcome.error is None:
-        return False
-    message = str(outcome.error["message"]).lower()
-    return any(phrase in message for phrase in LOST_PEER)
+    return outcome.error is not None and _says_lost_peer(str(outcome.error["message"]))
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether a backend has raised `error` because another rank is gone."""
+    return type(error).__name__ in BACKEND_ERRORS and _says_lost_peer(str(error))
+
+
+def _says_lost_peer(message: str) -> bool:
+    return any(phrase in message.lower() for phrase in LOST_PEER)
 
 
 def find_first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:

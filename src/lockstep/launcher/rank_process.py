@@ -57,6 +57,7 @@ __all__ = [
     "get_exit_code",
     "get_launch_number",
     "get_task",
+    "has_launcher",
     "ignore_requests",
     "is_replaceable",
     "main",
@@ -206,6 +207,11 @@ def set_launch_number(number: int | None) -> None:
     """Set what `get_launch_number` returns, where `launch` calls its function in this process."""
     global _launch_number
     _launch_number = number
+
+
+def has_launcher() -> bool:
+    """Return whether this process is a rank that can send messages to its launcher."""
+    return _report is not None and _is_rank()
 
 
 def report_to_launcher(message: Message, descriptors: Sequence[int] = ()) -> None:

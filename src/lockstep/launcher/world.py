@@ -10,17 +10,19 @@ import atexit
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils.deterministic
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from lockstep.comm import backend as comm
 from lockstep.errors import RendezvousError, UsageError
 from lockstep.launcher import rendezvous
-from lockstep.launcher.environment import RankInfo, read_rank_info
+from lockstep.launcher.environment import JOIN, RankInfo, read_rank_info
 from lockstep.launcher.malloc import keep_freed_memory
 from lockstep.launcher.rank_process import print_place_on_signal
 from lockstep.messages import escape_control, say
@@ -29,9 +31,12 @@ __all__ = [
     "World",
     "choose_device",
     "cpu_backend",
+    "get_timeout",
     "init",
+    "leave_round",
     "local_rank",
     "rank",
+    "rejoin",
     "shutdown",
     "world",
     "world_size",
@@ -61,6 +66,8 @@ class World:
     device: torch.device
     backend: str
 
+
+JOIN_TIMEOUT = 10.0  # seconds to connect the ranks of a new round, all of which are alive
 
 # The state between init() and shutdown(), and what shutdown() has to undo. A process has one
 # default process group in torch, so it has one world here.
@@ -111,12 +118,25 @@ def init(
     _configure_torch(threads, chosen)
     if not dist.is_initialized():
         comm.register()  # torch must know the backend's name before it is used
+        name = backend or default_backend(chosen, rank_info)
         try:
-            _join(rank_info, backend or default_backend(chosen, rank_info), timeout, chosen)
+            if os.environ.get(JOIN):
+                _wait_alone(name, timeout)
+            else:
+                _join(rank_info, name, timeout, chosen)
         except BaseException:
             _unset_variables()
             raise
     _current, _arguments = _describe_world(rank_info, chosen), arguments
+    if os.environ.get(JOIN):
+        # The ranks that it will have, so that a script does not take it for rank 0.
+        _current = replace(
+            _current,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            local_rank=rank_info.local_rank,
+            local_world_size=rank_info.local_world_size,
+        )
     print_place_on_signal(_current.rank)
     atexit.unregister(shutdown)
     atexit.register(shutdown)
@@ -171,6 +191,71 @@ def world_size() -> int:
 def local_rank() -> int:
     """Return this process's rank on its host; before `init`, as given by the environment."""
     return _ranks().local_rank
+
+
+# --- the rounds of an elastic run ----------------------------------------------------------
+
+
+def get_timeout() -> float:
+    """Return the seconds that this rank waits for the others."""
+    return float(str(_arguments[1])) if _arguments else 300.0
+
+
+def leave_round() -> None:
+    """Leave the group of a round that is over; ranks that wait for this one notice at once."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rejoin(store: Store, rank: int, world_size: int) -> World:
+    """Join the group of the next round; call it after `leave_round`.
+
+    Args:
+        store: The round's private store; all ranks have come to it.
+        rank: This process's rank in the round.
+        world_size: The number of ranks.
+
+    Raises:
+        RendezvousError: The ranks could not be connected.
+    """
+    global _current
+    assert _current is not None, "a process rejoins the world that it has joined"
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size}
+    numbers |= {f"LOCAL_{name}": value for name, value in numbers.items()}
+    os.environ.update({name: str(value) for name, value in numbers.items()})
+    os.environ.pop(JOIN, None)
+    try:
+        dist.init_process_group(
+            _current.backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=JOIN_TIMEOUT),
+        )
+    except (dist.DistError, RuntimeError) as error:
+        said = escape_control(str(error).partition("\n")[0])
+        raise RendezvousError(f"rank {rank} could not join the round: {said}") from error
+    group: Any = dist.group.WORLD
+    group._get_backend(_current.device)._set_default_timeout(timedelta(seconds=get_timeout()))
+    _current = replace(
+        _current,
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+    )
+    print_place_on_signal(rank)
+    return _current
+
+
+def _wait_alone(backend: str, timeout: float) -> None:
+    """Form a world of one, until the process joins a round with its first call of a trainer."""
+    _check_backend(backend)
+    if backend == "lockstep":
+        _set_variable("DDP_DISABLE_COMM_MEM", "0")
+    dist.init_process_group(
+        backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout)
+    )
 
 
 def shutdown() -> None:

@@ -30,11 +30,12 @@ from lockstep.model.loss_weight import (
 __all__ = ["ParallelContext"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ParallelContext:
     """The layout, the loss and the arithmetic of a trainer, as seen by this rank.
 
-    Only `loss_scale` changes from step to step, on all ranks alike.
+    All parts of a trainer hold the same one. `loss_scale` changes from step to step, on all ranks
+    alike; the layout only where `enter` is called, at the beginning of a round of an elastic run.
     """
 
     microbatches: int
@@ -109,6 +110,12 @@ class ParallelContext:
             loss_scale=LossScale() if autocast_dtype == torch.float16 else None,
         )
 
+    def enter(self, rank: int, world_size: int) -> None:
+        """Take the layout of another round; only whole models can."""
+        assert self.stages == 1, "stages are replaced, not continued in place"
+        self.rank = self.replica = rank
+        self.replicas = world_size
+
     def make_checkpointing(self, blocks: Mapping[str, nn.Module]) -> ActivationCheckpointing:
         """Return the activation checkpointing of some blocks; of none if it is disabled."""
         return ActivationCheckpointing(blocks if self.activation_checkpointing else {}, self.device)
@@ -128,7 +135,7 @@ class ParallelContext:
         A whole batch is hashed where there are other ranks to compare it with, or a record.
         """
         if isinstance(batch, Batch):
-            return batch
+            return batch.for_share(self.replicas, self.replica)
         part = split_batch(batch, self.microbatches, self.replicas, self.replica)
         if self.replicas * self.stages == 1 and not is_recorded:
             return part

@@ -77,6 +77,7 @@ class SideEffects:
         self._modules = dict(modules)
         self._before: Snapshot | None = None
         self._changes: Counter[str] = Counter()
+        self._noted: list[str] = []  # in this step
         self._checksums: dict[str, int] = {}
         self.failure = ""
         """Why the results depend on the layout; "" if they do not."""
@@ -88,6 +89,7 @@ class SideEffects:
     def begin(self, step: int) -> None:
         """Record the state before the first micro-batch, if the step is checked."""
         self._before, self.failure, self.warnings, self.summary = None, "", [], ""
+        self._noted = []
         if step >= FIRST and step % EVERY:
             return
         self._before = self._snapshot()
@@ -108,8 +110,14 @@ class SideEffects:
             # An array that is replaced in every step holds activations.
             if (old := before.arrays.get(name)) and old[0] is array and old[1] != content
         ]
+        self._noted = changed
         self._changes.update(changed)
         self.warnings = [_warning(name) for name in changed if self._changes[name] == 2]
+
+    def undo(self) -> None:
+        """Forget what `finish` has noted, as the step is repeated."""
+        self._changes.subtract(self._noted)
+        self._noted = []
 
     def checksums(self) -> dict[str, int]:
         """Return the checksums by name, of which `summary` is the hash."""

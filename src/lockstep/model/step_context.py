@@ -227,6 +227,7 @@ class StepContext:
         stops_at_refusals: Whether the trainer stops as without the observer, which only records.
         is_traced: Whether the executor keeps spans.
         is_checkpoint_due: Whether rank 0 wants a checkpoint after the step.
+        admits: As in the status of rank 0.
         batch: This rank's part of the batch, once it is known.
         shares: The share of the loss of each micro-batch that is computed, on all ranks.
         samples: The samples of these micro-batches.
@@ -251,6 +252,7 @@ class StepContext:
     stops_at_refusals: bool = False
     is_traced: bool = False
     is_checkpoint_due: bool = False
+    admits: int = -1
     batch: Batch | None = None
     shares: dict[int, float] = field(default_factory=dict)
     samples: int = 0

@@ -58,15 +58,20 @@ class Epoch(Batches):
             self._is_loaded = False
             if epoch is None:
                 return
+            agree, is_caught_up = self.agree, self._run.is_caught_up(epoch)
             try:
                 self._history.begin_epoch(self.epoch, self._count_batches(), self._start)
-                self._run.reach_safe_point(epoch, ask=True)
+                if is_caught_up:
+                    self.agree = None  # the others have compared their data before
+                else:
+                    self._run.reach_safe_point(epoch, ask=True)
                 for batch in super().__iter__():
                     self._run.yielded(epoch)
                     yield batch
                     self._run.trained(epoch)
                 self._end()
             finally:
+                self.agree = agree
                 self._run.end_epoch(epoch)
             self._run.reach_safe_point()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 NUMBERS = ("step", "epoch", "timeline")  # lines that hold nothing but numbers
+KEPT = ("step", "epoch", "warning")  # lines that another rank writes for a rank 0 that is lost
+BACKLOG = 16  # lines that it keeps
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,19 @@ class History:
         self.last: StepResult | None = None
         self.failures: list[str] = []
         """How the latest step failed; empty if it did not."""
+        self._backlog: deque[tuple[str, dict[str, Any]]] | None = None
+
+    def keep_backlog(self) -> None:
+        """Keep the last lines on a rank that may have to write them for a rank 0 that is lost.
+
+        No rank is more than one operation ahead of another, so a few lines are enough.
+        """
+        self._backlog = deque(maxlen=BACKLOG)
+
+    def take_backlog(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the lines that were kept; none are kept from now on."""
+        kept, self._backlog = self._backlog, None
+        return list(kept or ())
 
     def find_run_folder(self) -> Path | None:
         """Return the folder in which the run is recorded; None if it is not."""
@@ -154,10 +170,16 @@ class History:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Give one line to every logger, without the secrets that it may hold."""
+        if self._backlog is not None and kind in KEPT:
+            self._backlog.append((kind, fields))
         if kind not in NUMBERS:
             fields = redact(fields)
         for logger in self.loggers:
             logger.write(kind, **fields)
+
+    @property
+    def _has_readers(self) -> bool:
+        return bool(self.loggers) or self._backlog is not None
 
     def step(self, result: StepResult, memory: Sequence[int]) -> None:
         """Take one step, and each rank's peak memory in bytes."""
@@ -167,7 +189,7 @@ class History:
         self._open.add(result)
         self.samples += result.samples
         self.last = result
-        if self.loggers:
+        if self._has_readers:
             self.write("step", **_without_none(vars(result) | _exact(result)))
         if self.progress is not None:
             self.progress.step(**vars(result))
@@ -259,7 +281,7 @@ class History:
         if pending is None:
             return
         self.epochs += 1
-        if self.loggers:
+        if self._has_readers:
             self.write("epoch", **_without_none(asdict(pending)), memory_bytes=self._memory)
 
     def warn(self, rank: int, message: str, show: bool) -> None:

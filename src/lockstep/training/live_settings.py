@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.comm.collectives import all_gather_bytes
+from lockstep.elastic.membership import membership
 from lockstep.errors import DisagreementError
 from lockstep.model.description import (
     PLAIN,
@@ -74,8 +75,7 @@ class LiveSettings:
         self._own: set[str] = set()
         self._before: list[Any] | None = None
         self._hashed: tuple[list[Any], str] = ([], "")
-        self._alone = dist.get_world_size(group) == 1
-        if self._alone:
+        if self._is_alone and membership() is None:
             return
         for root, module in modules.items():
             for path, part in module.named_modules(prefix=root):
@@ -86,6 +86,10 @@ class LiveSettings:
                         self._places[entry] = vars(part), name
             for path, parameter in module.named_parameters(prefix=root):
                 self._parameters[f"{path}.requires_grad"] = parameter
+
+    @property
+    def _is_alone(self) -> bool:
+        return dist.get_world_size(self._group) == 1
 
     def begin(self) -> None:
         """Read the settings before the micro-batches of a step."""
@@ -100,7 +104,7 @@ class LiveSettings:
             A hash of the settings that the step began with, and of the optimizer's options
             now; "" where there is nobody to compare with.
         """
-        if self._alone:
+        if self._is_alone:
             return ""
         before = self._read() if self._before is None else self._before
         self._note_changes(before)

@@ -177,10 +177,14 @@ class ManualStep:
 
     Returned by `Trainer.manual_step`. Use it in a `with` statement; on exit the step is
     finished on every rank. An exception inside leaves weights and buffers unchanged.
+
+    Attributes:
+        was_interrupted: Whether a rank of an elastic run was lost in it, so that it is repeated.
     """
 
-    def __init__(self, opened: AbstractContextManager[MicrobatchLoop]) -> None:
-        self._opened = opened
+    def __init__(self, opened: AbstractContextManager[MicrobatchLoop], batch: Any = None) -> None:
+        self._opened, self._batch = opened, batch
+        self.was_interrupted = False
         self._loop: MicrobatchLoop | None = None
         self._result: StepResult | None = None
         self._was_entered = False
@@ -211,21 +215,23 @@ class ManualStep:
         loop, self._loop = self._entered(), None
         is_suppressed = self._opened.__exit__(kind, error, traceback)
         self._result = loop.result
+        self.was_interrupted = bool(is_suppressed)
         return is_suppressed
 
-    def microbatches(self, batch: Any) -> Iterator[Any]:
+    def microbatches(self, batch: Any = None) -> Iterator[Any]:
         """Yield the data of this rank's micro-batches, one after another.
 
         Call `backward` for each micro-batch before requesting the next one.
 
         Args:
             batch: From `Trainer.batches`, or a whole global batch of tensors, the same on
-                every rank, which is cut here.
+                every rank, which is cut here. None: that of `Trainer.attempts(batch)`.
 
         Raises:
             UsageError: The step has a batch already, or its context was not entered.
         """
-        return self._entered().microbatches(batch, is_manual=True)
+        given = self._batch if batch is None else batch
+        return self._entered().microbatches(given, is_manual=True)
 
     def backward(
         self,

@@ -61,6 +61,8 @@ class RankStatus:
         batch: Which batch the rank trained on; see `lockstep.data.consistency`.
         is_checkpoint_due: Whether rank 0 wants a checkpoint after the step.
         stop: The signal that asked this rank to stop; "" for none.
+        admits: The round of an elastic run in which rank 0 knows that processes wait to join or
+            have to leave; -1 for none.
     """
 
     microbatches: list[MicrobatchResult] = field(default_factory=list)
@@ -81,6 +83,7 @@ class RankStatus:
     batch: str = ""
     is_checkpoint_due: bool = False
     stop: str = ""
+    admits: int = -1
 
 
 def exchange_statuses(

@@ -25,15 +25,20 @@ import torch
 from lockstep.checkpoint.folder import read_checkpoint
 from lockstep.checkpoint.schedule import Stateful
 from lockstep.checkpoint.stop_request import StoppedOnRequest
+from lockstep.checkpoint.writer import SavedCheckpoint
 from lockstep.data.content_hash import hash_content
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import Batch
 from lockstep.data.samplers import KnownSamplers
+from lockstep.elastic.membership import membership
 from lockstep.elastic.round_origin import RoundOrigin, find_round_origin
 from lockstep.errors import FileError, LockstepError, UsageError
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import say
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.step_context import Attempt
+from lockstep.randomness import global_states
 from lockstep.training.compatibility import (
     describe_training,
     find_differences,
@@ -59,9 +64,13 @@ class ResumableRun:
         state: What is saved and restored.
         history: Takes the lines about checkpoints.
         settings: The description of model, optimizer and arguments.
-        rank: This rank.
+        parallel: The layout.
         record: Where the run is recorded.
         checkpoints: Where checkpoints are; None for a trainer without them.
+
+    Attributes:
+        has_begun: Whether the script has made its first call, or the run was resumed.
+        resumed_from: The step that the training was resumed from; None if it was not.
     """
 
     def __init__(
@@ -69,13 +78,15 @@ class ResumableRun:
         state: TrainingState,
         history: History,
         settings: Mapping[str, str],
-        rank: int,
+        parallel: ParallelContext,
         record: RunRecord,
         checkpoints: RunCheckpoints | None,
     ) -> None:
         self._state, self._history, self._settings = state, history, settings
-        self._rank, self._record, self._checkpoints = rank, record, checkpoints
-        self._has_begun = False
+        self._parallel, self._record, self._checkpoints = parallel, record, checkpoints
+        self.has_begun = False
+        self._admits = -1  # the round in which rank 0 said that members join or leave
+        self._has_joined = False
         self._log, self._samplers = ScriptLog(), KnownSamplers()
         if checkpoints is not None:
             checkpoints.require_encodable(state.local_state())
@@ -109,7 +120,7 @@ class ResumableRun:
             layout: What the record says of this process.
         """
         if self._origin is not None:
-            if not self._has_begun:
+            if not self.has_begun:
                 self._continue_round(self._origin, layout)
             if self.resumed_from is not None or place is None:
                 return  # a script that resumes by itself did so in the first round
@@ -129,7 +140,7 @@ class ResumableRun:
             raise
         self.resumed_from = steps
         checkpoints.open_loggers()
-        if self._rank == 0:
+        if self._parallel.rank == 0:
             say_resumed(path, steps, differences)
         self._history.write(
             "resume",
@@ -176,11 +187,13 @@ class ResumableRun:
             report_to_launcher({"kind": "resumed"})
         if checkpoints is not None:
             checkpoints.open_loggers()
-        elif self._rank == 0:
+        elif self._parallel.rank == 0:
             self._record.open_replaced(number)
-        if self._rank == 0:
+        if self._parallel.rank == 0:
             say_continued(origin, path, steps, checkpoints is not None)
-        self._has_begun = True
+        if membership() is not None:
+            self._record.agree_on_folder(self._parallel.group)
+        self.has_begun = True
         self._round = origin.describe_round() | {
             "step": steps,
             "epochs": state["history"]["epochs"] if state is not None else 0,
@@ -202,13 +215,63 @@ class ResumableRun:
 
     def begin(self) -> None:
         """Begin the run with the script's first call, unless it is resumed."""
-        if self._has_begun:
+        if self.has_begun or self.join():
             return
         if self._checkpoints is not None:
             self._checkpoints.begin()
-        elif self._rank == 0:
+        elif self._parallel.rank == 0:
             self._record.begin()
-        self._has_begun = True
+        if membership() is not None:
+            self._record.agree_on_folder(self._parallel.group)
+        self.has_begun = True
+
+    # --- members of an elastic run ----------------------------------------------------------
+
+    def join(self) -> bool:
+        """Join an elastic run that is going on; return whether this process is a newcomer."""
+        member = membership()
+        if member is None or not member.is_waiting:
+            return False
+        member.join()
+        self.has_begun = self._has_joined = True
+        if not self._log.is_answering:
+            self._restore()
+        return True
+
+    def is_caught_up(self, epoch: OpenEpoch) -> bool:
+        """Return whether an iteration of a newcomer goes on where those of all others are.
+
+        They have compared its data, and are past what they do before its first batch.
+        """
+        return self._has_joined and epoch.resumed is not None
+
+    def promote(self, loggers: Any) -> None:
+        """Take the place of a rank 0 that is lost: continue the record, save checkpoints."""
+        self._record.take_over(loggers)
+        if self._checkpoints is not None:
+            self._checkpoints.promote()
+
+    def collect_state(self) -> dict[str, Any]:
+        """Return all that a newcomer goes on from; at a safe point."""
+        state = self._describe_position() | self._state.local_state()
+        state |= {"folder": self._record.agreed, "resumed_from": self.resumed_from}
+        state |= {"saved": (self._saves, self._saved), "is_in_memory": True}
+        state["generators"] = global_states(self._parallel.device)
+        if self._checkpoints is None:
+            return state | {"stateful": {}}
+        plans = self._checkpoints.collect_plans()
+        return state | {"stateful": self._checkpoints.collect_objects(), "plans": plans}
+
+    def receive_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `collect_state` returned on another rank."""
+        self._load(state)
+        self.resumed_from = state["resumed_from"]
+        self._record.agreed = folder, name = state["folder"]
+        self._saves, self._saved = state["saved"]
+        if self._checkpoints is not None:
+            self._checkpoints.adopt(Path(folder), name, state["plans"])
+        else:
+            self._restore_objects = partial(restore_objects, {}, device=self._parallel.device)
 
     @property
     def is_answering(self) -> bool:
@@ -227,6 +290,9 @@ class ResumableRun:
                 self._restore_objects(state)
             if not state.get("is_in_memory"):
                 self._saved = state["steps"], self._log.size
+            if self._has_joined:  # attempts are counted from the beginning of the round
+                position = self._state.position
+                position.attempt = Attempt(position.attempt.trainer, position.steps, -1)
         if self._round:
             line, self._round = self._round, {}
             self._history.write("round", **line, continued=time.time(), undone=None)
@@ -259,6 +325,7 @@ class ResumableRun:
 
     def evaluate(self, batches: Batches, call: Callable[[], Any], *, ema: bool) -> Any:
         """Evaluate, or return the result of the interrupted run."""
+        self.begin()
         self.use_sampler(batches)
         self._history.add_data(batches.dataset)
         samples = batches.state_dict()["samples"]
@@ -288,6 +355,7 @@ class ResumableRun:
 
     def call_digest(self, name: str, digest: Callable[[], str]) -> str:
         """Return a digest of now, or that of the interrupted run at this place."""
+        self.join()
         steps = self._state.position.steps
         value = self._log.answer_digest(name, steps) or digest()
         self._log.record_digest(name, value, steps)
@@ -345,13 +413,14 @@ class ResumableRun:
         """
         if is_manual:
             self._log.record_manual_step(self._state.position.steps)
+        self._admits = statuses[0].admits
         if self._checkpoints is not None:
             stops = [status.stop for status in statuses if status.stop]
             steps = self._state.position.steps
             self._checkpoints.note_step(
                 statuses[0].is_checkpoint_due, stops[0] if stops else "", steps
             )
-            self._report()
+            self._checkpoints.report(self._history)
 
     def reach_safe_point(self, epoch: OpenEpoch | None = None, *, ask: bool = False) -> None:
         """Save a checkpoint if one is wanted, since the script can be continued from here.
@@ -359,25 +428,35 @@ class ResumableRun:
         Raises:
             StoppedOnRequest: On every rank, if one of them was asked to stop.
         """
-        checkpoints = self._checkpoints
         if self._is_inside(epoch):
             return
         if self._member is not None and self._member.hand_over_folder is not None:
             self.hand_over(self._member.hand_over_folder, is_now=True)
             self._member.leave()
         self._note_safe_point(epoch)
-        if checkpoints is None or self.is_answering:
+        if self.is_answering:
             return
+        if self._checkpoints is not None:
+            self._save_if_wanted(self._checkpoints, ask)
+        member = membership()
+        # A flag of an earlier round was overtaken by the loss of a rank.
+        if member is not None and self._admits == member.round:
+            self._admits = -1
+            member.admit()
+        self._note_safe_point(epoch)  # once more: saving a checkpoint takes operations of its own
+
+    def _save_if_wanted(self, checkpoints: RunCheckpoints, ask: bool) -> None:
         if ask:
             checkpoints.agree_to_stop()
         if checkpoints.is_mirror_wanted:
             self._save(checkpoints, is_mirror=True)
         if not checkpoints.is_wanted:
             return
-        self._save(checkpoints)
-        if checkpoints.is_stopping:
+        if not checkpoints.is_stopping:
+            self._save(checkpoints)
+        else:
             steps = self._state.position.steps
-            saved = checkpoints.wait(steps)
+            saved = self._save_and_wait(checkpoints)
             message = f"stopped on request after step {steps}"
             if saved is not None:
                 message += f"; checkpoint: {os.path.relpath(saved.path)}"
@@ -394,8 +473,17 @@ class ResumableRun:
         self.begin()
         checkpoints.require_free(path)
         if not self.is_answering:
-            self._save(checkpoints, path.absolute())
-            checkpoints.wait(self._state.position.steps)
+            self._save_and_wait(checkpoints, path.absolute())
+
+    def _save_and_wait(
+        self, checkpoints: RunCheckpoints, path: Path | None = None
+    ) -> SavedCheckpoint | None:
+        """Save a checkpoint, once more if the rank that wrote it is lost; return it on rank 0."""
+        is_there = False
+        while not is_there:
+            self._save(checkpoints, path)
+            is_there, saved = checkpoints.wait(self._state.position.steps)
+        return saved
 
     def abandon(self) -> None:
         """Give up the checkpoint that is being written, because a failure was diagnosed."""
@@ -417,29 +505,29 @@ class ResumableRun:
         try:
             if state == "done" and checkpoints.is_open:
                 self._log.require_finished()
-                if self._saved != (self._state.position.steps, self._log.size):
-                    self._save(checkpoints)
-                checkpoints.wait(self._state.position.steps)
+                steps = self._state.position.steps
+                if self._saved != (steps, self._log.size) or not checkpoints.wait(steps)[0]:
+                    self._save_and_wait(checkpoints)
             elif state == "failed":
                 self.abandon()
         except (FileError, UsageError) as error:
             return error
         finally:
             checkpoints.close()
-            self._report()
+            checkpoints.report(self._history)
         return None
 
     def report_saved(self) -> None:
         """Write the checkpoints that were completed to the record."""
         if self._checkpoints is not None:
-            self._report()
+            self._checkpoints.report(self._history)
 
     def _save(
         self, checkpoints: RunCheckpoints, path: Path | None = None, *, is_mirror: bool = False
     ) -> None:
         if not is_mirror:
             checkpoints.writer.wait()
-        self._report()
+        checkpoints.report(self._history)
         begun = time.perf_counter()
         self._saves += 1
         position = self._describe_position()
@@ -492,28 +580,6 @@ class ResumableRun:
     def _note_safe_point(self, epoch: OpenEpoch | None = None) -> None:
         if self._hand_over is not None and not (self.is_answering or self._is_inside(epoch)):
             self._hand_over.note_safe_point()
-
-    def _report(self) -> None:
-        """Write the checkpoints that were completed to the record; say which failed."""
-        assert self._checkpoints is not None
-        for each in self._checkpoints.writer.take_saved():
-            if each.failure:
-                message = (
-                    f"no checkpoint after step {each.step} ({each.failure}); the training "
-                    f"continues, and the one before it stays in {each.path.parent}"
-                )
-                say(f"rank {self._rank}: {message}")
-                self._history.write("warning", rank=self._rank, message=message)
-            elif self._rank == 0:
-                self._history.write(
-                    "checkpoint",
-                    step=each.step,
-                    stall=each.stall,
-                    seconds=each.seconds,
-                    bytes=each.size,
-                    path=str(each.path),
-                    digest=each.digest,
-                )
 
     def _require(self, call: str) -> RunCheckpoints:
         if self._checkpoints is None:

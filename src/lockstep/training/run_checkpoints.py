@@ -39,7 +39,7 @@ from lockstep.checkpoint.schedule import CheckpointConfig, CheckpointSchedule, S
 from lockstep.checkpoint.stop_request import StopRequest
 from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from lockstep.checksum import checksum
-from lockstep.comm.collectives import all_gather_bytes
+from lockstep.elastic.membership import exchange, membership
 from lockstep.elastic.round_origin import find_mirror
 from lockstep.errors import FileError, UsageError
 from lockstep.files import make_folder
@@ -47,6 +47,7 @@ from lockstep.launcher.run_folder import hold_run, is_resuming, wait_until_free
 from lockstep.messages import say
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.randomness import global_states, set_global_states
+from lockstep.training.history import History
 from lockstep.training.run_record import RunRecord
 
 __all__ = ["RunCheckpoints", "restore_objects"]
@@ -79,6 +80,7 @@ class RunCheckpoints:
         self._parallel, self._config, self._run = parallel, config, run
         self._has_name = False
         self.is_open = self._is_selected = False
+        self._is_successor = False  # of a rank 0 that is lost, with what it was writing
         self.run_folder = self.folder = Path()
         self.writer = CheckpointWriter(self.folder, config.keep)
         self.mirrors: CheckpointWriter | None = None
@@ -92,7 +94,10 @@ class RunCheckpoints:
         self._schedule = CheckpointSchedule(config, time.monotonic())
         self._due_since: int | None = None
         self._told: set[str] = set()
-        if is_resuming():
+        member = membership()
+        if member is not None and member.is_waiting:
+            pass  # the folder is decided; this process learns of it when it joins
+        elif is_resuming():
             self._open(run.select_launch)
         else:
             self._open(lambda: None if run.has_earlier_run else run.begin())
@@ -102,6 +107,29 @@ class RunCheckpoints:
         """Begin a new run, unless the folder is decided already; called on every rank."""
         if not self.is_open:
             self._open(self._run.begin)
+
+    def collect_plans(self) -> tuple[int | None, bool, int, bool]:
+        """Return what all ranks know alike of the checkpoints that come next."""
+        return self._due_since, self.is_stopping, self._mirrored, self.is_mirror_wanted
+
+    def adopt(self, folder: Path, name: str, plans: tuple[int | None, bool, int, bool]) -> None:
+        """Take the folder and the plans that the others of an elastic run have."""
+        self._due_since, self.is_stopping, self._mirrored, self.is_mirror_wanted = plans
+        self.is_open, self.run_folder = True, folder
+        self.folder = self.writer.folder = folder / name
+        if self.mirrors is not None:
+            self.mirrors.folder /= name
+        hold_run(folder)
+
+    def promote(self) -> None:
+        """Save the checkpoints from now on, instead of a rank 0 that is lost."""
+        self._is_successor = True
+        for writer in self._writers:
+            remove_incomplete(writer.folder)
+
+    def collect_objects(self) -> dict[str, Any]:
+        """Return the states of the registered objects."""
+        return {name: each.state_dict() for name, each in self._config.stateful.items()}
 
     def select(self, place: str | Path | None) -> None:
         """Take the folder of the run that `place` belongs to; called on every rank.
@@ -222,8 +250,8 @@ class RunCheckpoints:
 
     def agree_to_stop(self) -> None:
         """Let all ranks know whether one of them was asked to stop, outside of steps."""
-        said = all_gather_bytes(
-            self.stop.signal.encode(), "looking for a request to stop", self._parallel.group
+        said = exchange(
+            lambda: self.stop.signal.encode(), "looking for a request to stop", self._parallel.group
         )
         self.is_stopping |= any(said)
 
@@ -238,7 +266,7 @@ class RunCheckpoints:
         Args:
             local: What this rank has of the model and the optimizer.
         """
-        stateful = {name: each.state_dict() for name, each in self._config.stateful.items()}
+        stateful = self.collect_objects()
         for name, value in {**local, "stateful": stateful}.items():
             encode(value, {}, name)
 
@@ -268,9 +296,8 @@ class RunCheckpoints:
             begun: When training began to wait, by `time.perf_counter`.
             is_mirror: Write it to shared memory.
         """
-        group, rank = self._parallel.group, self._parallel.rank
+        group, stateful = self._parallel.group, self.collect_objects()
         writer = self.mirrors if is_mirror and self.mirrors is not None else self.writer
-        stateful = {name: each.state_dict() for name, each in self._config.stateful.items()}
         generators = global_states(self._parallel.device)
         about = f"saving a checkpoint after step {steps}"
         hashes = {
@@ -280,7 +307,8 @@ class RunCheckpoints:
             },
             "is_busy": is_mirror and writer.is_busy,
         }
-        said = [json.loads(each) for each in all_gather_bytes(_pack(hashes), about, group)]
+        said = [json.loads(each) for each in exchange(lambda: _pack(hashes), about, group)]
+        rank = self._parallel.rank  # which may be another one than before
         if is_mirror and any(each["is_busy"] for each in said):
             return  # with the last mirror; asked again at the next safe point
         if is_mirror:
@@ -312,29 +340,37 @@ class RunCheckpoints:
         for writer in self._writers:
             writer.abandon()
 
-    def wait(self, steps: int) -> SavedCheckpoint | None:
+    def wait(self, steps: int) -> tuple[bool, SavedCheckpoint | None]:
         """Wait until the latest checkpoint is complete on every rank.
 
         Returns:
-            It, on rank 0.
+            Whether it is there: not if the rank that wrote it was lost. On rank 0 also itself.
 
         Raises:
             FileError: On every rank, if it could not be written.
         """
         self.writer.wait()
-        saved = self.writer.latest
-        saved = saved if saved is not None and saved.step == steps else None
-        failure = f"{saved.path}: {saved.failure}" if saved is not None and saved.failure else ""
-        said = all_gather_bytes(
-            failure.encode(), f"waiting for the checkpoint of step {steps}", self._parallel.group
-        )
-        for rank, each in enumerate(said):
-            if each:
+
+        def describe() -> bytes:
+            saved = self._find_saved(steps)
+            failed = saved is not None and saved.failure
+            failure = f"{saved.path}: {saved.failure}" if saved is not None and failed else ""
+            is_there = saved is not None or not self._is_successor
+            return json.dumps([failure, is_there]).encode()
+
+        about = f"waiting for the checkpoint of step {steps}"
+        said = [json.loads(each) for each in exchange(describe, about, self._parallel.group)]
+        for rank, (failure, _) in enumerate(said):
+            if failure:
                 raise FileError(
                     f"rank {rank}: the checkpoint after step {steps} could not be written to "
-                    f"{each.decode()}"
+                    f"{failure}"
                 )
-        return saved
+        return bool(said[0][1]), self._find_saved(steps)
+
+    def _find_saved(self, steps: int) -> SavedCheckpoint | None:
+        saved = self.writer.latest
+        return saved if saved is not None and saved.step == steps else None
 
     def close(self) -> None:
         """Wait for the writers, and restore the signal's handler."""
@@ -350,6 +386,27 @@ class RunCheckpoints:
                 say(
                     f"stateful[{name!r}] has another state on rank {rank} than on rank 0: a "
                     "checkpoint holds rank 0's, for every rank"
+                )
+
+    def report(self, history: History) -> None:
+        """Write the checkpoints that were completed to the record; say which failed."""
+        for each in self.writer.take_saved():
+            if each.failure:
+                message = (
+                    f"no checkpoint after step {each.step} ({each.failure}); the training "
+                    f"continues, and the one before it stays in {each.path.parent}"
+                )
+                say(f"rank {self._parallel.rank}: {message}")
+                history.write("warning", rank=self._parallel.rank, message=message)
+            elif self._parallel.rank == 0:
+                history.write(
+                    "checkpoint",
+                    step=each.step,
+                    stall=each.stall,
+                    seconds=each.seconds,
+                    bytes=each.size,
+                    path=str(each.path),
+                    digest=each.digest,
                 )
 
     # --- loading ----------------------------------------------------------------------------
@@ -442,15 +499,20 @@ class RunCheckpoints:
 
     def _tell_all(self, function: Callable[[], str]) -> str:
         """Call a function on rank 0, and return its result or raise its error on every rank."""
-        message, failure = b"", None
-        if self._parallel.rank == 0:
+        failure: FileError | UsageError | None = None
+
+        def decide() -> bytes:
+            nonlocal failure
+            failure = None
+            if self._parallel.rank != 0:
+                return b""
             try:
-                message = b"+" + function().encode()
+                return b"+" + function().encode()
             except (FileError, UsageError) as error:
                 failure = error
-                message = type(error).__name__[0].encode() + str(error).encode()
-        about = "looking for checkpoints"
-        message = all_gather_bytes(message, about, self._parallel.group)[0]
+                return type(error).__name__[0].encode() + str(error).encode()
+
+        message = exchange(decide, "looking for checkpoints", self._parallel.group)[0]
         if failure is not None:
             raise failure
         kind, text = message[:1], message[1:].decode()

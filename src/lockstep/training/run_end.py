@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.elastic.membership import membership
 from lockstep.errors import FileError
 from lockstep.launcher.failure_attribution import STOPPED
 from lockstep.launcher.rank_process import get_exit_code
@@ -88,12 +89,24 @@ class RunEnd:
         if (failure := self._run.finish(state)) is not None:
             state, message = "failed", str(failure)
         recorders = [each for each in self._history.loggers if isinstance(each, Recorder)]
-        self._write(state, message, self._is_recorded and (state == "done" or not self._has_stages))
+        self._write_on_rank0(state, message)
         for recorder in recorders:
             if recorder.failure is not None and state == "done":
                 failure = FileError(recorder.failure)
         if failure is not None:
             raise failure
+
+    def _write_on_rank0(self, state: str, message: str | None) -> None:
+        """Write the last line; in an elastic run, rank 0 is still there when it is written."""
+        has_digests = self._is_recorded and (state == "done" or not self._has_stages)
+        self._write(state, message, has_digests)
+        member = membership()
+        if member is None or state != "done":
+            return
+        before = member.round
+        member.run(lambda: None, lambda _: None)
+        if member.round != before and self._history.loggers:  # this rank has taken its place
+            self._write(state, message, has_digests=True)
 
     def finish_alone(self, state: str, message: str | None) -> None:
         """End the run on this rank, without the others."""

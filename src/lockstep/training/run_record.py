@@ -15,6 +15,7 @@ so that the record of a launch is that of a trainer which can be resumed, if the
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -25,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import torch.distributed as dist
 
 from lockstep.checkpoint.folder import FOLDER, find_checkpoints, locate_checkpoint
 from lockstep.checkpoint.schedule import CheckpointConfig
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.elastic.round_origin import find_round_origin
 from lockstep.errors import FileError, UsageError
 from lockstep.launcher.run_folder import (
@@ -66,6 +69,7 @@ class RunRecord:
     Attributes:
         path: The folder; None while it is not decided, and if there is none.
         checkpoints: The name of the folder of checkpoints in it.
+        agreed: Both, as rank 0 has told all ranks of an elastic run; "" for no folder.
 
     Raises:
         UsageError: A run is resumed by a trainer without checkpoints.
@@ -79,12 +83,13 @@ class RunRecord:
     ) -> None:
         self.path: Path | None = None
         self.checkpoints = FOLDER
+        self.agreed = ("", FOLDER)
         self._start, self._is_default = start, loggers is None
-        given: Any = () if loggers is None else loggers
-        self._given: list[LoggerLike] = list(given) if isinstance(given, (list, tuple)) else [given]
+        self._given = _list_loggers(loggers)
         self._saves_checkpoints = config is not None
         self._fixed = next((each for each in self._given if isinstance(each, Recorder)), None)
         folder = config.folder if config is not None else None
+        self._folder = None if folder is None else Path(folder).absolute()
         paths = [each for each in self._given if isinstance(each, (str, Path))]
         named = folder or (None if self._fixed else next(iter(paths), None))
         self._named = None if named is None else Path(named).absolute()
@@ -270,6 +275,31 @@ class RunRecord:
         self._has_begun = True
         self._open(recorder, resume=True)
 
+    def agree_on_folder(self, group: dist.ProcessGroup | None) -> None:
+        """Tell all ranks where the run is, so that any of them can take the place of rank 0."""
+        path = "" if self.path is None else str(self.path)
+        said = json.dumps([path, self.checkpoints]).encode()
+        path, name = json.loads(all_gather_bytes(said, "beginning the run", group)[0])
+        self.agreed = path, name
+
+    def take_over(self, given: LoggerLike | Sequence[LoggerLike] | None) -> None:
+        """Continue the record of a rank 0 that is lost, on the rank that takes its place.
+
+        Args:
+            given: The trainer's `loggers=`; None for the default.
+        """
+        path = Path(self.agreed[0]) if self.agreed[0] else None
+        self._is_default = given is None
+        self._given = _list_loggers(given)
+        self.path, self.checkpoints, self._has_begun = path, self.agreed[1], True
+        names = [Path(each).absolute() for each in self._given if isinstance(each, (str, Path))]
+        self._named = self._folder or next(iter(names), None)
+        is_recorded = self._is_default or any(self._is_named(each) for each in self._given)
+        recorder = None
+        if path is not None and is_recorded and (path / RECORD_FILE).exists():
+            recorder = Recorder(path, resume=True)
+        self._open(recorder, resume=True)
+
     def describe_replay(self, step: int, microbatch: int | None) -> str:
         """Return the command that replays a step, as the end of a sentence; "" if none can."""
         program = describe_program()
@@ -309,6 +339,11 @@ class RunRecord:
             if isinstance(logger, DashboardLogger) and logger.run_folder is None:
                 logger.run_folder = folder
         self._start(loggers)
+
+
+def _list_loggers(given: LoggerLike | Sequence[LoggerLike] | None) -> list[LoggerLike]:
+    found: Any = () if given is None else given
+    return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
 def _cannot_resume(folder: Path) -> UsageError:

@@ -9,7 +9,8 @@
 (7) update      the optimizer, the average of the weights, the schedule: the step is committed;
                 nothing of it if float16 gradients overflowed
 
-An exception before (7) leaves parameters, buffers and optimizer state as they were.
+An exception before (7) leaves parameters, buffers and optimizer state as they were. In an elastic
+run (1) to (6) are undone and repeated where a rank is lost (`lockstep.elastic.membership`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,7 @@ from lockstep.data.consistency import require_same_batch
 from lockstep.data.microbatch import Batch, split_evenly
 from lockstep.data_parallel import gradient_norm
 from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.elastic.membership import membership
 from lockstep.errors import GradientError, LossError, StateError, StoppedError, UsageError
 from lockstep.model.batch_norm import check_batch_norm
 from lockstep.model.buffers import Buffers
@@ -56,7 +58,7 @@ from lockstep.training.rank_status import (
     sum_losses,
 )
 
-__all__ = ["CommittedStep", "Executor", "OptimizerStep"]
+__all__ = ["CommittedStep", "Executor", "OptimizerStep", "PreparedStep"]
 
 
 class Executor(Protocol):
@@ -108,13 +110,28 @@ class Executor(Protocol):
 
 
 @dataclass(frozen=True)
+class PreparedStep:
+    """A step that every rank can commit: gradients and buffers are those of the whole batch.
+
+    `times` are `time.perf_counter` seconds: exchange begun, statuses exchanged, all reduced.
+    """
+
+    step: StepContext
+    status: RankStatus
+    statuses: Sequence[RankStatus]
+    norm: float
+    times: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
 class CommittedStep:
-    """What a finished step leaves: its result, the status of every rank, and rank 0's times.
+    """What a finished step leaves: its context and result, all statuses, and rank 0's times.
 
     `times` are `time.perf_counter` seconds: statuses exchanged, gradients reduced, optimizer
     done.
     """
 
+    step: StepContext
     result: StepResult
     statuses: Sequence[RankStatus]
     times: tuple[float, float, float]
@@ -143,16 +160,17 @@ class OptimizerStep:
     max_grad_norm: float | None = None
     trace: StepTrace | None = None
     stop: StopRequest | None = None
+    _kept_buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-    def run(self, step: StepContext, batch: Any) -> CommittedStep:
-        """Do (1) with the trainer's own loss, and (2) to (7)."""
+    def compute(self, step: StepContext, batch: Any) -> PreparedStep:
+        """Do (1) with the trainer's own loss, and (2) to (6)."""
         batch = self.executor.prepare(batch)
         # A micro-batch without weight is not computed, so a failure is not certain.
         checked = batch if self.parallel.loss_weight is None else None
         position = self.executor.position
         with self.computing(step), check_batch_norm(self.model, checked, position):
             self.executor.compute(batch)
-        return self.finish(step)
+        return self.prepare(step)
 
     @contextmanager
     def computing(self, step: StepContext) -> Iterator[Any]:
@@ -178,8 +196,8 @@ class OptimizerStep:
                 if has_failed:
                     gradients.clear()
 
-    def finish(self, step: StepContext) -> CommittedStep:
-        """Do (2) to (7) after the micro-batches were computed.
+    def prepare(self, step: StepContext) -> PreparedStep:
+        """Do (2) to (6) after the micro-batches were computed.
 
         Raises:
             LossError: On every rank, where a loss is not finite.
@@ -188,12 +206,27 @@ class OptimizerStep:
             DisagreementError: On every rank, where ranks take different steps.
         """
         try:
-            return self._finish(step)
+            return self._prepare(step)
         except Exception:
             self.executor.reset()
             raise
 
-    def _finish(self, step: StepContext) -> CommittedStep:
+    def commit(self, prepared: PreparedStep) -> CommittedStep:
+        """Do (7), which is local, apart from parameters that the ranks of a host share."""
+        try:
+            return self._commit(prepared)
+        except Exception:
+            self.executor.reset()
+            raise
+
+    def undo(self) -> None:
+        """Undo (1) to (6), complete or not, as if the step had not begun."""
+        self._restore_buffers()
+        for gradients, _ in self.executor.parts():
+            gradients.clear()
+        self.executor.side_effects.undo()
+
+    def _prepare(self, step: StepContext) -> PreparedStep:
         status = self._status(step)
         assert step.batch is not None
         leaves = step.batch.leaves
@@ -206,17 +239,35 @@ class OptimizerStep:
         with step.in_phase("reduction"):
             self._reduce(step, status, nodes, peers)
             norm = self._clip(step)
-        scale = self.parallel.loss_scale
-        is_skipped = None if scale is None else not math.isfinite(norm)
-        with self._restored_buffers():
+        self._keep_buffers()
+        try:
             with step.in_phase("reduction"):
                 self._merge_buffers(leaves, nodes, peers)
-            reduced = time.perf_counter()
-            rate = self.optimization.rate
-            if not is_skipped:
+        except BaseException:
+            self._restore_buffers()
+            raise
+        times = begun, exchanged, time.perf_counter()
+        return PreparedStep(step, status, statuses, norm, times)
+
+    def _commit(self, prepared: PreparedStep) -> CommittedStep:
+        step, status, statuses = prepared.step, prepared.status, prepared.statuses
+        assert step.batch is not None
+        leaves = step.batch.leaves
+        begun, exchanged, reduced = prepared.times
+        scale, sharded = self.parallel.loss_scale, self.optimization.sharded
+        is_skipped = None if scale is None else not math.isfinite(prepared.norm)
+        rate = self.optimization.rate
+        started = time.perf_counter()
+        if not is_skipped:
+            try:
                 with step.in_phase("optimizer"):
                     self.optimization.step(step.label.about)
-        updated = time.perf_counter()
+            except BaseException:
+                if sharded is not None and not sharded.versions.committed:
+                    self._restore_buffers()
+                raise
+        updated = reduced + time.perf_counter() - started
+        self._kept_buffers = []
         step.is_agreed = False
         result = StepResult(
             step=step.number,
@@ -229,7 +280,7 @@ class OptimizerStep:
             ranks=compute_rank_times(
                 statuses, exchanged - begun, reduced - exchanged, updated - reduced
             ),
-            norm=norm,
+            norm=prepared.norm,
             loss_scale=None if scale is None else scale.value,
             is_skipped=is_skipped,
             losses=list_losses(statuses, leaves),
@@ -237,7 +288,7 @@ class OptimizerStep:
         )
         if scale is not None:
             scale.update(bool(is_skipped))
-        return CommittedStep(result, statuses, (exchanged, reduced, updated))
+        return CommittedStep(step, result, statuses, (exchanged, reduced, updated))
 
     # --- (2) exchange --------------------------------------------------------------------------
 
@@ -277,6 +328,7 @@ class OptimizerStep:
             batch=step.label.batch,
             is_checkpoint_due=step.is_checkpoint_due,
             stop=self.stop.signal if self.stop is not None else "",
+            admits=step.admits,
             spans=[make_span_row(span, step.begun) for span in step.spans],
             begun=self.trace.rank0_time(step.begun) if self.trace and step.is_traced else 0.0,
         )
@@ -373,26 +425,23 @@ class OptimizerStep:
             findings = [each.buffers[number] for each in peers]
             buffers.merge(findings, nodes, leaves, self.parallel.peers)
 
-    @contextmanager
-    def _restored_buffers(self) -> Iterator[None]:
-        """Restore the buffers if the body fails and shared parameters were not committed."""
+    def _keep_buffers(self) -> None:
+        """Copy the buffers, where a step may be undone after they were merged."""
         sharded = self.optimization.sharded
-        if sharded is None:
-            yield
-            return
-        sharded.versions.committed = False
-        before = [
-            (tensor, tensor.clone())
-            for _, buffers in self.executor.parts()
-            for tensor in buffers.tensors()
-        ]
-        try:
-            yield
-        except BaseException:
-            if not sharded.versions.committed:
-                for tensor, kept in before:
-                    tensor.copy_(kept)
-            raise
+        if sharded is not None:
+            sharded.versions.committed = False
+        if sharded is not None or membership() is not None:
+            self._kept_buffers = [
+                (tensor, tensor.clone())
+                for _, buffers in self.executor.parts()
+                for tensor in buffers.tensors()
+            ]
+
+    def _restore_buffers(self) -> None:
+        """Give the buffers back what they were before the merging, if that was kept."""
+        for tensor, kept in self._kept_buffers:
+            tensor.copy_(kept)
+        self._kept_buffers = []
 
     def _nodes(self, leaves: int) -> list[list[Node]]:
         """Return the nodes of a tree of so many leaves that each replica holds."""

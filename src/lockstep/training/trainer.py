@@ -8,7 +8,7 @@ batches ──> step ──> statuses ──> gradients ──> clip ──> buf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +22,8 @@ from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Agree, Batches
-from lockstep.errors import GradientError, LossError, UsageError
+from lockstep.data.samplers import keep_sampler
+from lockstep.elastic.membership import exchange, membership, operate
 from lockstep.launcher.world import world
 from lockstep.model.agreement import require_same_settings
 from lockstep.model.deferred_init import BlockLike
@@ -31,7 +32,7 @@ from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
 from lockstep.model.loss_weight import WeightFunction
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.step_context import Attempt, StepContext, begin_attempts
+from lockstep.model.step_context import begin_attempts
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.loggers import Logger
 from lockstep.record.progress import ScriptProgress
@@ -39,7 +40,7 @@ from lockstep.training.call_hints import explain_calls
 from lockstep.training.epoch import Epoch
 from lockstep.training.history import Callback, History, describe_run
 from lockstep.training.live_settings import LiveSettings
-from lockstep.training.microbatch_loop import ManualStep, MicrobatchLoop
+from lockstep.training.microbatch_loop import ManualStep
 from lockstep.training.model_setup import (
     Storage,
     build_executor,
@@ -48,17 +49,19 @@ from lockstep.training.model_setup import (
     distribute_weights,
 )
 from lockstep.training.optimization import Optimization, OptimizerConfig, OptimizerFactory
-from lockstep.training.rank_status import StepTrace, make_timeline_rows
+from lockstep.training.rank_status import StepTrace
 from lockstep.training.resumable_run import ResumableRun
+from lockstep.training.rounds import RoundEntry
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.run_end import RunEnd
 from lockstep.training.run_record import LoggerLike, RunRecord
-from lockstep.training.session import ObservedTrainer, TrainerObserver, current_session
+from lockstep.training.session import ObservedTrainer, current_session
 from lockstep.training.state import Position, TrainingState
-from lockstep.training.step import CommittedStep, OptimizerStep
+from lockstep.training.step import OptimizerStep
+from lockstep.training.step_operation import StepOperation
 from lockstep.training.unit_recorder import UnitRecorder, read_selection
 from lockstep.training.unsupported_modules import reject_unsupported_modules
-from lockstep.training.weights_file import save_from_rank0, save_last_good
+from lockstep.training.weights_file import save_from_rank0
 
 __all__ = ["Trainer"]
 
@@ -166,7 +169,7 @@ class Trainer:
             "scheduler_interval": optimizer.scheduler_interval or "step",
             **{f"pipeline.{name}": value for name, value in vars(stages).items()},
         }
-        self.world = world()
+        current = world()
         # First: wrappers keep their rank in an attribute, which the comparison would name.
         reject_unsupported_modules(compared | {"model": model})
         description = describe_environment()
@@ -181,7 +184,7 @@ class Trainer:
             storage = "shared" if is_shared else "replicated"
             loggers, checkpoint, progress = (), None, False
         self.parallel = ParallelContext.from_world(
-            self.world,
+            current,
             microbatches,
             loss,
             loss_weight,
@@ -220,7 +223,7 @@ class Trainer:
             storage == "shared",
         )
         self._position = Position(begin_attempts(self.parallel.group), seed)
-        is_rank0 = self.world.rank == 0
+        is_rank0 = current.rank == 0
         display = ScriptProgress(bool(progress)) if is_rank0 and progress is not False else None
         self.history = History(callbacks=callbacks, progress=display)
         self._state = TrainingState(
@@ -237,7 +240,7 @@ class Trainer:
         if checkpoint is not None:
             checkpoints = RunCheckpoints(checkpoint, self.parallel, self._record)
         self._run = ResumableRun(
-            self._state, self.history, settings, self.world.rank, self._record, checkpoints
+            self._state, self.history, settings, self.parallel, self._record, checkpoints
         )
         has_stages, is_recorded = stages.stages > 1, is_rank0 and self._record.may_record
         if has_stages:  # digests are made by all ranks together
@@ -246,7 +249,7 @@ class Trainer:
         self._end.begin(self._run, is_recorded)
         is_traced = has_stages and is_recorded
         trace = StepTrace(clock_offset(self.parallel.group)) if is_traced else None
-        self._optimizer_step = OptimizerStep(
+        optimizer_step = OptimizerStep(
             self.parallel,
             self.model,
             self._executor,
@@ -256,10 +259,19 @@ class Trainer:
             trace,
             checkpoints.stop if checkpoints is not None else None,
         )
-        self._observer: TrainerObserver | None = None
         self._is_in_session = session is not None
+        self._steps = StepOperation(
+            optimizer_step,
+            self.parallel,
+            self._state,
+            self._live_settings,
+            self._run,
+            self._record,
+            self.history,
+            self._is_in_session,
+        )
         observed = ObservedTrainer(
-            self.world.backend,
+            current.backend,
             self.parallel,
             self.model,
             self.module,
@@ -268,12 +280,28 @@ class Trainer:
             self._optimization.local_state,
         )
         if session is not None:
-            self._observer = session.attach(observed)
-            if restored is not None and (path := self._observer.checkpoint) is not None:
+            self._steps.observer = session.attach(observed)
+            if restored is not None and (path := self._steps.observer.checkpoint) is not None:
                 self._run.replay_from(path, restored.stateful, self.parallel.device)
         elif selection is not None:
             blocks = partitioner.block_names
-            self._observer = UnitRecorder(selection, observed, blocks, self.history, self._run)
+            self._steps.observer = UnitRecorder(
+                selection, observed, blocks, self.history, self._run
+            )
+        self._rounds: RoundEntry | None = None
+        if (member := membership()) is not None and session is None:
+            self._rounds = RoundEntry(
+                member,
+                self.parallel,
+                self._executor,
+                self._optimization,
+                self._position,
+                self.history,
+                self._run,
+                lambda: self._promote(loggers, progress),
+            )
+            if not is_rank0:
+                self.history.keep_backlog()
         if session is None and self._run.is_resuming:
             self.resume()
 
@@ -299,7 +327,7 @@ class Trainer:
         batch has been trained.
         """
         self._run.begin()
-        return Epoch(
+        batches = Epoch(
             self._run,
             self.history,
             self._optimization,
@@ -312,6 +340,9 @@ class Trainer:
             agree=self._make_agree(lambda: f"epoch {self._position.epoch}"),
             sampler_states=self._state.samplers,
         )
+        if self._rounds is not None:
+            self._rounds.follow(batches)
+        return batches
 
     def step(self, batch: Any) -> float:
         """Train on one global batch and return its loss, the same bits on every rank.
@@ -326,15 +357,8 @@ class Trainer:
             StateError: On every rank, where forward wrote what no rank may write.
             DisagreementError: On every rank, where ranks take different steps.
         """
-
-        def take_step() -> float:
-            with self._attempted() as step:
-                committed = self._optimizer_step.run(step, batch)
-                self._commit(committed)
-            return committed.result.loss
-
         with stopping(self.finish, self._run.abandon):
-            return self._run.call_step(batch, take_step)
+            return self._run.call_step(batch, partial(self._steps.take, batch))
 
     def manual_step(self) -> ManualStep:
         """Return the context of one step whose micro-batches your own loop computes.
@@ -349,13 +373,26 @@ class Trainer:
         Raises:
             UsageError: The trainer has pipeline stages: no rank has the whole model.
         """
-        if self.parallel.stages > 1:
-            raise UsageError(
-                "a manual step needs the whole model on every rank: with stages, call "
-                "trainer.step(batch), or train without pipeline="
-            )
-        self._run.require_repeatable_step()
-        return ManualStep(self._manual_step())
+        return self._steps.open_manual()
+
+    def attempts(self, batch: Any) -> Iterator[ManualStep]:
+        """Yield the attempts at a step that your own loop computes; one, unless a rank is lost.
+
+            for attempt in trainer.attempts(batch):
+                with attempt as step:
+                    for inputs, targets in step.microbatches():
+                        step.backward(loss_function(model(inputs), targets))
+
+        Use it instead of `manual_step` in an elastic run, where the loss of a rank repeats the
+        body: it must not change anything but gradients and buffers.
+
+        Args:
+            batch: From `batches`, or a whole global batch of tensors, the same on every rank.
+
+        Raises:
+            UsageError: The trainer has pipeline stages: no rank has the whole model.
+        """
+        return self._steps.open_attempts(batch)
 
     def evaluate(
         self, dataset: Any, batch_size: int | None = None, *, ema: bool = False, **options: Any
@@ -366,20 +403,25 @@ class Trainer:
         """
         copy = self._state.select_module() if ema else None
         options = {"seed": self.seed, **options}
-        batches = Batches(
-            **{"shuffle": False} | resolve_data(dataset, batch_size, options),
-            **self.parallel.share(),
-            agree=self._make_agree(lambda: "an evaluation"),
-        )
+        options = {"shuffle": False} | resolve_data(dataset, batch_size, options)
+        agree = self._make_agree(lambda: "an evaluation")
 
-        def evaluate() -> dict[str, Any]:
+        def make_batches() -> Batches:
+            return Batches(**options, **self.parallel.share(), agree=agree)
+
+        def prepare() -> Evaluation:
             with self._live_settings.evaluation():
-                evaluation = self._executor.evaluate(copy, batches)
+                return self._executor.evaluate(copy, make_batches())
+
+        def commit(evaluation: Evaluation) -> dict[str, Any]:
             self.history.add_evaluation(evaluation)
             return vars(evaluation)
 
+        def evaluate() -> dict[str, Any]:
+            return operate(prepare, commit, keep_sampler(options.get("sampler")))
+
         with stopping(self.finish, self._run.abandon):
-            return Evaluation(**self._run.evaluate(batches, evaluate, ema=ema))
+            return Evaluation(**self._run.evaluate(make_batches(), evaluate, ema=ema))
 
     def finish(self, state: str = "done", message: str | None = None) -> None:
         """End the run: write the last line of the record and close it.
@@ -460,7 +502,8 @@ class Trainer:
 
         def save() -> None:
             if not self._is_in_session:
-                save_from_rank0(Path(path), self._state.model_state(ema=ema), self.parallel.group)
+                state, group = self._state.model_state(ema=ema), self.parallel.group
+                operate(lambda: save_from_rank0(Path(path), state, group), lambda _: None)
 
         with stopping(self.finish, self._run.abandon):
             self._run.call("save", save)
@@ -528,67 +571,17 @@ class Trainer:
 
     def _describe_run(self) -> dict[str, Any]:
         number = self._position.attempt.trainer
-        return describe_run(self.world, self.parallel, self._optimization, self.seed, number)
+        return describe_run(world(), self.parallel, self._optimization, self.seed, number)
 
-    # --- around a step ------------------------------------------------------------------
-
-    @contextmanager
-    def _attempted(self) -> Iterator[StepContext]:
-        """Begin an attempt at the next step; remember how it failed.
-
-        Where all ranks stop at a loss or a gradient that is not finite, they save the weights.
-        """
-        attempt = self._position.attempt = self._position.attempt.following(self.steps)
-        self._live_settings.begin()
-        observer = None if self._observer is None else self._observer.begin_step(self.steps)
-        step = StepContext(attempt, self.parallel, observer)
-        step.is_recorded = self._is_in_session or bool(self.history.loggers)
-        step.stops_at_refusals = not self._is_in_session
-        step.is_checkpoint_due = self._run.is_due_after(self.steps + 1)
-        try:
-            yield step
-        except (LossError, GradientError) as error:
-            self._fail(attempt, error)
-            if error is step.error or not step.is_agreed:
-                raise  # on this rank alone: no other rank would take part in saving
-            advice = self._record.describe_replay(self.steps, getattr(error, "microbatch", None))
-            saved = save_last_good(
-                self._record.path, self._state.model_state(), self.parallel.group, advice
-            )
-            raise type(error)(f"{error}; training stopped, {saved}") from None
-        except BaseException as error:
-            self._fail(attempt, error)
-            raise
-
-    def _fail(self, attempt: Attempt, error: BaseException) -> None:
-        self._run.abandon()
-        attempt.fail(error)
-        self.history.failures[:] = [f"{type(error).__name__}: {error}"]
-
-    @contextmanager
-    def _manual_step(self) -> Iterator[MicrobatchLoop]:
-        with self._attempted() as step:
-            with self._optimizer_step.computing(step) as loop:
-                yield loop
-            committed = self._optimizer_step.finish(step)
-            loop.result = committed.result
-            self._commit(committed, is_manual=True)
-
-    def _commit(self, committed: CommittedStep, is_manual: bool = False) -> None:
-        """Count the step, and report it to the record and the callbacks."""
-        result, statuses = committed.result, committed.statuses
-        self._position.steps += 1
-        self._run.note_step(statuses, is_manual)
-        for rank, status in enumerate(statuses):
-            for message in status.warnings:
-                self.history.warn(rank, message, show=rank == self.world.rank)
-        self.history.step(result, [status.memory for status in statuses])
-        if self.world.rank == 0 and (rows := make_timeline_rows(statuses, committed.times)):
-            self.history.write("timeline", step=result.step, ranks=rows)
-        if self._observer is not None:
-            self._observer.commit(committed)
+    def _promote(
+        self, loggers: LoggerLike | Sequence[LoggerLike] | None, progress: bool | None
+    ) -> None:
+        """Write and show what a rank 0 has written and shown that is lost."""
+        if progress is not False:
+            self.history.progress = ScriptProgress(bool(progress))
+        self._run.promote(loggers)
 
     def _make_agree(self, what: Callable[[], str]) -> Agree:
-        return lambda message, doing: all_gather_bytes(
-            message, f"{doing} {what()}", self.parallel.group
+        return lambda message, doing: exchange(
+            lambda: message, f"{doing} {what()}", self.parallel.group
         )

@@ -63,6 +63,10 @@ class WholeModelExecutor:
         """Return gradients and buffers of the model in the current step."""
         return [] if self._loop is None else [(self._loop.gradients, self._loop.buffers)]
 
+    def enter_group(self) -> None:
+        """Forget what was planned for the ranks of an earlier group."""
+        self._gradients.enter_group()
+
     def prepare(self, batch: Any) -> Any:
         """Return the batch: a whole model can be called at once, and the step splits it."""
         return batch

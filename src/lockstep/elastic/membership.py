@@ -1,0 +1,470 @@
+"""A rank's side of an elastic run: operations that are repeated where a peer is lost.
+
+An operation is one thing that all ranks do together: a step, an evaluation, an exchange of bytes.
+All ranks number them alike. Each has three parts:
+
+    prepare    what ranks compute together; it has no lasting effect
+    barrier    a rank passes it only when every rank has prepared
+    commit     local, and lasting: the optimizer, counters
+
+    rank 0   prepare n ──────┐         ┌─ commit n ── prepare n+1 ── lost: reports n+1
+    rank 1   prepare n ────┐ │ barrier │ lost: reports n, prepared ── told to commit n ── n+1
+    rank 2   prepare n ──────┘         └─ commit n ── SIGKILL
+
+    rank 0   prepare n ────┐ lost: reports n, prepared ─────── told to repeat n: undo, prepare n
+    rank 1   prepare n ──── lost: reports n, not prepared ──── told to repeat n: undo, prepare n
+    rank 2   prepare n ── SIGKILL
+
+So where any rank has committed n, every rank can, and the launcher, which gets the reports of
+all that are left, tells those which have not to commit it; otherwise all repeat it
+(`round_plan.py`). A period with fixed members is a round. At its end a rank leaves the group at
+once, so that those that still wait for it notice, and joins that of the next round:
+
+    rank       leaves the group ── round_over ──┐             ┌── round ── joins the new group
+    launcher                                    └─ all, dead ─┘
+
+A newcomer is alone until the first call of its trainer; then it says that it is ready, joins a
+round that begins at a safe point of all others, and gets the state from one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from lockstep.comm.collectives import all_gather_bytes
+from lockstep.elastic.round_origin import find_round_origin
+from lockstep.errors import RendezvousError, WorkError
+from lockstep.launcher.channel import Message
+from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER
+from lockstep.launcher.failure_attribution import is_lost_peer
+from lockstep.launcher.local_rendezvous import attach_store
+from lockstep.launcher.rank_process import (
+    exit_process,
+    has_launcher,
+    receive_from_launcher,
+    report_to_launcher,
+)
+from lockstep.launcher.world import get_timeout, leave_round, rejoin
+
+__all__ = ["HandOver", "Membership", "Participant", "Round", "exchange", "membership", "operate"]
+
+ATTEMPTS = 3
+"""How often a rank tries to connect to others of which none has died."""
+
+Value = TypeVar("Value")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round, as the launcher has decided on it.
+
+    Attributes:
+        number: Its number, from 0.
+        rank: This process's rank in it.
+        world_size: The number of ranks.
+        store: The address of its private store.
+        operation: The operation that it begins with, or that some members have to commit.
+        commit: Whether members that prepared that operation commit it; else they repeat it.
+        lost: The members that died, and the signals: [{"member": 2, "signal": 9}].
+        joined: The members that are new.
+        left: The members that had to leave.
+        noticed: When the launcher noticed that the round before was over, in Unix time.
+        pids: The processes by rank; empty if the launcher does not say.
+    """
+
+    number: int
+    rank: int
+    world_size: int
+    store: str
+    operation: int
+    commit: bool
+    lost: tuple[dict[str, Any], ...] = ()
+    joined: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
+    noticed: float = 0.0
+    pids: tuple[int, ...] = ()
+
+    @classmethod
+    def from_message(cls, message: Message) -> Round:
+        """Return what the launcher's message says."""
+        return cls(
+            number=message["round"],
+            rank=message["rank"],
+            world_size=message["world_size"],
+            store=message["store"],
+            operation=message["operation"],
+            commit=message["commit"],
+            lost=tuple(message.get("lost", ())),
+            joined=tuple(message.get("joined", ())),
+            left=tuple(message.get("left", ())),
+            noticed=message.get("noticed", 0.0),
+            pids=tuple(message.get("pids", ())),
+        )
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """The order to write the state for a process that replaces this one.
+
+    Attributes:
+        operation: As of a round.
+        commit: As of a round; then the state is written at the next safe point.
+        folder: Where to.
+    """
+
+    operation: int
+    commit: bool
+    folder: Path
+
+
+Decision = Round | HandOver
+
+
+class Participant(Protocol):
+    """What takes part in the rounds: a trainer."""
+
+    @property
+    def can_stay(self) -> bool:
+        """Whether this process can go on in the next round with what it has."""
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether this rank can write its state now, for a process that replaces it."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The part of a replica that this rank holds, and the number of parts."""
+
+    def enter_round(self, new: Round) -> None:
+        """Take the layout of a round, whose group this process has joined.
+
+        Where members have joined, the first rank gives them its state: a collective call.
+        """
+
+    def hand_over(self, folder: Path) -> None:
+        """Write this rank's part of the state, as it was at the latest safe point."""
+
+    def continue_round(self, new: Round, undone: float) -> None:
+        """Take in that the round goes on, after an attempt of `undone` seconds was undone."""
+
+
+class _RoundFailed(Exception):
+    """Another member died while a round was formed."""
+
+
+class Membership:
+    """This process as a member of an elastic run.
+
+    Args:
+        number: The member's number, which no other process of the run ever has.
+        is_newcomer: Whether the process joins a run that is going on.
+
+    Attributes:
+        operation: The number of the current operation, or of the next one.
+        round: The number of the current round.
+        newcomers: How many newcomers wait; known to rank 0.
+        has_state: Whether this process has the state of the training.
+        hand_over_folder: Where to write the state at the next safe point, before the process
+            ends; None where it goes on.
+    """
+
+    def __init__(self, number: int, first_round: int = 0, is_newcomer: bool = False) -> None:
+        self.number, self.has_state = number, not is_newcomer
+        self.round, self.operation, self.newcomers = first_round, 0, 0
+        self.hand_over_folder: Path | None = None
+        self._participants: list[Participant] = []
+        self._is_inside = False
+        self._current: Round | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this process has not joined the run yet."""
+        return not self.has_state and self._current is None
+
+    def enroll(self, participant: Participant) -> None:
+        """Let a trainer take part in the rounds; only a single one can go on in place."""
+        self._participants.append(participant)
+
+    # --- operations -------------------------------------------------------------------------
+
+    def run(
+        self,
+        prepare: Callable[[], Value],
+        commit: Callable[[Value], Result],
+        undo: Callable[[], None] | None = None,
+    ) -> Result:
+        """Do one operation, repeated as often as peers are lost before it can be committed.
+
+        An operation inside another one's `prepare` or `commit` is a part of that one.
+
+        Args:
+            prepare: Computes; collective, and without lasting effects other than `undo` undoes.
+            commit: Makes the effects last; local.
+            undo: Undoes what `prepare` has done, completely or in part.
+        """
+        if self._is_inside:
+            return commit(prepare())
+        with self.inside():
+            while True:
+                begun, decision, is_prepared = time.monotonic(), None, False
+                try:
+                    value = prepare()
+                    is_prepared = True
+                    self.pass_barrier()
+                except Exception as error:
+                    decision = self.recover(error, is_prepared)
+                if decision is None or self.is_to_commit(decision):
+                    result = commit(value)
+                    self.operation += 1
+                    self.go_on(decision)
+                    return result
+                if undo is not None:
+                    undo()
+                self.go_on(decision, time.monotonic() - begun)
+
+    def inside(self) -> ExitStack:
+        """Return the context of an operation, in which others are parts of it."""
+        if self.hand_over_folder is not None:
+            raise WorkError(
+                f"member {self.number}: the round is over, and the script makes another call of "
+                "its trainer before a place where its state can be handed over"
+            )
+        stack = ExitStack()
+        was_inside, self._is_inside = self._is_inside, True
+
+        def leave() -> None:
+            self._is_inside = was_inside
+
+        stack.callback(leave)
+        return stack
+
+    def pass_barrier(self) -> None:
+        """Wait until every rank has prepared the operation."""
+        if dist.get_world_size() > 1:
+            dist.barrier()
+
+    def recover(self, error: Exception, is_prepared: bool) -> Decision:
+        """Return what follows an error in an operation; raise `error` if no rank was lost.
+
+        Args:
+            error: What was raised.
+            is_prepared: Whether this rank had prepared the operation.
+        """
+        if not is_lost_peer(error):
+            raise error
+        return self._begin_round("lost", is_prepared)
+
+    def is_to_commit(self, decision: Decision) -> bool:
+        """Return whether this rank commits the operation in which the last round ended."""
+        return decision.commit and decision.operation == self.operation
+
+    def go_on(self, decision: Decision | None, undone: float | None = None) -> None:
+        """Go on after an operation in which a round has ended, or hand over the state.
+
+        Args:
+            decision: What was decided; None if no round has ended.
+            undone: Seconds of the attempt that was undone; None if it was committed.
+        """
+        if isinstance(decision, Round):
+            for each in self._participants:
+                each.continue_round(decision, undone or 0.0)
+        elif decision is not None and undone is None:
+            self.hand_over_folder = decision.folder
+        elif decision is not None:
+            self._participants[0].hand_over(decision.folder)
+            self.leave()
+
+    def leave(self) -> NoReturn:
+        """End this process, which has nothing left to do."""
+        exit_process(0)
+
+    # --- rounds -----------------------------------------------------------------------------
+
+    def poll(self) -> int:
+        """Return how many newcomers wait, on rank 0; reads what the launcher has sent."""
+        while (received := receive_from_launcher(0)) is not None:
+            if received[0]["kind"] == "newcomers":
+                self.newcomers = int(received[0]["count"])
+        return self.newcomers
+
+    def admit(self) -> None:
+        """Let newcomers join, and members leave; every rank calls it at the same safe point."""
+        self.go_on(self._begin_round("admit", False), 0.0)
+
+    def join(self) -> None:
+        """Join the run, as a newcomer, and get the state of the training."""
+        report_to_launcher({"kind": "ready"})
+        leave_round()
+        self._form(self._wait_for_decision(None))
+        self.has_state = True
+
+    def _begin_round(self, reason: str, is_prepared: bool) -> Decision:
+        """Leave the round that is over, and return the next one that could be formed."""
+        leave_round()
+        return self._form(self._report(reason, is_prepared), reason, is_prepared)
+
+    def _form(
+        self, decision: Decision, reason: str = "lost", is_prepared: bool = False
+    ) -> Decision:
+        failures = 0
+        while isinstance(new := decision, Round):
+            self.round = new.number
+            if new.joined or new.left:
+                self.newcomers = 0
+            if not self.has_state:
+                self.operation = new.operation
+            try:
+                self._join_group(new)
+                self._current = new
+                for each in self._participants:
+                    each.enter_round(new)
+                return new
+            except _RoundFailed:
+                pass
+            except RendezvousError:
+                failures += 1
+                if failures == ATTEMPTS:
+                    raise
+            except Exception as error:
+                if not is_lost_peer(error):
+                    raise
+            leave_round()
+            decision = self._report(reason, is_prepared)
+        return decision
+
+    def _report(self, reason: str, is_prepared: bool) -> Decision:
+        position, stages = self._participants[0].place if self._participants else (0, 1)
+        report_to_launcher(
+            {
+                "kind": "round_over",
+                "round": self.round,
+                "operation": self.operation,
+                "is_prepared": is_prepared,
+                "reason": reason,
+                "can_stay": self.has_state
+                and len(self._participants) == 1
+                and self._participants[0].can_stay,
+                "can_hand_over": len(self._participants) == 1
+                and self._participants[0].can_hand_over,
+                "position": position,
+                "stages": stages,
+                "has_state": self.has_state,
+            }
+        )
+        return self._wait_for_decision(get_timeout())
+
+    def _wait_for_decision(self, timeout: float | None) -> Decision:
+        """Wait for the launcher's decision; does not return where the process has to leave.
+
+        Args:
+            timeout: Seconds; None waits without limit, as newcomers do for a safe point.
+        """
+        begun = time.monotonic()
+        while True:
+            left = None if timeout is None else max(0.0, begun + timeout - time.monotonic())
+            received = receive_from_launcher(left)
+            if received is None:
+                raise WorkError(
+                    f"member {self.number}: round {self.round} is over, and there was no next one "
+                    f"within {time.monotonic() - begun:.0f} s: the launcher waits for a rank that "
+                    "neither ends nor comes to its next collective operation; see where the ranks "
+                    "are with `kill -USR1` of the launcher, or pass a longer timeout to "
+                    "lockstep.init()"
+                )
+            message = received[0]
+            match message["kind"]:
+                case "round":
+                    return Round.from_message(message)
+                case "newcomers":
+                    self.newcomers = int(message["count"])
+                case "wait":
+                    timeout = None
+                case "leave":
+                    self.leave()
+                case "hand_over":
+                    folder = Path(message["folder"])
+                    return HandOver(message["operation"], message["commit"], folder)
+
+    def _join_group(self, new: Round) -> None:
+        """Join the group of a round, once all of its members have come.
+
+        Raises:
+            _RoundFailed: A member died before.
+        """
+        with ExitStack() as stack:
+            watched = select.poll()
+            for rank, pid in enumerate(new.pids):
+                if rank == new.rank:
+                    continue
+                try:
+                    descriptor = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    raise _RoundFailed from None
+                stack.callback(os.close, descriptor)
+                watched.register(descriptor, select.POLLIN)
+            store = attach_store(new.store)
+            if store is None:
+                raise RendezvousError(f"rank {new.rank}: the store of round {new.number} is gone")
+            store.set(f"here/{new.rank}", "")
+            missing = [f"here/{rank}" for rank in range(new.world_size)]
+            deadline = time.monotonic() + get_timeout()
+            while missing := [each for each in missing if not store.check([each])]:
+                if watched.poll(1):
+                    raise _RoundFailed
+                if time.monotonic() > deadline:
+                    raise RendezvousError(
+                        f"rank {new.rank}: rank {missing[0].partition('/')[2]} did not come to "
+                        f"round {new.number} within {get_timeout():g} s"
+                    )
+            rejoin(store, new.rank, new.world_size)
+
+
+_membership: Membership | None = None
+_owner = 0
+
+
+def membership() -> Membership | None:
+    """Return this process's membership; None outside of elastic runs."""
+    global _membership, _owner
+    if not os.environ.get(ELASTIC) or not has_launcher():
+        return None
+    if _membership is None or _owner != os.getpid():
+        number = int(os.environ.get(MEMBER) or os.environ.get("RANK") or 0)
+        origin = find_round_origin()
+        first_round = 0 if origin is None else origin.round
+        _membership = Membership(number, first_round, bool(os.environ.get(JOIN)))
+        _owner = os.getpid()
+    return _membership
+
+
+def operate(
+    prepare: Callable[[], Value],
+    commit: Callable[[Value], Result],
+    undo: Callable[[], None] | None = None,
+) -> Result:
+    """Do one operation as `Membership.run` does; outside of elastic runs simply once."""
+    member = membership()
+    return commit(prepare()) if member is None else member.run(prepare, commit, undo)
+
+
+def exchange(
+    describe: Callable[[], bytes], about: str, group: dist.ProcessGroup | None = None
+) -> list[bytes]:
+    """Return what all ranks say, in rank order: an operation.
+
+    Args:
+        describe: Returns what this rank says; called again where the operation is repeated.
+        about: As for `all_gather_bytes`.
+        group: The ranks.
+    """
+    return operate(lambda: all_gather_bytes(describe(), about, group), lambda said: said)

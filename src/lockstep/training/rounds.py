@@ -1,0 +1,189 @@
+"""What a trainer does when a round of an elastic run begins.
+
+every rank      the new layout; the shares of its batches; attempts are counted anew
+a new rank 0    continues the record: the lines that the dead one did not come to write,
+                loggers, display, checkpoints
+a newcomer      gets the state from rank 0, and answers its script's calls from the log
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import orjson
+import torch
+
+from lockstep.checkpoint.encoding import decode, encode
+from lockstep.comm.collectives import all_gather_bytes, send_tensors
+from lockstep.comm.native_all_reduce import native_backend
+from lockstep.data.loader import Batches
+from lockstep.elastic.membership import Membership, Round
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.step_context import Attempt
+from lockstep.record.recorder import RECORD_FILE
+from lockstep.training.history import History
+from lockstep.training.optimization import Optimization
+from lockstep.training.resumable_run import ResumableRun
+from lockstep.training.state import Position
+from lockstep.training.step import Executor
+from lockstep.training.whole_model import WholeModelExecutor
+
+__all__ = ["RoundEntry"]
+
+TAIL_BYTES = 1 << 17  # of the record, in which lines of the dead rank 0 are looked for
+
+IDENTITIES = {"step": "step", "epoch": "epoch", "warning": "message"}
+"""Kinds of lines that a new rank 0 writes if they are missing, and what identifies one."""
+
+
+class RoundEntry:
+    """Enters the rounds of an elastic run with a trainer.
+
+    Args:
+        member: This process.
+        parallel: The layout.
+        executor: Computes the steps.
+        optimization: The optimizer, which may be shared by the ranks.
+        position: Where the training is.
+        history: Takes the line of the round.
+        run: Has the state and the script log.
+        promote: Makes this rank the one that writes: loggers, display.
+    """
+
+    def __init__(
+        self,
+        member: Membership,
+        parallel: ParallelContext,
+        executor: Executor,
+        optimization: Optimization,
+        position: Position,
+        history: History,
+        run: ResumableRun,
+        promote: Callable[[], None],
+    ) -> None:
+        self._member, self._parallel = member, parallel
+        is_native = native_backend(parallel.device, torch.float32, parallel.group) is not None
+        has_own_state = isinstance(executor, WholeModelExecutor) and optimization.sharded is None
+        self._executor = executor if is_native and has_own_state else None
+        self._position, self._history, self._run = position, history, run
+        self._promote = promote
+        self._batches: WeakSet[Batches] = WeakSet()
+        run.take_part(member)
+        member.enroll(self)
+
+    def follow(self, batches: Batches) -> None:
+        """Give batches the new share in each round."""
+        self._batches.add(batches)
+
+    @property
+    def can_stay(self) -> bool:
+        """Whether this process can go on in the next round with what it has."""
+        return self._executor is not None and self._run.has_begun
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether this rank can write its state now, for a process that replaces it."""
+        return self._run.can_hand_over
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The part of a replica that this rank holds, and the number of parts."""
+        return self._parallel.position, self._parallel.stages
+
+    def hand_over(self, folder: Path) -> None:
+        """Write this rank's part of the state, as it was at the latest safe point."""
+        self._run.hand_over(folder)
+
+    def enter_round(self, new: Round) -> None:
+        """Take the layout of a round, whose group this process has joined."""
+        assert isinstance(self._executor, WholeModelExecutor), "others are replaced"
+        was_rank0, parallel = self._parallel.rank == 0, self._parallel
+        parallel.enter(new.rank, new.world_size)
+        self._executor.enter_group()
+        for each in self._batches:
+            each.enter_share(new.world_size, new.rank, new.rank)
+        position = self._position
+        position.attempt = Attempt(position.attempt.trainer, position.steps, -1)
+        if new.rank == 0 and not was_rank0:
+            self._promote()
+            self._write_missing_lines()
+        if new.joined:
+            self._share_state(new)
+
+    def continue_round(self, new: Round, undone: float) -> None:
+        """Write the line of the round, which goes on now."""
+        self._history.write(
+            "round",
+            round=new.number,
+            step=self._position.steps,
+            world_size=new.world_size,
+            lost=list(new.lost),
+            joined=list(new.joined),
+            left=list(new.left),
+            noticed=new.noticed,
+            continued=time.time(),
+            undone=undone,
+        )
+
+    # --- the state for newcomers ----------------------------------------------------------
+
+    def _share_state(self, new: Round) -> None:
+        """Give newcomers, which have the last ranks, the state of rank 0."""
+        group, about = self._parallel.group, f"letting members join round {new.number}"
+        first = new.world_size - len(new.joined)
+        tensors: dict[str, torch.Tensor] = {}
+        message = b""
+        if new.rank == 0:
+            plain = encode(self._run.collect_state(), tensors, "state")
+            shapes = [
+                [name, str(each.dtype).removeprefix("torch."), list(each.shape)]
+                for name, each in tensors.items()
+            ]
+            message = json.dumps([plain, shapes]).encode()
+        message = all_gather_bytes(message, about, group)[0]
+        if 0 < new.rank < first:
+            return
+        plain, shapes = json.loads(message)
+        is_new = new.rank >= first
+        if is_new:
+            tensors = {
+                name: torch.empty(shape, dtype=getattr(torch, dtype))
+                for name, dtype, shape in shapes
+            }
+        receivers = range(first, new.world_size)
+        send_tensors([tensors[name] for name, *_ in shapes], group, 0, receivers)
+        if is_new:
+            self._run.receive_state(decode(plain, tensors))
+
+    # --- what a dead rank 0 did not write -------------------------------------------------
+
+    def _write_missing_lines(self) -> None:
+        folder = self._history.find_run_folder()
+        known = set() if folder is None else _read_identities(folder / RECORD_FILE)
+        for kind, fields in self._history.take_backlog():
+            if folder is not None and _identify(kind, fields) not in known:
+                self._history.write(kind, **fields)
+
+
+def _identify(kind: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
+    return kind, fields.get(IDENTITIES.get(kind, ""))
+
+
+def _read_identities(path: Path) -> set[tuple[str, Any]]:
+    """Return what identifies the last lines of a record."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().splitlines()
+    found = set()
+    for line in lines:
+        try:
+            fields = orjson.loads(line)
+        except ValueError:  # the first one is cut
+            continue
+        found.add(_identify(str(fields.get("kind")), fields))
+    return found

@@ -1,0 +1,201 @@
+"""The steps of a trainer as operations: an attempt begins, every rank prepares it, all commit it.
+
+begin      the attempt's number; what watches the step
+prepare    (1) to (6) of `step.py`; undone and repeated where a rank is lost
+commit     (7), and the step counts
+report     the record, callbacks, what watched the step
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from lockstep.elastic.membership import membership, operate
+from lockstep.errors import GradientError, LossError, UsageError
+from lockstep.launcher.failure_attribution import is_lost_peer
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.step_context import Attempt, StepContext
+from lockstep.training.history import History
+from lockstep.training.live_settings import LiveSettings
+from lockstep.training.microbatch_loop import ManualStep, MicrobatchLoop
+from lockstep.training.rank_status import make_timeline_rows
+from lockstep.training.resumable_run import ResumableRun
+from lockstep.training.run_record import RunRecord
+from lockstep.training.session import TrainerObserver
+from lockstep.training.state import TrainingState
+from lockstep.training.step import CommittedStep, OptimizerStep, PreparedStep
+from lockstep.training.weights_file import save_last_good
+
+__all__ = ["StepOperation"]
+
+
+class StepOperation:
+    """Takes the steps of one trainer.
+
+    Args:
+        optimizer_step: Prepares and commits them.
+        parallel: The layout.
+        state: Has the position, and the weights that are saved where the training stops.
+        settings: The settings that ranks compare in every step.
+        run: Takes in steps, for checkpoints.
+        record: Where the run is recorded.
+        history: Takes the results.
+        is_in_session: Whether a command such as `lockstep check` runs the script.
+
+    Attributes:
+        observer: Sees what each step computes; None if nothing does.
+    """
+
+    def __init__(
+        self,
+        optimizer_step: OptimizerStep,
+        parallel: ParallelContext,
+        state: TrainingState,
+        settings: LiveSettings,
+        run: ResumableRun,
+        record: RunRecord,
+        history: History,
+        is_in_session: bool,
+    ) -> None:
+        self._optimizer_step, self._parallel, self._state = optimizer_step, parallel, state
+        self._settings, self._run, self._record = settings, run, record
+        self._history, self._is_in_session = history, is_in_session
+        self._position = state.position
+        self.observer: TrainerObserver | None = None
+
+    def take(self, batch: Any) -> float:
+        """Take one step on a batch, and return its loss."""
+
+        def prepare() -> PreparedStep:
+            step = self._begin()
+            with self._noting_failure(step):
+                return self._optimizer_step.compute(step, batch)
+
+        committed = operate(prepare, self._commit, self._optimizer_step.undo)
+        self._report(committed)
+        return committed.result.loss
+
+    def open_manual(self) -> ManualStep:
+        """Return the context of a step that the script computes."""
+        self._require_whole_model()
+        return ManualStep(self._open(is_repeatable=False))
+
+    def open_attempts(self, batch: Any) -> Iterator[ManualStep]:
+        """Yield the attempts at a step on a batch that the script computes."""
+        self._require_whole_model()
+        while True:
+            step = ManualStep(self._open(is_repeatable=True), batch)
+            yield step
+            if not step.was_interrupted:
+                return
+
+    def _require_whole_model(self) -> None:
+        if self._parallel.stages > 1:
+            raise UsageError(
+                "a manual step needs the whole model on every rank: with stages, call "
+                "trainer.step(batch), or train without pipeline="
+            )
+        self._run.require_repeatable_step()
+
+    @contextmanager
+    def _open(self, *, is_repeatable: bool) -> Iterator[MicrobatchLoop]:
+        """Return the context of a step whose micro-batches the body computes.
+
+        Args:
+            is_repeatable: Whether the body runs again if the loop has no result: then the loss of
+                a rank in it is not raised.
+        """
+        member = membership()
+        with ExitStack() as stack:
+            if member is not None:
+                stack.enter_context(member.inside())
+            step, prepared, decision = self._begin(), None, None
+            begun = time.monotonic()
+            try:
+                with self._noting_failure(step):
+                    with self._optimizer_step.computing(step) as loop:
+                        yield loop
+                    prepared = self._optimizer_step.prepare(step)
+                if member is not None:
+                    member.pass_barrier()
+            except Exception as error:
+                if member is None or (prepared is None and not is_repeatable):
+                    raise
+                decision = member.recover(error, prepared is not None)
+                if prepared is None or not member.is_to_commit(decision):
+                    self._optimizer_step.undo()
+                    if not is_repeatable:
+                        raise
+                    member.go_on(decision, time.monotonic() - begun)
+                    return
+            committed = self._commit(prepared)
+            if member is not None:
+                member.operation += 1
+                member.go_on(decision)
+        loop.result = committed.result
+        self._report(committed, is_manual=True)
+
+    def _begin(self) -> StepContext:
+        """Begin an attempt at the next step."""
+        position, member = self._position, membership()
+        attempt = position.attempt = position.attempt.following(position.steps)
+        self._settings.begin()
+        observer = None if self.observer is None else self.observer.begin_step(position.steps)
+        step = StepContext(attempt, self._parallel, observer)
+        step.is_recorded = self._is_in_session or bool(self._history.loggers)
+        step.stops_at_refusals = not self._is_in_session
+        step.is_checkpoint_due = self._run.is_due_after(position.steps + 1)
+        if member is not None and self._parallel.rank == 0 and member.poll():
+            step.admits = member.round
+        return step
+
+    def _commit(self, prepared: PreparedStep) -> CommittedStep:
+        with self._noting_failure(prepared.step):
+            committed = self._optimizer_step.commit(prepared)
+            self._position.steps += 1
+        return committed
+
+    def _report(self, committed: CommittedStep, is_manual: bool = False) -> None:
+        """Report a committed step to the record and the callbacks."""
+        result, statuses, rank = committed.result, committed.statuses, self._parallel.rank
+        with self._noting_failure(committed.step):
+            self._run.note_step(statuses, is_manual)
+            for number, status in enumerate(statuses):
+                for message in status.warnings:
+                    self._history.warn(number, message, show=number == rank)
+            self._history.step(result, [status.memory for status in statuses])
+            if rank == 0 and (rows := make_timeline_rows(statuses, committed.times)):
+                self._history.write("timeline", step=result.step, ranks=rows)
+            if self.observer is not None:
+                self.observer.commit(committed)
+
+    @contextmanager
+    def _noting_failure(self, step: StepContext) -> Iterator[None]:
+        """Remember how an attempt fails, unless it is repeated because a rank was lost.
+
+        Where all ranks stop at a loss or a gradient that is not finite, they save the weights.
+        """
+        try:
+            yield
+        except (LossError, GradientError) as error:
+            self._fail(step.attempt, error)
+            if error is step.error or not step.is_agreed:
+                raise  # on this rank alone: no other rank would take part in saving
+            microbatch = getattr(error, "microbatch", None)
+            advice = self._record.describe_replay(self._position.steps, microbatch)
+            saved = save_last_good(
+                self._record.path, self._state.model_state(), self._parallel.group, advice
+            )
+            raise type(error)(f"{error}; training stopped, {saved}") from None
+        except BaseException as error:
+            if membership() is None or not is_lost_peer(error):
+                self._fail(step.attempt, error)
+            raise
+
+    def _fail(self, attempt: Attempt, error: BaseException) -> None:
+        self._run.abandon()
+        attempt.fail(error)
+        self._history.failures[:] = [f"{type(error).__name__}: {error}"]

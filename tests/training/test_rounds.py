@@ -1,0 +1,104 @@
+"""Killed ranks of an elastic run: the others go on, replacements join, and no bit changes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.elastic_training import Training, train
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Train on one rank."""
+    return train(tmp_path_factory.mktemp("undisturbed") / "run", [], steps=STEPS)
+
+
+def require_same(disturbed: Training, undisturbed: Training) -> None:
+    """Compare digests on every rank, and the losses of the record."""
+    assert disturbed.digests == undisturbed.digests
+    assert disturbed.losses == undisturbed.losses
+    assert disturbed.evaluations == undisturbed.evaluations
+
+
+def test_a_rank_may_die_at_any_point_of_a_step(tmp_path: Path, undisturbed: Training) -> None:
+    plan = [
+        ["forward", [0], 0],  # in the first step
+        ["backward", [2], 3],
+        ["gathered", [1], 1],
+        ["prepared", [0], 0],
+        ["passed", [2], 0],
+        ["stepped", [0], 0],
+        ["item", [1], 5],
+        ["optimizer", [0, 1], 0],
+    ]
+    disturbed = train(tmp_path / "run", plan, steps=STEPS, workers=1)
+    require_same(disturbed, undisturbed)
+    assert "started anew" not in disturbed.output
+    assert sum(len(line["lost"]) for line in disturbed.rounds) == 9
+    assert sum(len(line["joined"]) for line in disturbed.rounds) >= 7
+    steps = [line["step"] for line in disturbed.rounds]
+    assert steps == sorted(steps)
+    assert steps[0] == 0
+
+
+def test_a_rank_may_die_between_steps(tmp_path: Path, undisturbed: Training) -> None:
+    plan = [
+        ["callback", [0], 0],
+        ["record", [0], 2],
+        ["sharing", [0], 0],  # while a newcomer gets the state, from rank 0
+        ["sharing", [2], 0],
+        ["shared", [2], 0],
+        ["evaluation", [0], 0],
+        ["epoch", [1], 0],
+        ["stateful", [1], 0],
+    ]
+    disturbed = train(tmp_path / "run", plan, steps=STEPS, form="checkpoint")
+    require_same(disturbed, undisturbed)
+    assert "started anew" not in disturbed.output
+    saved = {path.name for path in (tmp_path / "run/recorded/checkpoints").iterdir()}
+    assert f"step-{STEPS}" in saved
+
+
+def test_a_loop_of_attempts_is_repeated(tmp_path: Path, undisturbed: Training) -> None:
+    plan = [["forward", [1], 1], ["backward", [0], 0], ["passed", [0, 2], 0]]
+    disturbed = train(tmp_path / "run", plan, steps=STEPS, form="attempts")
+    require_same(disturbed, undisturbed)
+    assert "started anew" not in disturbed.output
+
+
+def test_batches_of_the_script_are_split_anew(tmp_path: Path) -> None:
+    plan: list[Any] = [["forward", [0], 0], ["backward", [1], 0]]
+    disturbed = train(tmp_path / "run", plan, steps=8, form="raw")
+    require_same(disturbed, train(tmp_path / "undisturbed", [], steps=8, form="raw"))
+
+
+POINTS = ["forward", "backward", "gather", "gathered", "prepared", "passed", "optimizer"]
+POINTS += ["stepped", "callback", "item", "sharing", "shared", "evaluation", "epoch"]
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("seed", range(8))
+def test_random_kills_change_no_bit(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    full, form = draw.randint(2, 4), draw.choice(["step", "checkpoint", "attempts", "raw"])
+    points = [
+        each for each in POINTS if form != "raw" or each not in ("item", "evaluation", "epoch")
+    ]
+    plan = [
+        [
+            draw.choice(points),
+            draw.sample(range(full), draw.randint(1, full - 1)),
+            draw.randint(0, 3),
+        ]
+        for _ in range(10)
+    ]
+    options: dict[str, Any] = {"steps": 120, "form": form}
+    workers = draw.randint(0, 2) if form != "raw" else 0
+    disturbed = train(tmp_path / "run", plan, full=full, workers=workers, **options)
+    require_same(disturbed, train(tmp_path / "undisturbed", [], **options))
