@@ -128,6 +128,29 @@ def test_a_run_without_survivors_starts_anew(tmp_path):
     assert said(done)[-1] == "round 1: 3 ranks, in new processes"
 
 
+@pytest.mark.parametrize(
+    ("member", "rounds"), [(1, []), (0, ["round 1: 3 ranks, in new processes"])]
+)
+def test_a_rank_that_is_killed_at_the_end_of_the_script(tmp_path, member, rounds):
+    """What rank 0 has not done yet is done again, once the others have ended."""
+    done = run(tmp_path, "--max", "3", KILLS=f"{member}:20:end")
+    require_success(done)
+    assert said(done) == [f"member {member} was killed by SIGKILL", *rounds]
+
+
+def test_ranks_of_a_launch_in_a_member_are_no_members(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import lockstep as ls, os\n"
+        "def report(): return [name for name in os.environ if name.startswith('LOCKSTEP_')]\n"
+        "print(*sorted(ls.launch(report, nprocs=1)[0]))\n"
+    )
+    done = subprocess.run(
+        [*CLI, "--max", "1", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.stdout == "[0] LOCKSTEP_LAUNCHER LOCKSTEP_RUN LOCKSTEP_STORE\n"
+
+
 def count_descriptors(launcher: int) -> list[int]:
     """Count the open descriptors of a launcher and of its fork server."""
     (server,) = psutil.Process(launcher).children()
@@ -169,11 +192,15 @@ def wait_for_run(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "changes"),
-    [(3, ["round 1: 3 ranks, member 2 joined"]), (1, ["round 1: 1 rank, member 1 left"])],
+    ("ranks", "environ", "change"),
+    [
+        (3, {}, "round 1: 3 ranks, member 2 joined"),
+        (1, {}, "round 1: 1 rank, member 1 left"),
+        (3, {"CAN_STAY": "no"}, "round 1: 3 ranks, in new processes"),
+    ],
 )
-def test_the_number_of_ranks_is_changed(tmp_path, ranks, changes):
-    with start(tmp_path, "--max", "2", RANKS=str(ranks)) as launcher:
+def test_the_number_of_ranks_is_changed(tmp_path, ranks, environ, change):
+    with start(tmp_path, "--max", "2", RANKS=str(ranks), **environ) as launcher:
         try:
             request_ranks(wait_for_run(tmp_path), ranks)
             stdout, stderr = launcher.communicate(timeout=PATIENCE)
@@ -182,7 +209,7 @@ def test_the_number_of_ranks_is_changed(tmp_path, ranks, changes):
     done = CompletedProcess([], launcher.returncode, stdout, stderr)
     require_success(done, ranks)
     count = "1 rank" if ranks == 1 else f"{ranks} ranks"
-    assert said(done) == [f"the run gets {count} at its next safe point", *changes]
+    assert said(done) == [f"the run gets {count} at its next safe point", change]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

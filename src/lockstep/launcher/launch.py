@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from lockstep.errors import RankError, UsageError
 from lockstep.launcher.channel import Message, write_memfd
-from lockstep.launcher.environment import RankEnvironment, read_rank_info
+from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment, read_rank_info
 from lockstep.launcher.failure_attribution import STOPPED, format_ranks
 from lockstep.launcher.fork_server import (
     ForkServer,
@@ -367,11 +367,13 @@ def function_task(variables: Mapping[str, str], *, spawn: bool = False) -> Messa
         variables: Variables to add to its environment.
         spawn: Call it in a new interpreter.
     """
+    # Ranks of an elastic run that call `launch` do not make its ranks members.
+    inherited = {name: value for name, value in os.environ.items() if name not in OF_ELASTIC}
     return {
         "task": "function",
         "spawn": spawn,
         "flags": interpreter_flags(),
-        "environ": {"OMP_NUM_THREADS": "1", **os.environ, **variables},
+        "environ": {"OMP_NUM_THREADS": "1", **inherited, **variables},
         "cwd": os.getcwd(),
         "argv": sys.argv,
         "path": [os.fspath(place) for place in sys.path],
