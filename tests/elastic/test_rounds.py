@@ -228,9 +228,12 @@ def test_a_signal_ends_all_members(tmp_path, number):
 
 
 def test_an_exception_ends_the_run(tmp_path):
-    done = run(tmp_path, "--max", "2", STEPS="wrong")
+    """Members that wait for the next round are told, because no signal wakes them."""
+    done = run(tmp_path, "--max", "3", RAISES="1:5:prepare")
     assert done.returncode == 1
-    assert "raised ValueError" in done.stderr
+    assert "rank 1 raised OSError: out of paper" in done.stderr
+    lines = done.stdout.splitlines()
+    assert lines.count("[0] leaves") == lines.count("[2] leaves") == 1
 
 
 def test_newcomers_that_never_join_are_not_started_for_ever(tmp_path):

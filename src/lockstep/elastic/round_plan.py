@@ -13,8 +13,9 @@ are at the same place. Everything here is a pure function of plain values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Continue", "HandOver", "Plan", "Report", "Restart", "choose_world_size", "plan_round"]
 
@@ -46,6 +47,21 @@ class Report:
     position: int = 0
     stages: int = 1
     has_state: bool = True
+
+    @classmethod
+    def from_message(cls, member: int, message: Mapping[str, Any]) -> Report:
+        """Return what a member's message "round_over" says."""
+        return cls(
+            member,
+            int(message["operation"]),
+            is_prepared=bool(message["is_prepared"]),
+            is_admission=message["reason"] == "admit",
+            can_stay=bool(message["can_stay"]),
+            can_hand_over=bool(message["can_hand_over"]),
+            position=int(message["position"]),
+            stages=int(message["stages"]),
+            has_state=bool(message["has_state"]),
+        )
 
 
 @dataclass(frozen=True)

@@ -141,8 +141,9 @@ class Rounds:
         self._restarts, self._saved = 0, self._list_states()
         self._resumed: set[int] = set()
         self._error: RankError | None = None
+        self._has_ended = False
         ranks.settle_killed = 0.0
-        ranks.after_events = self.advance
+        ranks.after_events, ranks.before_end = self.advance, self.dismiss_waiting
         ranks.on_report = self._on_report
 
     def begin(self) -> None:
@@ -172,6 +173,12 @@ class Rounds:
         if self._ranks.has_fork_server:
             self._advance()
         return self._error
+
+    def dismiss_waiting(self) -> None:
+        """Let the members exit that wait for a message: SIGTERM does not wake them."""
+        self._has_ended = True
+        for member in [*self._reports, *self._newcomers]:
+            self._ranks.send(member, {"kind": "leave"})
 
     def _advance(self) -> None:
         for member in [*self._running_or_ended()]:
@@ -220,14 +227,17 @@ class Rounds:
             self._newcomers[member] = True
             self._newcomer_deaths = 0
         elif kind == "round_over" and member in self.members and message["round"] == self.number:
-            self._reports[member] = _read_report(member, message)
+            self._reports[member] = Report.from_message(member, message)
             self._reported = time.monotonic()
         elif kind == "handed_over" and self._handover is not None:
             self._handover.written.add(member)
         elif kind == "resumed":
             self._resumed.add(member)
-            if self._resumed.issuperset(self.members) and self._replacement is None:
+            is_busy = self._replacement is not None or self._handover is not None
+            if self._resumed.issuperset(self.members) and not is_busy:
                 self._discard_handover()
+        if self._has_ended and kind in ("ready", "round_over"):
+            self._ranks.send(member, {"kind": "leave"})
         return kind in ("waiting", "ready", "round_over", "handed_over", "resumed")
 
     def _notice_end(self, member: int, outcome: Outcome) -> None:
@@ -266,6 +276,7 @@ class Rounds:
 
     def _lose(self, member: int, outcome: Outcome, number: int) -> None:
         self._lost[member] = number
+        self._reports.pop(member, None)
         if self._noticed is None:
             self._noticed = time.time()
         if number:
@@ -280,7 +291,7 @@ class Rounds:
             return
         for member in self.members:
             outcome = self._ranks.outcomes[member]
-            if outcome.is_replaced and outcome.error is not None:
+            if outcome.is_replaced and outcome.error is not None and member not in self._lost:
                 is_late = time.monotonic() - outcome.error["time"] >= SETTLE
                 outcome.is_replaced = not is_late and bool(self._ranks.running)
 
@@ -316,7 +327,7 @@ class Rounds:
                 self._fail(_describe_unexplained(self._done))
         elif any(set(self._ranks.outcomes[each].waiting_for) & self._lost.keys() for each in alive):
             self._restart(choose_world_size(self._wanted, self._stages))
-        elif self._lost and any(not report.can_stay for report in self._reports.values()):
+        elif self._lost and _has_to_be_replaced([*self._reports.values()]):
             self._replace_silent_members([*self._reports.values()])
 
     def _replace_silent_members(self, reports: Sequence[Report]) -> None:
@@ -345,7 +356,7 @@ class Rounds:
             wanted=self._wanted,
             at_least=1 if is_ending else self._at_least,
         )
-        self._can_stay = all(report.can_stay for report in reports)
+        self._can_stay = not _has_to_be_replaced(reports)
         self._stages = max(report.stages for report in reports)
         if plan is None and not self._start_newcomers():
             self._fail(
@@ -556,22 +567,12 @@ class Rounds:
         folders = [] if self._folder is None else [self._folder / CHECKPOINTS]
         folders += [*self._states.mirror.glob("*")]
         folders += [] if self._handed_over is None else [self._handed_over]
-        found = (each for folder in folders for each in folder.glob("step-*"))
-        return {f"{each.parent.name}/{each.name}" for each in found}
+        return {each.name for folder in folders for each in folder.glob("step-*")}
 
 
-def _read_report(member: int, message: Message) -> Report:
-    return Report(
-        member,
-        int(message["operation"]),
-        is_prepared=bool(message["is_prepared"]),
-        is_admission=message["reason"] == "admit",
-        can_stay=bool(message.get("can_stay", True)),
-        can_hand_over=bool(message.get("can_hand_over", False)),
-        position=int(message.get("position", 0)),
-        stages=int(message.get("stages", 1)),
-        has_state=bool(message.get("has_state", True)),
-    )
+def _has_to_be_replaced(reports: Sequence[Report]) -> bool:
+    """Return whether members cannot go on in their processes, other than new ones."""
+    return any(report.has_state and not report.can_stay for report in reports)
 
 
 def _was_killed(outcome: Outcome) -> bool:

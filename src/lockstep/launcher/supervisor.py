@@ -60,7 +60,6 @@ EXIT_TIMEOUT = 5.0  # seconds to wait for processes after SIGKILL
 SETTLE = 0.05  # seconds to wait for a better explanation of a failure ...
 SETTLE_CONSEQUENCE = 2.0  # ... that looks like the consequence of another rank's end
 SETTLE_SAME = 0.5  # ... that every rank may report
-SETTLE_KILLED = 0.2  # ... that the kernel may log in a moment
 POLL = 0.005  # seconds between two checks of process groups that are ending
 TICK = 0.25  # seconds between two checks for unfinished lines of output
 
@@ -77,6 +76,7 @@ class RankSupervisor:
     Attributes:
         after_events: Called while ranks are waited for, before failures are looked for; returns
             why the launch has to end, if so.
+        before_end: Called before all ranks are ended.
         on_report: Called with every message of a rank; returns whether it is not to be processed
             any further.
         has_fork_server: Whether the fork server runs; without it all ranks are killed.
@@ -95,9 +95,10 @@ class RankSupervisor:
         self.outputs: dict[int, RankOutput] = {}
         self.was_asked_to_stop = False
         self.after_events: Callable[[], RankError | None] = lambda: None
+        self.before_end: Callable[[], None] = lambda: None
         self.on_report: Callable[[int, Message], bool] = lambda rank, message: False
         self.has_fork_server = True
-        self.settle_killed = SETTLE_KILLED
+        self.settle_killed = 0.2  # seconds that the kernel may take to log why it killed a rank
         self._started: set[int] = set()
         self._channel: Channel | None = channel
         self._own_fork_server = own_fork_server
@@ -324,6 +325,7 @@ class RankSupervisor:
         Args:
             grace: The grace period in seconds; None for `GRACE`.
         """
+        self.before_end()
         active = [rank for rank in self.running if self.outcomes[rank].error is None]
         # SIGCONT, so that a stopped rank receives SIGTERM, too.
         for number in (signal.SIGTERM, signal.SIGCONT):
@@ -347,9 +349,7 @@ class RankSupervisor:
                 break
             self._answer_request()
             self.process_events(_limit(TICK, deadline))
-            if error := self.after_events():
-                self.terminate()
-                return error
+            self.after_events()
         if self.running:
             self._end_late_ranks(grace)
         self.close()
