@@ -235,6 +235,7 @@ def train(
     lines = [json.loads(line) for line in record.splitlines()]
     assert lines[-1]["kind"] == "end"
     assert lines[-1]["state"] == "done"
+    assert lines[-1]["digest"] in output  # also where another rank than the first wrote it
     return Training(
         output,
         set(re.findall(r"DIGEST (.*)", output)),

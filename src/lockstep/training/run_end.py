@@ -59,7 +59,8 @@ class RunEnd:
     def begin(self, run: ResumableRun, is_recorded: bool) -> None:
         """Take in what saves the last checkpoint, and whether the last line has digests.
 
-        With stages the latter is the same on every rank.
+        With stages the latter is the same on every rank; without, a rank that has loggers writes
+        them, which in an elastic run may not be the first rank 0.
         """
         self._run, self._is_recorded = run, is_recorded
 
@@ -98,7 +99,7 @@ class RunEnd:
 
     def _write_on_rank0(self, state: str, message: str | None) -> None:
         """Write the last line; in an elastic run, rank 0 is still there when it is written."""
-        has_digests = self._is_recorded and (state == "done" or not self._has_stages)
+        has_digests = not self._has_stages or (self._is_recorded and state == "done")
         self._write(state, message, has_digests)
         member = membership()
         if member is None or state != "done":
