@@ -221,21 +221,16 @@ main()
 """
 
 
-def start(folder: Path, *flags: str, **environ: str) -> subprocess.Popen[str]:
-    """Start the script in `folder`."""
+def write_script(folder: Path, **environ: str) -> dict[str, str]:
+    """Write the script; return the variables for it."""
     (folder / "train.py").write_text(SCRIPT)
-    variables = {"STEPS": "20", "RANKS": "3", **environ}
+    return {"STEPS": "20", "RANKS": "3", **environ}
+
+
+def start(folder: Path, *flags: str, **environ: str) -> subprocess.Popen[str]:
+    """Start the script with a launcher of its own."""
+    variables = write_script(folder, **environ)
     return subprocess.Popen(
         [*CLI, *flags, "train.py"], cwd=folder, env={**os.environ, **variables}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
-
-
-def run(folder: Path, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the script in `folder` to its end."""
-    with start(folder, *flags, **environ) as launcher:
-        try:
-            stdout, stderr = launcher.communicate(timeout=90)
-        finally:
-            launcher.kill()
-    return subprocess.CompletedProcess(launcher.args, launcher.returncode, stdout, stderr)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
-from members import CLI
+import pytest
+
+from lockstep.commands.run import command
 
 SCRIPT = """
 import os, sys
@@ -15,14 +16,14 @@ sys.exit(0 if "LOCKSTEP_RESUME" in os.environ else 75)
 """
 
 
-def test_a_run_that_stopped_is_resumed_as_elastic_run(tmp_path):
+def test_a_run_that_stopped_is_resumed_as_elastic_run(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
 
-    def launch(*arguments: str) -> tuple[int, list[str]]:
-        done = subprocess.run(
-            [*CLI, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60
-        )
-        return done.returncode, sorted(done.stdout.splitlines())
+    def launch(*arguments):
+        with pytest.raises(SystemExit) as exited:
+            command.main(arguments, standalone_mode=False)
+        return exited.value.code, sorted(capfd.readouterr().out.splitlines())
 
     first = launch("--min", "1", "--max", "2", "--name", "mine", "train.py")
     assert first == (75, [f"[{rank}] {rank} 2 1 {rank} None False" for rank in range(2)])

@@ -8,17 +8,53 @@ import os
 import signal
 import stat
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import psutil
 import pytest
 
+from lockstep.commands.run import command, make_config
+from lockstep.elastic.elastic_launch import launch_elastic
+from lockstep.elastic.rounds import Rounds
 from lockstep.elastic.scale_request import request_ranks
-from members import CLI, run, start
+from lockstep.errors import LockstepError
+from lockstep.launcher.fork_server import get_fork_server_pid
+from lockstep.launcher.supervisor import RankSupervisor
+from lockstep.messages import say
+from members import CLI, start, write_script
 from processes import alive, until
 
 PATIENCE = 60.0
+
+
+Run = Callable[..., "CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """Run the script in an elastic run of this process, which has a warm fork server.
+
+    `watch` is called in the launcher with its supervisor, rounds and folder.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def run(*flags, watch=None, **environ):
+        with monkeypatch.context() as patched:
+            for name, value in write_script(tmp_path, **environ).items():
+                patched.setenv(name, value)
+            params = command.make_context("run", [*flags, "train.py"]).params
+            config = make_config(params.pop("script"), params.pop("arguments"), params)
+            try:
+                status = launch_elastic(config, watch)
+            except LockstepError as error:
+                say(str(error))
+                status = error.exit_status
+        written = capfd.readouterr()
+        return CompletedProcess(flags, status, written.out, written.err)
+
+    return run
 
 
 def read_rounds(done: CompletedProcess[str]) -> list[dict[str, object]]:
@@ -45,8 +81,8 @@ def require_success(done: CompletedProcess[str], ranks: int = 3) -> None:
     assert done.stdout.splitlines()[-1].endswith(f"] right {ranks}")
 
 
-def test_a_killed_rank_is_replaced(tmp_path):
-    done = run(tmp_path, "--max", "3", KILLS="1:5:barrier")
+def test_a_killed_rank_is_replaced(run, tmp_path):
+    done = run("--max", "3", KILLS="1:5:barrier")
     require_success(done)
     assert said(done) == [
         "member 1 was killed by SIGKILL",
@@ -74,8 +110,8 @@ def test_a_killed_rank_is_replaced(tmp_path):
         ("1:4:prepare 3:0:ready", {1, 3}),  # a newcomer that waits
     ],
 )
-def test_several_killed_ranks_are_replaced(tmp_path, kills, dead):
-    done = run(tmp_path, "--min", "1", "--max", "3", KILLS=kills)
+def test_several_killed_ranks_are_replaced(run, kills, dead):
+    done = run("--min", "1", "--max", "3", KILLS=kills)
     require_success(done)
     killed = {int(line.split()[1]) for line in said(done) if "was killed by SIGKILL" in line}
     assert killed == dead
@@ -85,9 +121,9 @@ def test_several_killed_ranks_are_replaced(tmp_path, kills, dead):
     assert len(joined) - len(set(joined) & dead) == len(dead - {3})
 
 
-def test_processes_that_cannot_stay_are_replaced(tmp_path):
+def test_processes_that_cannot_stay_are_replaced(run):
     """By new ones that get the state, which another member writes if the first one is killed."""
-    done = run(tmp_path, "--max", "3", KILLS="2:5:barrier 0:6:hand_over", CAN_STAY="no")
+    done = run("--max", "3", KILLS="2:5:barrier 0:6:hand_over", CAN_STAY="no")
     require_success(done)
     assert said(done) == [
         "member 2 was killed by SIGKILL",
@@ -97,9 +133,9 @@ def test_processes_that_cannot_stay_are_replaced(tmp_path):
     assert not find_state_folder(done).exists()
 
 
-def test_nobody_waits_for_a_member_that_is_not_needed(tmp_path):
+def test_nobody_waits_for_a_member_that_is_not_needed(run):
     """One that has not noticed the loss is killed if another one can hand over the state."""
-    done = run(tmp_path, "--max", "3", KILLS="2:5:barrier", CAN_STAY="no", SILENT="0")
+    done = run("--max", "3", KILLS="2:5:barrier", CAN_STAY="no", SILENT="0")
     require_success(done)
     assert said(done)[1:] == ["round 1: 3 ranks, in new processes"]
 
@@ -121,9 +157,9 @@ def test_a_killed_launcher_leaves_no_states(tmp_path):
     until(lambda: not folder.exists(), "the states are left", 20)
 
 
-def test_a_run_without_survivors_starts_anew(tmp_path):
+def test_a_run_without_survivors_starts_anew(run):
     kills = " ".join(f"{member}:4:prepare" for member in range(3))
-    done = run(tmp_path, "--max", "3", KILLS=kills)
+    done = run("--max", "3", KILLS=kills)
     require_success(done)
     assert said(done)[-1] == "round 1: 3 ranks, in new processes"
 
@@ -131,64 +167,44 @@ def test_a_run_without_survivors_starts_anew(tmp_path):
 @pytest.mark.parametrize(
     ("member", "rounds"), [(1, []), (0, ["round 1: 3 ranks, in new processes"])]
 )
-def test_a_rank_that_is_killed_at_the_end_of_the_script(tmp_path, member, rounds):
+def test_a_rank_that_is_killed_at_the_end_of_the_script(run, member, rounds):
     """What rank 0 has not done yet is done again, once the others have ended."""
-    done = run(tmp_path, "--max", "3", KILLS=f"{member}:20:end")
+    done = run("--max", "3", KILLS=f"{member}:20:end")
     require_success(done)
     assert said(done) == [f"member {member} was killed by SIGKILL", *rounds]
 
 
-def test_ranks_of_a_launch_in_a_member_are_no_members(tmp_path):
-    (tmp_path / "train.py").write_text(
-        "import lockstep as ls, os\n"
-        "def report(): return [name for name in os.environ if name.startswith('LOCKSTEP_')]\n"
-        "print(*sorted(ls.launch(report, nprocs=1)[0]))\n"
-    )
-    done = subprocess.run(
-        [*CLI, "--max", "1", "train.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
-    assert done.stdout == "[0] LOCKSTEP_LAUNCHER LOCKSTEP_RUN LOCKSTEP_STORE\n"
+def count_over_rounds(run: Run, kills: int) -> list[tuple[int, ...]]:
+    """Kill a rank of every full round; count the descriptors of launcher and fork server then."""
+    counts: dict[int, tuple[int, ...]] = {}
+
+    def count(ranks: RankSupervisor, rounds: Rounds, folder: Path | None) -> None:
+        form_round = ranks.after_events
+
+        def form_and_count():
+            error = form_round()
+            pids = (os.getpid(), get_fork_server_pid())
+            if len(rounds.members) == 2:
+                counts[rounds.number] = tuple(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
+            return error
+
+        ranks.after_events = form_and_count
+
+    require_success(run("--max", "2", watch=count, RANKS="2", REPEATED_KILLS=str(kills)), 2)
+    assert len(counts) == kills + 1
+    return [*counts.values()]
 
 
-def count_descriptors(launcher: int) -> list[int]:
-    """Count the open descriptors of a launcher and of its fork server."""
-    (server,) = psutil.Process(launcher).children()
-    return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (launcher, server.pid)]
-
-
-def count_over_rounds(folder: Path, kills: int) -> list[list[int]]:
-    """Kill a rank of every full round; return the counts after each newcomer has joined."""
-    counts = []
-    with start(folder, "--max", "2", RANKS="2", REPEATED_KILLS=str(kills)) as launcher:
-        try:
-            for line in launcher.stderr:
-                if "joined" in line:
-                    counts.append(count_descriptors(launcher.pid))
-            assert launcher.wait(PATIENCE) == 0
-        finally:
-            launcher.kill()
-    assert len(counts) == kills
-    return counts
-
-
-def test_nothing_grows_with_the_number_of_rounds(tmp_path):
-    _, before, *_, after = count_over_rounds(tmp_path, 5)
+def test_nothing_grows_with_the_number_of_rounds(run):
+    _, before, *_, after = count_over_rounds(run, 5)
     assert all(map(operator.le, after, before))
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(600)
-def test_nothing_grows_over_many_rounds(tmp_path):
-    _, before, *_, after = count_over_rounds(tmp_path, 100)
+def test_nothing_grows_over_many_rounds(run):
+    _, before, *_, after = count_over_rounds(run, 200)
     assert all(map(operator.le, after, before))
-
-
-def wait_for_run(folder: Path) -> Path:
-    """Return the folder of a run once its ranks have begun."""
-    until(lambda: [*folder.glob("runs/*/rank-0.log")], "the run did not begin", PATIENCE)
-    (run,) = (folder / "runs").iterdir()
-    return run
 
 
 @pytest.mark.parametrize(
@@ -199,14 +215,11 @@ def wait_for_run(folder: Path) -> Path:
         (3, {"CAN_STAY": "no"}, "round 1: 3 ranks, in new processes"),
     ],
 )
-def test_the_number_of_ranks_is_changed(tmp_path, ranks, environ, change):
-    with start(tmp_path, "--max", "2", RANKS=str(ranks), **environ) as launcher:
-        try:
-            request_ranks(wait_for_run(tmp_path), ranks)
-            stdout, stderr = launcher.communicate(timeout=PATIENCE)
-        finally:
-            launcher.kill()
-    done = CompletedProcess([], launcher.returncode, stdout, stderr)
+def test_the_number_of_ranks_is_changed(run, ranks, environ, change):
+    def ask(_, rounds, folder):
+        request_ranks(folder, ranks)
+
+    done = run("--max", "2", watch=ask, RANKS=str(ranks), **environ)
     require_success(done, ranks)
     count = "1 rank" if ranks == 1 else f"{ranks} ranks"
     assert said(done) == [f"the run gets {count} at its next safe point", change]
@@ -227,26 +240,26 @@ def test_a_signal_ends_all_members(tmp_path, number):
     assert not any(alive(process.pid) for process in below)
 
 
-def test_an_exception_ends_the_run(tmp_path):
+def test_an_exception_ends_the_run(run):
     """Members that wait for the next round are told, because no signal wakes them."""
-    done = run(tmp_path, "--max", "3", RAISES="1:5:prepare")
+    done = run("--max", "3", RAISES="1:5:prepare")
     assert done.returncode == 1
     assert "rank 1 raised OSError: out of paper" in done.stderr
     lines = done.stdout.splitlines()
     assert lines.count("[0] leaves") == lines.count("[2] leaves") == 1
 
 
-def test_newcomers_that_never_join_are_not_started_for_ever(tmp_path):
+def test_newcomers_that_never_join_are_not_started_for_ever(run):
     """Here each dies before it is ready, and the run needs as many ranks as it has begun with."""
     kills = "1:3:prepare " + " ".join(f"{member}:0:start" for member in range(2, 12))
-    done = run(tmp_path, "--min", "2", "--max", "2", RANKS="2", KILLS=kills)
+    done = run("--min", "2", "--max", "2", RANKS="2", KILLS=kills)
     assert done.returncode == 1
     assert done.stderr.count("before it joined the others") == 5
     assert "1 rank left, fewer than --min 2" in done.stderr
 
 
-def test_rounds_that_save_nothing_are_not_started_for_ever(tmp_path):
+def test_rounds_that_save_nothing_are_not_started_for_ever(run):
     kills = " ".join(f"{member}:2:prepare" for member in range(40))
-    done = run(tmp_path, "--max", "1", RANKS="1", KILLS=kills)
+    done = run("--max", "1", RANKS="1", KILLS=kills)
     assert done.returncode == 1
     assert "5 rounds in a row were replaced before they had saved a state" in done.stderr

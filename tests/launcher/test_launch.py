@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.errors import LaunchEnvironmentError, RankError, UsageError
+from lockstep.launcher.environment import OF_ELASTIC
 
 
 def reduced() -> list[float]:
@@ -141,6 +142,12 @@ def test_other_start_methods(method):
 
 def test_pass_rank():
     assert ls.launch(lambda rank, more: rank + more, (5,), 2, pass_rank=True) == [5, 6]
+
+
+def test_ranks_that_a_member_of_an_elastic_run_launches_are_no_members(monkeypatch):
+    for name in OF_ELASTIC:
+        monkeypatch.setenv(name, "1")
+    assert ls.launch(lambda: [name for name in OF_ELASTIC if name in os.environ]) == [[]]
 
 
 def test_functions_and_values_that_cannot_be_pickled():
