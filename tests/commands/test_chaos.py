@@ -61,9 +61,12 @@ def test_ranks_are_killed_and_the_bits_stay(chaos, tmp_path):
     assert found["equal"] is True
     assert found["digest"] == found["baseline_digest"]
     assert found["rounds"] >= 2
+    assert found["max_seconds_lost"] >= found["median_seconds_lost"] > 0
     run = read_run(tmp_path / found["run"])
     assert run.steps.step.tolist() == list(range(40))
     assert run.remarks == []
+    dead = {each["member"] for line in run.rounds for each in line["lost"]}
+    assert dead >= {each["member"] for each in found["deaths"]}
     assert json.loads((tmp_path / found["run"] / CHAOS_FILE).read_text()) == found
     assert len(summarize_rounds(run).kills) == 2
 
