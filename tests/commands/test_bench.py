@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 import processes
+import warm
 
 CLI = [sys.executable, "-c", "from lockstep.cli import main; main()", "bench"]
 until = partial(processes.until, seconds=60.0)
@@ -21,7 +22,7 @@ until = partial(processes.until, seconds=60.0)
 def test_a_benchmark_that_is_ended_takes_ranks_and_folder_with_it(tmp_path, how, status):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     flags = ["all_reduce", "-n", "2", "--vs", "gloo", "--sizes", "4", "--seconds", "100"]
-    bench = subprocess.Popen(
+    bench = warm.Popen(
         [*CLI, *flags], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import lockstep as ls
+import warm
 from lockstep import cli
 from lockstep.commands.train import _list_words, command
 from lockstep.data.datasets import digits
@@ -318,9 +319,10 @@ def undisturbed(tmp_path_factory):
 
 def start(folder, *arguments):
     """Start a run in `folder` in a process of its own."""
-    command = [sys.executable, "-m", "lockstep", "train", "digits", "-q", "--epochs", "2"]
+    program = "from lockstep.cli import main; main()"
+    command = [sys.executable, "-c", program, "train", "digits", "-q", "--epochs", "2"]
     command += ["--runs", str(folder.parent), "--name", folder.name, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return warm.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for_line(process, folder, kind, step):

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import warm
 from lockstep import cli
 from lockstep.commands.run import command, make_config
 from lockstep.commands.runs import list_runs
@@ -139,7 +140,7 @@ def test_a_progress_bar_shows_its_last_state(run):
 
 def test_a_launch_ends_when_nobody_reads_its_output_any_more(tmp_path):
     (tmp_path / "train.py").write_text("while True: print('step')")
-    with subprocess.Popen(
+    with warm.Popen(
         [*CLI, "run", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as launcher:
         assert launcher.stdout.readline() == b"step\n"
@@ -150,10 +151,11 @@ def test_a_launch_ends_when_nobody_reads_its_output_any_more(tmp_path):
 
 def test_only_rank_0_reads_standard_input(tmp_path):
     (tmp_path / "train.py").write_text("import sys; print(repr(sys.stdin.read()))")
-    done = subprocess.run(
-        [*CLI, "run", "-n", "2", "train.py"],
-        cwd=tmp_path, input=b"hello", capture_output=True, timeout=60,
-    )  # fmt: skip
+    with open(tmp_path / "input", "w+b") as given:
+        given.write(b"hello")
+        given.seek(0)
+        command = [*CLI, "run", "-n", "2", "train.py"]
+        done = warm.run(command, cwd=tmp_path, stdin=given, timeout=60)
     assert sorted(done.stdout.splitlines()) == [b"[0] 'hello'", b"[1] ''"]
     assert done.returncode == 0
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 import processes
+import warm
 from lockstep.launcher import launch
 from lockstep.launcher.supervisor import GRACE
 from processes import alive
@@ -51,12 +52,11 @@ def hear_hangups():
 def waiting(tmp_path):
     """A launcher whose two ranks wait, and the process ids of all that it started."""
     (tmp_path / "wait.py").write_text(WAIT)
-    launcher = subprocess.Popen(
+    launcher = warm.Popen(
         [*CLI, "-n", "2", "wait.py"],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=hear_hangups,
     )
     told = [tmp_path / "rank0", tmp_path / "rank1"]
     until(lambda: all(path.exists() for path in told), "the ranks did not start")
@@ -85,7 +85,7 @@ def test_a_signal_ends_all_ranks_with_one_message(waiting, number):
 
 def test_a_second_ctrl_c_skips_the_grace_period(tmp_path):
     (tmp_path / "deaf.py").write_text("import signal; signal.signal(15, signal.SIG_IGN)\n" + WAIT)
-    with subprocess.Popen(
+    with warm.Popen(
         [*CLI, "-n", "1", "deaf.py"], cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True
     ) as launcher:
         until((tmp_path / "rank0").exists, "the rank did not start")
@@ -124,7 +124,7 @@ WAITING = "lockstep: SIGTERM: waiting up to {} s for the ranks to save a checkpo
 def stopping(folder: Path, source: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
     """Run two ranks of a script; give their launcher when they are ready."""
     (folder / "train.py").write_text(source)
-    with subprocess.Popen(
+    with warm.Popen(
         [*CLI, "-n", "2", *flags, "train.py"],
         cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as launcher:  # fmt: skip
@@ -229,15 +229,6 @@ def test_a_rank_that_does_not_stop_in_time_is_named(tmp_path):
         )
 
 
-@pytest.fixture
-def hangups_are_heard():
-    """Undo what nohup does to this process and to those that it starts."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("hangups_are_heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_second_signal_skips_the_grace_period(tmp_path, number):
     with stopping(tmp_path, STOP.format(stop="pass"), "--grace", "600") as launcher:
@@ -292,7 +283,7 @@ run(program)
 
 @contextmanager
 def launching(stop: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
+    with warm.Popen(
         [sys.executable, "-c", LAUNCH.format(stop=stop)],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as launcher:  # fmt: skip
@@ -364,9 +355,7 @@ try:
 except lockstep.errors.RankError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    done = warm.run([sys.executable, "-c", program], text=True, timeout=60)
     assert done.stdout == "handled\nrank 0 exited with status 0 before its function returned\n"
 
 
@@ -416,7 +405,7 @@ if child == 0: sys.stdin.read(); os._exit(0)
 os.write(1, b"%d %d %d\\n" % (child, *pids))
 signal.pause()
 """
-    with subprocess.Popen(
+    with warm.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as launcher:
         lines = sorted(launcher.stdout.readline() for _ in range(3))
@@ -443,9 +432,7 @@ status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 print(status, launched.exitcodes, os.path.exists(f"/proc/{{rank}}"))
 launched.terminate()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=90
-    )
+    done = warm.run([sys.executable, "-c", program], text=True, timeout=90)
     assert (done.stdout, done.stderr) == ("0 [None] True\n", "")
 
 
@@ -459,7 +446,7 @@ def rank():
 lockstep.launcher.supervisor.GRACE = 600.0
 lockstep.launch(rank, nprocs=2)
 """
-    with subprocess.Popen(
+    with warm.Popen(
         [sys.executable, "-c", "import lockstep.launcher.supervisor\n" + program],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as launcher:  # fmt: skip
@@ -506,7 +493,7 @@ def test_two_launchers_form_one_world_of_two_hosts(tmp_path):
         port = str(free.getsockname()[1])
     flags = ["-n", "2", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
     launchers = [
-        subprocess.Popen(
+        warm.Popen(
             [*CLI, *flags, "--node-rank", str(host), "train.py"],
             cwd=tmp_path, stdout=subprocess.PIPE, text=True,
         )
@@ -523,9 +510,7 @@ def test_exit_statuses_and_the_last_line_of_output(tmp_path):
     Path(tmp_path / "train.py").write_text("import sys; sys.exit(int(sys.argv[1]))")
 
     def status(*arguments: str) -> tuple[int, str]:
-        done = subprocess.run(
-            [*CLI, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60
-        )
+        done = warm.run([*CLI, *arguments], cwd=tmp_path, text=True, timeout=60)
         return done.returncode, (done.stderr.splitlines() or [""])[-1]
 
     code, last = status("-n", "2", "train.py", "0")
@@ -566,9 +551,9 @@ launched = lockstep.launch(rank, nprocs=2, join=False, daemon={daemon})
 launched.processes
 open("exiting", "w").close()
 """
-    done = subprocess.run(
+    done = warm.run(
         [sys.executable, "-c", program],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, text=True, timeout=60,
     )  # fmt: skip
     assert (done.stdout, done.stderr, done.returncode) == (expected, "", 0)
 
@@ -579,5 +564,5 @@ import atexit, lockstep, torch.distributed as dist
 atexit.register(lambda: print(dist.is_initialized()))  # called after what is registered later
 lockstep.init()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    done = warm.run([sys.executable, "-c", program], timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == (b"False\n", b"", 0)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
+import warm
 from lockstep.errors import RankError, RendezvousError
 from lockstep.remote.credentials import KEY_VARIABLE, make_key
 from lockstep.remote.listener import REPORT_INTERVAL
@@ -43,7 +44,7 @@ def connect(tmp_path, place):
 
     def start(*arguments: str, **options) -> subprocess.Popen:
         started.append(
-            subprocess.Popen(
+            warm.Popen(
                 [*WORKER, "--connect", place, *arguments],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, **options,
             )
@@ -172,9 +173,7 @@ os.kill(os.getpid(), 9)
 """
     environment = {**os.environ, KEY_VARIABLE: "cd" * 32}
     worker = connect(env=environment)
-    driver = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
-    )
+    driver = warm.run([sys.executable, "-c", script], env=environment, text=True, timeout=60)
     assert driver.returncode == -signal.SIGKILL
     pid = int(driver.stdout.splitlines()[-1])
     assert worker.wait(PATIENCE) == 1

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 import processes
+import warm
 from lockstep.errors import RankError, UsageError
 from lockstep.remote.connection import connect
 from lockstep.remote.credentials import Credentials, Identity, Role
@@ -127,12 +128,10 @@ while sys.argv[1] == "wait": time.sleep(0.1)  # not pause(): it misses a signal 
 """
 
 
-def test_workers_end_with_the_drivers_process(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+def test_workers_end_with_the_drivers_process():
     drivers = {
-        end: subprocess.Popen(
-            [sys.executable, str(script), "exit" if end == "exit" else "wait"],
+        end: warm.Popen(
+            [sys.executable, "-c", SCRIPT, "exit" if end == "exit" else "wait"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )
         for end in ("exit", "kill", "interrupt")
