@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 
 import lockstep
+import pytest_lockstep
 from lockstep.launcher.fork_server import get_fork_server, get_fork_server_pid
 
 TESTS = str(Path(__file__).parent)
@@ -63,7 +64,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def ranks() -> Callable[..., list[Any]]:
-    """Run `fn(*args)` on `n` real processes that have joined a world; values in rank order."""
+    """Run `fn(*args)` on `n` ranks that have called `lockstep.init`; values in rank order."""
 
     def run(
         fn: Callable[..., Any],
@@ -72,17 +73,25 @@ def ranks() -> Callable[..., list[Any]]:
         backend: str | None = None,
         timeout: float = 60.0,
     ) -> list[Any]:
-        def rank() -> Any:
+        def call() -> Any:
             lockstep.init(backend=backend, timeout=timeout)
             try:
                 return fn(*args)
             finally:
                 lockstep.shutdown()
 
-        get_fork_server(for_training=True)
-        return lockstep.launch(rank, nprocs=n, timeout=timeout)
+        get_fork_server(for_training=True)  # one for all tests
+        return pytest_lockstep.run(call, ranks=n, timeout=timeout, init=False)
 
     return run
+
+
+@pytest_lockstep.rank_fixture
+def world(group: object) -> Iterator[None]:
+    """Let the ranks of a test be a world of Lockstep."""
+    lockstep.init()
+    yield
+    lockstep.shutdown()
 
 
 @pytest.fixture
@@ -168,7 +177,7 @@ def _processes(others: Collection[str] = ()) -> dict[str, str]:
     What `others` start is theirs: a browser that a whole module uses opens, renames and ends
     renderers when it likes.
     """
-    kept = {get_fork_server_pid(), _resource_tracker()}
+    kept = {get_fork_server_pid(), _template_of_programs(), _resource_tracker()}
     found: dict[str, str] = {}
     waiting = [str(os.getpid())]
     while waiting:
@@ -199,6 +208,12 @@ def _command(pid: str) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
+
+
+def _template_of_programs() -> int | None:
+    """Return the process that programs under test are forked from, once one was started."""
+    warm = sys.modules.get("warm")
+    return None if warm is None else warm.get_template_pid()
 
 
 def _resource_tracker() -> int | None:

@@ -123,6 +123,9 @@ def test_run_returns_the_values_of_all_ranks():
     offset = 10
     assert run(lambda x: dist.get_rank() + x + offset, 1, ranks=3) == [11, 12, 13]
     assert run(lambda: dist.get_backend(), ranks=1, backend="gloo") == ["gloo"]
+    assert run(lambda: (dist.is_initialized(), os.environ["RANK"]), ranks=1, init=False) == [
+        (False, "0")
+    ]
 
     def fail():
         assert dist.get_rank() != 1, "not here"

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+import torch.distributed as dist
+
+from lockstep.comm import backend
+
 ARGUMENTS = """
 import sys
 import warnings
@@ -152,3 +157,10 @@ def test_a_test_sees_its_group_its_arguments_and_its_fixtures(run):
             "torn down on 1 of 2",
         ]
     )
+
+
+@pytest.mark.ranks(1, 2, backend=("gloo", "lockstep"))
+def test_the_marker_chooses_the_backends(request, world_size):
+    chosen = request.node.callspec.id.rpartition("-")[2]
+    assert chosen in ("gloo", "lockstep")
+    assert dist.get_backend() == (chosen if backend.available() else "gloo")

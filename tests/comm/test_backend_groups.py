@@ -15,9 +15,6 @@ from lockstep.comm import backend
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 
-on_lockstep = {"backend": "lockstep"}
-
-
 GROUP_BYTES = 7 << 20  # of shared memory for a group of two
 
 
@@ -34,7 +31,8 @@ def resident() -> int:
         return int(pages.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def many_groups(times: int) -> list[tuple[tuple[int, int, int], int]]:
+def check_nothing_is_left(times: int) -> None:
+    """Make and destroy groups, and compare what is open after the first ones and in the end."""
     seen = []
     for number in range(times):
         group = dist.new_group(backend="lockstep")
@@ -44,27 +42,25 @@ def many_groups(times: int) -> list[tuple[tuple[int, int, int], int]]:
         del group, work
         if number in (10, times - 1):
             seen.append((open_things(), resident()))
-    return seen
+    (early, bytes_early), (end, bytes_end) = seen
+    assert early == end
+    assert bytes_end - bytes_early < times * GROUP_BYTES / 10
 
 
-def check_nothing_is_left(found: list, groups: int) -> None:
-    for (early, bytes_early), (end, bytes_end) in found:
-        assert early == end
-        assert bytes_end - bytes_early < groups * GROUP_BYTES / 10
-
-
-def test_groups_that_come_and_go_leave_nothing(ranks):
-    check_nothing_is_left(ranks(many_groups, 2, 100, timeout=100.0, **on_lockstep), 100)
+@pytest.mark.ranks(2, timeout=100)
+def test_groups_that_come_and_go_leave_nothing():
+    check_nothing_is_left(100)
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(300)
-def test_a_thousand_groups_leave_nothing(ranks):
-    check_nothing_is_left(ranks(many_groups, 2, 1000, timeout=250.0, **on_lockstep), 1000)
+@pytest.mark.ranks(2, timeout=250)
+def test_a_thousand_groups_leave_nothing():
+    check_nothing_is_left(1000)
 
 
-def several_groups() -> list[float]:
-    """Use three groups at once from three threads, again and again."""
+@pytest.mark.ranks(2, allow_leaks="groups")
+def test_groups_work_at_once_from_several_threads():
     groups = [dist.new_group(backend="lockstep") for _ in range(3)]
     sums = [0.0] * 3
 
@@ -79,26 +75,17 @@ def several_groups() -> list[float]:
         thread.start()
     for thread in threads:
         thread.join()
-    return sums
+    assert sums == [2.0 * sum(number + step for step in range(50)) for number in range(3)]
 
 
-def test_groups_work_at_once_from_several_threads(ranks):
-    expected = [2.0 * sum(number + step for step in range(50)) for number in range(3)]
-    assert ranks(several_groups, 2, **on_lockstep) == [expected] * 2
-
-
-def some_of_them() -> float | None:
+@pytest.mark.ranks(4, allow_leaks="groups")
+def test_a_group_of_some_ranks(rank):
     group = dist.new_group([3, 1], backend="lockstep")
-    if dist.get_rank() not in (1, 3):
-        return None
-    tensor = torch.full((5,), float(dist.get_rank()))
-    dist.all_reduce(tensor, group=group)
-    dist.broadcast(tensor, 1, group=group)
-    return tensor[0].item()
-
-
-def test_a_group_of_some_ranks(ranks):
-    assert ranks(some_of_them, 4, **on_lockstep) == [None, 4.0, None, 4.0]
+    if rank in (1, 3):
+        tensor = torch.full((5,), float(rank))
+        dist.all_reduce(tensor, group=group)
+        dist.broadcast(tensor, 1, group=group)
+        assert tensor.tolist() == [4.0] * 5
 
 
 def test_ranks_may_be_threads_of_one_process():

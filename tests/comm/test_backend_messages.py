@@ -17,8 +17,6 @@ from lockstep.comm import backend
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 
-on_lockstep = {"backend": "lockstep"}
-
 LIMIT = 10.0  # seconds that a thread of a test may need
 
 
@@ -44,11 +42,12 @@ def reuse(shape: tuple[int, int]) -> None:
         torch.full(shape, 99.0)
 
 
-def dropped() -> list[bool]:
-    """Send and receive without keeping a work: temporary tensors, and those with stand-ins."""
+@pytest.mark.ranks(2)
+def test_messages_need_no_work_to_be_held(rank):
+    """Temporary tensors, and those with stand-ins."""
     arrived = torch.zeros(600, 500)
     first, last = torch.empty(500, 600), torch.empty(600, 500)
-    if dist.get_rank() == 0:
+    if rank == 0:
         dist.isend(matrix(1).t(), 1)
         dist.isend(matrix(2).clone(), 1)
         reuse((600, 500))
@@ -57,7 +56,7 @@ def dropped() -> list[bool]:
         dist.barrier()
         dist.send(matrix(3).t().contiguous(), 1, tag=1)
         dist.barrier()
-        return []
+        return
     dist.irecv(arrived.t(), 0, tag=1)
     reuse((500, 600))
     dist.barrier()
@@ -65,15 +64,9 @@ def dropped() -> list[bool]:
     dist.recv(last, 0)
     dist.barrier()
     dist.barrier()
-    return [
-        torch.equal(first, matrix(1).t()),
-        torch.equal(last, matrix(2)),
-        within_limit(lambda: torch.equal(arrived, matrix(3))),
-    ]
-
-
-def test_messages_need_no_work_to_be_held(ranks):
-    assert ranks(dropped, 2, **on_lockstep)[1] == [True] * 3
+    assert torch.equal(first, matrix(1).t())
+    assert torch.equal(last, matrix(2))
+    assert within_limit(lambda: torch.equal(arrived, matrix(3)))
 
 
 # ---- that somebody listens to ----
@@ -175,83 +168,66 @@ def coalesced_future() -> list[float]:
     return [tensor[0].item() for tensors in value for tensor in tensors]
 
 
-def listening() -> list[object]:
-    return [
-        polled_in_its_callback(),
-        waited_for_in_its_callback(),
-        calls_in_callbacks(),
-        waits_for_another_callback(),
-        complete_after_wait(),
-        coalesced_future(),
-    ]
-
-
-def test_callbacks_of_messages_may_do_anything(ranks):
-    expected = [True, True, 200.0, True, True, [0.0, 5.0, 1.0, 5.0]]
-    assert ranks(listening, 2, **on_lockstep) == [expected] * 2
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:.*coalesced:FutureWarning")
+def test_callbacks_of_messages_may_do_anything():
+    assert polled_in_its_callback()
+    assert waited_for_in_its_callback()
+    assert calls_in_callbacks() == 200.0
+    assert waits_for_another_callback()
+    assert complete_after_wait()
+    assert coalesced_future() == [0.0, 5.0, 1.0, 5.0]
 
 
 # ---- that are waited for late, or not for long ----
 
 
-def patient() -> list[object]:
+@pytest.mark.ranks(2, allow_leaks="groups")
+def test_time_runs_where_somebody_waits(rank):
     group = dist.new_group(backend="lockstep", timeout=timedelta(seconds=0.5))
     got = torch.zeros(3)
-    told = ""
-    if dist.get_rank() == 1:
+    if rank == 1:
         work = dist.irecv(got, 0, group=group)
         begun = time.monotonic()
         while time.monotonic() < begun + 0.8:  # compute
             torch.ones(10).sum()
-        try:
+        with pytest.raises(RuntimeError) as caught:
             work.wait(timedelta(seconds=0.1))
-        except RuntimeError as error:
-            told = str(error)
+        told = str(caught.value)
+        assert "rank 1: recv from rank 0 (tag 0) on group" in told
+        assert "timed out: it was not finished after 0.1 s; it continues in the background" in told
     dist.barrier()
-    if dist.get_rank() == 0:
+    if rank == 0:
         dist.send(torch.ones(3), 1, group=group)
     else:
         work.wait()
     dist.all_reduce(got, group=group)
-    return [got.tolist(), told]
+    assert got.tolist() == [1.0] * 3
 
 
-def test_time_runs_where_somebody_waits(ranks):
-    (got, _), (same, told) = ranks(patient, 2, **on_lockstep)
-    assert got == same == [1.0] * 3
-    assert "rank 1: recv from rank 0 (tag 0) on group" in told
-    assert "timed out: it was not finished after 0.1 s; it continues in the background" in told
-
-
-def overdue() -> str:
-    """Wait for the future of a message that nobody sends."""
+@pytest.mark.ranks(2, allow_leaks="groups")
+def test_a_future_ends_at_the_deadline_and_says_what_came_instead(rank):
     group = dist.new_group(backend="lockstep", timeout=timedelta(seconds=0.3))
-    told = ""
-    if dist.get_rank() == 1:
+    if rank == 1:
         dist.irecv(torch.empty(3), 0, tag=4, group=group)
-        work = dist.irecv(torch.empty(3), 0, tag=7, group=group)
-        try:
+        work = dist.irecv(torch.empty(3), 0, tag=7, group=group)  # which nobody sends
+        with pytest.raises(RuntimeError) as caught:
             work.get_future().wait()
-        except RuntimeError as error:
-            told = str(error)
+        told = str(caught.value)
+        assert "rank 1 timed out after 0.3 s with a timeout of 0.3 s in recv from rank 0" in told
+        assert "(tag 7), waiting for rank 0, which" in told
+        assert "a message with tag 6 arrived from it but no receive was posted for it" in told
     else:
         dist.send(torch.ones(3), 1, tag=6, group=group)
     dist.barrier()
-    return told
-
-
-def test_a_future_ends_at_the_deadline_and_says_what_came_instead(ranks):
-    told = ranks(overdue, 2, **on_lockstep)[1]
-    assert "rank 1 timed out after 0.3 s with a timeout of 0.3 s in recv from rank 0" in told
-    assert "(tag 7), waiting for rank 0, which" in told
-    assert "a message with tag 6 arrived from it but no receive was posted for it" in told
 
 
 # ---- that are coalesced ----
 
 
-def left_by_an_exception() -> bool:
-    """Return whether of 50 tensors a coalescing that never ends holds the last at most."""
+@pytest.mark.ranks(2)
+def test_a_coalescing_that_never_ends_holds_nothing():
+    """Of 50 tensors it holds the last at most."""
     group = dist.group.WORLD
     group._start_coalescing(torch.device("cpu"))
     held = []
@@ -262,10 +238,5 @@ def left_by_an_exception() -> bool:
         del tensor
     gc.collect()
     # Another thread may just be letting go of one.
-    let_go = within_limit(lambda: sum(each() is not None for each in held) <= 1)
+    assert within_limit(lambda: sum(each() is not None for each in held) <= 1)
     group._end_coalescing(torch.device("cpu")).wait()
-    return let_go
-
-
-def test_a_coalescing_that_never_ends_holds_nothing(ranks):
-    assert ranks(left_by_an_exception, 2, **on_lockstep) == [True] * 2

@@ -17,10 +17,7 @@ from lockstep.comm.reproducible_all_reduce import (
 from lockstep.comm.tree import Fold, nodes_of, total
 from lockstep.data.microbatch import split_evenly
 
-BACKENDS = [
-    "gloo",
-    pytest.param("lockstep", marks=pytest.mark.skipif(not native.available(), reason="not built")),
-]
+BACKENDS = ("gloo", "lockstep") if native.available() else "gloo"
 SHAPES = [(3, 5), (0,), (129,), (2, 3, 4, 5), (1,), (7, 11), (1000,)]
 NEGATIVE_ZERO = 4  # the tensor that is -0.0 in one leaf and absent in all others
 
@@ -59,11 +56,10 @@ def expected_sums(values, leaves):
 
 def sums_on_a_rank(leaves, dtype, capacity, absent, divisor=1):
     """Return the bits of every sum, twice, as this rank sees them."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    owned = split_evenly(leaves, ranks)
+    owned = split_evenly(leaves, dist.get_world_size())
     values = leaf_values(leaves, dtype, absent)
     fold = Fold(leaves, add_lists)
-    for leaf in owned[rank]:
+    for leaf in owned[dist.get_rank()]:
         fold.put((leaf, leaf + 1), [None if v is None else v.clone() for v in values[leaf]])
     holders = [nodes_of(each, leaves) for each in owned]
     buckets = plan([torch.Size(shape).numel() for shape in SHAPES], [dtype] * len(SHAPES), capacity)
@@ -84,41 +80,41 @@ def sums_on_a_rank(leaves, dtype, capacity, absent, divisor=1):
     return seen
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+def check_sums(leaves, dtype):
+    expected = [bits(each) for each in expected_sums(leaf_values(leaves, dtype), leaves)]
+    assert expected[NEGATIVE_ZERO] == bits(torch.tensor([-0.0], dtype=dtype))
+    assert sums_on_a_rank(leaves, dtype, 300, True) == [expected, expected]
+
+
+@pytest.mark.ranks(1, 2, 3, 4, backend=BACKENDS)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
 )
-@pytest.mark.parametrize(("n", "leaves"), [(1, 3), (2, 8), (3, 8), (4, 8), (3, 3), (4, 7)])
-def test_the_sum_is_the_tree_bit_for_bit(ranks, n, leaves, dtype, backend):
-    expected = [bits(each) for each in expected_sums(leaf_values(leaves, dtype), leaves)]
-    assert expected[NEGATIVE_ZERO] == bits(torch.tensor([-0.0], dtype=dtype))
-    for seen in ranks(sums_on_a_rank, n, leaves, dtype, 300, True, backend=backend):
-        assert seen == [expected, expected]
+def test_the_sum_is_the_tree_bit_for_bit(world_size, dtype):
+    for leaves in {1: (3,), 2: (8,), 3: (8, 3), 4: (8, 7)}[world_size]:
+        check_sums(leaves, dtype)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bits_do_not_depend_on_the_bucket_size(ranks, backend):
-    def digests():
-        return [sums_on_a_rank(8, torch.float32, capacity, True) for capacity in (64, 700, 1 << 20)]
+@pytest.mark.ranks(3, backend=BACKENDS)
+def test_bits_do_not_depend_on_the_bucket_size():
+    small, middle, large = (
+        sums_on_a_rank(8, torch.float32, capacity, True) for capacity in (64, 700, 1 << 20)
+    )
+    assert small == middle == large
 
-    for rank in ranks(digests, 3, backend=backend):
-        assert rank[0] == rank[1] == rank[2]
 
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_all_present_takes_the_whole_slice_and_gives_the_same_bits(ranks, backend):
+@pytest.mark.ranks(3, backend=BACKENDS)
+def test_all_present_takes_the_whole_slice_and_gives_the_same_bits():
     values = leaf_values(8, torch.float32, absent=False)
     expected = [bits(each) for each in expected_sums(values, 8)]
-    for seen in ranks(sums_on_a_rank, 3, 8, torch.float32, 1 << 20, False, backend=backend):
-        assert seen == [expected, expected]
+    assert sums_on_a_rank(8, torch.float32, 1 << 20, False) == [expected, expected]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_mean_is_the_sum_divided_once(ranks, backend):
+@pytest.mark.ranks(3, backend=BACKENDS)
+def test_a_mean_is_the_sum_divided_once():
     values = leaf_values(3, torch.float32)
     expected = [bits(None if each is None else each / 3) for each in expected_sums(values, 3)]
-    for seen in ranks(sums_on_a_rank, 3, 3, torch.float32, 300, True, 3, backend=backend):
-        assert seen == [expected, expected]
+    assert sums_on_a_rank(3, torch.float32, 300, True, 3) == [expected, expected]
 
 
 @pytest.mark.parametrize(
@@ -147,28 +143,26 @@ def test_memory_order_of_a_dense_tensor_is_no_copy():
     assert in_memory_order(tensor).tolist() == list(range(24))
 
 
-def whole_bucket_sums(scatter):
-    """Sum a tensor that is a bucket by itself, from private memory, one node a rank."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+@pytest.mark.skipif(not native.available(), reason="not built")
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("scatter", [False, True])
+def test_a_rank_reads_its_own_slice_where_it_lies(rank, world_size, scatter):
+    """Sum a tensor that is a bucket by itself, from private memory, one node per rank."""
     generator = torch.Generator().manual_seed(7)
-    values = [torch.randn(4096, generator=generator) * 10 ** (3 - leaf) for leaf in range(ranks)]
+    values = [
+        torch.randn(4096, generator=generator) * 10 ** (3 - leaf) for leaf in range(world_size)
+    ]
     (bucket,) = plan([4096], [torch.float32], 1 << 20)
-    holders = [[(each, each + 1)] for each in range(ranks)]
-    cuts = [0, *range(1024, 1024 * ranks, 1024), 4096] if scatter else None
+    holders = [[(each, each + 1)] for each in range(world_size)]
+    cuts = [0, *range(1024, 1024 * world_size, 1024), 4096] if scatter else None
     kept = values[rank].clone()
     added = NativeAllReduce(
         native_backend(kept.device, kept.dtype, None),
-        bucket, holders, ranks, rank, 1, cuts=cuts, scatter=scatter,
+        bucket, holders, world_size, rank, 1, cuts=cuts, scatter=scatter,
     )  # fmt: skip
     added.launch({(rank, rank + 1): [kept]})
     ((_, found),) = added.gather()
     mine = slice(cuts[rank], cuts[rank + 1]) if scatter else slice(None)
-    expected = total({(n, n + 1): each for n, each in enumerate(values)}, ranks, torch.add)
-    return bits(found[mine]) == bits(expected[mine]), bits(kept) == bits(values[rank])
-
-
-@pytest.mark.skipif(not native.available(), reason="not built")
-@pytest.mark.parametrize("scatter", [False, True])
-def test_a_rank_reads_its_own_slice_where_it_lies(ranks, scatter):
-    for n in (2, 3):
-        assert ranks(whole_bucket_sums, n, scatter) == [(True, True)] * n
+    expected = total({(n, n + 1): each for n, each in enumerate(values)}, world_size, torch.add)
+    assert bits(found[mine]) == bits(expected[mine])
+    assert bits(kept) == bits(values[rank])

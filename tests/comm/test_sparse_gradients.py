@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from averaging import tree_mean
 from lockstep.comm.sparse_gradients import average_sparse_gradients
@@ -27,24 +26,24 @@ def gradients_of(rank):
     return found
 
 
-def means(new):
-    found = average_sparse_gradients(gradients_of(dist.get_rank()), new[dist.get_rank()], MODELS)
+def means(rank, new):
+    found = average_sparse_gradients(gradients_of(rank), new, MODELS)
     return {number: (mean.is_coalesced(), mean.to_dense()) for number, mean in found.items()}
 
 
-@pytest.mark.parametrize("backend", ["gloo", None])
-def test_the_mean_is_along_the_tree_over_the_ranks(ranks, backend):
-    everyone = ranks(means, RANKS, [{0, 3}] * RANKS, backend=backend)
-    for found in everyone:
-        assert sorted(found) == [0, 3]
-        for number, (coalesced, mean) in found.items():
-            parts = [gradients_of(rank)[number] for rank in range(RANKS)]
-            parts = [p.coalesce().to_dense() if p is not None and p.is_sparse else p for p in parts]
-            assert coalesced
-            assert torch.equal(mean, tree_mean(parts))
+@pytest.mark.ranks(RANKS, backend=("gloo", "lockstep"))
+def test_the_mean_is_along_the_tree_over_the_ranks(rank):
+    found = means(rank, {0, 3})
+    assert sorted(found) == [0, 3]
+    for number, (coalesced, mean) in found.items():
+        parts = [gradients_of(rank)[number] for rank in range(RANKS)]
+        parts = [p.coalesce().to_dense() if p is not None and p.is_sparse else p for p in parts]
+        assert coalesced
+        assert torch.equal(mean, tree_mean(parts))
 
 
-def test_what_nobody_has_anew_is_left_alone(ranks):
+@pytest.mark.ranks(RANKS)
+def test_what_nobody_has_anew_is_left_alone(rank):
     """Rank 2 alone has gradient 3 anew; gradient 0 is of before everywhere."""
-    assert [sorted(found) for found in ranks(means, RANKS, [set(), set(), {3}])] == [[3]] * RANKS
-    assert ranks(means, RANKS, [set()] * RANKS) == [{}] * RANKS
+    assert sorted(means(rank, {3} if rank == 2 else set())) == [3]
+    assert means(rank, set()) == {}

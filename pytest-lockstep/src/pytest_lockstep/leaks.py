@@ -91,15 +91,26 @@ def list_shared_memory() -> set[str]:
 def find_shared_memory(before: Collection[str]) -> list[str]:
     """Return the files in shared memory that are new and that no process has mapped or open.
 
-    Those of other tests that run at the same time are in use.
+    Those of other tests that run at the same time are in use, and so are the folders of other
+    launchers that run.
     """
 
     def search() -> list[str]:
-        new = list_shared_memory().difference(before)
+        new = {
+            name
+            for name in list_shared_memory().difference(before)
+            if not _belongs_to_another_launcher(name)
+        }
         used = _used_shared_memory() if new else set()
         return sorted(f"{SHARED_MEMORY}/{name}" for name in new - used)
 
     return _wait_until_gone(search) if search() else []
+
+
+def _belongs_to_another_launcher(name: str) -> bool:
+    words = name.split("-", 2)  # "lockstep", the launcher's process, a random text
+    is_of_launcher = words[0] == "lockstep" and len(words) == 3
+    return is_of_launcher and words[1] != str(os.getpid()) and os.path.exists(f"/proc/{words[1]}")
 
 
 def _wait_until_gone(search: Callable[[], list[T]]) -> list[T]:

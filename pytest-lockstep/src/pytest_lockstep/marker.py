@@ -40,12 +40,14 @@ class RankSettings:
         timeout: Deadline of one case in seconds; None for that of `--ranks-timeout`.
         joins: Whether the ranks join torch.distributed's default group before the test.
         allowed_leaks: Which of `LEAKS` do not fail the test.
+        backends: Backends to run it on; none for those of `--ranks-backend`.
     """
 
     widths: tuple[int, ...]
     timeout: float | None = None
     joins: bool = True
     allowed_leaks: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
 
 
 def parse_marker(mark: pytest.Mark) -> RankSettings:
@@ -60,16 +62,19 @@ def parse_marker(mark: pytest.Mark) -> RankSettings:
         timeout: float | None = None,
         init: bool = True,
         allow_leaks: str | Sequence[str] = (),
+        backend: str | Sequence[str] = (),
     ) -> RankSettings:
         allowed = (allow_leaks,) if isinstance(allow_leaks, str) else tuple(allow_leaks)
-        return RankSettings(widths, timeout, init, allowed)
+        backends = (backend,) if isinstance(backend, str) else tuple(backend)
+        return RankSettings(widths, timeout, init, allowed, backends)
 
     try:
         settings = read(*mark.args, **mark.kwargs)
     except TypeError as error:
         reason = str(error).partition("() ")[2]
         raise ValueError(
-            f"@pytest.mark.ranks {reason}; it takes numbers of ranks, timeout, init and allow_leaks"
+            f"@pytest.mark.ranks {reason}; it takes numbers of ranks, timeout, init, "
+            f"allow_leaks and backend"
         ) from None
     for width in settings.widths:
         if not isinstance(width, int) or isinstance(width, bool) or width < 1:

@@ -54,8 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker; in a process that runs tests, be ready to start ranks."""
     config.addinivalue_line(
         "markers",
-        "ranks(*widths, timeout=None, init=True, allow_leaks=()): run the test in every rank of a "
-        "group, once per width",
+        "ranks(*widths, timeout=None, init=True, allow_leaks=(), backend=()): run the test in "
+        "every rank of a group, once per width and backend",
     )
     distributes = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
     if not config.stash.get(IS_TEMPLATE, False) and not distributes:
@@ -71,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         settings = parse_marker(mark)
     except ValueError as error:
         pytest.fail(str(error), pytrace=False)
-    backends = metafunc.config.getoption("ranks_backend").split(",")
+    backends = settings.backends or metafunc.config.getoption("ranks_backend").split(",")
     cases = [(width, backend) for width in settings.widths for backend in backends]
     ids = [
         f"{width}rank{'s' if width > 1 else ''}" + (f"-{backend}" if len(backends) > 1 else "")

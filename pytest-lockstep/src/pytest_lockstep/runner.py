@@ -27,6 +27,7 @@ def run(
     ranks: int = 2,
     backend: str = "lockstep",
     timeout: float = 60.0,
+    init: bool = True,
 ) -> list[T]:
     """Call `fn(*args)` in ranks that have joined a group, and return their values in rank order.
 
@@ -38,12 +39,16 @@ def run(
         ranks: The number of ranks.
         backend: The backend of the group.
         timeout: Deadline in seconds.
+        init: Whether the ranks join the group; without, they have torchrun's environment
+            variables, and `fn` joins.
 
     Raises:
         lockstep.LockstepError: A rank failed (the first one is named, with its traceback as a
             note), or the deadline has passed; the message says where the ranks were.
     """
     with _send_by_value(fn):
+        if not init:
+            return lockstep.launch(fn, args, nprocs=ranks, timeout=timeout)
         return lockstep.launch(_call, (fn, args, backend, timeout), nprocs=ranks, timeout=timeout)
 
 
