@@ -1,6 +1,6 @@
 """What a checkpoint costs: the stall of training, its size, the steps beside the writing, resuming.
 
-    python benchmarks/checkpoints.py [--ranks 2] [--pairs 30]
+    python benchmarks/checkpoints.py [--ranks 2] [--pairs 30] [--mirror]
 
 The 25 M-parameter model of `benchmarks/step` (six linear layers of 2048), with SGD and AdamW:
 
@@ -8,6 +8,7 @@ The 25 M-parameter model of `benchmarks/step` (six linear layers of 2048), with 
 - overhead: blocks of steps with one checkpoint, and without one, in pairs whose order
   alternates; the median of their differences with its interval (at least 95%);
 - torch.save: what writing the same state costs when training waits for it;
+- with --mirror: of a mirror, which is a checkpoint in shared memory, instead;
 - resuming: seconds from the start of `lockstep run` to the end of the first step, for a new run
   and a resumed one, alternating.
 """
@@ -70,12 +71,16 @@ def interval(values):
     return statistics.median(ordered), ordered[k], ordered[count - 1 - k]
 
 
-def measure(optimizer, pairs, folder):
+def measure(optimizer, pairs, folder, is_mirror):
     """Return stalls, seconds until complete, bytes, and the blocks' times of rank 0."""
     ls.init()
-    config = ls.CheckpointConfig(every_steps=1 << 40, folder=folder, keep=1)
+    never = 1 << 40
+    if is_mirror:
+        os.environ["LOCKSTEP_MIRROR"] = f"{folder}/mirror"  # as the launcher of an elastic run does
+    config = ls.CheckpointConfig(every_steps=never, folder=folder, keep=1, mirror_every_steps=never)
     trainer = ls.Trainer(model(), nn.functional.mse_loss, OPTIMIZERS[optimizer], checkpoint=config)
     checkpoints = trainer._run._checkpoints
+    writer = checkpoints.mirrors or checkpoints.writer
     batches = [batch(number) for number in range(STEPS)]
     found = {"stall": [], "seconds": [], "bytes": [], "with": [], "without": [], "torch": []}
 
@@ -83,10 +88,14 @@ def measure(optimizer, pairs, folder):
         begun = time.perf_counter()
         for number, each in enumerate(batches):
             if save and number == 1:
-                checkpoints._due_since = trainer.steps  # the same on every rank
+                # The same on every rank: a checkpoint is due, or a mirror.
+                if is_mirror:
+                    checkpoints._mirrored = -never
+                else:
+                    checkpoints._due_since = trainer.steps
             trainer.step(each)
         seconds = time.perf_counter() - begun
-        checkpoints.writer.wait()
+        writer.wait()
         return seconds
 
     block(False)
@@ -95,7 +104,7 @@ def measure(optimizer, pairs, folder):
         for save in (True, False) if pair % 2 else (False, True):
             found["with" if save else "without"].append(block(save))
             if save and ls.rank() == 0:
-                saved = checkpoints.writer.latest
+                saved = writer.latest
                 found["stall"].append(saved.stall)
                 found["seconds"].append(saved.seconds)
                 found["bytes"].append(saved.size)
@@ -134,10 +143,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=30, help="0 measures resuming only")
+    parser.add_argument("--mirror", action="store_true", help="measure mirrors")
     options = parser.parse_args()
     for optimizer in OPTIMIZERS if options.pairs else ():
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = (optimizer, options.pairs, folder)
+        with tempfile.TemporaryDirectory(dir="/dev/shm" if options.mirror else None) as folder:
+            arguments = (optimizer, options.pairs, folder, options.mirror)
             ranks = ls.launch(measure, arguments, nprocs=options.ranks)
         found = ranks[0]
         step = statistics.median(found["without"]) / STEPS
@@ -146,11 +156,14 @@ def main():
         stall, *spread = interval(found["stall"])
         print(
             f"{optimizer}: {found['bytes'][0] / 1e6:.0f} MB, step {step * 1e3:.0f} ms, "
-            f"stall {stall * 1e3:.0f} ms ({spread[0] * 1e3:.0f} to {spread[1] * 1e3:.0f}), on disk "
-            f"after {statistics.median(found['seconds']) * 1e3:.0f} ms; a block of {STEPS} steps "
-            f"with one checkpoint {cost * 1e3:+.0f} ms ({low * 1e3:+.0f} to {high * 1e3:+.0f}); "
+            f"stall {stall * 1e3:.0f} ms ({spread[0] * 1e3:.0f} to {spread[1] * 1e3:.0f}), "
+            f"complete after {statistics.median(found['seconds']) * 1e3:.0f} ms; "
+            f"a block of {STEPS} steps with one checkpoint "
+            f"{cost * 1e3:+.0f} ms ({low * 1e3:+.0f} to {high * 1e3:+.0f}); "
             f"torch.save {statistics.median(found['torch']) * 1e3:.0f} ms"
         )
+    if options.mirror:
+        return
     times = {False: [], True: []}
     for _ in range(5):
         with tempfile.TemporaryDirectory() as name:

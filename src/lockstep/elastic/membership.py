@@ -154,6 +154,9 @@ class Participant(Protocol):
     def hand_over(self, folder: Path) -> None:
         """Write this rank's part of the state, as it was at the latest safe point."""
 
+    def leave(self) -> None:
+        """Give up what is being written, before this process ends."""
+
     def continue_round(self, new: Round, undone: float) -> None:
         """Take in that the round goes on, after an attempt of `undone` seconds was undone."""
 
@@ -176,14 +179,16 @@ class Membership:
         has_state: Whether this process has the state of the training.
         hand_over_folder: Where to write the state at the next safe point, before the process
             ends; None where it goes on.
+        has_left: Whether this process is ending, and others go on with the run.
     """
 
     def __init__(self, number: int, first_round: int = 0, is_newcomer: bool = False) -> None:
         self.number, self.has_state = number, not is_newcomer
         self.round, self.operation, self.newcomers = first_round, 0, 0
         self.hand_over_folder: Path | None = None
+        self.has_left = False
         self._participants: list[Participant] = []
-        self._is_inside = False
+        self._is_inside, self._is_repeatable = False, True
         self._current: Round | None = None
 
     @property
@@ -232,18 +237,20 @@ class Membership:
                     undo()
                 self.go_on(decision, time.monotonic() - begun)
 
-    def inside(self) -> ExitStack:
-        """Return the context of an operation, in which others are parts of it."""
+    def inside(self, is_repeatable: bool = True) -> ExitStack:
+        """Return the context of an operation, in which others are parts of it.
+
+        Args:
+            is_repeatable: Whether this process can repeat it.
+        """
         if self.hand_over_folder is not None:
-            raise WorkError(
-                f"member {self.number}: the round is over, and the script makes another call of "
-                "its trainer before a place where its state can be handed over"
-            )
+            self.leave()  # no safe point has come before: what was saved last is used instead
         stack = ExitStack()
-        was_inside, self._is_inside = self._is_inside, True
+        before = self._is_inside, self._is_repeatable
+        self._is_inside, self._is_repeatable = True, is_repeatable
 
         def leave() -> None:
-            self._is_inside = was_inside
+            self._is_inside, self._is_repeatable = before
 
         stack.callback(leave)
         return stack
@@ -281,12 +288,20 @@ class Membership:
         elif decision is not None and undone is None:
             self.hand_over_folder = decision.folder
         elif decision is not None:
-            self._participants[0].hand_over(decision.folder)
+            if (writer := self._find_writer()) is not None:
+                writer.hand_over(decision.folder)
             self.leave()
 
     def leave(self) -> NoReturn:
         """End this process, which has nothing left to do."""
+        self.has_left = True
+        for each in self._participants:
+            each.leave()
         exit_process(0)
+
+    def _find_writer(self) -> Participant | None:
+        """Return the trainer that can hand over the state, of several that of one."""
+        return next((each for each in self._participants if each.can_hand_over), None)
 
     # --- rounds -----------------------------------------------------------------------------
 
@@ -343,7 +358,7 @@ class Membership:
         return decision
 
     def _report(self, reason: str, is_prepared: bool) -> Decision:
-        position, stages = self._participants[0].place if self._participants else (0, 1)
+        position, stages = self._participants[-1].place if self._participants else (0, 1)
         report_to_launcher(
             {
                 "kind": "round_over",
@@ -352,10 +367,10 @@ class Membership:
                 "is_prepared": is_prepared,
                 "reason": reason,
                 "can_stay": self.has_state
+                and self._is_repeatable
                 and len(self._participants) == 1
                 and self._participants[0].can_stay,
-                "can_hand_over": len(self._participants) == 1
-                and self._participants[0].can_hand_over,
+                "can_hand_over": self._find_writer() is not None,
                 "position": position,
                 "stages": stages,
                 "has_state": self.has_state,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import RankError
+from lockstep.errors import LostError, RankError, StoppedError
 from lockstep.launcher.tracebacks import BACKEND_ERRORS
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
 
 STOPPED = 75  # exit status of a rank that stopped on request and can be resumed (EX_TEMPFAIL)
 
+STOPPED_BECAUSE = "stopped because rank"
 # Phrases of errors that torch's backends raise when the other end of a connection is gone.
 LOST_PEER = (
     "connection closed by peer",
@@ -53,7 +54,7 @@ LOST_PEER = (
     "socket closed",
     "has left the group",  # from here: of the backend "lockstep"
     "died (process",
-    "stopped because rank",
+    STOPPED_BECAUSE,
 )
 # The beginning of an error that says itself which process failed.
 BEGINS_WITH_WHO = r"rank \d|the process of"
@@ -113,8 +114,12 @@ def is_consequence(outcome: Outcome) -> bool:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether a backend has raised `error` because another rank is gone."""
-    return type(error).__name__ in BACKEND_ERRORS and _says_lost_peer(str(error))
+    """Return whether `error` only says that another rank is gone."""
+    if isinstance(error, StoppedError):  # which may also say that another rank has failed
+        return _says_lost_peer(str(error).replace(STOPPED_BECAUSE, ""))
+    is_of_gloo = type(error) is RuntimeError and "gloo" in str(error)
+    is_of_backend = type(error).__name__ in BACKEND_ERRORS or isinstance(error, LostError)
+    return (is_of_backend or is_of_gloo) and _says_lost_peer(str(error))
 
 
 def _says_lost_peer(message: str) -> bool:

@@ -17,8 +17,10 @@ from typing import Any
 
 import xxhash
 
+from lockstep.checkpoint.folder import FOLDER, find_checkpoints
 from lockstep.elastic.round_origin import RoundOrigin, find_mirror, format_members
 from lockstep.errors import UsageError
+from lockstep.launcher.run_folder import find_launch_folder
 from lockstep.messages import say
 from lockstep.record.environment import describe_environment
 from lockstep.record.sources import find_sources
@@ -116,6 +118,8 @@ def say_continued(
         steps: The number of steps in it.
         has_checkpoints: Whether the trainer saves checkpoints.
     """
+    if path is None and not has_checkpoints and _has_other_state(origin):
+        return  # of the trainer that this one is registered with, or comes after
     if path is None:
         advice = "" if has_checkpoints else "; pass checkpoint=ls.CheckpointConfig() to the trainer"
         source = f"the beginning: no checkpoint{advice}"
@@ -126,6 +130,14 @@ def say_continued(
         is_mirror = mirror is not None and path.is_relative_to(mirror)
         source = f"the {'mirror' if is_mirror else 'checkpoint'} of step {steps}"
     say(f"round {origin.round} goes on from {source}")
+
+
+def _has_other_state(origin: RoundOrigin) -> bool:
+    """Return whether the last round left the state of some trainer."""
+    launch, mirror = find_launch_folder(), find_mirror()
+    folders = [] if launch is None else [launch / FOLDER]
+    folders += [] if mirror is None else [*mirror.glob("*")]
+    return origin.state is not None or any(map(find_checkpoints, folders))
 
 
 def say_resumed(path: Path | None, steps: int, differences: Sequence[str]) -> None:

@@ -73,7 +73,7 @@ class HandOver:
         device: torch.device,
     ) -> None:
         global _made
-        self._member, self._state, self._device = member, state, device
+        self.member, self._state, self._device = member, state, device
         self._run = weakref.ref(run)
         runs = {name: getattr(each, "_run", None) for name, each in stateful.items()}
         self._stateful = dict(stateful)
@@ -87,17 +87,23 @@ class HandOver:
 
     def note_safe_point(self) -> None:
         """Note that the script can be continued from here."""
-        self._operation = self._member.operation
+        self._operation = self.member.operation
         self._generators = global_states(self._device)
         self._objects = self._describe_objects()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether ranks have done something together since the latest safe point."""
+        return self.member.operation != self._operation
 
     @property
     def is_possible(self) -> bool:
         """Whether the state at the latest safe point is what this rank has, and all it takes."""
         return (
             self._is_alone()
-            and self._member.operation == self._operation
+            and not self.is_outdated
             and self._describe_objects() == self._objects
+            and self._state.is_whole()
         )
 
     def write(

@@ -97,7 +97,6 @@ class ResumableRun:
         self.resumed_from: int | None = None
         self._origin = find_round_origin()
         self._round: dict[str, Any] = {}  # the line of the record that waits for the restoration
-        self._member: Member | None = None
         self._hand_over: HandOver | None = None
 
     @cached_property
@@ -184,7 +183,6 @@ class ResumableRun:
             self._load(state)
             self._restore_objects = partial(restore_objects, {}, device=self._state.device)
             self.resumed_from = steps
-            report_to_launcher({"kind": "resumed"})
         if checkpoints is not None:
             checkpoints.open_loggers()
         elif self._parallel.rank == 0:
@@ -296,6 +294,8 @@ class ResumableRun:
         if self._round:
             line, self._round = self._round, {}
             self._history.write("round", **line, continued=time.time(), undone=None)
+            if state is not None:
+                report_to_launcher({"kind": "resumed"})
 
     def _note_answer(self, steps: int) -> None:
         self._state.position.steps = steps
@@ -387,7 +387,8 @@ class ResumableRun:
     def yielded(self, epoch: OpenEpoch) -> None:
         """Note that the next batch is about to be trained."""
         epoch.begun_at = self._state.position.steps
-        self._note_safe_point(epoch)
+        if self._hand_over is not None and self._hand_over.is_outdated:
+            self._note_safe_point(epoch)
 
     def trained(self, epoch: OpenEpoch) -> None:
         """Note that the script asks for another batch, and so is done with the last one."""
@@ -430,10 +431,7 @@ class ResumableRun:
         """
         if self._is_inside(epoch):
             return
-        if self._member is not None and self._member.hand_over_folder is not None:
-            self.hand_over(self._member.hand_over_folder, is_now=True)
-            self._member.leave()
-        self._note_safe_point(epoch)
+        self._hand_over_if_wanted(epoch)
         if self.is_answering:
             return
         if self._checkpoints is not None:
@@ -443,7 +441,7 @@ class ResumableRun:
         if member is not None and self._admits == member.round:
             self._admits = -1
             member.admit()
-        self._note_safe_point(epoch)  # once more: saving a checkpoint takes operations of its own
+        self._note_safe_point(epoch)  # last: saving a checkpoint takes operations of its own
 
     def _save_if_wanted(self, checkpoints: RunCheckpoints, ask: bool) -> None:
         if ask:
@@ -557,7 +555,6 @@ class ResumableRun:
     def take_part(self, member: Member) -> None:
         """Prepare to hand over the state, as a member of an elastic run."""
         stateful = {} if self._checkpoints is None else self._checkpoints.stateful
-        self._member = member
         self._hand_over = HandOver(member, self._state, stateful, self, self._state.device)
 
     @property
@@ -574,12 +571,25 @@ class ResumableRun:
         """
         assert self._hand_over is not None, "only members of an elastic run hand over"
         self.abandon()
-        self._hand_over.write(folder, self._describe_position(), self._state.part, is_now)
-        report_to_launcher({"kind": "handed_over"})
+        try:
+            self._hand_over.write(folder, self._describe_position(), self._state.part, is_now)
+        except (FileError, UsageError) as error:
+            say(f"the state cannot be handed over: {error}")
+        else:
+            report_to_launcher({"kind": "handed_over"})
 
     def _note_safe_point(self, epoch: OpenEpoch | None = None) -> None:
+        self._hand_over_if_wanted(epoch)
         if self._hand_over is not None and not (self.is_answering or self._is_inside(epoch)):
             self._hand_over.note_safe_point()
+
+    def _hand_over_if_wanted(self, epoch: OpenEpoch | None) -> None:
+        """Hand over the state and leave, if the script can be continued from here."""
+        if self._hand_over is None or self.is_answering or self._is_inside(epoch):
+            return
+        if (folder := self._hand_over.member.hand_over_folder) is not None:
+            self.hand_over(folder, is_now=True)
+            self._hand_over.member.leave()
 
     def _require(self, call: str) -> RunCheckpoints:
         if self._checkpoints is None:

@@ -99,6 +99,10 @@ class RoundEntry:
         """Write this rank's part of the state, as it was at the latest safe point."""
         self._run.hand_over(folder)
 
+    def leave(self) -> None:
+        """Give up what is being written, before this process ends."""
+        self._run.abandon()
+
     def enter_round(self, new: Round) -> None:
         """Take the layout of a round, whose group this process has joined."""
         assert isinstance(self._executor, WholeModelExecutor), "others are replaced"

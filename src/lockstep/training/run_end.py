@@ -5,6 +5,7 @@
     by an exception that nobody catches         failed, with the exception
     by sys.exit(N), under a launcher of ours    failed, with N
     by a signal that has no handler             died: nothing is written
+    because others go on with an elastic run    running: nothing is written
 
 When the process ends, other ranks may have ended already, so nothing is done together with them:
 with pipeline stages the line has no digests, and no checkpoint is saved.
@@ -142,6 +143,8 @@ class RunEnd:
 def _end_all() -> None:
     if os.getpid() != _owner:
         return  # a forked child
+    if (member := membership()) is not None and member.has_left:
+        return
     state, message = _describe_exit()
     for each in list(_unfinished):
         with contextlib.suppress(Exception):

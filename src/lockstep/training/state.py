@@ -238,6 +238,11 @@ class TrainingState:
             "buffers": buffers,
         }
 
+    def is_whole(self) -> bool:
+        """Return whether a rank that was lost has not left half a step in what all ranks share."""
+        sharded = self._optimization.sharded
+        return sharded is None or sharded.versions.has_whole_state()
+
     def describe_changes(self) -> list[Any]:
         """Return what changes where a script writes to parameters, or sets a learning rate."""
         groups = self._optimization.optimizer.param_groups

@@ -74,7 +74,18 @@ class StepOperation:
             with self._noting_failure(step):
                 return self._optimizer_step.compute(step, batch)
 
-        committed = operate(prepare, self._commit, self._optimizer_step.undo)
+        def commit_together() -> CommittedStep:
+            """Commit a step that all ranks commit or none, as what they share decides."""
+            prepared = prepare()
+            if (member := membership()) is not None:
+                member.pass_barrier()  # a rank that is lost until here has left nothing behind
+            return self._commit(prepared)
+
+        undo = self._optimizer_step.undo
+        if self._optimizer_step.optimization.sharded is None:
+            committed = operate(prepare, self._commit, undo)
+        else:
+            committed = operate(commit_together, lambda committed: committed, undo)
         self._report(committed)
         return committed.result.loss
 
@@ -105,13 +116,13 @@ class StepOperation:
         """Return the context of a step whose micro-batches the body computes.
 
         Args:
-            is_repeatable: Whether the body runs again if the loop has no result: then the loss of
-                a rank in it is not raised.
+            is_repeatable: Whether the body runs again if the loop has no result. Otherwise this
+                process is replaced where a rank is lost.
         """
         member = membership()
         with ExitStack() as stack:
             if member is not None:
-                stack.enter_context(member.inside())
+                stack.enter_context(member.inside(is_repeatable))
             step, prepared, decision = self._begin(), None, None
             begun = time.monotonic()
             try:
@@ -122,13 +133,11 @@ class StepOperation:
                 if member is not None:
                     member.pass_barrier()
             except Exception as error:
-                if member is None or (prepared is None and not is_repeatable):
+                if member is None:
                     raise
                 decision = member.recover(error, prepared is not None)
                 if prepared is None or not member.is_to_commit(decision):
                     self._optimizer_step.undo()
-                    if not is_repeatable:
-                        raise
                     member.go_on(decision, time.monotonic() - begun)
                     return
             committed = self._commit(prepared)

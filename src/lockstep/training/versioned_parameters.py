@@ -40,7 +40,9 @@ from lockstep.comm.shared_memory import (
     atomic_store,
     create_group_tensor,
 )
+from lockstep.elastic.membership import membership
 from lockstep.errors import WorkError
+from lockstep.launcher.failure_attribution import is_lost_peer
 
 __all__ = ["VersionedParameters", "allocate", "pass_point"]
 
@@ -120,7 +122,8 @@ class VersionedParameters:
         """Let `body` write this rank's pieces of the next version, then commit on all ranks.
 
         Raises what `body` raised, WorkError on the other ranks, or what the exchange
-        raised; by then the parameters are those that all ranks agree on.
+        raised; by then the parameters are those that all ranks agree on. In an elastic run,
+        the loss of a rank is no error of a step that is committed.
         """
         self._transaction, self.committed = self._transaction + 1, False
         error: Exception | None = None
@@ -136,8 +139,12 @@ class VersionedParameters:
             told = f"{type(error).__name__}: {error}" if error else ""
             failures = all_gather_bytes(told.encode(), about, self._group)
             pass_point("agreed")
-        finally:
+        except Exception as lost:
             self._decide()
+            if not (self.committed and membership() is not None and is_lost_peer(lost)):
+                raise
+            return
+        self._decide()
         if error is not None:
             raise error
         for rank, each in enumerate(failures):

@@ -1,0 +1,178 @@
+"""A training whose processes are replaced, since they cannot go on in place; ranks kill themselves.
+
+KILLS lists where: "forward:5:1" is in the forward of step 5 on rank 1; each kills once. Of the
+ranks that one entry names ("forward:5:1,2") the first one that comes there kills all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CLI = [sys.executable, "-c", "from lockstep.cli import main; main()", "run"]
+
+SCRIPT = """
+import json, os, signal
+from functools import partial
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import lockstep as ls
+
+LAYOUT, FORM = json.loads(os.environ["LAYOUT"]), os.environ["FORM"]
+KILLS = [kill.split(":") for kill in os.environ.get("KILLS", "").split()]
+trainer = None
+
+
+def at(point):
+    steps = 0 if trainer is None else trainer.steps
+    for number, (where, step, dying) in enumerate(KILLS):
+        ranks, mark = dying.split(","), Path(f"killed-{number}")
+        if where != point or int(step) != steps or str(ls.rank()) not in ranks or mark.exists():
+            continue
+        mark.touch()
+        for rank in sorted(ranks, key=lambda rank: rank == str(ls.rank())):  # this one last
+            os.kill(int(Path(f"pid-{rank}").read_text()), signal.SIGKILL)
+
+
+class Probe(nn.Module):
+    def forward(self, inputs):
+        at("forward" if self.training else "evaluation")
+        return inputs * 1
+
+
+class AdamW(torch.optim.AdamW):
+    lockstep_elementwise = True
+
+    def step(self, closure=None):
+        at("optimizer")
+        found = super().step(closure)
+        at("stepped")
+        return found
+
+
+class Judge(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+def data(samples, seed):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(samples, 8, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 4, (samples,), generator=generator))
+
+
+Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+ls.init(backend=LAYOUT.get("backend"), timeout=60)
+torch.manual_seed(1)
+at("start")
+model = nn.Sequential(
+    nn.Linear(8, 16), nn.BatchNorm1d(16), Probe(), nn.Dropout(0.2), nn.Linear(16, 16), Probe(),
+    nn.ReLU(), nn.Linear(16, 4),
+)
+judge = Judge()
+stateful, checkpoint = {}, None
+if FORM == "two":
+    of_judge = ls.Trainer(
+        judge, None, partial(torch.optim.SGD, lr=0.1), microbatches=4, loggers=[],
+        extra_modules=[model], progress=False,
+    )
+    stateful = {"judge": of_judge}
+if stateful or "mirror" in LAYOUT:
+    checkpoint = ls.CheckpointConfig(
+        every_steps=1000, mirror_every_steps=LAYOUT.get("mirror"), stateful=stateful
+    )
+made = ls.Trainer(
+    model, nn.CrossEntropyLoss(), ls.OptimizerConfig(
+        partial(AdamW, lr=0.01),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9),
+    ),
+    microbatches=4, seed=3, max_grad_norm=1.0, ema_decay=0.9, loggers="recorded",
+    extra_modules=[judge] if FORM == "two" else [],
+    storage=LAYOUT.get("storage", "replicated"), checkpoint=checkpoint, progress=False,
+    pipeline=ls.PipelineConfig(stages=LAYOUT.get("stages", 1)),
+)
+trainer = made
+if LAYOUT.get("mirror"):
+    made.history._on_step.append(lambda result: made._run._checkpoints.mirrors.wait()
+                                 if made._run._checkpoints.mirrors else None)
+if made.resumed_from is not None:
+    at("answering")
+seen = []
+with made:
+    for epoch in range(3):
+        for batch in made.batches(data(48, 5), 12, epoch=epoch):
+            if FORM == "two":
+                with of_judge.manual_step() as step:
+                    for inputs, _ in step.microbatches(batch):
+                        step.backward(judge(model(inputs).detach()).square().mean())
+            made.step(batch)
+            at("body")
+        seen.append(made.evaluate(data(20, 6), 10).loss.hex())
+    digest = made.digest()
+    found = [digest, made.optimizer_digest(), made.steps, *seen]
+    if FORM == "two":
+        found.append(of_judge.digest())
+print("DIGEST", *found, flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training printed and recorded: its results, the launcher's sentences, the rounds."""
+
+    results: set[str]
+    said: list[str]
+    rounds: list[dict[str, Any]]
+    steps: list[int]
+    losses: list[str]
+
+
+def train(
+    folder: Path, kills: str = "", *, ranks: int = 1, form: str = "one", **layout: Any
+) -> Training:
+    """Run the training in a folder of its own, as an elastic run if ranks are to be killed."""
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    options = ["--min", "1", "--max", str(ranks)] if kills else ["-n", str(ranks)]
+    environ = {**os.environ, "KILLS": kills, "FORM": form, "LAYOUT": json.dumps(layout)}
+    with subprocess.Popen(
+        [*CLI, *options, "train.py"],
+        cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            output, errors = process.communicate(timeout=120.0)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+    assert process.returncode == 0, output + errors
+    marks = {path.name for path in folder.glob("killed-*")}
+    assert marks == {f"killed-{number}" for number in range(len(kills.split()))}
+    text = (folder / "recorded/record.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert lines[-1]["state"] == "done"
+    steps: dict[int, str] = {}
+    for line in lines:
+        if line["kind"] == "round":
+            steps = {step: loss for step, loss in steps.items() if step < line["step"]}
+        elif line["kind"] == "step":
+            steps[line["step"]] = line["loss_hex"]
+    return Training(
+        set(re.findall(r"DIGEST (.*)", output)),
+        [line for line in errors.splitlines() if "goes on from" in line or "killed by" in line],
+        [line for line in lines if line["kind"] == "round"],
+        list(steps),
+        list(steps.values()),
+    )

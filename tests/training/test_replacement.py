@@ -1,0 +1,103 @@
+"""Processes that cannot go on in place are replaced, from the newest state that is left."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from replaced_training import Training, train
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Return the same training on one rank, by its form."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {form: train(folder / form, form=form) for form in ("one", "two")}
+
+
+def require_same(found: Training, expected: Training) -> None:
+    assert found.results == expected.results
+    assert found.losses == expected.losses
+    assert found.steps == list(range(12))
+
+
+def sources(found: Training) -> list[str]:
+    """Return from what each round went on, as rank 0 said."""
+    lines = [line.partition("goes on from ")[2] for line in found.said]
+    return [line for line in lines if line]
+
+
+def test_replicas_of_stages_hand_over_what_is_left(tmp_path, undisturbed):
+    """One rank; a rank of each replica, of different stages; one that others have left behind."""
+    found = train(tmp_path / "run", "forward:2:1 forward:5:0,3 stepped:9:2", ranks=4, stages=2)
+    require_same(found, undisturbed["one"])
+    assert sources(found) == [
+        "step 2, handed over by members 0 and 3",
+        "step 5, handed over by members 5 and 6",
+        "step 10, handed over by members 8 and 9",  # the step was prepared by all
+    ]
+    assert [line["step"] for line in found.rounds] == [2, 5, 10]
+    lost = [{each["member"] for each in line["lost"]} for line in found.rounds]
+    assert lost == [{1}, {4, 7}, {10}]
+    assert found.rounds[1]["joined"] == [8, 9, 10, 11]
+
+
+def test_one_replica_goes_on_from_its_mirror(tmp_path, undisturbed):
+    found = train(tmp_path / "run", "forward:7:1", ranks=2, stages=2, mirror=2)
+    require_same(found, undisturbed["one"])
+    assert sources(found) in (["the mirror of step 6"], ["the mirror of step 4"])
+
+
+def test_shared_parameters_are_handed_over_unless_half_a_step_is_in_them(tmp_path, undisturbed):
+    kills = "forward:3:1 optimizer:7:1 evaluation:12:0"
+    found = train(tmp_path / "run", kills, ranks=2, storage="shared", mirror=2)
+    require_same(found, undisturbed["one"])
+    first, second, third = sources(found)
+    assert first == "step 3, handed over by member 0"
+    assert re.fullmatch("the mirror of step [46]", second)
+    assert third == "step 12, handed over by member 5"
+
+
+def test_gloo_waits_for_no_rank_that_does_not_notice(tmp_path, undisturbed):
+    found = train(tmp_path / "run", "forward:5:1", ranks=3, backend="gloo")
+    require_same(found, undisturbed["one"])
+    assert re.fullmatch(r"step 5, handed over by member [02]", *sources(found))
+
+
+def test_two_trainers_and_a_kill_before_there_are_any(tmp_path, undisturbed):
+    """The state of a registered trainer is part of the other's."""
+    kills = "start:0:1 forward:5:1 answering:0:0"  # the last before its script is at step 5 again
+    found = train(tmp_path / "run", kills, ranks=2, form="two")
+    require_same(found, undisturbed["two"])
+    advice = "; pass checkpoint=ls.CheckpointConfig() to the trainer"
+    beginning = "the beginning: no checkpoint"
+    *first, second, third = sources(found)
+    assert first == [beginning + advice, beginning]
+    assert second == "step 5, handed over by member 2"
+    assert third in (second, "step 5, handed over by member 5")  # which may be at step 5 already
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (4, {"stages": 2}),
+        (4, {"stages": 2, "backend": "gloo"}),
+        (2, {"stages": 2, "mirror": 1}),
+        (3, {"storage": "shared", "mirror": 1}),
+        (3, {"backend": "gloo"}),
+    ],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_many_random_kills(tmp_path, undisturbed, ranks, layout, seed):
+    draw = random.Random(seed)
+    steps = sorted(draw.sample(range(12), 6))
+    points = [draw.choice(["forward", "optimizer", "stepped", "body"]) for _ in steps]
+    places = [
+        (point, step, draw.randrange(ranks)) for point, step in zip(points, steps, strict=True)
+    ]
+    kills = " ".join(f"{point}:{max(step, point == 'body')}:{rank}" for point, step, rank in places)
+    found = train(tmp_path / "run", kills, ranks=ranks, **layout)
+    require_same(found, undisturbed["one"])
