@@ -41,11 +41,21 @@ def test_the_cost_of_a_kill_is_read_from_the_round_that_began_without_the_member
         records.new_round(2, 9, joined=[2]),
         records.new_round(3, 9, lost=[{"member": 0, "signal": 9}, {"member": 2, "signal": 9}]),
     ]
-    first, second, third = measure_kills([kill(1, 5.0), kill(2, 6.0), kill(3, 7.0)], rounds)
+    late = records.END["t"] + 1e12
+    first, second, third = measure_kills([kill(1, 5.0), kill(2, 6.0), kill(3, late)], rounds)
     assert (first.round, first.seconds_to_repeat, first.repeated_seconds) == (1, 0.25, 0.125)
     assert first.seconds_lost == 0.375
     assert second.round == 3
     assert (third.round, third.seconds_lost) == (None, None)
+
+
+def test_a_round_that_nobody_recorded_is_one_pause_with_the_next_one():
+    rounds = [
+        records.new_round(1, 6, lost=[{"member": 1, "signal": 9}], noticed=5.0, continued=5.25),
+        records.new_round(3, 6, lost=[{"member": 7, "signal": 9}], noticed=7.0, continued=9.0),
+    ]
+    (found,) = measure_kills([kill(2, 6.0)], rounds)
+    assert (found.round, found.seconds_to_repeat) == (3, 3.0)
 
 
 def test_the_result_says_everything_as_plain_values(tmp_path):

@@ -99,3 +99,38 @@ def test_options_that_a_recipe_does_not_have_are_a_usage_error(chaos, tmp_path):
     assert chaos("digits", "--epoch", 1)[0] == 2
     assert chaos("digits", "--kills", 0)[0] == 2
     assert not (tmp_path / "runs").exists(), "nothing was started"
+
+
+SHARED = SCRIPT.replace("checkpoint=", 'storage="shared", checkpoint=')
+SOAKS = {
+    **{f"20 kills, seed {seed}": (4, 20, seed, ("--epochs", 12), {}) for seed in range(5)},
+    "8 ranks": (8, 12, 5, ("--epochs", 8), {}),
+    "loader workers": (4, 8, 6, ("--epochs", 8, "--workers", 2), {}),
+    "2 replicas of 2 stages": (4, 4, 7, ("--epochs", 8, "--stages", 2), {}),
+    "gloo": (3, 4, 8, ("--epochs", 8), {"LOCKSTEP_BACKEND": "gloo"}),
+}
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("soak", SOAKS)
+def test_many_kills_change_no_bit(chaos, monkeypatch, soak):
+    """Together more than 100 kills; a failure names its seed, whose kills can be repeated."""
+    nprocs, kills, seed, arguments, variables = SOAKS[soak]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    options = ("-n", nprocs, "--kills", kills, "--seed", seed, "--json")
+    status, output = chaos("digits", *options, "--checkpoint-every", 20, *arguments)
+    found = json.loads(output)
+    assert found["failure"] is None
+    assert found["kills"] == kills
+    assert found["digest"] == found["baseline_digest"]
+    assert status == 0
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(300)
+def test_kills_change_no_bit_of_shared_parameters(chaos, tmp_path):
+    (tmp_path / "train.py").write_text(SHARED)
+    status, output = chaos("-n", 3, "--kills", 3, "--seed", 9, "--json", "train.py")
+    assert (status, json.loads(output)["kills"]) == (0, 3)

@@ -6,7 +6,8 @@
 
 The kills come from outside of the ranks, so that no code of theirs knows of them: a thread of
 the launching process reads the lines of the record as they are written, and sends a signal when
-the planned part of a step has passed. A rank is not killed while it is the only one that is left.
+the planned part of a step has passed. A rank is not killed while no other one has the state of the
+training.
 """
 
 from __future__ import annotations
@@ -252,11 +253,21 @@ def _digest(run: Run) -> str | None:
 
 
 def measure_kills(kills: Sequence[Kill], rounds: Sequence[Line]) -> list[Kill]:
-    """Return the kills with what they cost, by the record's lines about rounds."""
+    """Return the kills with what they cost, by the record's lines about rounds.
+
+    A round that ends before anybody wrote its line is one pause with the next one.
+    """
     lines = {
         as_dict(each).get("member"): line for line in rounds for each in line.get("lost") or ()
     }
-    return [_measure_kill(each, lines.get(each.member)) for each in kills]
+    return [
+        _measure_kill(each, lines.get(each.member) or _find_next(rounds, each.time))
+        for each in kills
+    ]
+
+
+def _find_next(rounds: Sequence[Line], time: float) -> Line | None:
+    return next((line for line in rounds if as_float(line.get("noticed")) >= time), None)
 
 
 def _measure_kill(kill: Kill, line: Line | None) -> Kill:
@@ -289,6 +300,7 @@ class RecordFollower:
         self._file: BinaryIO | None = None
         self._rest = b""
         self._steps = 0  # that are recorded
+        self._round = 0  # the latest that is recorded
         self._has_begun = False  # the record has a line
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
@@ -357,6 +369,7 @@ class RecordFollower:
                     self._steps = step + 1
                 elif line.get("kind") in ("round", "resume") and type(step) is int:
                     self._steps = step
+                    self._round = line.get("round", self._round)
 
     def _open(self) -> None:
         if self._launch is None:
@@ -374,6 +387,12 @@ class _Watched:
     ranks: RankSupervisor
     rounds: Rounds
     killed: set[int] = field(default_factory=set)
+    trained: frozenset[int] = frozenset()  # the members that went on in the latest recorded round
+
+    def note_round(self, recorded: int) -> None:
+        """Take in the number of the latest round in the record."""
+        if recorded == self.rounds.number:
+            self.trained = frozenset(self.rounds.members)
 
     def find_ranks(self) -> list[tuple[int, int]]:
         """Return (rank, member) of those that run."""
@@ -430,11 +449,12 @@ class Killer(RecordFollower):
         return self._wait(lambda: self._steps > planned.step, time.monotonic() + seconds)
 
     def _kill(self, planned: PlannedKill, watched: _Watched) -> bool:
-        """Kill a rank as soon as it is not the only one; return whether that came about."""
-        if not self._wait(lambda: len(watched.find_ranks()) > 1):
-            return False
-        found = watched.find_ranks()
-        rank, member = found[planned.rank % len(found)]
+        """Kill a rank as soon as another one can go on; return whether that came about."""
+        while (chosen := self._choose(planned, watched)) is None:
+            if self._ended.wait(POLL):
+                return False
+            self._read()
+        rank, member = chosen
         step, now = self._steps, time.time()
         try:
             os.kill(watched.ranks.pids[member], signal.SIGKILL)
@@ -447,6 +467,16 @@ class Killer(RecordFollower):
             f"step {step:,}"
         )
         return True
+
+    def _choose(self, planned: PlannedKill, watched: _Watched) -> tuple[int, int] | None:
+        """Return (rank, member) to kill; None while nobody else could go on."""
+        watched.note_round(self._round)
+        found = watched.find_ranks()
+        if not found:
+            return None
+        rank, member = found[planned.rank % len(found)]
+        others = watched.trained.intersection(each for _, each in found) - {member}
+        return (rank, member) if others else None
 
 
 def describe_baseline(found: Baseline) -> str:
