@@ -35,7 +35,8 @@ def escape_control(text: str) -> str:
 def say(sentence: str) -> None:
     """Print one sentence on standard error; without one, or without its terminal, do nothing."""
     try:
-        print(f"lockstep: {escape_control(sentence)}", file=sys.stderr, flush=True)
+        # One call, so that the sentences of two threads do not share a line.
+        print(f"lockstep: {escape_control(sentence)}\n", end="", file=sys.stderr, flush=True)
     except OSError as error:  # a closed terminal, a full disk
         discard_if_lost(sys.stderr, error)
 

@@ -357,7 +357,11 @@ class HangMonitor:
         return True
 
     def _returned(self) -> list[int]:
-        return [each.rank for each in self._ranks.outcomes.values() if each.has_returned]
+        return [
+            each.rank
+            for each in self._ranks.outcomes.values()
+            if each.has_returned and not each.is_replaced
+        ]
 
     # --- hangs --------------------------------------------------------------------------------
 
