@@ -80,6 +80,7 @@ def test_batches_of_the_script_are_split_anew(tmp_path: Path) -> None:
 
 POINTS = ["forward", "backward", "gather", "gathered", "prepared", "passed", "optimizer"]
 POINTS += ["stepped", "callback", "item", "sharing", "shared", "evaluation", "epoch"]
+OF_DATA, OF_NEWCOMERS = ("item", "evaluation", "epoch"), ("sharing", "shared")
 
 
 @pytest.mark.stress
@@ -87,17 +88,11 @@ POINTS += ["stepped", "callback", "item", "sharing", "shared", "evaluation", "ep
 def test_random_kills_change_no_bit(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     full, form = draw.randint(2, 4), draw.choice(["step", "checkpoint", "attempts", "raw"])
-    points = [
-        each for each in POINTS if form != "raw" or each not in ("item", "evaluation", "epoch")
-    ]
-    plan = [
-        [
-            draw.choice(points),
-            draw.sample(range(full), draw.randint(1, full - 1)),
-            draw.randint(0, 3),
-        ]
-        for _ in range(10)
-    ]
+    points = [each for each in POINTS if form != "raw" or each not in OF_DATA]
+    plan: list[Any] = [["forward", [0], 1]]  # so that there are newcomers
+    for _ in range(9):
+        point, ranks = draw.choice(points), draw.sample(range(full), draw.randint(1, full - 1))
+        plan.append([point, ranks, 0 if point in OF_NEWCOMERS else draw.randint(0, 3)])
     options: dict[str, Any] = {"steps": 120, "form": form}
     workers = draw.randint(0, 2) if form != "raw" else 0
     disturbed = train(tmp_path / "run", plan, full=full, workers=workers, **options)
