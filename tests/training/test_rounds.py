@@ -95,5 +95,5 @@ def test_random_kills_change_no_bit(tmp_path: Path, seed: int) -> None:
         plan.append([point, ranks, 0 if point in OF_NEWCOMERS else draw.randint(0, 3)])
     options: dict[str, Any] = {"steps": 120, "form": form}
     workers = draw.randint(0, 2) if form != "raw" else 0
-    disturbed = train(tmp_path / "run", plan, full=full, workers=workers, **options)
+    disturbed = train(tmp_path / "run", plan, full=full, workers=workers, is_random=True, **options)
     require_same(disturbed, train(tmp_path / "undisturbed", [], **options))

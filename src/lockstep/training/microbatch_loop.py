@@ -215,7 +215,8 @@ class ManualStep:
         loop, self._loop = self._entered(), None
         is_suppressed = self._opened.__exit__(kind, error, traceback)
         self._result = loop.result
-        self.was_interrupted = bool(is_suppressed)
+        is_left = bool(is_suppressed) or error is None
+        self.was_interrupted = is_left and loop.result is None
         return is_suppressed
 
     def microbatches(self, batch: Any = None) -> Iterator[Any]:

@@ -25,6 +25,7 @@ from lockstep.data.loader import Agree, Batches
 from lockstep.data.samplers import keep_sampler
 from lockstep.elastic.membership import exchange, membership, operate
 from lockstep.launcher.world import world
+from lockstep.messages import say
 from lockstep.model.agreement import require_same_settings
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.description import describe, describe_environment, describe_module
@@ -259,7 +260,7 @@ class Trainer:
             trace,
             checkpoints.stop if checkpoints is not None else None,
         )
-        self._is_in_session = session is not None
+        self._is_in_session, member = session is not None, membership()
         self._steps = StepOperation(
             optimizer_step,
             self.parallel,
@@ -283,13 +284,16 @@ class Trainer:
             self._steps.observer = session.attach(observed)
             if restored is not None and (path := self._steps.observer.checkpoint) is not None:
                 self._run.replay_from(path, restored.stateful, self.parallel.device)
+        elif selection is not None and member is not None:
+            if is_rank0:
+                say("no fingerprints are kept in an elastic run, whose ranks change")
         elif selection is not None:
             blocks = partitioner.block_names
             self._steps.observer = UnitRecorder(
                 selection, observed, blocks, self.history, self._run
             )
         self._rounds: RoundEntry | None = None
-        if (member := membership()) is not None and session is None:
+        if member is not None and session is None:
             self._rounds = RoundEntry(
                 member,
                 self.parallel,
@@ -426,7 +430,7 @@ class Trainer:
     def finish(self, state: str = "done", message: str | None = None) -> None:
         """End the run: write the last line of the record and close it.
 
-        With checkpoints it saves the last one; call it on every rank then.
+        With checkpoints it saves the last one; call it on every rank then, and in elastic runs.
 
         Raises:
             FileError: The record, or the last checkpoint, could not be written.
