@@ -2,7 +2,8 @@
 
 PLAN is a JSON list of [point, ranks, skip]: the next entry is due once a later round has all of
 the ranks again. Then each of these ranks kills itself when it comes to the point, after it has
-been there `skip` times. A file per kill tells all processes which entries are done, and when.
+been there `skip` times; rank -N does not die, but loses a peer there. A file per kill tells all
+processes which entries are done, and when.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import nn
 import lockstep as ls
 from lockstep.comm import collectives
 from lockstep.elastic.membership import Membership, membership
+from lockstep.model.buffers import Buffers
 from lockstep.record.recorder import Recorder
 from lockstep.training.rounds import RoundEntry
 
@@ -48,7 +50,7 @@ def next_entry():
 def at(point):
     global skipped
     entry = next_entry() if PLAN and not torch.utils.data.get_worker_info() else None
-    if entry is None or entry[1] != point or ls.rank() not in entry[2]:
+    if entry is None or entry[1] != point or not {ls.rank(), -ls.rank()} & {*entry[2]}:
         return
     number, now = entry[0], membership().round
     earlier = [int(path.read_text()) for path in MARKS.glob(f"{number - 1}-*")]
@@ -57,10 +59,13 @@ def at(point):
         return
     skipped += 1
     if skipped > entry[3]:
-        mark = MARKS / f"{number}-{ls.rank()}"
+        is_killed = ls.rank() in entry[2]
+        mark = MARKS / f"{number}-{ls.rank() if is_killed else -ls.rank()}"
         mark.with_suffix(".new").write_text(str(now))
         mark.with_suffix(".new").rename(mark)
-        os.kill(os.getpid(), signal.SIGKILL)
+        if is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise torch.distributed.DistBackendError("rank 2 died (process ...)")
 
 
 def patch(holder, name, before="", after=""):
@@ -88,6 +93,7 @@ def wait_for_newcomers():
 patch(collectives, "all_gather_single", "gather", "gathered")
 patch(Membership, "pass_barrier", "prepared", "passed")
 patch(Recorder, "write", "record")
+patch(Buffers, "merge", "merge", "merged")
 patch(RoundEntry, "_share_state", "sharing", "shared")
 
 
