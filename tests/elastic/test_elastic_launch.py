@@ -12,6 +12,7 @@ SCRIPT = """
 import os, sys
 names = ("RANK", "WORLD_SIZE", "LOCKSTEP_ELASTIC", "LOCKSTEP_MEMBER", "LOCKSTEP_RESUME")
 print(*(os.environ.get(name) for name in names), "LOCKSTEP_JOIN" in os.environ)
+assert "torch._dynamo" in sys.modules  # or every new process would import it
 sys.exit(0 if "LOCKSTEP_RESUME" in os.environ else 75)
 """
 

@@ -463,6 +463,8 @@ def start_rank(
 
 
 def _is_training(config: LaunchConfig) -> bool:
+    if config.is_elastic:  # its processes are replaced, and others wait for the new ones
+        return True
     with contextlib.suppress(OSError):
         return config.kind == "script" and looks_like_training(Path(config.target).read_bytes())
     return False
