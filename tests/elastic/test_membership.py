@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed import DistBackendError  # type: ignore[attr-defined]
 
+from lockstep.comm import backend
 from lockstep.elastic import membership as module
 from lockstep.elastic.membership import HandOver, Membership, Round
 from lockstep.errors import RendezvousError, WorkError
@@ -62,6 +65,7 @@ class Harness:
         patch.setattr(module, "get_timeout", lambda: 0.2)
         patch.setattr(module, "leave_round", lambda: self.calls.append("leave"))
         patch.setattr(module, "exit_process", self.exit)
+        patch.setattr(module, "refuse_calls", lambda reason: None)  # of the whole process
         patch.setattr(self.member, "_join_group", self.join)
         patch.setattr(self.member, "pass_barrier", self.barrier)
 
@@ -268,3 +272,45 @@ def test_what_a_round_tells_fits_its_message() -> None:
         3, 1, 2, "1 2 3", 5, True, ({"member": 0, "signal": 9},), (4,), (), 2.5, (10, 11)
     )
     assert not Membership(0).is_to_commit(HandOver(0, False, Path()))
+
+
+def use_backend() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.fixture
+def permitted() -> Iterator[None]:
+    """Permit every call after the test."""
+    yield
+    backend.refuse_calls("")
+
+
+def test_a_script_communicates_before_and_after_the_training_only(
+    world_of_one: None, permitted: None
+) -> None:
+    """Of the others, each may be at another call when a round begins."""
+    member = Membership(0)
+    use_backend()
+    member.enroll(Trainer([]))
+    use_backend()
+    member.run(use_backend, lambda _: use_backend())
+    with pytest.raises(backend.ArgumentError, match=r"all_reduce .* is refused: an elastic run"):
+        use_backend()
+    with member.inside(), member.inside():
+        use_backend()
+    with pytest.raises(backend.ArgumentError, match="is refused"):
+        use_backend()
+    member.permit_calls()
+    use_backend()
+    member.run(use_backend, lambda _: None)
+    use_backend()
+
+
+def test_where_processes_are_replaced_a_script_may_communicate(
+    world_of_one: None, permitted: None
+) -> None:
+    member = Membership(0)
+    for _ in range(2):
+        member.enroll(Trainer([]))
+    member.run(use_backend, lambda _: None)
+    use_backend()

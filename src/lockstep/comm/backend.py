@@ -121,7 +121,7 @@ def refuse_calls(reason: str) -> None:
     """
     global _refusal
     _refusal = reason
-    if hasattr(load(), "set_refusal"):  # not in a build of an earlier version
+    if available() and hasattr(load(), "set_refusal"):  # not in a build of an earlier version
         load().set_refusal(reason)
 
 

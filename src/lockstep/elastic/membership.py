@@ -40,6 +40,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from lockstep.comm.backend import refuse_calls
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.elastic.round_origin import find_round_origin
 from lockstep.errors import RendezvousError, WorkError
@@ -56,6 +57,12 @@ from lockstep.launcher.rank_process import (
 from lockstep.launcher.world import get_timeout, leave_round, rejoin
 
 __all__ = ["HandOver", "Membership", "Participant", "Round", "exchange", "membership", "operate"]
+
+REFUSAL = (
+    "an elastic run cannot repeat a script's own communication where a rank is lost: leave it to "
+    "the trainer, do it before the trainer is made or after trainer.finish(), or run without --min "
+    "and --max"
+)
 
 ATTEMPTS = 3
 """How often a rank tries to connect to others of which none has died."""
@@ -188,7 +195,7 @@ class Membership:
         self.hand_over_folder: Path | None = None
         self.has_left = False
         self._participants: list[Participant] = []
-        self._is_inside, self._is_repeatable = False, True
+        self._is_inside, self._is_repeatable, self._has_ended = False, True, False
         self._current: Round | None = None
 
     @property
@@ -196,11 +203,20 @@ class Membership:
         """Whether this process has not joined the run yet."""
         return not self.has_state and self._current is None
 
+    @property
+    def _can_stay(self) -> bool:
+        return len(self._participants) == 1 and self._participants[0].can_stay
+
     def enroll(self, participant: Participant) -> None:
         """Let a trainer take part in the rounds; only a single one can go on in place."""
         self._participants.append(participant)
 
     # --- operations -------------------------------------------------------------------------
+
+    def permit_calls(self) -> None:
+        """Permit the script to communicate by itself, because the training has ended."""
+        self._has_ended = True
+        refuse_calls("")
 
     def run(
         self,
@@ -247,10 +263,15 @@ class Membership:
             self.leave()  # no safe point has come before: what was saved last is used instead
         stack = ExitStack()
         before = self._is_inside, self._is_repeatable
+        if not self._is_inside:
+            refuse_calls("")
         self._is_inside, self._is_repeatable = True, is_repeatable
 
         def leave() -> None:
             self._is_inside, self._is_repeatable = before
+            if self._can_stay and not (self._is_inside or self._has_ended):
+                # When a round begins, other ranks may be at other calls of the script.
+                refuse_calls(REFUSAL)
 
         stack.callback(leave)
         return stack
@@ -314,14 +335,16 @@ class Membership:
 
     def admit(self) -> None:
         """Let newcomers join, and members leave; every rank calls it at the same safe point."""
-        self.go_on(self._begin_round("admit", False), 0.0)
+        with self.inside():
+            self.go_on(self._begin_round("admit", False), 0.0)
 
     def join(self) -> None:
         """Join the run, as a newcomer, and get the state of the training."""
-        report_to_launcher({"kind": "ready"})
-        leave_round()
-        self._form(self._wait_for_decision(None))
-        self.has_state = True
+        with self.inside():
+            report_to_launcher({"kind": "ready"})
+            leave_round()
+            self._form(self._wait_for_decision(None))
+            self.has_state = True
 
     def _begin_round(self, reason: str, is_prepared: bool) -> Decision:
         """Leave the round that is over, and return the next one that could be formed."""
@@ -366,10 +389,7 @@ class Membership:
                 "operation": self.operation,
                 "is_prepared": is_prepared,
                 "reason": reason,
-                "can_stay": self.has_state
-                and self._is_repeatable
-                and len(self._participants) == 1
-                and self._participants[0].can_stay,
+                "can_stay": self.has_state and self._is_repeatable and self._can_stay,
                 "can_hand_over": self._find_writer() is not None,
                 "position": position,
                 "stages": stages,

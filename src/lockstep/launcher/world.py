@@ -256,6 +256,10 @@ def _wait_alone(backend: str, timeout: float) -> None:
     dist.init_process_group(
         backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout)
     )
+    comm.refuse_calls(
+        "this process joins an elastic run that is going on, and is alone until the first call of "
+        "its trainer: leave communication to the trainer, or run without --min and --max"
+    )
 
 
 def shutdown() -> None:
