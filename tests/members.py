@@ -8,8 +8,6 @@ operations, with RANKS ranks.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -225,12 +223,3 @@ def write_script(folder: Path, **environ: str) -> dict[str, str]:
     """Write the script; return the variables for it."""
     (folder / "train.py").write_text(SCRIPT)
     return {"STEPS": "20", "RANKS": "3", **environ}
-
-
-def start(folder: Path, *flags: str, **environ: str) -> subprocess.Popen[str]:
-    """Start the script with a launcher of its own."""
-    variables = write_script(folder, **environ)
-    return subprocess.Popen(
-        [*CLI, *flags, "train.py"], cwd=folder, env={**os.environ, **variables}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
-import psutil
 import pytest
 
 from lockstep.commands.run import command, make_config
@@ -21,9 +20,10 @@ from lockstep.elastic.rounds import Rounds
 from lockstep.elastic.scale_request import request_ranks
 from lockstep.errors import LockstepError
 from lockstep.launcher.fork_server import get_fork_server_pid
+from lockstep.launcher.launch_script import SIGNALS, Interrupted
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.messages import say
-from members import CLI, start, write_script
+from members import CLI, write_script
 from processes import alive, until
 
 PATIENCE = 60.0
@@ -46,11 +46,17 @@ def run(tmp_path, monkeypatch, capfd):
                 patched.setenv(name, value)
             params = command.make_context("run", [*flags, "train.py"]).params
             config = make_config(params.pop("script"), params.pop("arguments"), params)
+            handlers = {number: signal.getsignal(number) for number in SIGNALS}
             try:
                 status = launch_elastic(config, watch)
             except LockstepError as error:
                 say(str(error))
                 status = error.exit_status
+            except Interrupted as interruption:
+                status = interruption.exit_status
+            finally:  # a program that was interrupted is about to exit, and ignores further ones
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
         written = capfd.readouterr()
         return CompletedProcess(flags, status, written.out, written.err)
 
@@ -226,18 +232,26 @@ def test_the_number_of_ranks_is_changed(run, ranks, environ, change):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_members(tmp_path, number):
-    with start(tmp_path, "--max", "2", RANKS="9", KILLS="1:5:barrier") as launcher:
-        try:
-            while "joined" not in launcher.stderr.readline():
-                pass
-            below = psutil.Process(launcher.pid).children(recursive=True)
-            launcher.send_signal(number)
-            assert launcher.wait(PATIENCE) == 128 + number
-            assert launcher.stderr.readline().startswith(f"lockstep: {number.name}: ")
-        finally:
-            launcher.kill()
-    assert not any(alive(process.pid) for process in below)
+def test_a_signal_ends_all_members(run, number):
+    members: list[int] = []
+
+    def interrupt(ranks, rounds, folder):
+        form_round = ranks.after_events
+
+        def form_and_interrupt():
+            error = form_round()
+            if rounds.number == 2 and not members:
+                members.extend(ranks.pids.values())
+                os.kill(os.getpid(), number)
+            return error
+
+        ranks.after_events = form_and_interrupt
+
+    done = run("--max", "2", watch=interrupt, RANKS="9", KILLS="1:5:barrier")
+    assert done.returncode == 128 + number
+    assert f"\nlockstep: {number.name}: " in done.stderr
+    assert len(members) == 2
+    assert not any(map(alive, members))
 
 
 def test_an_exception_ends_the_run(run):
