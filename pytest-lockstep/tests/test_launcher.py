@@ -47,7 +47,7 @@ def test_user(user):
     pass
 
 @pytest.mark.ranks(2)
-def test_subtests(subtests):
+def test_reports(record_testsuite_property):
     pass
 
 @pytest.mark.ranks(2, init=False)
@@ -123,7 +123,8 @@ def test_what_cannot_work_says_so_in_one_sentence(run):
         r"test_without_ranks",
         r"the fixture 'user' runs in pytest's own process, but uses the rank fixture 'rank|made': "
         r"declare 'user' with @pytest_lockstep.rank_fixture",
-        r"the fixture 'subtests' cannot be used in ranks: it reports to pytest's own process",
+        r"the fixture 'record_testsuite_property' cannot be used in ranks: it reports to "
+        r"pytest's own process",
         r"the fixture 'group' needs ranks that join their group: remove init=False",
         r"breakpoint\(\) in a rank: run pytest with --pdb, which stops here",
         r"the fixture 'function' runs in pytest's own process and was not sent to the ranks: name "

@@ -12,83 +12,73 @@ from torch.nn.parallel import DistributedDataParallel
 import lockstep as ls
 from averaging import expected_gradients, inputs_of, local_gradients, net, same, uses_some
 from lockstep.errors import RankError, UsageError
+from pytest_lockstep import assert_same_bits
 
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_gradients_are_the_mean_along_the_tree(ranks, n):
+def gradients_of(model):
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.usefixtures("world")
+def test_gradients_are_the_mean_along_the_tree(rank, world_size):
     """Also with parameters that some or all ranks do not use, whatever the bucket size."""
-
-    def gradients():
-        rank, found = dist.get_rank(), []
-        for capacity in (64, 3000, 1 << 20):  # bytes
-            model = ls.DistributedDataParallel(net(seed=rank), bucket_cap_mb=capacity / MIB)
-            for _ in range(2):  # the same buffers again
-                model.zero_grad()
-                model(inputs_of(rank), uses_some(rank)).square().mean().backward()
-            found.append(same([p.grad for p in model.parameters()], expected_gradients(n)))
-        return found
-
-    for rank in ranks(gradients, n):
-        assert all(all(row) for row in rank)
+    for capacity in (64, 3000, 1 << 20):  # bytes
+        model = ls.DistributedDataParallel(net(seed=rank), bucket_cap_mb=capacity / MIB)
+        for _ in range(2):  # the same buffers again
+            model.zero_grad()
+            model(inputs_of(rank), uses_some(rank)).square().mean().backward()
+        assert all(same(gradients_of(model), expected_gradients(world_size)))
 
 
-def test_no_sync_accumulates_and_the_next_backward_averages_the_sum(ranks):
-    def gradients():
-        rank = dist.get_rank()
-        model = ls.DistributedDataParallel(net())
-        with model.no_sync():
-            model(inputs_of(rank, 0), uses_some(rank)).square().mean().backward()
-        local = same([p.grad for p in model.parameters()], local_gradients(rank, (0,)))
-        model(inputs_of(rank, 1), uses_some(rank)).square().mean().backward()
-        steps = (0, 1)
-        return local, same([p.grad for p in model.parameters()], expected_gradients(2, steps))
-
-    for local, averaged in ranks(gradients, 2):
-        assert all(local)
-        assert all(averaged)
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("world")
+def test_no_sync_accumulates_and_the_next_backward_averages_the_sum(rank):
+    model = ls.DistributedDataParallel(net())
+    with model.no_sync():
+        model(inputs_of(rank, 0), uses_some(rank)).square().mean().backward()
+    assert all(same(gradients_of(model), local_gradients(rank, (0,))))
+    model(inputs_of(rank, 1), uses_some(rank)).square().mean().backward()
+    assert all(same(gradients_of(model), expected_gradients(2, (0, 1))))
 
 
-def test_buckets_are_launched_while_backward_goes_on(ranks):
-    def order():
-        events = []
-        model = ls.DistributedDataParallel(net(), bucket_cap_mb=64 / MIB)
-        # The first backward shows that nothing forbids it.
-        model(inputs_of(dist.get_rank()), True).square().mean().backward()
-        launch_next = model._reducer.launch_next
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("world")
+def test_buckets_are_launched_while_backward_goes_on(rank):
+    events = []
+    model = ls.DistributedDataParallel(net(), bucket_cap_mb=64 / MIB)
+    # The first backward shows that nothing forbids it.
+    model(inputs_of(rank), True).square().mean().backward()
+    launch_next = model._reducer.launch_next
 
-        def noted():
-            events.append("launch")
-            launch_next()
+    def noted():
+        events.append("launch")
+        launch_next()
 
-        model._reducer.launch_next = noted
-        first = model.module.first.weight
-        first.register_hook(lambda gradient: events.append("first layer"))
-        model(inputs_of(dist.get_rank()), True).square().mean().backward()
-        return events
-
-    for events in ranks(order, 2):
-        assert events.index("launch") < events.index("first layer")
+    model._reducer.launch_next = noted
+    first = model.module.first.weight
+    first.register_hook(lambda gradient: events.append("first layer"))
+    model(inputs_of(rank), True).square().mean().backward()
+    assert events.index("launch") < events.index("first layer")
 
 
-def test_it_agrees_with_distributed_data_parallel(ranks):
-    def differences():
-        rank = dist.get_rank()
-        ours, theirs = (
-            ls.DistributedDataParallel(net()),
-            DistributedDataParallel(net(), find_unused_parameters=True),
-        )
-        for model in (ours, theirs):
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            for step in range(4):
-                optimizer.zero_grad()
-                model(inputs_of(rank, step), step % 2 == 0).square().mean().backward()
-                optimizer.step()
-        pairs = zip(ours.module.parameters(), theirs.module.parameters(), strict=True)
-        return max(float((a - b).abs().max()) for a, b in pairs)
-
-    assert max(ranks(differences, 2)) < 1e-6
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("world")
+def test_it_agrees_with_distributed_data_parallel(rank):
+    ours, theirs = (
+        ls.DistributedDataParallel(net()),
+        DistributedDataParallel(net(), find_unused_parameters=True),
+    )
+    for model in (ours, theirs):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(inputs_of(rank, step), step % 2 == 0).square().mean().backward()
+            optimizer.step()
+    for pair in zip(ours.module.parameters(), theirs.module.parameters(), strict=True):
+        torch.testing.assert_close(*pair, rtol=0, atol=1e-6)
 
 
 def test_everybody_begins_with_rank_zeros_parameters_and_buffers(ranks):
@@ -158,52 +148,43 @@ def test_gradients_around_a_compiled_module_are_averaged(ranks):
     assert torch.allclose(torch.tensor(first[0]), (plain[0] + plain[1]) / 2, atol=1e-6)
 
 
-def test_gradients_may_be_kept_by_the_user(ranks):
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("world")
+def test_gradients_may_be_kept_by_the_user(rank):
     """The mean is written into the user's own memory, not into a buffer used again."""
-
-    def keep():
-        rank = dist.get_rank()
-        model = ls.DistributedDataParallel(net())
-        kept = []
-        for step in range(2):
-            model.zero_grad(set_to_none=True)
-            model(inputs_of(rank, step), True).square().mean().backward()
-            kept.append((model.module.last.weight.grad, model.module.last.weight.grad.clone()))
-        return [torch.equal(*pair) for pair in kept]
-
-    assert ranks(keep, 2) == [[True, True]] * 2
+    model = ls.DistributedDataParallel(net())
+    kept = []
+    for step in range(2):
+        model.zero_grad(set_to_none=True)
+        model(inputs_of(rank, step), True).square().mean().backward()
+        kept.append((model.module.last.weight.grad, model.module.last.weight.grad.clone()))
+    for pair in kept:
+        assert_same_bits(*pair)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("forward_between", [True, False])
-def test_a_backward_that_raised_does_not_spoil_the_next(ranks, forward_between):
-    def spoil():
-        rank = dist.get_rank()
-        model = ls.DistributedDataParallel(
-            net(), bucket_cap_mb=64 / MIB, gradient_as_bucket_view=True
-        )
-        model(inputs_of(rank), uses_some(rank)).square().mean().backward()
-        outputs, others = (model(inputs_of(rank), uses_some(rank)) for _ in range(2))
+def test_a_backward_that_raised_does_not_spoil_the_next(rank, forward_between):
+    model = ls.DistributedDataParallel(net(), bucket_cap_mb=64 / MIB, gradient_as_bucket_view=True)
+    model(inputs_of(rank), uses_some(rank)).square().mean().backward()
+    outputs, others = (model(inputs_of(rank), uses_some(rank)) for _ in range(2))
 
-        def fail(gradient):
-            raise KeyError("mine")
+    def fail(gradient):
+        raise KeyError("mine")
 
-        handle = model.module.first.weight.register_hook(fail)
-        model.zero_grad()
-        try:
-            outputs.square().mean().backward()
-        except KeyError:
-            handle.remove()
-        launched = model._reducer.launched
-        dist.barrier()
-        model.zero_grad()
-        if forward_between:
-            others = model(inputs_of(rank), uses_some(rank))
-        others.square().mean().backward()
-        return launched, same([p.grad for p in model.parameters()], expected_gradients(2))
-
-    for launched, rank in ranks(spoil, 2):
-        assert launched > 0
-        assert all(rank)
+    handle = model.module.first.weight.register_hook(fail)
+    model.zero_grad()
+    with pytest.raises(KeyError, match="mine"):
+        outputs.square().mean().backward()
+    handle.remove()
+    assert model._reducer.launched > 0
+    dist.barrier()
+    model.zero_grad()
+    if forward_between:
+        others = model(inputs_of(rank), uses_some(rank))
+    others.square().mean().backward()
+    assert all(same(gradients_of(model), expected_gradients(2)))
 
 
 @pytest.mark.usefixtures("world_of_one")

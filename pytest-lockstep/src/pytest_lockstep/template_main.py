@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ import threading
 from typing import NoReturn
 
 import pytest
+from _pytest._io import TerminalWriter
 
 from lockstep.comm import backend as comm
 from lockstep.launcher.channel import Channel, open_channel, read_memfd
@@ -48,12 +50,16 @@ def main(descriptor: int, launcher: int) -> NoReturn:
         os.dup2(log, number)
     os.close(log)
     options, arguments, sys.argv[:], trains = pickle.loads(read_memfd(order))
+    gc.disable()  # until all is imported: it would traverse a million new objects in vain
     from pytest_lockstep import plugin, rank  # imports torch
 
     for name in (*PRELOADED, *(PRELOADED_FOR_TRAINING if trains else ())):
         importlib.import_module(name)
     config = pytest.Config.fromdictargs(options, arguments)
     config.stash[plugin.IS_TEMPLATE] = True
+    # Up to pytest 8, a comparison that fails asks for it, and there is no terminal plugin here.
+    writer = TerminalWriter(io.StringIO())
+    config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
     config.pluginmanager.register(Server(config, channel, launcher, handler), "lockstep-template")
     config.pluginmanager.register(rank.RankRunner(), "lockstep-rank")
     config.hook.pytest_cmdline_main(config=config)
@@ -125,6 +131,7 @@ class Server:
                 continue
         comm.available()  # loads the backend once, instead of in every rank
         gc.collect()
+        gc.enable()
         gc.freeze()  # ranks neither traverse nor copy what was here before the fork
         self._channel.send({"kind": "ready", "errors": self._errors})
         serve(self._channel, self._launcher, self._sigterm_handler)  # type: ignore[arg-type]
