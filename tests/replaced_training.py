@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import warm
+
 CLI = [sys.executable, "-c", "from lockstep.cli import main; main()", "run"]
 
 SCRIPT = """
@@ -148,7 +150,7 @@ def train(
     (folder / "train.py").write_text(SCRIPT)
     options = ["--min", "1", "--max", str(ranks)] if kills else ["-n", str(ranks)]
     environ = {**os.environ, "KILLS": kills, "FORM": form, "LAYOUT": json.dumps(layout)}
-    with subprocess.Popen(
+    with warm.Popen(
         [*CLI, *options, "train.py"],
         cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.errors import LostError, StoppedError
 from lockstep.launcher import failure_attribution
 from lockstep.launcher.failure_attribution import (
     Outcome,
@@ -12,6 +13,7 @@ from lockstep.launcher.failure_attribution import (
     find_first_failure,
     find_same_failures,
     format_ranks,
+    is_lost_peer,
     is_oom_killed,
     make_rank_error,
 )
@@ -38,6 +40,16 @@ def test_a_lost_connection_is_never_the_cause_of_a_death():
     outcomes = [raised(0, 1.0, LOST), Outcome(1, status=-9, when=2.0), raised(2, 1.5, LOST)]
     assert str(make_rank_error(outcomes)) == "rank 1 was killed by SIGKILL"
     assert make_rank_error(outcomes).status == -9
+
+
+def test_an_error_of_a_backend_or_a_pipeline_may_only_say_that_a_rank_is_gone():
+    died = "recv from rank 1 failed: rank 3 died (process 7 has ended)"
+    assert is_lost_peer(LostError(f"waited for rank 1: {died}"))
+    assert is_lost_peer(StoppedError(f"rank 0 stopped because rank 1: {died}"))
+    assert is_lost_peer(RuntimeError(f"[third_party/gloo/transport/tcp/{LOST[1:]}"))
+    assert not is_lost_peer(StoppedError("rank 0 stopped because rank 1: ValueError: boo"))
+    assert not is_lost_peer(LostError("waited for rank 1: timed out after 60 s"))
+    assert not is_lost_peer(RuntimeError("Broken pipe"))  # of the script's own
 
 
 def test_a_hint_follows_the_signal():

@@ -258,6 +258,20 @@ def test_without_a_state_a_round_begins_again(world_of_one, tmp_path, monkeypatc
         assert run.steps.step.tolist() == list(range(9))
 
 
+def test_a_state_that_cannot_be_written_is_said_and_left(world_of_one, tmp_path, capsys):
+    """The launcher, which is not told that it is written, looks for another one."""
+    (tmp_path / "file").write_text("")
+
+    def lose(at, trainer):
+        if at == "before" and trainer.steps == 1:
+            trainer._run.hand_over(tmp_path / "file")
+
+    train(tmp_path / "run", Member(), lose)
+    said = capsys.readouterr().err
+    assert "the state cannot be handed over" in said
+    assert "File exists" in said or "Not a directory" in said
+
+
 def test_the_variables_of_a_round_come_back_as_they_were():
     origin = RoundOrigin(3, [{"member": 2, "signal": 9}], [4, 5], [0, 1], 1.5, [0], Path("/a"))
     assert set(origin.variables()) == {ROUND, HANDOVER}
