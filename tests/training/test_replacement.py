@@ -30,17 +30,19 @@ def sources(found: Training) -> list[str]:
 
 
 def test_replicas_of_stages_hand_over_what_is_left(tmp_path, undisturbed):
-    """One rank; a rank of each replica, of different stages; one that others have left behind."""
-    found = train(tmp_path / "run", "forward:2:1 forward:5:0,3 stepped:9:2", ranks=4, stages=2)
+    """One before there are stages; one rank; one of each replica; one that has committed."""
+    kills = "forward:0:0 forward:2:1 forward:5:0,3 stepped:9:2"
+    found = train(tmp_path / "run", kills, ranks=4, stages=2)
     require_same(found, undisturbed["one"])
     assert sources(found) == [
-        "step 2, handed over by members 0 and 3",
-        "step 5, handed over by members 5 and 6",
-        "step 10, handed over by members 8 and 9",  # the step was prepared by all
+        "step 0, handed over by members 1 and 2",
+        "step 2, handed over by members 4 and 7",
+        "step 5, handed over by members 9 and 10",
+        "step 10, handed over by members 12 and 13",  # the step was prepared by all
     ]
-    assert [line["step"] for line in found.rounds] == [2, 5, 10]
+    assert [line["step"] for line in found.rounds] == [0, 2, 5, 10]
     lost = [{each["member"] for each in line["lost"]} for line in found.rounds]
-    assert lost == [{1}, {4, 7}, {10}]
+    assert lost == [{0}, {5}, {8, 11}, {14}]
     assert found.rounds[1]["joined"] == [8, 9, 10, 11]
 
 
@@ -61,9 +63,12 @@ def test_shared_parameters_are_handed_over_unless_half_a_step_is_in_them(tmp_pat
 
 
 def test_gloo_waits_for_no_rank_that_does_not_notice(tmp_path, undisturbed):
-    found = train(tmp_path / "run", "forward:5:1", ranks=3, backend="gloo")
+    """The second one dies before it has recorded the step, which the others have committed."""
+    found = train(tmp_path / "run", "forward:5:1 stepped:8:0", ranks=3, backend="gloo")
     require_same(found, undisturbed["one"])
-    assert re.fullmatch(r"step 5, handed over by member [02]", *sources(found))
+    first, second = sources(found)
+    assert re.fullmatch(r"step 5, handed over by member [02]", first)
+    assert re.fullmatch(r"step 9, handed over by member [45]", second)
 
 
 def test_two_trainers_and_a_kill_before_there_are_any(tmp_path, undisturbed):

@@ -71,6 +71,11 @@ class PipelineExecutor:
         return self._linked().side_effects
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the model has been partitioned."""
+        return self._pipeline is not None
+
+    @property
     def is_complete(self) -> bool:
         """Whether every micro-batch of the current step has been computed."""
         return self._running is not None and self._running.step.batch is not None

@@ -107,19 +107,21 @@ class HandOver:
         )
 
     def write(
-        self, folder: Path, common: Mapping[str, Any], part: tuple[int, int], is_now: bool
+        self, folder: Path, common: Mapping[str, Any], part: tuple[int, int] | None, is_now: bool
     ) -> None:
         """Write this rank's part of the state into a folder.
 
         Args:
             folder: The folder, which gets "step-N".
             common: What all ranks have alike, and the log of the script.
-            part: The number of this rank's part, and the number of parts.
+            part: The number of this rank's part, and the number of parts; None for no part.
             is_now: Whether the script is at a safe point; else it has passed the latest one.
 
         Raises:
             FileError: It could not be written.
         """
+        if part is None:
+            return
         state = self._state.local_state()
         if part[0] == 0:
             state |= {

@@ -6,12 +6,13 @@ import os
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
+import orjson
 import torch
 
 from lockstep.errors import UsageError
@@ -23,7 +24,7 @@ from lockstep.record.environment import describe_environment
 from lockstep.record.loggers import Logger
 from lockstep.record.program import describe_data, describe_program
 from lockstep.record.progress import ScriptProgress
-from lockstep.record.recorder import Recorder
+from lockstep.record.recorder import RECORD_FILE, Recorder
 from lockstep.redaction import redact
 from lockstep.training.optimization import Optimization
 from lockstep.training.rank_status import RankStatus
@@ -40,6 +41,10 @@ __all__ = [
 ]
 
 NUMBERS = ("step", "epoch", "timeline")  # lines that hold nothing but numbers
+TAIL_BYTES = 1 << 17  # of the record, in which lines of the dead rank 0 are looked for
+
+IDENTITIES = {"step": "step", "epoch": "epoch", "warning": "message"}
+"""Kinds of lines that a new rank 0 writes if they are missing, and what identifies one."""
 KEPT = ("step", "epoch", "warning")  # lines that another rank writes for a rank 0 that is lost
 BACKLOG = 16  # lines that it keeps
 
@@ -162,6 +167,21 @@ class History:
         """Return the lines that were kept; none are kept from now on."""
         kept, self._backlog = self._backlog, None
         return list(kept or ())
+
+    @property
+    def backlog(self) -> list[tuple[str, dict[str, Any]]]:
+        """The lines that were kept."""
+        return list(self._backlog or ())
+
+    def write_missing(self, lines: Iterable[tuple[str, dict[str, Any]]]) -> None:
+        """Write those of some lines that a rank 0 which is lost did not come to write."""
+        folder = self.find_run_folder()
+        if folder is None:
+            return
+        known = _read_identities(folder / RECORD_FILE)
+        for kind, fields in lines:
+            if _identify(kind, fields) not in known:
+                self.write(kind, **fields)
 
     def find_run_folder(self) -> Path | None:
         """Return the folder in which the run is recorded; None if it is not."""
@@ -395,3 +415,22 @@ def _exact(result: StepResult) -> dict[str, Any]:
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _identify(kind: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
+    return kind, fields.get(IDENTITIES.get(kind, ""))
+
+
+def _read_identities(path: Path) -> set[tuple[str, Any]]:
+    """Return what identifies the last lines of a record."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().splitlines()
+    found = set()
+    for line in lines:
+        try:
+            fields = orjson.loads(line)
+        except ValueError:  # the first one is cut
+            continue
+        found.add(_identify(str(fields.get("kind")), fields))
+    return found

@@ -108,8 +108,7 @@ class ResumableRun:
     @property
     def is_resuming(self) -> bool:
         """Whether the launch of this process continues a training."""
-        has_replaced = self._origin is not None
-        return has_replaced or (self._checkpoints is not None and is_resuming())
+        return self._origin is not None or (self._checkpoints is not None and is_resuming())
 
     def resume(self, place: str | Path | None, layout: Mapping[str, Any]) -> None:
         """Find a checkpoint, load it, and answer the script's calls up to where it was saved.
@@ -189,6 +188,7 @@ class ResumableRun:
             self._record.open_replaced(number)
         if self._parallel.rank == 0:
             say_continued(origin, path, steps, checkpoints is not None)
+            self._history.write_missing((state or {}).get("backlog", ()))
         if membership() is not None:
             self._record.agree_on_folder(self._parallel.group)
         self.has_begun = True
@@ -533,17 +533,15 @@ class ResumableRun:
         local = self._state.local_state()
         if path is None and not is_mirror:
             self._saved = position["steps"], self._log.size
-        steps, number = position["steps"], self._saves
-        checkpoints.save(
-            local, position, steps, number, is_sharded, path, begun, is_mirror=is_mirror
-        )
+        arguments = (local, position, position["steps"], self._saves, is_sharded, path, begun)
+        checkpoints.save(*arguments, is_mirror=is_mirror)
 
     def _describe_position(self) -> dict[str, Any]:
         """Return what all ranks have alike: where training and script are."""
         position = self._state.position_state()
         position |= {"script": self._log.state_dict(position["steps"]), **self._training}
-        position |= {"trainer": self._state.position.attempt.trainer}
-        return position | {"known_samplers": self._samplers.state_dict()}
+        number = self._state.position.attempt.trainer
+        return position | {"trainer": number, "known_samplers": self._samplers.state_dict()}
 
     # --- handing over -------------------------------------------------------------------------
 
@@ -572,7 +570,8 @@ class ResumableRun:
         assert self._hand_over is not None, "only members of an elastic run hand over"
         self.abandon()
         try:
-            self._hand_over.write(folder, self._describe_position(), self._state.part, is_now)
+            common = self._describe_position() | {"backlog": self._history.backlog}
+            self._hand_over.write(folder, common, self._state.part, is_now)
         except (FileError, UsageError) as error:
             say(f"the state cannot be handed over: {error}")
         else:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from weakref import WeakSet
 
-import orjson
 import torch
 
 from lockstep.checkpoint.encoding import decode, encode
@@ -25,7 +23,6 @@ from lockstep.data.loader import Batches
 from lockstep.elastic.membership import Membership, Round
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.step_context import Attempt
-from lockstep.record.recorder import RECORD_FILE
 from lockstep.training.history import History
 from lockstep.training.optimization import Optimization
 from lockstep.training.resumable_run import ResumableRun
@@ -34,11 +31,6 @@ from lockstep.training.step import Executor
 from lockstep.training.whole_model import WholeModelExecutor
 
 __all__ = ["RoundEntry"]
-
-TAIL_BYTES = 1 << 17  # of the record, in which lines of the dead rank 0 are looked for
-
-IDENTITIES = {"step": "step", "epoch": "epoch", "warning": "message"}
-"""Kinds of lines that a new rank 0 writes if they are missing, and what identifies one."""
 
 
 class RoundEntry:
@@ -115,7 +107,7 @@ class RoundEntry:
         position.attempt = Attempt(position.attempt.trainer, position.steps, -1)
         if new.rank == 0 and not was_rank0:
             self._promote()
-            self._write_missing_lines()
+            self._history.write_missing(self._history.take_backlog())
         if new.joined:
             self._share_state(new)
 
@@ -163,31 +155,3 @@ class RoundEntry:
         send_tensors([tensors[name] for name, *_ in shapes], group, 0, receivers)
         if is_new:
             self._run.receive_state(decode(plain, tensors))
-
-    # --- what a dead rank 0 did not write -------------------------------------------------
-
-    def _write_missing_lines(self) -> None:
-        folder = self._history.find_run_folder()
-        known = set() if folder is None else _read_identities(folder / RECORD_FILE)
-        for kind, fields in self._history.take_backlog():
-            if folder is not None and _identify(kind, fields) not in known:
-                self._history.write(kind, **fields)
-
-
-def _identify(kind: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
-    return kind, fields.get(IDENTITIES.get(kind, ""))
-
-
-def _read_identities(path: Path) -> set[tuple[str, Any]]:
-    """Return what identifies the last lines of a record."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = file.read().splitlines()
-    found = set()
-    for line in lines:
-        try:
-            fields = orjson.loads(line)
-        except ValueError:  # the first one is cut
-            continue
-        found.add(_identify(str(fields.get("kind")), fields))
-    return found

@@ -80,10 +80,15 @@ class TrainingState:
         return self._device
 
     @property
-    def part(self) -> tuple[int, int]:
-        """The number of this rank's part of the state, and the number of parts."""
-        parallel = self._parallel
-        return (0, 1) if self.placement is None else (parallel.position, parallel.stages)
+    def part(self) -> tuple[int, int] | None:
+        """The number of this rank's part of the state, and the number of parts.
+
+        None where another rank has all of it, because the model is not partitioned yet.
+        """
+        position, stages = self._parallel.position, self._parallel.stages
+        if self.placement is None:
+            return (0, 1) if position == 0 else None
+        return position, stages
 
     def model_state(self, *, ema: bool = False) -> dict[str, Any]:
         """Return the state dict of the model, or of the averaged weights."""

@@ -81,6 +81,10 @@ class Executor(Protocol):
         """Which stages have which tensors; None while this rank has all of them."""
 
     @property
+    def is_ready(self) -> bool:
+        """Whether steps can be computed: not before a model has been cut into stages."""
+
+    @property
     def is_complete(self) -> bool:
         """Whether every micro-batch of the current step has been computed."""
 
@@ -224,7 +228,8 @@ class OptimizerStep:
         self._restore_buffers()
         for gradients, _ in self.executor.parts():
             gradients.clear()
-        self.executor.side_effects.undo()
+        if self.executor.is_ready:
+            self.executor.side_effects.undo()
 
     def _prepare(self, step: StepContext) -> PreparedStep:
         status = self._status(step)

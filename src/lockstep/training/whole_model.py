@@ -104,6 +104,11 @@ class WholeModelExecutor:
             loop.backward(loss, metrics=metrics, final=True)
 
     @property
+    def is_ready(self) -> bool:
+        """Whether steps can be computed."""
+        return True
+
+    @property
     def is_complete(self) -> bool:
         """Whether every micro-batch of the current step has been computed."""
         return self._loop is not None and self._loop.is_complete
