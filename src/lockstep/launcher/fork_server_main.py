@@ -373,8 +373,10 @@ def main(descriptor: int, launcher: int, modules: Sequence[str]) -> NoReturn:
     """Import what ranks need and serve; in a forked process, run that process to its end."""
     handler = ignore_sigterm()
     ignore_requests()  # the imports take a second
+    gc.disable()  # which would traverse again and again what stays
     for name in modules:
         importlib.import_module(name)
+    gc.enable()
     gc.freeze()  # ranks neither traverse nor copy what was here before the fork
     serve(open_channel(descriptor), launcher, handler)
 
