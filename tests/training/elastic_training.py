@@ -246,14 +246,15 @@ def train(
     assert lines[-1]["kind"] == "end"
     assert lines[-1]["state"] == "done"
     assert lines[-1]["digest"] in output  # also where another rank than the first wrote it
-    return Training(
-        output,
-        set(re.findall(r"DIGEST (.*)", output)),
-        [(line["step"], line["loss_hex"]) for line in lines if line["kind"] == "step"],
-        [line for line in lines if line["kind"] == "round"],
-        [
-            (line["epoch"], line["evaluation"]["loss"])
-            for line in lines
-            if line["kind"] == "epoch" and "evaluation" in line
-        ],
-    )
+    losses: list[tuple[int, str]] = []
+    epochs: list[Any] = []
+    for line in lines:
+        if line["kind"] == "step":
+            losses.append((line["step"], line["loss_hex"]))
+        elif line["kind"] == "epoch":
+            epochs.append((line["epoch"], (line.get("evaluation") or {}).get("loss")))
+        elif line["kind"] == "round":
+            losses = [each for each in losses if each[0] < line["step"]]
+            del epochs[line["epochs"] :]
+    rounds = [line for line in lines if line["kind"] == "round"]
+    return Training(output, set(re.findall(r"DIGEST (.*)", output)), losses, rounds, epochs)

@@ -198,6 +198,11 @@ class History:
             logger.write(kind, **fields)
 
     @property
+    def steps(self) -> int:
+        """How many steps the record has."""
+        return 0 if self.last is None else self.last.step + 1
+
+    @property
     def _has_readers(self) -> bool:
         return bool(self.loggers) or self._backlog is not None
 

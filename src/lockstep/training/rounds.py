@@ -112,11 +112,16 @@ class RoundEntry:
             self._share_state(new)
 
     def continue_round(self, new: Round, undone: float) -> None:
-        """Write the line of the round, which goes on now."""
+        """Write the line of the round, which goes on now.
+
+        It rewinds the record to what this rank has reported: a rank 0 that is lost may have
+        written the step which this one commits and reports next.
+        """
         self._history.write(
             "round",
             round=new.number,
-            step=self._position.steps,
+            step=self._history.steps,
+            epochs=self._history.epochs,
             world_size=new.world_size,
             lost=list(new.lost),
             joined=list(new.joined),
