@@ -336,7 +336,8 @@ class Attrition(threading.Thread):
         survivor = self._ranks.pids.get(0)
         while self._rounds.number < self._wanted:
             number, members = self._rounds.number, self._rounds.members
-            is_whole = len(members) == len(self._ranks.running)
+            has_begun = self._ranks.read_activity(0).number > 0
+            is_whole = has_begun and len(members) == len(self._ranks.running)
             if number % 2 == 0 and is_whole and (pid := self._ranks.pids.get(members[-1])):
                 survivor = survivor or self._ranks.pids[0]
                 if number >= 2:

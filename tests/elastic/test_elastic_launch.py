@@ -7,6 +7,7 @@ import json
 import pytest
 
 from lockstep.commands.run import command
+from lockstep.elastic import rounds
 
 SCRIPT = """
 import os, sys
@@ -33,3 +34,28 @@ def test_a_run_that_stopped_is_resumed_as_elastic_run(tmp_path, monkeypatch, cap
     description = json.loads((tmp_path / "runs" / "mine" / "launch.json").read_text())
     assert (description["nprocs"], description["min_nprocs"]) == (2, 1)
     assert launch("--resume", "mine", "-n", "1") == (0, ["[0] 0 1 1 0 1 False"])
+
+
+DIES_IN_INIT = """
+import os
+import torch.distributed as dist
+import lockstep as ls
+
+if os.environ["LOCKSTEP_MEMBER"] == "2":
+    dist.init_process_group = lambda *_, **__: os.kill(os.getpid(), 9)
+ls.init()
+print(ls.world_size())
+"""
+
+
+def test_a_rank_that_is_killed_while_the_ranks_connect_is_replaced(tmp_path, monkeypatch, capfd):
+    """The others have found it in the store, and would wait for it until the limit of init."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rounds, "REPORT_TIMEOUT", 0.2)
+    (tmp_path / "train.py").write_text(DIES_IN_INIT)
+    with pytest.raises(SystemExit) as exited:
+        command.main(("--min", "1", "--max", "3", "train.py"), standalone_mode=False)
+    printed = capfd.readouterr()
+    assert exited.value.code == 0
+    assert sorted(printed.out.splitlines()) == [f"[{member}] 3" for member in (3, 4, 5)]
+    assert "member 2 was killed by SIGKILL" in printed.err

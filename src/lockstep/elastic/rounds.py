@@ -327,8 +327,16 @@ class Rounds:
                 self._fail(_describe_unexplained(self._done))
         elif any(set(self._ranks.outcomes[each].waiting_for) & self._lost.keys() for each in alive):
             self._restart(choose_world_size(self._wanted, self._stages))
+        elif self._noticed is not None and all(map(self._has_not_begun, alive)):
+            if time.time() - self._noticed >= REPORT_TIMEOUT:
+                self._restart(choose_world_size(self._wanted, self._stages))
         elif self._lost and _has_to_be_replaced([*self._reports.values()]):
             self._replace_silent_members([*self._reports.values()])
+
+    def _has_not_begun(self, member: int) -> bool:
+        """Return whether a member has nothing to report: it may wait for a dead one in init."""
+        is_silent = self._ranks.read_activity(member).number == 0
+        return is_silent and member not in self._reports
 
     def _replace_silent_members(self, reports: Sequence[Report]) -> None:
         """Replace all members without waiting for those that have not reported.
