@@ -327,27 +327,25 @@ def read_process(pid):
 class Attrition(threading.Thread):
     """Kills the youngest member as soon as all are there, and looks at the oldest."""
 
-    def __init__(self, wanted, ranks, rounds):
+    def __init__(self, wanted, size, ranks, rounds, folder):
         super().__init__(daemon=True)
-        self._wanted, self._ranks, self._rounds = wanted, ranks, rounds
+        self._wanted, self._size, self._ranks, self._rounds = wanted, size, ranks, rounds
+        self._record = folder / "record.jsonl"
         self.seen = []
 
     def run(self):
-        survivor = self._ranks.pids.get(0)
+        while not self._record.exists() or self._record.read_bytes().count(b'"kind":"step"') < 5:
+            time.sleep(0.1)
         while self._rounds.number < self._wanted:
             number, members = self._rounds.number, self._rounds.members
-            has_begun = self._ranks.read_activity(0).number > 0
-            is_whole = has_begun and len(members) == len(self._ranks.running)
-            if number % 2 == 0 and is_whole and (pid := self._ranks.pids.get(members[-1])):
-                survivor = survivor or self._ranks.pids[0]
-                if number >= 2:
-                    self.seen.append((number, read_process(survivor)))
-                    print(number, self.seen[-1][1], flush=True)
+            if len(members) == self._size:
+                time.sleep(0.2)  # until the newcomer is under way
+                self.seen.append((number, read_process(self._ranks.pids[0])))
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(self._ranks.pids[members[-1]], signal.SIGKILL)
                 while self._rounds.number == number:
                     time.sleep(0.01)
-            time.sleep(0.2)  # until the trainer is under way
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -358,7 +356,7 @@ def measure_rounds(options):
     started = []
 
     def watch(ranks, rounds, folder):
-        started.append(Attrition(options.rounds, ranks, rounds))
+        started.append(Attrition(options.rounds, options.ranks, ranks, rounds, folder))
         started[0].start()
 
     with tempfile.TemporaryDirectory() as folder:
