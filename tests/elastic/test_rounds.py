@@ -263,6 +263,14 @@ def test_an_exception_ends_the_run(run):
     assert lines.count("[0] leaves") == lines.count("[2] leaves") == 1
 
 
+def test_an_exception_of_a_newcomer_does_not_end_the_run(run):
+    done = run("--max", "2", RANKS="1", KILLS="1:3:prepare", RAISES="2:0:start")
+    assert done.returncode == 0, done.stderr
+    assert "member 2 did not join the others, which go on without it: it raised" in done.stderr
+    assert done.stderr.count("no more are started until you run: lockstep scale") == 1
+    assert "member 3" not in done.stderr
+
+
 def test_newcomers_that_never_join_are_not_started_for_ever(run):
     """Here each dies before it is ready, and the run needs as many ranks as it has begun with."""
     kills = "1:3:prepare " + " ".join(f"{member}:0:start" for member in range(2, 12))

@@ -243,7 +243,9 @@ class Rounds:
     def _notice_end(self, member: int, outcome: Outcome) -> None:
         """Notice that a member has ended, or is about to because it lost another one."""
         if outcome.status is None:
-            if outcome.error is not None and member in self.members:
+            if outcome.error is not None and member in self._newcomers:
+                outcome.is_replaced = True
+            elif outcome.error is not None and member in self.members:
                 # A lost connection is a failure after all if no member turns out to be dead.
                 outcome.is_replaced |= is_consequence(outcome) or self._is_writing(member)
             return
@@ -260,19 +262,18 @@ class Rounds:
             self._lose(member, outcome, 0)
 
     def _notice_end_of_newcomer(self, member: int, outcome: Outcome) -> None:
-        was_started = member in self._ranks.pids
-        if outcome.status == 0 or _was_killed(outcome) or not was_started:
-            is_ready = self._newcomers.pop(member)
-            self._newcomer_deaths += not is_ready
-            how = "ended" if outcome.status == 0 else describe_end(outcome)
-            self._ranks.release(member)
-            if self._newcomer_deaths < MAX_DEATHS:
-                say(f"member {member} {how} before it joined the others")
-            else:
-                say(
-                    f"member {member} {how} before it joined the others, as {MAX_DEATHS - 1} "
-                    f"before it: no more are started until you run: lockstep scale"
-                )
+        """Note the end of a newcomer, also by an exception: the others go on without it."""
+        is_ready, how = self._newcomers.pop(member), describe_end(outcome)
+        has_failed = outcome.status != 0 and not _was_killed(outcome) and member in self._ranks.pids
+        self._newcomer_deaths += MAX_DEATHS if has_failed else not is_ready
+        self._ranks.release(member)
+        what = f"member {member} {how} before it joined the others"
+        if has_failed:
+            what = f"member {member} did not join the others, which go on without it: it {how}"
+        elif self._newcomer_deaths >= MAX_DEATHS:
+            what += f", as {MAX_DEATHS - 1} before it"
+        is_last = self._newcomer_deaths >= MAX_DEATHS
+        say(f"{what}; no more are started until you run: lockstep scale" if is_last else what)
 
     def _lose(self, member: int, outcome: Outcome, number: int) -> None:
         self._lost[member] = number
