@@ -340,10 +340,7 @@ class Rounds:
         return is_silent and member not in self._reports
 
     def _replace_silent_members(self, reports: Sequence[Report]) -> None:
-        """Replace all members without waiting for those that have not reported.
-
-        Whatever they have committed, the others have prepared.
-        """
+        """Wait no longer for others: whatever they have committed, these have prepared."""
         plan = plan_round(reports, wanted=self._wanted)
         waited = time.monotonic() - self._reported
         if isinstance(plan, HandOver) and waited >= REPORT_SETTLE:
