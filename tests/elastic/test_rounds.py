@@ -264,11 +264,27 @@ def test_an_exception_ends_the_run(run):
 
 
 def test_an_exception_of_a_newcomer_does_not_end_the_run(run):
-    done = run("--max", "2", RANKS="1", KILLS="1:3:prepare", RAISES="2:0:start")
-    assert done.returncode == 0, done.stderr
+    """Nor is another newcomer started, until somebody asks for it."""
+
+    def ask(ranks, rounds, folder):
+        form_round = ranks.after_events
+
+        def form_and_ask():
+            error = form_round()
+            if 2 in ranks.outcomes and ranks.outcomes[2].status is not None:
+                assert 3 not in ranks.outcomes
+                ranks.after_events = form_round
+                request_ranks(folder, 2)
+            return error
+
+        ranks.after_events = form_and_ask
+
+    kills = {"KILLS": "1:3:prepare", "RAISES": "2:0:start"}
+    done = run("--max", "2", watch=ask, RANKS="2", **kills)
+    require_success(done, 2)
     assert "member 2 did not join the others, which go on without it: it raised" in done.stderr
     assert done.stderr.count("no more are started until you run: lockstep scale") == 1
-    assert "member 3" not in done.stderr
+    assert "member 3 joined" in done.stderr
 
 
 def test_newcomers_that_never_join_are_not_started_for_ever(run):

@@ -188,6 +188,8 @@ with trainer:
             trainer.save_weights("weights.safetensors")
     assert ls.rank() or ls.world_size() == 1 or counter.count <= STEPS
 digest = [trainer.digest(), trainer.optimizer_digest(), ls.digest(trainer.ema_model.state_dict())]
+links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if os.path.lexists(path)]
+print("STORES", sum("lockstep-store" in link for link in links), flush=True)
 print("DIGEST", *digest, trainer.steps, trainer.scheduler.get_last_lr()[0].hex(), flush=True)
 """
 
@@ -245,6 +247,7 @@ def train(
     lines = [json.loads(line) for line in record.splitlines()]
     assert lines[-1]["kind"] == "end"
     assert lines[-1]["state"] == "done"
+    assert all(int(count) <= 2 for count in re.findall(r"STORES (\d+)", output)), output
     assert lines[-1]["digest"] in output  # also where another rank than the first wrote it
     losses: list[tuple[int, str]] = []
     epochs: list[Any] = []

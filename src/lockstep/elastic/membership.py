@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lockstep.comm.backend import refuse_calls
 from lockstep.comm.collectives import all_gather_bytes
@@ -79,7 +80,7 @@ class Round:
         number: Its number, from 0.
         rank: This process's rank in it.
         world_size: The number of ranks.
-        store: The address of its private store.
+        store: The address of the run's private store.
         operation: The operation that it begins with, or that some members have to commit.
         commit: Whether members that prepared that operation commit it; else they repeat it.
         lost: The members that died, and the signals: [{"member": 2, "signal": 9}].
@@ -194,6 +195,8 @@ class Membership:
         self.round, self.operation, self.newcomers = first_round, 0, 0
         self.hand_over_folder: Path | None = None
         self.has_left = False
+        # All rounds of a process use one store: each open store is a descriptor.
+        self._store: Store | None = None
         self._participants: list[Participant] = []
         self._is_inside, self._is_repeatable, self._has_ended = False, True, False
         self._current: Round | None = None
@@ -447,9 +450,11 @@ class Membership:
                     raise _RoundFailed from None
                 stack.callback(os.close, descriptor)
                 watched.register(descriptor, select.POLLIN)
-            store = attach_store(new.store)
-            if store is None:
+            if self._store is None:
+                self._store = attach_store(new.store)
+            if self._store is None:
                 raise RendezvousError(f"rank {new.rank}: the store of round {new.number} is gone")
+            store = PrefixStore(f"round-{new.number}", self._store)
             store.set(f"here/{new.rank}", "")
             missing = [f"here/{rank}" for rank in range(new.world_size)]
             deadline = time.monotonic() + get_timeout()

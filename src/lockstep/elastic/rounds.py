@@ -382,13 +382,12 @@ class Rounds:
 
     def _continue(self, plan: Continue) -> None:
         """Tell the members their ranks in the next round."""
-        store = self._open_store()
         message = {
             "kind": "round",
             "round": self.number + 1,
             "world_size": len(plan.members),
             "pids": [self._ranks.pids.get(member, 0) for member in plan.members],
-            "store": store,
+            "store": self._environment.store,
             "operation": plan.operation,
             "commit": plan.commit,
             "lost": [{"member": each, "signal": number} for each, number in self._lost.items()],
@@ -415,13 +414,6 @@ class Rounds:
         self._reports.clear()
         self._lost.clear()
         self._noticed = None
-
-    def _open_store(self) -> str:
-        """Create the store of the next round, and close that of the round before."""
-        store = self._ranks.create_store()
-        self._ranks.close_store(self._environment.store)
-        self._environment = replace(self._environment, store=store)
-        return store
 
     def _fail(self, reason: str) -> None:
         self._error = RankError(f"round {self.number}: {reason}")
@@ -554,7 +546,9 @@ class Rounds:
         if self._leaving or self._is_stopping:
             return
         self._replacement = None
-        self._open_store()
+        store = self._ranks.create_store()
+        self._ranks.close_store(self._environment.store)
+        self._environment = replace(self._environment, store=store)
         self._begin_round(())
         self._resumed.clear()
         variables = {RESUME: "1"} if self._folder is not None else {}
