@@ -62,9 +62,13 @@ def pytest_collection_finish() -> None:
             cloudpickle.register_pickle_by_value(sys.modules[name])
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def ranks() -> Callable[..., list[Any]]:
-    """Run `fn(*args)` on `n` ranks that have called `lockstep.init`; values in rank order."""
+    """Run `fn(*args)` on `n` ranks that have called `lockstep.init`; values in rank order.
+
+    `timeout` is what a rank waits for another one; `deadline`, the same unless given, is that of
+    the call. A module's tests share values by a fixture of that scope that calls this one.
+    """
 
     def run(
         fn: Callable[..., Any],
@@ -72,6 +76,7 @@ def ranks() -> Callable[..., list[Any]]:
         *args: Any,
         backend: str | None = None,
         timeout: float = 60.0,
+        deadline: float | None = None,
     ) -> list[Any]:
         def call() -> Any:
             lockstep.init(backend=backend, timeout=timeout)
@@ -81,7 +86,7 @@ def ranks() -> Callable[..., list[Any]]:
                 lockstep.shutdown()
 
         get_fork_server(for_training=True)  # one for all tests
-        return pytest_lockstep.run(call, ranks=n, timeout=timeout, init=False)
+        return pytest_lockstep.run(call, ranks=n, timeout=deadline or timeout, init=False)
 
     return run
 

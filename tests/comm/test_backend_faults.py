@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-import lockstep as ls
 from lockstep.comm import backend
 from lockstep.errors import RankError
 
@@ -92,7 +91,6 @@ def test_a_dead_rank_is_named_by_all_within_a_second(ranks, operation, tmp_path,
 
 
 def late() -> str:
-    ls.init(backend="lockstep", timeout=1.0)
     dist.barrier()
     if dist.get_rank() == 1:
         released = dist.distributed_c10d._get_default_store()
@@ -107,8 +105,8 @@ def busy_in_this_function(store) -> None:
     store.wait(["told"], timedelta(seconds=30))
 
 
-def test_a_rank_that_does_not_come_is_named_with_its_place():
-    waited, came = ls.launch(late, nprocs=2, timeout=60.0)
+def test_a_rank_that_does_not_come_is_named_with_its_place(ranks):
+    waited, came = ranks(late, 2, timeout=1.0, deadline=60.0, **on_lockstep)
     seconds, _, told = waited.partition(" ")
     assert 1 <= float(seconds) < 4
     assert "all_reduce #2 on group default failed: rank 0 timed out after 1." in told

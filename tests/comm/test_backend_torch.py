@@ -5,7 +5,6 @@ All programs run in one launch of ranks for each backend; a test looks at one of
 
 from __future__ import annotations
 
-import functools
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -17,10 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import lockstep as ls
 from lockstep.comm import backend
 from lockstep.comm.shared_memory import is_shared
-from lockstep.launcher.fork_server import get_fork_server
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 
@@ -34,23 +31,22 @@ def program(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
-def run_all(programs: dict[str, Callable[[], Any]], name: str) -> dict[str, Any]:
-    ls.init(backend=name, timeout=20.0)
+def run_all(programs: dict[str, Callable[[], Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for title, function in programs.items():
         try:
             found[title] = function()
         except Exception:
             found[title] = traceback.format_exc()
-    ls.shutdown()
     return found
 
 
-@functools.cache
-def results(name: str) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def results(ranks):
     """Run every program on each rank, once for each backend."""
-    get_fork_server(for_training=True)
-    return ls.launch(run_all, (PROGRAMS, name), nprocs=RANKS, timeout=100.0)
+    deadlines = {"timeout": 20.0, "deadline": 100.0}
+    names = ("lockstep", "gloo")
+    return {name: ranks(run_all, RANKS, PROGRAMS, backend=name, **deadlines) for name in names}
 
 
 def model() -> nn.Module:
@@ -348,9 +344,9 @@ def same(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("title", PROGRAMS)
-def test_it_computes_on_lockstep_what_it_computes_on_gloo(title):
+def test_it_computes_on_lockstep_what_it_computes_on_gloo(results, title):
     for rank in range(RANKS):
-        ours, theirs = results("lockstep")[rank][title], results("gloo")[rank][title]
+        ours, theirs = results["lockstep"][rank][title], results["gloo"][rank][title]
         assert not isinstance(theirs, str), theirs
         assert not isinstance(ours, str), ours
         same(ours, theirs)

@@ -19,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 import lockstep as ls
+import pytest_lockstep
 from contract import (
     aliases,
     forms,
@@ -121,7 +122,9 @@ def found(backend: str, n: int) -> list[dict[str, Any]] | str:
     get_fork_server(for_training=True)  # functional collectives import torch's compiler
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return ls.launch(run_all, (backend, folder), n, timeout=LAUNCH)
+            return pytest_lockstep.run(
+                run_all, backend, folder, ranks=n, timeout=LAUNCH, init=False
+            )
         except LockstepError as error:
             running = [f"{path.name}: {path.read_text()}" for path in Path(folder).iterdir()]
             return f"{error}; the cases that ran: {sorted(running)}"
@@ -185,12 +188,8 @@ def test_every_rank_has_the_same_bits(exact_backend: str, n: int) -> None:
     assert len({rank["digest"] for rank in ranks}) == 1
 
 
-def test_every_run_has_the_same_bits(exact_backend: str) -> None:
+def test_every_run_has_the_same_bits(ranks: Any, exact_backend: str) -> None:
     first = found(exact_backend, 3)
     assert not isinstance(first, str), first
-
-    def again() -> str:
-        ls.init(backend=exact_backend, timeout=PATIENCE)
-        return rounding.digest()
-
-    assert ls.launch(again, nprocs=3, timeout=LAUNCH) == [rank["digest"] for rank in first]
+    again = ranks(rounding.digest, 3, backend=exact_backend, timeout=PATIENCE, deadline=LAUNCH)
+    assert again == [rank["digest"] for rank in first]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import traceback
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch.distributed as dist
 import lockstep as ls
 from averaging import expected_gradients, inputs_of, net, same, uses_some
 from lockstep.errors import RankError, UsageError
-from lockstep.launcher.fork_server import get_fork_server
 
 RANKS = 2
 
@@ -82,27 +80,25 @@ def train(name: str, view: bool) -> list[Any]:
 
 
 def train_all() -> dict[str, Any]:
-    ls.init(timeout=20.0)
     found: dict[str, Any] = {}
     for name in NAMES:
         try:
             found[name] = [train(name, view=number % 2 == 1) for number in range(2)]
         except Exception:
             found[name] = traceback.format_exc()
-    ls.shutdown()
     return found
 
 
-@functools.cache
-def results() -> list[dict[str, Any]]:
-    get_fork_server(for_training=True)
-    return ls.launch(train_all, nprocs=RANKS, timeout=110.0)
+@pytest.fixture(scope="module")
+def results(ranks):
+    """Return what every rank found with each hook."""
+    return ranks(train_all, RANKS, timeout=20.0, deadline=110.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_hook_gives_the_same_bits_on_all_ranks_and_run_to_run(name):
+def test_a_hook_gives_the_same_bits_on_all_ranks_and_run_to_run(results, name):
     runs = []
-    for found in results():
+    for found in results:
         assert not isinstance(found[name], str), found[name]
         runs += [digest for _, digest in found[name]]
     assert len(set(runs)) == 1
@@ -112,17 +108,17 @@ def test_a_hook_gives_the_same_bits_on_all_ranks_and_run_to_run(name):
     ("name", "tolerance"),
     [("allreduce", 1e-6), ("fp16", 2e-3), ("bf16", 1e-2), ("fp16 around it", 2e-3)],
 )
-def test_a_hook_that_only_rounds_gives_the_mean(name, tolerance):
+def test_a_hook_that_only_rounds_gives_the_mean(results, name, tolerance):
     """And a parameter that nobody used keeps no gradient."""
-    (first, _), _ = results()[0][name]
+    (first, _), _ = results[0][name]
     for gradient, mean in zip(first, expected_gradients(RANKS), strict=True):
         assert (gradient is None) == (mean is None)
         if mean is not None:
             torch.testing.assert_close(gradient, mean, rtol=tolerance, atol=tolerance)
 
 
-def test_top_k_sends_the_largest_entries():
-    (first, _), _ = results()[0]["top-k"]
+def test_top_k_sends_the_largest_entries(results):
+    (first, _), _ = results[0]["top-k"]
     mean = expected_gradients(RANKS)[-1]
     sent = first[-1] != 0
     assert 0 < sent.sum() <= mean.numel()

@@ -21,7 +21,6 @@ import lockstep as ls
 from averaging import inputs_of, net, same, tree_mean, uses_some
 from lockstep.comm.shared_memory import is_shared
 from lockstep.errors import GradientError
-from lockstep.launcher.fork_server import get_fork_server
 
 RANKS = 3
 MIB = 1 << 20
@@ -36,30 +35,32 @@ def program(function: Callable[[int], Any]) -> Callable[[int], Any]:
     return function
 
 
-def run_all(programs: dict[str, Callable[[int], Any]], backend: str | None) -> dict[str, Any]:
-    ls.init(backend=backend, timeout=20.0)
+def run_all(programs: dict[str, Callable[[int], Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for title, function in programs.items():
         try:
             found[title] = function(dist.get_rank())
         except Exception:
             found[title] = traceback.format_exc()
-    ls.shutdown()
     return found
 
 
-@functools.cache
-def results(backend: str | None) -> list[dict[str, Any]]:
-    get_fork_server(for_training=True)
-    chosen = {name: PROGRAMS[name] for name in ON_GLOO} if backend else PROGRAMS
-    return ls.launch(run_all, (chosen, backend), nprocs=RANKS, timeout=110.0)
+@pytest.fixture(scope="module")
+def of_each_rank(ranks):
+    """Return the values of a program on each rank; all run when the first is asked for."""
 
+    @functools.cache
+    def results(backend: str | None) -> list[dict[str, Any]]:
+        chosen = {name: PROGRAMS[name] for name in ON_GLOO} if backend else PROGRAMS
+        return ranks(run_all, RANKS, chosen, backend=backend, timeout=20.0, deadline=110.0)
 
-def of_each_rank(title: str, backend: str | None = None) -> list[Any]:
-    values = [found[title] for found in results(backend)]
-    for value in values:
-        assert not isinstance(value, str), value
-    return values
+    def values_of(title: str, backend: str | None = None) -> list[Any]:
+        values = [found[title] for found in results(backend)]
+        for value in values:
+            assert not isinstance(value, str), value
+        return values
+
+    return values_of
 
 
 def expected(
@@ -346,20 +347,20 @@ def sparse_gradients(rank: int) -> list[bool]:
     "title",
     [name for name in PROGRAMS if name not in ("scaled_losses", "beside_a_sharded_optimizer")],
 )
-def test_gradients_are_what_the_arithmetic_says(title):
+def test_gradients_are_what_the_arithmetic_says(of_each_rank, title):
     for facts in of_each_rank(title):
         assert facts
         assert all(facts), facts
 
 
 @pytest.mark.parametrize("title", ON_GLOO)
-def test_gradients_are_the_same_on_gloo(title):
+def test_gradients_are_the_same_on_gloo(of_each_rank, title):
     for facts in of_each_rank(title, "gloo"):
         assert facts
         assert all(facts), facts
 
 
-def test_a_rank_that_overflows_makes_all_skip_the_step():
+def test_a_rank_that_overflows_makes_all_skip_the_step(of_each_rank):
     first, second, third = of_each_rank("scaled_losses")
     assert first == second == third
     (before, scale), (skipped, half), (after, _) = first
@@ -367,6 +368,6 @@ def test_a_rank_that_overflows_makes_all_skip_the_step():
     assert half == scale / 2
 
 
-def test_a_sharded_optimizer_gives_the_same_bits():
+def test_a_sharded_optimizer_gives_the_same_bits(of_each_rank):
     for whole, sharded in of_each_rank("beside_a_sharded_optimizer"):
         assert whole == sharded

@@ -9,6 +9,7 @@ What a case saves on its way into another layout lies in a folder of its own.
 
 from __future__ import annotations
 
+import os
 import traceback
 import warnings
 from collections import Counter
@@ -16,11 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 import lockstep as ls
+import pytest_lockstep
 from grammar import Case, case, plain, training
 from grammar.layouts import widths
 from grammar.outcome import Outcome
@@ -30,6 +32,8 @@ from lockstep.launcher.fork_server import get_fork_server
 DEADLINE = 60.0  # seconds that a rank waits for another one
 CASES_A_WORLD = 40
 PROCESSES = 2  # that compute the references
+
+T = TypeVar("T")
 
 Job = tuple[int, int]
 """A seed and the number of a leg."""
@@ -81,11 +85,12 @@ def compare(seeds: Iterable[int]) -> Tally:
 # --- on the ranks ---------------------------------------------------------------------------------
 
 
-def plain_outcomes(rank: int, seeds: Sequence[int], processes: int) -> dict[int, Result]:
+def plain_outcomes(seeds: Sequence[int], processes: int) -> dict[int, Result]:
     """Return the reference's outcomes of this process's part of the cases."""
     plain.prepare()
     warnings.simplefilter("ignore")
-    return {seed: _caught(plain.outcome_of, case(seed)) for seed in seeds[rank::processes]}
+    own = seeds[int(os.environ["RANK"]) :: processes]
+    return {seed: _caught(plain.outcome_of, case(seed)) for seed in own}
 
 
 def outcomes(jobs: Sequence[Job], backend: str, folder: Path) -> list[Result]:
@@ -151,7 +156,7 @@ class _Comparison:
     def run(self) -> Tally:
         """Run every leg of every case; return the tally."""
         trained = [seed for seed in self.cases if not self.expected[seed, 0]]
-        for part in ls.launch(plain_outcomes, (trained, PROCESSES), PROCESSES, pass_rank=True):
+        for part in called(plain_outcomes, PROCESSES, trained, PROCESSES):
             self.references |= part
         jobs = [(seed, 0) for seed in self.cases]
         with TemporaryDirectory() as folder:
@@ -225,10 +230,16 @@ class _Comparison:
         return []
 
 
+def called(function: Callable[..., T], world: int, *arguments: Any) -> list[T]:
+    """Return what each rank's call returns; the ranks join no group by themselves."""
+    how: Any = {"ranks": world, "timeout": 20 * DEADLINE, "init": False}
+    return pytest_lockstep.run(function, *arguments, **how)
+
+
 def launched(jobs: list[Job], world: int, backend: str, folder: Path) -> list[tuple[Result, ...]]:
     """Run legs in a world; return for each the ranks' results, up to the first that failed."""
     try:
-        found = ls.launch(outcomes, (jobs, backend, folder), world, timeout=20 * DEADLINE)
+        found = called(outcomes, world, jobs, backend, folder)
     except ls.LockstepError as error:  # a rank died: which leg it was is seen one by one
         if len(jobs) == 1:
             return [(f"{type(error).__name__}: {error}",)]

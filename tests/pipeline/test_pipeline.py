@@ -293,13 +293,8 @@ def test_what_crosses_a_boundary_changes_no_bit(ranks, alone, n, stages):
 
 
 @pytest.fixture(scope="module")
-def alone():
-    def run():
-        ls.init()
-        return trained(1, (None,))
-
-    (found,) = ls.launch(run, nprocs=1)
-    return found
+def alone(ranks):
+    return ranks(trained, 1, 1, (None,))[0]
 
 
 @pytest.mark.parametrize(("n", "schedule"), [(1, None), (2, "zero-bubble")])

@@ -13,6 +13,7 @@ from torch import nn
 
 import lockstep as ls
 import models
+import pytest_lockstep
 import reference
 
 SIZES = [19, 16, 3, 19, 1]
@@ -77,7 +78,7 @@ def lockstep_digests(cases=tuple(models.CASES), **layout):
 
 @pytest.fixture(scope="module")
 def plain():
-    (found,) = ls.launch(plain_digests, nprocs=1)
+    (found,) = pytest_lockstep.run(plain_digests, ranks=1, init=False)
     return found
 
 

@@ -87,9 +87,8 @@ def train_all(layouts: list[dict[str, Any]]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def alone():
-    (found,) = ls.launch(lambda: (ls.init(), train_all([{}]))[1], nprocs=1)
-    return found
+def alone(ranks):
+    return ranks(train_all, 1, [{}])[0]
 
 
 def test_a_training_alone_skips_steps_and_doubles_the_scale(alone):

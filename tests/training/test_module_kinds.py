@@ -137,9 +137,8 @@ def train_all(layouts: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def alone():
-    (found,) = ls.launch(lambda: (ls.init(), train_all([{}]))[1], nprocs=1)
-    return found
+def alone(ranks):
+    return ranks(train_all, 1, [{}])[0]
 
 
 @pytest.mark.parametrize(("n", "layouts"), [(2, [{}, STAGES, SHARED]), (3, [{}])])

@@ -115,14 +115,8 @@ def outcomes(shared):
 
 
 @pytest.fixture(scope="module")
-def plain():
-    (found,) = ls.launch(_alone, nprocs=1)
-    return found
-
-
-def _alone():
-    ls.init()
-    return outcomes(False)
+def plain(ranks):
+    return ranks(outcomes, 1, False, timeout=110)[0]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -411,7 +405,6 @@ def test_parameters_are_those_before_or_after_the_step(ranks, tmp_path, digests,
 
 def stopped_at(point, folder):
     """Stop rank 1 at `point` until the others have given it up and noted what they have."""
-    ls.init(timeout=3.0)
 
     def stop():
         script = 'until [ -e 0 ] && [ -e 2 ]; do sleep 0.05; done; kill -CONT "$0"'
@@ -422,8 +415,8 @@ def stopped_at(point, folder):
 
 
 @pytest.mark.parametrize("point", ["piece 1", "prepared"])
-def test_a_rank_that_stops_and_goes_on_has_what_the_others_have(tmp_path, digests, point):
-    ls.launch(partial(stopped_at, point, tmp_path), nprocs=3, timeout=60)
+def test_a_rank_that_stops_and_goes_on_has_what_the_others_have(ranks, tmp_path, digests, point):
+    ranks(stopped_at, 3, point, tmp_path, timeout=3.0, deadline=60.0)
     for rank in "012":
         digest, state, told = (tmp_path / rank).read_text().split(" ", 2)
         assert digest == digests[POINTS[point]], (rank, told)
@@ -432,11 +425,10 @@ def test_a_rank_that_stops_and_goes_on_has_what_the_others_have(tmp_path, digest
 
 
 @pytest.fixture(scope="module")
-def digests():
+def digests(ranks):
     """Return the digests before and after the second step, of a rank that is alone."""
 
     def alone():
-        ls.init()
         trainer = trainer_of(False, max_grad_norm=0.1, model=small(1300))
         found = {}
         for when in ("before", "after"):
@@ -445,4 +437,4 @@ def digests():
             found[when, "optimizer"] = trainer.optimizer_digest()
         return found
 
-    return ls.launch(alone, nprocs=1)[0]
+    return ranks(alone, 1)[0]

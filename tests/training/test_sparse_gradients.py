@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
+import pytest_lockstep
 import reference
 from lockstep.errors import UsageError
 
@@ -111,7 +112,7 @@ def trained(names=tuple(TRAININGS), **layout):
 
 @pytest.fixture(scope="module")
 def expected():
-    (found,) = ls.launch(plain, nprocs=1)
+    (found,) = pytest_lockstep.run(plain, ranks=1, init=False)
     return found
 
 

@@ -62,18 +62,10 @@ def recorded(folder):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(ranks, tmp_path_factory):
     """Return the record of a run on two ranks."""
     folder = tmp_path_factory.mktemp("trace") / "run"
-
-    def rank():
-        ls.init(timeout=60.0)
-        try:
-            recorded(folder)
-        finally:
-            ls.shutdown()
-
-    ls.launch(rank, nprocs=2, timeout=60.0)
+    ranks(recorded, 2, folder)
     return read_run(folder)
 
 
