@@ -1,5 +1,6 @@
 """The trace of steps: what a run with stages records, and how spans become rows."""
 
+import time
 from functools import partial
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.model.step_context import Span
+from lockstep.pipeline.schedule_executor import ScheduleExecutor
 from lockstep.pipeline.schedules import Action, one_f_one_b
 from lockstep.pipeline.simulation import simulate_recording
 from lockstep.record.reader import read_run
@@ -48,7 +50,16 @@ def test_a_step_that_is_not_traced_has_no_line():
 
 
 def recorded(folder):
-    """Train 12 steps on two stages, and record them."""
+    """Train 12 steps on two stages, and record them; no rank gets a core just before it waits."""
+    receive = ScheduleExecutor._receive
+
+    def receive_late(*arguments):
+        begun = time.perf_counter()
+        while time.perf_counter() < begun + 0.003:
+            pass
+        return receive(*arguments)
+
+    ScheduleExecutor._receive = receive_late
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     optimizer = partial(torch.optim.SGD, lr=0.1)

@@ -43,6 +43,7 @@ class ScheduleExecutor:
         self._microbatches_here: list[Microbatch] = []
         self._missing: dict[int, list[int]] = {}
         self._current: tuple[Stage, int] | None = None
+        self._begun = 0.0
         self._waited, self._source, self._bytes = 0.0, -1, 0
 
     @contextmanager
@@ -124,7 +125,7 @@ class ScheduleExecutor:
         microbatch = self._microbatches_here[action.microbatch]
         self._current = stage, microbatch.index
         self._waited, self._source, self._bytes = 0.0, -1, 0
-        begun = time.perf_counter()
+        self._begun = time.perf_counter()
         if action.kind == "forward":
             self._forward(stage, microbatch, action.microbatch)
         else:
@@ -136,7 +137,7 @@ class ScheduleExecutor:
         if self.step.is_traced:
             self.step.spans.append(
                 Span(
-                    action.kind, stage.number, microbatch.index, begun, time.perf_counter(),
+                    action.kind, stage.number, microbatch.index, self._begun, time.perf_counter(),
                     self._waited, self._source, self._bytes,
                 )
             )  # fmt: skip
@@ -234,8 +235,11 @@ class ScheduleExecutor:
         try:
             return receiver.receive(self.step.attempt.number, leaf, more)
         finally:
-            waited = time.perf_counter() - begun
+            ended = time.perf_counter()
+            waited = ended - begun
             self._waited += waited
+            # A span begins with its last message, even if this rank got no core before it waited.
+            self._begun = ended - self._waited
             self.step.idle += waited
             self._source = receiver.peer
             self._bytes += receiver.received_bytes - before
