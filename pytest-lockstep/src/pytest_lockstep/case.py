@@ -272,7 +272,7 @@ def _conclude(result: CaseResult) -> None:
         outcomes = {"exit"}
     if len(outcomes) > 1:
         states = ", ".join(
-            f"rank {rank} {summarize(each)}" for rank, each in result.results.items()
+            f"rank {rank} {summarize(each)}" for rank, each in sorted(result.results.items())
         )
         result.failure = Failure(f"the ranks ended differently: {states}; skip on every rank")
         return
