@@ -263,6 +263,12 @@ def test_an_exception_ends_the_run(run):
     assert lines.count("[0] leaves") == lines.count("[2] leaves") == 1
 
 
+def test_a_round_that_ends_though_nobody_has_died_is_formed_again(run):
+    done = run("--max", "2", RANKS="2", LOSES="1:4:barrier")
+    require_success(done, 2)
+    assert said(done) == ["round 1: 2 ranks"]
+
+
 def test_an_exception_of_a_newcomer_does_not_end_the_run(run):
     """Nor is another newcomer started, until somebody asks for it."""
 

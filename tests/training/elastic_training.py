@@ -28,7 +28,9 @@ import torch
 from torch import nn
 import lockstep as ls
 from lockstep.comm import collectives
+from lockstep.elastic import membership as membership_module
 from lockstep.elastic.membership import Membership, membership
+from lockstep.launcher import world as world_module
 from lockstep.model.buffers import Buffers
 from lockstep.record.recorder import Recorder
 from lockstep.training.rounds import RoundEntry
@@ -95,6 +97,8 @@ patch(Membership, "pass_barrier", "prepared", "passed")
 patch(Recorder, "write", "record")
 patch(Buffers, "merge", "merge", "merged")
 patch(RoundEntry, "_share_state", "sharing", "shared")
+patch(membership_module, "rejoin", "joining")
+world_module.JOIN_TIMEOUT = 600.0
 
 
 class Samples(torch.utils.data.Dataset):

@@ -31,9 +31,10 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -466,7 +467,45 @@ class Membership:
                         f"rank {new.rank}: rank {missing[0].partition('/')[2]} did not come to "
                         f"round {new.number} within {get_timeout():g} s"
                     )
-            rejoin(store, new.rank, new.world_size)
+            # torch puts the second part in front of a backend's keys.
+            keys = PrefixStore(f"round-{new.number}/0//cpu/", self._store)
+            with _giving_up_on_death(watched, keys):
+                rejoin(store, new.rank, new.world_size)
+
+
+@contextmanager
+def _giving_up_on_death(watched: select.poll, keys: Store) -> Iterator[None]:
+    """End the creation of a group in the body when a member dies: its waits do not notice that.
+
+    Args:
+        watched: The descriptors of the members.
+        keys: Where ranks tell each other that they could not create the group.
+
+    Raises:
+        _RoundFailed: A member died.
+    """
+    has_died, wake = threading.Event(), os.eventfd(0)
+    watched.register(wake, select.POLLIN)
+
+    def watch() -> None:
+        if all(descriptor == wake for descriptor, _ in watched.poll()):
+            return
+        has_died.set()
+        keys.set("lockstep/refused/0", "a member of the round has died")
+        keys.set("lockstep/address/0", "")
+
+    thread = threading.Thread(target=watch, name="lockstep-round", daemon=True)
+    thread.start()
+    try:
+        yield
+    except RendezvousError:
+        if has_died.is_set():
+            raise _RoundFailed from None
+        raise
+    finally:
+        os.eventfd_write(wake, 1)
+        thread.join()
+        os.close(wake)
 
 
 _membership: Membership | None = None

@@ -138,6 +138,7 @@ class Rounds:
         self._handover: Handover | None = None
         self._handed_over: Path | None = None
         self._writers: list[int] = []  # of what was handed over
+        self._unexplained = 0  # rounds that ended although nobody had died
         self._restarts, self._saved = 0, self._list_states()
         self._resumed: set[int] = set()
         self._error: RankError | None = None
@@ -322,10 +323,14 @@ class Rounds:
             self._follow_last_member()
         elif alive and all(member in self._reports for member in alive):
             is_admission = all(report.is_admission for report in self._reports.values())
-            if self._lost or is_admission:
+            is_late = time.monotonic() - self._reported >= SETTLE
+            if is_late and not (self._lost or is_admission):
+                self._unexplained += 1
+                if self._done or self._unexplained == MAX_DEATHS:
+                    self._fail(_describe_unexplained(self._done))
+                    return
+            if self._lost or is_admission or is_late:  # a busy machine may connect too late
                 self._plan([self._reports[member] for member in alive])
-            elif time.monotonic() - self._reported >= SETTLE:
-                self._fail(_describe_unexplained(self._done))
         elif any(set(self._ranks.outcomes[each].waiting_for) & self._lost.keys() for each in alive):
             self._restart(choose_world_size(self._wanted, self._stages))
         elif self._noticed is not None and all(map(self._has_not_begun, alive)):
