@@ -13,6 +13,7 @@ from lockstep.formatting import (
     format_loss,
     format_metric,
     format_number,
+    format_numbered,
     format_size,
     parse_size,
     parse_sizes,
@@ -104,3 +105,11 @@ def test_invalid_size_range_raises(begin, end, factor):
 def test_a_label_can_be_read_back(power, unit):
     size = parse_size(f"{1 << power}{unit}")
     assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([2], "rank 2"), ([0, 2], "ranks 0 and 2"), ([0, 1, 2], "ranks 0, 1 and 2")],
+)
+def test_numbered_things(numbers, text):
+    assert format_numbered("rank", numbers) == text

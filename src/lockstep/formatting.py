@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from lockstep.errors import UsageError
 
@@ -15,6 +16,7 @@ __all__ = [
     "format_metric",
     "format_metric_value",
     "format_number",
+    "format_numbered",
     "format_percent",
     "format_quantity",
     "format_size",
@@ -69,6 +71,13 @@ def format_count(count: float) -> str:
 def format_quantity(count: float, thing: str, plural: str = "s") -> str:
     """Format a number of things: "1 stage", "8 micro-batches" (with `plural="es"`)."""
     return f"{format_count(count)} {thing}{'' if count == 1 else plural}"
+
+
+def format_numbered(thing: str, numbers: Sequence[int]) -> str:
+    """Format numbered things: "rank 2", "ranks 0 and 2", "ranks 0, 1 and 2"."""
+    if len(numbers) == 1:
+        return f"{thing} {numbers[0]}"
+    return f"{thing}s {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def format_percent(ratio: float) -> str:

@@ -10,6 +10,7 @@ import click
 
 from lockstep.elastic.scale_request import request_ranks
 from lockstep.errors import FileError, UsageError
+from lockstep.formatting import format_quantity
 from lockstep.launcher.run_folder import RUNS, find_run, read_description
 from lockstep.messages import say
 
@@ -45,7 +46,7 @@ def command(run: str, ranks: int, parent: str) -> None:
             request.unlink(missing_ok=True)
             raise UsageError(f"{folder} is not running: no launcher has answered in {TIMEOUT:g} s")
         time.sleep(POLL)
-    say(f"{folder} gets {ranks} rank{'' if ranks == 1 else 's'} at its next safe point")
+    say(f"{folder} gets {format_quantity(ranks, 'rank')} at its next safe point")
     sys.exit(0)
 
 
@@ -62,6 +63,6 @@ def _check(folder: Path, ranks: int) -> None:
         )
     if ranks < found.min_nprocs:
         raise UsageError(
-            f"{folder} cannot go on with {ranks} rank{'' if ranks == 1 else 's'}: it was started "
+            f"{folder} cannot go on with {format_quantity(ranks, 'rank')}: it was started "
             f"with --min {found.min_nprocs}"
         )

@@ -58,7 +58,15 @@ from lockstep.launcher.rank_process import (
 )
 from lockstep.launcher.world import get_timeout, leave_round, rejoin
 
-__all__ = ["HandOver", "Membership", "Participant", "Round", "exchange", "membership", "operate"]
+__all__ = [
+    "HandOverOrder",
+    "Membership",
+    "Participant",
+    "Round",
+    "exchange",
+    "membership",
+    "operate",
+]
 
 REFUSAL = (
     "an elastic run cannot repeat a script's own communication where a rank is lost: leave it to "
@@ -122,7 +130,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class HandOver:
+class HandOverOrder:
     """The order to write the state for a process that replaces this one.
 
     Attributes:
@@ -136,7 +144,7 @@ class HandOver:
     folder: Path
 
 
-Decision = Round | HandOver
+Decision = Round | HandOverOrder
 
 
 class Participant(Protocol):
@@ -426,13 +434,11 @@ class Membership:
                     return Round.from_message(message)
                 case "newcomers":
                     self.newcomers = int(message["count"])
-                case "wait":
-                    timeout = None
                 case "leave":
                     self.leave()
                 case "hand_over":
                     folder = Path(message["folder"])
-                    return HandOver(message["operation"], message["commit"], folder)
+                    return HandOverOrder(message["operation"], message["commit"], folder)
 
     def _join_group(self, new: Round) -> None:
         """Join the group of a round, once all of its members have come.

@@ -20,14 +20,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
 
-__all__ = ["RoundOrigin", "StateFolder", "find_mirror", "find_round_origin", "format_members"]
+__all__ = ["RoundOrigin", "StateFolder", "find_mirror", "find_round_origin"]
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -114,10 +114,3 @@ class StateFolder:
     def remove(self) -> None:
         """Remove the folder with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
-
-
-def format_members(members: Sequence[int]) -> str:
-    """Return "member 2", "members 0 and 2", "members 0, 1 and 2"."""
-    if len(members) == 1:
-        return f"member {members[0]}"
-    return f"members {', '.join(map(str, members[:-1]))} and {members[-1]}"

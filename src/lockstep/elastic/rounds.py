@@ -34,11 +34,12 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from lockstep.elastic.round_origin import RoundOrigin, StateFolder, format_members
+from lockstep.elastic.round_origin import RoundOrigin, StateFolder
 from lockstep.elastic.round_plan import (
     Continue,
     HandOver,
@@ -49,6 +50,7 @@ from lockstep.elastic.round_plan import (
 )
 from lockstep.elastic.scale_request import take_request
 from lockstep.errors import RankError, UsageError
+from lockstep.formatting import format_numbered, format_quantity
 from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER, RankEnvironment
 from lockstep.launcher.failure_attribution import Outcome, describe_end, is_consequence
@@ -75,7 +77,7 @@ StartMember = Callable[[int, int, dict[str, str]], None]
 
 
 @dataclass
-class Handover:
+class RunningHandOver:
     """The state that members write for the processes that will replace them.
 
     Attributes:
@@ -135,7 +137,7 @@ class Rounds:
         self._states = StateFolder()
         ranks.remove_at_end(str(self._states.path))
         self._replacement: RoundOrigin | None = None  # of the next round, once all have exited
-        self._handover: Handover | None = None
+        self._handover: RunningHandOver | None = None
         self._handed_over: Path | None = None
         self._writers: list[int] = []  # of what was handed over
         self._unexplained = 0  # rounds that ended although nobody had died
@@ -313,7 +315,7 @@ class Rounds:
             say(f"lockstep scale: {error}")
             return
         self._wanted, self._newcomer_deaths = max(wanted, self._at_least), 0
-        say(f"the run gets {_count(self._wanted)} at its next safe point")
+        say(f"the run gets {format_quantity(self._wanted, 'rank')} at its next safe point")
 
     # --- the next round -----------------------------------------------------------------------
 
@@ -332,10 +334,10 @@ class Rounds:
             if self._lost or is_admission or is_late:  # a busy machine may connect too late
                 self._plan([self._reports[member] for member in alive])
         elif any(set(self._ranks.outcomes[each].waiting_for) & self._lost.keys() for each in alive):
-            self._restart(choose_world_size(self._wanted, self._stages))
+            self._restart()
         elif self._noticed is not None and all(map(self._has_not_begun, alive)):
             if time.time() - self._noticed >= REPORT_TIMEOUT:
-                self._restart(choose_world_size(self._wanted, self._stages))
+                self._restart()
         elif self._lost and _has_to_be_replaced([*self._reports.values()]):
             self._replace_silent_members([*self._reports.values()])
 
@@ -345,18 +347,18 @@ class Rounds:
         return is_silent and member not in self._reports
 
     def _replace_silent_members(self, reports: Sequence[Report]) -> None:
-        """Wait no longer for others: whatever they have committed, these have prepared."""
+        """Stop waiting for the others; those that reported have prepared what these committed."""
         plan = plan_round(reports, wanted=self._wanted)
         waited = time.monotonic() - self._reported
         if isinstance(plan, HandOver) and waited >= REPORT_SETTLE:
             self._execute(plan)
         elif waited >= REPORT_TIMEOUT:
-            self._restart(choose_world_size(self._wanted, self._stages))
+            self._restart()
 
     def _follow_last_member(self) -> None:
         """Go on after every member of the round has ended, and some were killed."""
         if self._lost and self.members[0] not in self._done and not self._is_stopping:
-            self._restart(choose_world_size(self._wanted, self._stages))
+            self._restart()
 
     def _plan(self, reports: Sequence[Report]) -> None:
         ready = [member for member, is_ready in self._newcomers.items() if is_ready]
@@ -371,8 +373,9 @@ class Rounds:
         self._stages = max(report.stages for report in reports)
         if plan is None and not self._start_newcomers():
             self._fail(
-                f"{_count(len(reports))} left, fewer than --min {self._at_least}, and those that "
-                f"were started to replace the others did not live long enough to join",
+                f"{format_quantity(len(reports), 'rank')} left, fewer than --min "
+                f"{self._at_least}, and those that were started to replace the others did not live "
+                f"long enough to join",
             )
         elif plan is not None:
             self._execute(plan)
@@ -389,29 +392,36 @@ class Rounds:
         """Tell the members their ranks in the next round."""
         message = {
             "kind": "round",
-            "round": self.number + 1,
+            **self._describe_end(),
             "world_size": len(plan.members),
             "pids": [self._ranks.pids.get(member, 0) for member in plan.members],
             "store": self._environment.store,
             "operation": plan.operation,
             "commit": plan.commit,
-            "lost": [{"member": each, "signal": number} for each, number in self._lost.items()],
             "joined": list(plan.joined),
             "left": list(plan.left),
-            "noticed": time.time() if self._noticed is None else self._noticed,
         }
         for member in plan.joined:
             del self._newcomers[member]
-        self._begin_round(plan.members)
         self._dismiss(plan.left)
+        self._begin_round(plan.members)
         for rank, member in enumerate(plan.members):
             self._ranks.send(member, {**message, "rank": rank})
         changes = [
-            f"{format_members(plan.joined)} joined" if plan.joined else "",
-            f"{format_members(plan.left)} left" if plan.left else "",
+            f"{format_numbered('member', plan.joined)} joined" if plan.joined else "",
+            f"{format_numbered('member', plan.left)} left" if plan.left else "",
         ]
         why = " and ".join(change for change in changes if change)
-        say(f"round {self.number}: {_count(len(plan.members))}" + (f", {why}" if why else ""))
+        size = format_quantity(len(plan.members), "rank")
+        say(f"round {self.number}: {size}" + (f", {why}" if why else ""))
+
+    def _describe_end(self) -> dict[str, Any]:
+        """Return the number of the next round, and why this one is over."""
+        return {
+            "round": self.number + 1,
+            "lost": [{"member": each, "signal": number} for each, number in self._lost.items()],
+            "noticed": time.time() if self._noticed is None else self._noticed,
+        }
 
     def _begin_round(self, members: tuple[int, ...]) -> None:
         self.number += 1
@@ -463,12 +473,13 @@ class Rounds:
         own = {ELASTIC: "1", MEMBER: str(member), **self._states.variables()}
         self._start(member, rank, {**variables, **count, **own})
 
-    def _dismiss(self, members: Sequence[int] | dict[int, bool]) -> None:
-        """Let members exit: those that wait for a message, and newcomers."""
+    def _dismiss(self, members: Iterable[int]) -> None:
+        """Let members exit that wait for a message; the others have nothing to save."""
         for member in [*members]:
-            self._ranks.send(member, {"kind": "leave"})
-            if self._newcomers.pop(member, None) is False:
-                self._ranks.end_ranks([member], signal.SIGKILL)  # it has nothing to save
+            if self._newcomers.pop(member, member in self._reports):
+                self._ranks.send(member, {"kind": "leave"})
+            else:
+                self._ranks.end_ranks([member], signal.SIGKILL)
             self._leaving[member] = time.monotonic() + LEAVE_TIMEOUT
 
     # --- new processes ------------------------------------------------------------------------
@@ -476,11 +487,11 @@ class Rounds:
     def _begin_handover(self, plan: HandOver) -> None:
         self._discard_handover()
         folder = self._states.begin_hand_over()
-        self._handover = Handover(plan, folder, time.monotonic() + HANDOVER_TIMEOUT)
+        self._handover = RunningHandOver(plan, folder, time.monotonic() + HANDOVER_TIMEOUT)
         for position, writers in enumerate(plan.writers):
             self._ask_to_write(self._handover, position, writers[0])
 
-    def _ask_to_write(self, handover: Handover, position: int, member: int) -> None:
+    def _ask_to_write(self, handover: RunningHandOver, position: int, member: int) -> None:
         handover.writing[position] = member
         message = {
             "kind": "hand_over",
@@ -493,7 +504,7 @@ class Rounds:
     def _is_writing(self, member: int) -> bool:
         return self._handover is not None and member in self._handover.writing.values()
 
-    def _follow_handover(self, handover: Handover) -> None:
+    def _follow_handover(self, handover: RunningHandOver) -> None:
         """Wait until each part is written; another member writes what a killed one could not."""
         world_size = handover.plan.world_size
         for position, member in list(handover.writing.items()):
@@ -513,34 +524,27 @@ class Rounds:
             self._discard_handover()
             self._restart(world_size)
 
-    def _restart(self, world_size: int) -> None:
-        """End all processes, to start new ones that continue from the newest state."""
+    def _restart(self, world_size: int | None = None) -> None:
+        """End all processes, to start others (or as many as are wanted) from the newest state."""
         states = self._list_states()
         is_further = bool(states) and states != self._saved
         self._restarts, self._saved = 1 if is_further else self._restarts + 1, states
         if self._restarts > MAX_DEATHS:
             self._fail(f"{MAX_DEATHS} rounds in a row were replaced before they had saved a state")
             return
+        world_size = world_size or choose_world_size(self._wanted, self._stages)
         origin = RoundOrigin(
-            round=self.number + 1,
-            lost=[{"member": each, "signal": number} for each, number in self._lost.items()],
+            **self._describe_end(),
             joined=[*range(self._next_member, self._next_member + world_size)],
             left=self._alive,
-            noticed=time.time() if self._noticed is None else self._noticed,
             writers=self._writers,
             state=self._handed_over,
         )
-        for member in [*self._alive, *self._newcomers]:
-            if member in self._reports or self._newcomers.get(member):
-                self._ranks.send(member, {"kind": "leave"})
-            else:
-                self._ranks.end_ranks([member], signal.SIGKILL)
-            self._leaving[member] = time.monotonic() + LEAVE_TIMEOUT
+        self._dismiss([*self._alive, *self._newcomers])
         for member in self.members:
             if member not in self._leaving and member not in self._lost:
                 self._ranks.release(member)
         self.members = ()
-        self._newcomers.clear()
         self._lost.clear()
         self._done.clear()
         self._replacement = origin
@@ -558,7 +562,7 @@ class Rounds:
         self._resumed.clear()
         variables = {RESUME: "1"} if self._folder is not None else {}
         variables |= origin.variables()
-        say(f"round {self.number}: {_count(len(origin.joined))}, in new processes")
+        say(f"round {self.number}: {format_quantity(len(origin.joined), 'rank')}, in new processes")
         self._start_members(len(origin.joined), variables)
 
     def _start_members(self, count: int, variables: dict[str, str]) -> None:
@@ -589,9 +593,6 @@ def _was_killed(outcome: Outcome) -> bool:
 
 def _describe_unexplained(done: set[int]) -> str:
     if done:
-        return f"{format_members(sorted(done))} returned while others still waited for it"
+        who = format_numbered("member", sorted(done))
+        return f"{who} returned while others still waited for it"
     return "every rank lost the connection to others, but none of them has ended"
-
-
-def _count(ranks: int) -> str:
-    return "1 rank" if ranks == 1 else f"{ranks} ranks"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LostError, RankError, StoppedError
+from lockstep.formatting import format_numbered
 from lockstep.launcher.tracebacks import BACKEND_ERRORS
 
 __all__ = [
@@ -277,9 +278,7 @@ def _describe_exception(error: dict[str, Any]) -> str:
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 2", "ranks 0 and 2", "ranks 0, 1 and 2"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+    return format_numbered("rank", ranks)
 
 
 def signal_name(number: int) -> str:

@@ -130,13 +130,7 @@ def init(
     _current, _arguments = _describe_world(rank_info, chosen), arguments
     if os.environ.get(JOIN):
         # The ranks that it will have, so that a script does not take it for rank 0.
-        _current = replace(
-            _current,
-            rank=rank_info.rank,
-            world_size=rank_info.world_size,
-            local_rank=rank_info.local_rank,
-            local_world_size=rank_info.local_world_size,
-        )
+        _current = _with_ranks(_current, rank_info.rank, rank_info.world_size)
     print_place_on_signal(_current.rank)
     atexit.unregister(shutdown)
     atexit.register(shutdown)
@@ -211,7 +205,7 @@ def rejoin(store: Store, rank: int, world_size: int) -> World:
     """Join the group of the next round; call it after `leave_round`.
 
     Args:
-        store: The round's private store; all ranks have come to it.
+        store: Where all ranks of the round have come to.
         rank: This process's rank in the round.
         world_size: The number of ranks.
 
@@ -237,15 +231,16 @@ def rejoin(store: Store, rank: int, world_size: int) -> World:
         raise RendezvousError(f"rank {rank} could not join the round: {said}") from error
     group: Any = dist.group.WORLD
     group._get_backend(_current.device)._set_default_timeout(timedelta(seconds=get_timeout()))
-    _current = replace(
-        _current,
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-    )
+    _current = _with_ranks(_current, rank, world_size)
     print_place_on_signal(rank)
     return _current
+
+
+def _with_ranks(world: World, rank: int, world_size: int) -> World:
+    """Return a world with other ranks, all of them on this host."""
+    return replace(
+        world, rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
+    )
 
 
 def _wait_alone(backend: str, timeout: float) -> None:

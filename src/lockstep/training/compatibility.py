@@ -18,8 +18,9 @@ from typing import Any
 import xxhash
 
 from lockstep.checkpoint.folder import FOLDER, find_checkpoints
-from lockstep.elastic.round_origin import RoundOrigin, find_mirror, format_members
+from lockstep.elastic.round_origin import RoundOrigin, find_mirror
 from lockstep.errors import UsageError
+from lockstep.formatting import format_numbered
 from lockstep.launcher.run_folder import find_launch_folder
 from lockstep.messages import say
 from lockstep.record.environment import describe_environment
@@ -124,7 +125,7 @@ def say_continued(
         advice = "" if has_checkpoints else "; pass checkpoint=ls.CheckpointConfig() to the trainer"
         source = f"the beginning: no checkpoint{advice}"
     elif origin.state is not None:
-        source = f"step {steps}, handed over by {format_members(origin.writers)}"
+        source = f"step {steps}, handed over by {format_numbered('member', origin.writers)}"
     else:
         mirror = find_mirror()
         is_mirror = mirror is not None and path.is_relative_to(mirror)

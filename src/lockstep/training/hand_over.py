@@ -1,10 +1,10 @@
 """Hand-over: a rank that is left writes its state, for new processes that replace the round's.
 
-    script                          safe point     a peer is lost in the step; the rank is told to
+    script                          safe point     a peer is lost in the step; the launcher orders
     for batch in trainer.batches:   <─ position M
-        meter.start()                              undo it:    writes the state at M, at once
+        meter.start()                              to undo:    writes the state at M, at once
         trainer.step(batch)
-        print(...)                                 commit it:  goes on, to the end of the body
+        print(...)                                 to commit:  goes on, to the end of the body
                                     <─ M + 1       ... and writes the state here
 
 No collective call: the peers are gone. A step that is undone is undone together with what the
@@ -18,7 +18,7 @@ import json
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import torch
 
@@ -26,35 +26,21 @@ from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.folder import find_checkpoints, read_checkpoint
 from lockstep.checkpoint.schedule import Stateful
 from lockstep.checkpoint.writer import CheckpointWriter
+from lockstep.elastic.membership import Membership
 from lockstep.elastic.round_origin import RoundOrigin
 from lockstep.errors import FileError, UsageError
 from lockstep.randomness import global_states
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.state import TrainingState
 
-__all__ = ["HandOver", "Member", "read_newest_state"]
+__all__ = ["HandOver", "read_newest_state"]
 
 _known: weakref.WeakSet[HandOver] = weakref.WeakSet()
 _made = 0
 
 
-class Member(Protocol):
-    """This process in an elastic run."""
-
-    @property
-    def operation(self) -> int:
-        """The number of the current operation, or of the next one."""
-
-    @property
-    def hand_over_folder(self) -> Path | None:
-        """Where to write the state at the next safe point, before the process ends; or None."""
-
-    def leave(self) -> NoReturn:
-        """End this process: another one takes its place."""
-
-
 class HandOver:
-    """What a trainer of an elastic run notes at each safe point, and writes when it is told to.
+    """What a trainer of an elastic run notes at each safe point, and writes on order.
 
     Args:
         member: This process in the run.
@@ -66,7 +52,7 @@ class HandOver:
 
     def __init__(
         self,
-        member: Member,
+        member: Membership,
         state: TrainingState,
         stateful: Mapping[str, Stateful],
         run: object,

@@ -45,7 +45,6 @@ TAIL_BYTES = 1 << 17  # of the record, in which lines of the dead rank 0 are loo
 
 IDENTITIES = {"step": "step", "epoch": "epoch", "warning": "message"}
 """Kinds of lines that a new rank 0 writes if they are missing, and what identifies one."""
-KEPT = ("step", "epoch", "warning")  # lines that another rank writes for a rank 0 that is lost
 BACKLOG = 16  # lines that it keeps
 
 
@@ -190,7 +189,7 @@ class History:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Give one line to every logger, without the secrets that it may hold."""
-        if self._backlog is not None and kind in KEPT:
+        if self._backlog is not None and kind in IDENTITIES:
             self._backlog.append((kind, fields))
         if kind not in NUMBERS:
             fields = redact(fields)

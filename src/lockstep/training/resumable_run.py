@@ -30,7 +30,7 @@ from lockstep.data.content_hash import hash_content
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import Batch
 from lockstep.data.samplers import KnownSamplers
-from lockstep.elastic.membership import membership
+from lockstep.elastic.membership import Membership, membership
 from lockstep.elastic.round_origin import RoundOrigin, find_round_origin
 from lockstep.errors import FileError, LockstepError, UsageError
 from lockstep.launcher.rank_process import report_to_launcher
@@ -46,7 +46,7 @@ from lockstep.training.compatibility import (
     say_continued,
     say_resumed,
 )
-from lockstep.training.hand_over import HandOver, Member, read_newest_state
+from lockstep.training.hand_over import HandOver, read_newest_state
 from lockstep.training.history import History
 from lockstep.training.rank_status import RankStatus
 from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects
@@ -550,7 +550,7 @@ class ResumableRun:
         """Whether the script may be continued by another process."""
         return self._checkpoints is not None or self._hand_over is not None
 
-    def take_part(self, member: Member) -> None:
+    def take_part(self, member: Membership) -> None:
         """Prepare to hand over the state, as a member of an elastic run."""
         stateful = {} if self._checkpoints is None else self._checkpoints.stateful
         self._hand_over = HandOver(member, self._state, stateful, self, self._state.device)
