@@ -141,7 +141,7 @@ def serve(descriptor: int) -> NoReturn:
                 os.close(each)
             channel.close()
             _run(*received)
-        os.waitpid(between, 0)  # the program is adopted before the test hears of it
+        os.waitpid(between, 0)  # the program is adopted before the test gets its number
         for each in (writing, *received[1]):
             os.close(each)
         channel.send({"kind": "started", "pid": int(os.read(reading, 20))})

@@ -24,7 +24,7 @@ def gradients_of(model):
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.usefixtures("world")
 def test_gradients_are_the_mean_along_the_tree(rank, world_size):
-    """Also with parameters that some or all ranks do not use, whatever the bucket size."""
+    """Also with parameters that no rank uses, or not every rank, for any bucket size."""
     for capacity in (64, 3000, 1 << 20):  # bytes
         model = ls.DistributedDataParallel(net(seed=rank), bucket_cap_mb=capacity / MIB)
         for _ in range(2):  # the same buffers again

@@ -1,4 +1,4 @@
-"""An elastic launch: what its ranks and its run folder are told, and how it is resumed."""
+"""An elastic launch: the variables of its ranks, its run folder, and how it is resumed."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def test_a_signal_ends_all_members(run, number):
 
 
 def test_an_exception_ends_the_run(run):
-    """Members that wait for the next round are told, because no signal wakes them."""
+    """Members that wait for the next round get a message, because no signal wakes them."""
     done = run("--max", "3", RAISES="1:5:prepare")
     assert done.returncode == 1
     assert "rank 1 raised OSError: out of paper" in done.stderr

@@ -50,7 +50,7 @@ def main(descriptor: int, launcher: int) -> NoReturn:
         os.dup2(log, number)
     os.close(log)
     options, arguments, sys.argv[:], trains = pickle.loads(read_memfd(order))
-    gc.disable()  # until all is imported: it would traverse a million new objects in vain
+    gc.disable()  # until everything is imported: nothing of it is garbage
     from pytest_lockstep import plugin, rank  # imports torch
 
     for name in (*PRELOADED, *(PRELOADED_FOR_TRAINING if trains else ())):

@@ -373,7 +373,7 @@ def main(descriptor: int, launcher: int, modules: Sequence[str]) -> NoReturn:
     """Import what ranks need and serve; in a forked process, run that process to its end."""
     handler = ignore_sigterm()
     ignore_requests()  # the imports take a second
-    gc.disable()  # which would traverse again and again what stays
+    gc.disable()  # until everything is imported: nothing of it is garbage
     for name in modules:
         importlib.import_module(name)
     gc.enable()

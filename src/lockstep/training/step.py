@@ -262,7 +262,7 @@ class OptimizerStep:
         scale, sharded = self.parallel.loss_scale, self.optimization.sharded
         is_skipped = None if scale is None else not math.isfinite(prepared.norm)
         rate = self.optimization.rate
-        started = time.perf_counter()
+        started = time.perf_counter()  # after the barrier of an elastic run
         if not is_skipped:
             try:
                 with step.in_phase("optimizer"):

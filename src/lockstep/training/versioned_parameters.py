@@ -152,7 +152,7 @@ class VersionedParameters:
                 raise WorkError(f"rank {rank}: {each.decode()}; the parameters are as before")
 
     def has_whole_state(self) -> bool:
-        """Return whether what the ranks wrote besides the parameters is that of one step, too.
+        """Return whether the optimizer state in shared memory is that of a single step, too.
 
         For a rank that has lost another one, outside of `write_next`: a step that is not decided
         is aborted, so that no rank begins to write any more.
