@@ -13,7 +13,8 @@ from typing import Any
 
 from setuptools import setup
 
-SOURCES = Path(__file__).parent / "csrc"
+ROOT = Path(__file__).parent
+SOURCES = ROOT / "src" / "lockstep" / "csrc"
 EXTENSION = "lockstep.comm._native"
 
 
@@ -46,10 +47,11 @@ def options() -> dict[str, Any]:
                 )
                 self.extensions = []
 
-    sources = sorted(str(path.relative_to(SOURCES.parent)) for path in SOURCES.rglob("*.cpp"))
+    sources = sorted(str(path.relative_to(ROOT)) for path in SOURCES.rglob("*.cpp"))
     extension = CppExtension(
         EXTENSION,
         sources,
+        include_dirs=[str(SOURCES / "core")],
         # No fused multiply-add: all processors must compute the same bits.
         extra_compile_args=["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-g0"],
         extra_link_args=["-Wl,-s"],

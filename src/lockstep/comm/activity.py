@@ -7,7 +7,7 @@ private memory.
 
        0   entry    | number | since | state | length | text | number |       published by
     1024   entry    the same; the two are written in turn                     Python
-    2048   last collective call or message of the backend "lockstep"          csrc/activity.h
+    2048   last collective call or message of the backend "lockstep"          csrc/core/activity.h
     2304   what a thread has been waiting for since it fell asleep
 
 The numbers at the ends of an entry differ while it is written. Then the other entry counts, also

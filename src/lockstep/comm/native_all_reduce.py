@@ -1,7 +1,7 @@
 """The reproducible all-reduce of the backend "lockstep": the same bits, without messages.
 
 Every rank packs its nodes into shared memory; the backend adds slice j on rank j, directly from
-the memory of all ranks into the first row of all ranks (csrc/collectives/exact_sum.h).
+the memory of all ranks into the first row of all ranks (csrc/core/collectives/exact_sum.h).
 
     packed    | node 0: member 0 . member 1 . | node 1: ... | flags of 0 | flags of 1 |
     after it  | the sums of all members       |
