@@ -2,9 +2,12 @@
 
 import ast
 import importlib
+import importlib.metadata
 import inspect
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -81,7 +84,40 @@ def test_the_drawing_of_the_errors_is_complete():
         assert issubclass(getattr(errors, name), errors.LockstepError)
 
 
-@pytest.mark.parametrize("statement", ["import lockstep", "import lockstep.cli"])
-def test_importing_it_does_not_import_torch(statement):
-    code = f"{statement}; import sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
+HELP_OF_ALL_COMMANDS = """
+from click.testing import CliRunner
+from lockstep.cli import COMMANDS, cli
+for name in COMMANDS:
+    shown = CliRunner().invoke(cli, [name, "--help"], catch_exceptions=False)
+    assert shown.output.startswith("Usage: "), shown.output
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "packages"),
+    [
+        (["-c", "import lockstep"], {"lockstep"}),
+        (["-m", "lockstep", "--help"], {"lockstep", "click"}),
+        (["-c", HELP_OF_ALL_COMMANDS], {"lockstep", "click"}),
+    ],
+    ids=["import", "help", "help of all commands"],
+)
+def test_what_is_imported_before_it_is_needed(arguments, packages):
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", *arguments],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    modules = re.findall(r"^import time: +\d+ \| +\d+ \| +(\S+)$", done.stderr, re.MULTILINE)
+    after_start = modules[modules.index("site") + 1 :]
+    installed = {*importlib.metadata.packages_distributions(), "lockstep"}
+    assert {name.partition(".")[0] for name in after_start} & installed == packages
+    if packages == {"lockstep"}:
+        assert [name for name in after_start if name.startswith("lockstep")] == ["lockstep"]
+
+
+def test_every_dependency_is_justified_in_the_documentation():
+    root = Path(__file__).parent.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    declared = [re.match(r"[a-z0-9]+", each)[0] for each in project["dependencies"]]
+    page = (root / "docs/installing.md").read_text()
+    assert re.findall(r"^\| `([a-z0-9]+)` \|", page, re.MULTILINE) == declared

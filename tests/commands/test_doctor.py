@@ -62,6 +62,7 @@ def test_the_checks_of_this_machine():
     done = invoke("--json", "-n", "1")
     subjects = {one["subject"] for one in json.loads(done.stdout)["findings"]}
     expected = {"python", "torch", "cores", "memory", "ports", "loopback", "gloo", "compiler"}
+    expected |= {"backend"}
     assert expected <= subjects
 
 

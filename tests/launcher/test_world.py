@@ -8,6 +8,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -18,9 +19,9 @@ import lockstep as ls
 from lockstep.comm import backend
 from lockstep.errors import LockstepError, RankError, RendezvousError, UsageError
 from lockstep.launcher import rendezvous, rendezvous_check
-from lockstep.launcher.environment import RankInfo, read_rank_info
+from lockstep.launcher.environment import JOIN, RankInfo, read_rank_info
 from lockstep.launcher.rendezvous import find_interface
-from lockstep.launcher.world import choose_device, cpu_backend
+from lockstep.launcher.world import _explain_gloo, choose_device, cpu_backend, default_backend
 
 
 @pytest.fixture
@@ -89,6 +90,8 @@ def test_one_rank_reports_that_the_fast_backend_is_unavailable():
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
         with redirect_stderr(io.StringIO()) as told:
+            ls.init(timeout=30)
+            ls.shutdown()
             world = ls.init(timeout=30)
         dist.all_reduce(torch.ones(3))
         return world.backend, told.getvalue()
@@ -98,6 +101,23 @@ def test_one_rank_reports_that_the_fast_backend_is_unavailable():
     assert told.count("\n") == 1
     assert "using the backend gloo, which is many times slower than" in told
     assert "the limit of 64 KiB for files also applies to shared memory: increase it" in told
+
+
+def test_a_missing_backend_is_not_blamed_where_it_would_not_be_used(monkeypatch, capsys):
+    monkeypatch.setattr(backend, "reason_unavailable", lambda: "it is not built: build it")
+    explain = _explain_gloo.__wrapped__
+    monkeypatch.setattr("lockstep.launcher.world._explain_gloo", explain)
+    cpu = torch.device("cpu")
+    two = RankInfo(world_size=2, local_world_size=2)
+    default_backend(cpu, two)
+    assert "that is not available here: it is not built: build it\n" in capsys.readouterr().err
+    for other in ({"rank": 1}, {"local_world_size": 1}, {"world_size": 1, "local_world_size": 1}):
+        assert default_backend(cpu, replace(two, **other)) == "gloo"
+    for variable, value in (("LOCKSTEP_BACKEND", "gloo"), (JOIN, "1")):
+        with monkeypatch.context() as context:
+            context.setenv(variable, value)
+            assert default_backend(cpu, two) == "gloo"
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("arguments", [{"threads": 0}, {"timeout": 0}])

@@ -1,6 +1,7 @@
 """The checks of the doctor, with good and bad environments."""
 
 import os
+import shutil
 import socket
 import sys
 import types
@@ -81,6 +82,17 @@ def test_a_backend_with_wrong_results_is_bad(monkeypatch):
     answers = [communication.AllReduceResult(wrong, 0.1, 0.1) for wrong in (0, 3)]
     monkeypatch.setattr("lockstep.launcher.launch.launch", lambda *a, **o: answers)
     assert "3 elements are wrong" in communication.check_backend("gloo").what
+
+
+@pytest.mark.parametrize("reason", [None, "it was built for torch 2.12: run `lockstep build`"])
+def test_a_missing_fast_backend_is_noted_with_the_command_that_helps(monkeypatch, reason):
+    monkeypatch.setattr(communication.native, "reason_unavailable", lambda: reason)
+    found = only(doctor.CHECKS["backend"])
+    assert found.subject == "backend"
+    assert found.verdict == ("good" if reason is None else "note")
+    if reason is not None:
+        assert found.what.endswith("slower than 'lockstep': it was built for torch 2.12")
+        assert found.advice == "run `lockstep build`"
 
 
 def test_backends_of_other_packages_are_checked(monkeypatch):
@@ -247,7 +259,15 @@ def test_versions(monkeypatch):
 
 
 def test_the_compiler_is_checked(monkeypatch, tmp_path):
-    assert only(software.check_compiler).verdict in ("good", "note")
+    if shutil.which(os.environ.get("CXX", "c++")):
+        assert "builds and runs C++20" in only(software.check_compiler).what
+    too_old = tmp_path / "too_old"
+    too_old.write_text('#!/bin/sh\ncase "$*" in *c++20*) echo "unknown value" >&2; exit 1;; esac')
+    too_old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(too_old))
+    assert "does not build a C++20 program: exit status 1, unknown" in (
+        only(software.check_compiler).what
+    )
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho 'no room' >&2\nexit 3\n")
     broken.chmod(0o755)
@@ -256,7 +276,9 @@ def test_the_compiler_is_checked(monkeypatch, tmp_path):
     assert found.verdict == "note"
     assert "exit status 3, no room" in found.what
     monkeypatch.setenv("CXX", "/nowhere/c++")
-    assert "not found" in only(software.check_compiler).what
+    found = only(software.check_compiler)
+    assert "not found" in found.what
+    assert found.advice == "only `lockstep build` needs one: install g++ or clang++, or set CXX"
 
 
 @pytest.mark.parametrize(

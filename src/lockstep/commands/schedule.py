@@ -14,15 +14,13 @@ import click
 from lockstep.commands.report import save
 from lockstep.errors import FileError, LayoutError, UsageError
 from lockstep.formatting import format_bytes, format_duration, format_number, format_percent
-from lockstep.pipeline.schedule_planner import SchedulePlan, plan_schedule
 from lockstep.pipeline.schedules import NAMES
-from lockstep.pipeline.simulation import Costs
-from lockstep.record.timeline import Span, Timeline
-from lockstep.report.terminal import print_table, wrap
-from lockstep.report.timeline import draw_timelines, print_timeline, text_legend, text_scale
 
 if TYPE_CHECKING:
+    from lockstep.pipeline.schedule_planner import SchedulePlan
+    from lockstep.pipeline.simulation import Costs
     from lockstep.record.reader import Run
+    from lockstep.record.timeline import Timeline
 
 __all__ = ["command"]
 
@@ -106,6 +104,8 @@ def command(
                 "Peaks are in micro-batches."
             )
     if svg:
+        from lockstep.report.timeline import draw_timelines
+
         name = "time" if file else "units"
         save(draw_timelines(drawn, title, time, name).svg().encode(), svg)
 
@@ -114,6 +114,8 @@ def make_plans(
     names: Sequence[str], costs: Costs, stages: int, microbatches: int, stages_per_rank: int | None
 ) -> list[SchedulePlan]:
     """Return the plans of schedules; a comparison leaves out those that are impossible."""
+    from lockstep.pipeline.schedule_planner import plan_schedule
+
     found = []
     for name in names:
         own = stages_per_rank if name == "interleaved" or len(names) == 1 else None
@@ -133,6 +135,8 @@ def choose_costs(
     stages_per_rank: int | None,
 ) -> Costs:
     """Return the measured costs, or those of the options, by default unit costs."""
+    from lockstep.pipeline.simulation import Costs
+
     if measured:
         if any(given.values()):
             raise UsageError(
@@ -182,6 +186,8 @@ def choose_layout(run: Run | None, stages: int | None, microbatches: int | None)
 
 def read_costs(measured: Run | Path) -> Costs:
     """Return the costs of a JSON file, or of a run."""
+    from lockstep.pipeline.simulation import Costs
+
     if isinstance(measured, Path):
         found = read_json(measured)
     elif (found := measured.header.get("costs")) is None:
@@ -221,6 +227,8 @@ def read_json(file: Path) -> Any:
 
 def make_timeline(one: SchedulePlan, time: Callable[[float], str]) -> Timeline:
     """Return the timeline of a plan."""
+    from lockstep.record.timeline import Span, Timeline
+
     spans = tuple(
         Span(s.rank, s.action.kind, s.begin, s.end, s.action.stage, s.action.microbatch)
         for s in one.simulation.spans
@@ -237,6 +245,9 @@ def print_plans(
     memory: Callable[[float], str],
 ) -> None:
     """Print the timeline of each plan, the legend, and a table."""
+    from lockstep.report.terminal import print_table, wrap
+    from lockstep.report.timeline import print_timeline, text_legend, text_scale
+
     scale = text_scale(drawn)
     for one in drawn:
         click.echo(one.title)

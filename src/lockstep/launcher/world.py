@@ -7,6 +7,7 @@ programs call `torch.distributed`.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import time
@@ -155,14 +156,21 @@ def default_backend(device: torch.device, rank_info: RankInfo) -> str:
     if device.type == "cuda":
         # With a custom backend's name after the colon, torch has no default backend on the CPU.
         return "cpu:gloo,cuda:nccl"
-    name = cpu_backend(rank_info.is_single_host)
-    reason = comm.reason_unavailable()
-    if name == "gloo" and reason and rank_info.rank == 0 and rank_info.world_size > 1:
+    requested = os.environ.get("LOCKSTEP_BACKEND")
+    is_first = rank_info.rank == 0 and rank_info.world_size > 1 and JOIN not in os.environ
+    if rank_info.is_single_host and is_first and not requested:
+        _explain_gloo()
+    return cpu_backend(rank_info.is_single_host)
+
+
+@functools.cache
+def _explain_gloo() -> None:
+    """Say why the ranks of one host use Gloo, if they do: once, however often a script joins."""
+    if (reason := comm.reason_unavailable()) is not None:
         say(
             "using the backend gloo, which is many times slower than the backend 'lockstep'; "
             f"that is not available here: {reason}"
         )
-    return name
 
 
 def world() -> World:

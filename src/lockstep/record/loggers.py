@@ -40,7 +40,6 @@ from lockstep.errors import UsageError
 from lockstep.files import replace_file
 from lockstep.launcher.run_folder import RUN, is_resuming
 from lockstep.messages import say
-from lockstep.record.recorder import TIME_CATEGORIES
 
 __all__ = ["LOGGER_NAMES", "DashboardLogger", "Logger", "MLflow", "TensorBoard", "WandB"]
 __all__ += ["collect_scalars", "create_logger"]
@@ -84,6 +83,8 @@ def collect_scalars(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
 def _mean_times(rows: Sequence[Sequence[float]]) -> dict[str, float]:
     if not rows:
         return {}
+    from lockstep.record.recorder import TIME_CATEGORIES  # here: commands need the names only
+
     columns = zip(*rows, strict=True)
     means = (sum(column) / len(rows) for column in columns)
     return dict(zip(TIME_CATEGORIES, means, strict=False))

@@ -14,14 +14,16 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jinja2
 import numpy as np
 
 from lockstep.formatting import format_bytes, format_duration, format_percent
 from lockstep.record.columns import Column
 from lockstep.report.chart import Axis, Chart, Series, Tick
+
+if TYPE_CHECKING:
+    import jinja2
 
 __all__ = ["Panel", "Stroke", "draw_panel", "render_template"]
 
@@ -184,6 +186,8 @@ def render_template(template: str, **values: Any) -> str:
 @cache
 def _templates() -> jinja2.Environment:
     """Return the environment of the templates, with their filters."""
+    import jinja2
+
     found = jinja2.Environment(
         loader=jinja2.PackageLoader("lockstep.report"),
         autoescape=True,

@@ -9,10 +9,11 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from xml.sax.saxutils import escape, quoteattr
 
-from PIL import Image, ImageDraw, ImageFont
+if TYPE_CHECKING:
+    from PIL import ImageDraw
 
 __all__ = ["Area", "Box", "Dot", "Label", "Line", "Picture", "text_width"]
 
@@ -106,6 +107,8 @@ class Picture:
 
     def png(self) -> bytes:
         """Return the picture as a PNG with two pixels per point."""
+        from PIL import Image, ImageDraw
+
         scale = PIXELS_PER_POINT * OVERSAMPLING
         image = Image.new("RGB", (self.width * scale, self.height * scale), self.background)
         brush = ImageDraw.Draw(image)
@@ -178,6 +181,8 @@ def _paint_text(brush: ImageDraw.ImageDraw, label: Label, scale: int) -> None:
     Strokes make letters wider, so bold letters are set one by one with more space between
     them; in the spacing of the regular weight they would run into each other.
     """
+    from PIL import ImageFont
+
     size = _fitting_size(label) * scale
     font, text = ImageFont.load_default(size), _printable(label.text)
     if not label.bold:
@@ -204,6 +209,8 @@ def _fitting_size(label: Label) -> float:
 
 def text_width(text: str, size: float) -> float:
     """Return an estimate of the width of `text` in points, an upper bound for most fonts."""
+    from PIL import ImageFont
+
     return FONT_MARGIN * ImageFont.load_default(100).getlength(_printable(text)) * size / 100
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "check_host_name",
     "check_interfaces",
     "check_loopback",
+    "check_native",
     "check_ports",
 ]
 
@@ -192,6 +193,17 @@ def check_environment(requirements: Requirements) -> Iterator[CheckResult]:
 
 RANKS_TIMEOUT = 60.0  # seconds for two ranks to start, reduce and end
 NUM_ELEMENTS = 1 << 20  # 4 MiB of float32
+
+
+def check_native(requirements: Requirements) -> Iterator[CheckResult]:
+    """Say whether the backend "lockstep" can be used, and if not, why."""
+    reason = native.reason_unavailable()
+    if reason is None:
+        yield good("backend", "'lockstep' can be used by runs on one host")
+        return
+    found, _, advice = reason.rpartition(": ")
+    what = f"runs on one host use gloo, many times slower than 'lockstep': {found}"
+    yield note("backend", what, advice)
 
 
 def available_backends() -> list[str]:

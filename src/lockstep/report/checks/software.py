@@ -29,11 +29,14 @@ print("rank", os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
 
 CPP_PROGRAM = """
 #include <atomic>
-#include <memory>
+#include <bit>
+#include <vector>
+template <class T> requires(sizeof(T) == 8) int count_bits(T bits) { return std::popcount(bits); }
 int main() {
-    auto value = std::make_unique<std::atomic<long>>(40);
-    value->fetch_add(2);
-    return value->load() == 42 ? 0 : 1;
+    std::atomic<unsigned long long> bits{40};
+    bits.fetch_add(2);
+    std::vector<int> counts{count_bits(bits.load()), 0};
+    return std::erase_if(counts, [](int count) { return count != 3; }) == 1 ? 0 : 1;
 }
 """
 
@@ -74,8 +77,8 @@ def check_torch(requirements: Requirements) -> Iterator[CheckResult]:
 
 
 def check_compiler(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check that a C++17 program can be compiled and run."""
-    advice = "only building the extension needs one: install g++ or clang++, or set CXX"
+    """Check that a C++20 program, as the native extension is one, can be compiled and run."""
+    advice = "only `lockstep build` needs one: install g++ or clang++, or set CXX"
     found = os.environ.get("CXX", "").split() or [shutil.which("c++") or shutil.which("g++") or ""]
     if not found[0] or not shutil.which(found[0]):
         yield note("compiler", f"no C++ compiler ({found[0] or 'c++, g++'} not found)", advice)
@@ -84,16 +87,20 @@ def check_compiler(requirements: Requirements) -> Iterator[CheckResult]:
         source = Path(folder) / "try.cpp"
         source.write_text(CPP_PROGRAM)
         program = str(Path(folder) / "try")
-        answer = _run([*found, "-std=c++17", "-o", program, str(source)])
+        answer = _run([*found, "-std=c++20", "-o", program, str(source)])
         answer = answer if isinstance(answer, str) else _run([program])
     if isinstance(answer, str):
-        yield note("compiler", f"{found[0]} does not build a C++17 program: {answer}", advice)
+        yield note("compiler", f"{found[0]} does not build a C++20 program: {answer}", advice)
         return
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not headers.exists():
-        yield note("compiler", "works, but Python's headers are missing", "install python3-dev")
+        yield note(
+            "compiler",
+            "works, but Python's headers are missing",
+            "only `lockstep build` needs them: install python3-dev",
+        )
         return
-    yield good("compiler", f"{found[0]} builds and runs C++17; Python's headers are installed")
+    yield good("compiler", f"{found[0]} builds and runs C++20; Python's headers are installed")
 
 
 def check_gpus(requirements: Requirements) -> Iterator[CheckResult]:

@@ -1,0 +1,122 @@
+"""Fresh Python environments, made in a moment and without a network.
+
+    folder/bin/python            a virtual environment without pip
+    folder/.../site-packages     what a test installs
+    folder/packages              links to chosen packages of this interpreter, added by a .pth file
+
+Lockstep itself is never linked: an environment has what a test installs there, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = Path(sysconfig.get_path("purelib"))
+OWN = ("torch_lockstep-", "pytest_lockstep-", "__editable__")
+BUILD_TOOLS = ("setuptools", "_distutils_hack", "pkg_resources")  # what an isolated build has
+DEADLINE = 300.0  # seconds for one program
+
+
+@dataclass
+class Environment:
+    """A virtual environment.
+
+    Args:
+        folder: Where it is.
+        variables: Environment variables of its programs, besides PATH, HOME and the like.
+    """
+
+    folder: Path
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def python(self) -> Path:
+        """The interpreter."""
+        return self.folder / "bin" / "python"
+
+    @property
+    def site_packages(self) -> Path:
+        """Where packages are installed."""
+        version = "{}.{}".format(*sys.version_info)
+        return self.folder / "lib" / f"python{version}" / "site-packages"
+
+    def unpack(self, wheel: Path) -> None:
+        """Install a wheel as pip does, without its scripts."""
+        with ZipFile(wheel) as file:
+            file.extractall(self.site_packages)
+
+    def run(
+        self,
+        *arguments: object,
+        cwd: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the interpreter, in the environment's folder unless told otherwise."""
+        kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
+        return subprocess.run(
+            [str(self.python), *map(str, arguments)],
+            cwd=cwd or self.folder,
+            env={**kept, "HOME": str(self.folder / "home"), **self.variables, **(variables or {})},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            stdin=subprocess.DEVNULL,
+            check=False,
+            **options,
+        )
+
+
+def make_environment(folder: Path, packages: Iterable[str] | None = None) -> Environment:
+    """Make a virtual environment in a new folder.
+
+    Args:
+        folder: The folder, which must not exist.
+        packages: The packages that it has; None for all of this interpreter except Lockstep.
+    """
+    venv.create(folder, with_pip=False, symlinks=True)
+    (folder / "home").mkdir()
+    links = folder / "packages"
+    links.mkdir()
+    wanted = None if packages is None else {*packages}
+    for each in PACKAGES.iterdir():
+        name = each.name.partition(".")[0].partition("-")[0]
+        is_wanted = not each.name.startswith(OWN) if wanted is None else name in wanted
+        if is_wanted and each.suffix not in (".pth", ".pyc") and name != "__pycache__":
+            (links / each.name).symlink_to(each)
+    environment = Environment(folder)
+    (environment.site_packages / "packages.pth").write_text(f"{links}\n")
+    return environment
+
+
+def copy_sources(folder: Path) -> Path:
+    """Copy what a build of the package needs, so that a build leaves nothing in the checkout."""
+    built = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so", "bindings")
+    shutil.copytree(ROOT / "src", folder / "src", ignore=built)
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def build(environment: Environment, sources: Path, kind: str, out: Path) -> Path:
+    """Build "wheel" or "sdist" as pip does: by the hook of the build backend.
+
+    Returns:
+        The file, in the folder `out`.
+    """
+    out.mkdir(exist_ok=True)
+    code = f"import setuptools.build_meta as b; print('built', b.build_{kind}({str(out)!r}))"
+    done = environment.run("-c", code, cwd=sources)
+    assert done.returncode == 0, done.stderr
+    return out / done.stdout.splitlines()[-1].removeprefix("built ")
