@@ -255,6 +255,25 @@ TEST(a_handle_outside_its_region_is_refused) {
   Heap::instance().free(data);
 }
 
+TEST(memory_that_is_held_stays_mapped) {
+  Heap heap([] { return uint64_t{1024} * kMiB; });
+  void* data = heap.allocate(65 * kMiB);
+  std::memset(data, 7, 65 * kMiB);
+  std::shared_ptr<char> held;
+  {
+    PeerMappings peer_mappings(kNotAborted);
+    held = peer_mappings.hold(handle_of(heap, data), 65 * kMiB);
+    CHECK(held.get() == peer_mappings.map(handle_of(heap, data), 65 * kMiB));
+    CHECK(held.get() != data && held.get()[65 * kMiB - 1] == 7);
+    heap.free(data);  // releases the region: its mapping is removed with the next one
+    data = heap.allocate(64);
+    peer_mappings.map(handle_of(heap, data), 64);
+    CHECK(peer_mappings.size() == 1);
+  }
+  CHECK(held.get()[0] == 0);  // mapped, though the owner and the mappings are gone
+  heap.free(data);
+}
+
 TEST(an_aborted_group_unmaps_nothing) {
   std::atomic<uint32_t> failed{0};
   PeerMappings peer_mappings(failed);

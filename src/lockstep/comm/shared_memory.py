@@ -2,6 +2,7 @@
 
     empty_shared          one tensor per rank; other ranks read it directly   | rank 0 | rank 1 |
     create_group_tensor   one tensor for all ranks of a group on this host    | ranks 0 and 1   |
+    map_peer_tensor       a view of another rank's tensor of `empty_shared`
 
 Atomic access serves decisions that must hold however ranks end (a step is committed, or not):
 
@@ -24,13 +25,19 @@ from lockstep.comm import backend
 from lockstep.errors import LayoutError, WorkError
 
 __all__ = [
+    "HANDLE_LENGTH",
     "atomic_compare_exchange",
     "atomic_load",
     "atomic_store",
     "create_group_tensor",
     "empty_shared",
+    "get_memory_handle",
     "is_shared",
+    "map_peer_tensor",
 ]
+
+HANDLE_LENGTH = 6
+"""64-bit integers in a handle: process, descriptor, bytes and nonce (2) of a segment; offset."""
 
 
 def empty_shared(*size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -63,6 +70,41 @@ def empty_shared(*size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 def is_shared(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is in memory of `empty_shared`, also one of DDP or FSDP2."""
     return backend.available() and bool(backend.load().is_shared(tensor))
+
+
+def get_memory_handle(tensor: torch.Tensor) -> list[int]:
+    """Return the handle of a tensor of `empty_shared`: `HANDLE_LENGTH` integers of 64 bits.
+
+    Raises:
+        ValueError: The tensor is not contiguous, or not in shared memory.
+    """
+    return list(backend.load().handle_of(tensor))
+
+
+def map_peer_tensor(
+    handle: Sequence[int], numel: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Return a vector over memory of another rank.
+
+    Not a collective call. The result stays valid as long as it exists. If a collective has read
+    the memory before, its owner may have died since.
+
+    Args:
+        handle: What `get_memory_handle` returned there, for a tensor that begins as the vector.
+        numel: The number of elements.
+        dtype: The element type.
+        group: The process group; None is the default group.
+
+    Raises:
+        WorkError: There is no such memory, or it cannot be mapped any more.
+    """
+    native = backend.of_group(group)
+    assert native is not None, "memory is mapped by the backend that has read it"
+    try:
+        flat: torch.Tensor = native.map_peer(list(handle), numel * dtype.itemsize)
+    except RuntimeError as error:
+        raise WorkError(str(error)) from None
+    return flat.view(dtype)
 
 
 def create_group_tensor(

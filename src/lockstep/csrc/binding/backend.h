@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,6 +22,13 @@
 #include "work.h"
 
 namespace lockstep {
+
+// A BufferHandle as numbers that can be sent to other ranks: process, descriptor, bytes and
+// nonce (two) of the segment, and the offset.
+using PackedHandle = std::array<int64_t, 6>;
+
+// Returns the handle of a tensor; throws ArgumentError if it is in private memory.
+PackedHandle handle_of(const at::Tensor& tensor);
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
@@ -90,6 +98,9 @@ class LockstepBackend : public c10d::Backend {
                     std::optional<at::Tensor> own);
   // Not in c10d: returns the same memory on every rank, as bytes. See collectives/share.h.
   at::Tensor share(int64_t bytes);
+  // Not in c10d: returns memory of another rank, as bytes. Not a collective call; the owner may
+  // have died if a collective call has read the memory before.
+  at::Tensor map_peer(const PackedHandle& handle, int64_t bytes);
 
  private:
   struct Core;  // shared with works in progress, which may outlive this object

@@ -149,6 +149,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("_set_default_timeout", &LockstepBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def("share", &LockstepBackend::share, py::arg("bytes"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("map_peer", &LockstepBackend::map_peer, py::arg("handle"), py::arg("bytes"),
            py::call_guard<py::gil_scoped_release>());
   module.def("load", &load_word, py::arg("tensor"), py::arg("index"));
   module.def("store", &store_word, py::arg("tensor"), py::arg("index"), py::arg("value"));
@@ -161,6 +163,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("empty", &empty, py::arg("sizes"), py::arg("dtype"),
              py::call_guard<py::gil_scoped_release>());
   module.def("is_shared", &is_shared, py::arg("tensor"));
+  module.def("handle_of", &handle_of, py::arg("tensor"));
   module.def("heap_bytes", [] { return Heap::instance().used_bytes(); });
   module.def("kernels", [] { return std::string(kernels().name); });
   module.def("set_activity_page", &set_activity_page, py::arg("address"));

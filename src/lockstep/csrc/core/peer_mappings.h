@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -27,11 +28,14 @@ class PeerMappings {
   // its region. The handle may come from shared memory, so it is taken by value: what is
   // checked is what is used.
   char* map(BufferHandle buffer, uint64_t bytes);
+  // The same memory, mapped at least as long as the result exists. If a call has mapped the
+  // region before, its owner may have died since.
+  std::shared_ptr<char> hold(BufferHandle buffer, uint64_t bytes);
   size_t size();
 
  private:
   struct Mapping {
-    Segment segment;
+    std::shared_ptr<Segment> segment;
     uint64_t last_use = 0;
   };
   void evict();
