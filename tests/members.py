@@ -1,9 +1,9 @@
 """A script that speaks the messages of elastic runs itself, and a launcher of it.
 
 An operation adds 12 numbers, each computed by one rank: the sum is the same with every number of
-ranks. A rank kills itself where KILLS says, such as "2:5:barrier 4:0:ready" (member, operation,
-place); with REPEATED_KILLS, the last rank of every full round does. The script ends after STEPS
-operations, with RANKS ranks.
+ranks. A rank kills itself where KILLS says, such as "2:5:barrier 4:r1:ready" (member, operation or
+round, place); with REPEATED_KILLS, the last rank of every full round does. The script ends after
+STEPS operations, with RANKS ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Member:
     def at(self, place):
         is_last = self.rank == self.size - 1 and self.size == RANKS
         is_doomed = is_last and place == "prepare" and self.round < 2 * REPEATED_KILLS
-        if is_doomed or (str(MEMBER), str(len(self.sums)), place) in KILLS:
+        here = {(str(MEMBER), str(len(self.sums)), place), (str(MEMBER), f"r{self.round}", place)}
+        if is_doomed or here & KILLS:
             os.kill(os.getpid(), signal.SIGKILL)
         if f"{MEMBER}:{len(self.sums)}:{place}" == os.environ.get("RAISES"):
             raise OSError("out of paper")
@@ -139,6 +140,7 @@ class Member:
     def end_round(self, reason):
         if str(MEMBER) == os.environ.get("SILENT"):  # as in a collective that nothing interrupts
             signal.pause()
+        self.at(reason)
         report_to_launcher({
             "kind": "round_over", "round": self.round, "operation": len(self.sums),
             "is_prepared": self.prepared is not None, "reason": reason,

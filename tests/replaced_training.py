@@ -138,6 +138,7 @@ class Training:
     results: set[str]
     said: list[str]
     rounds: list[dict[str, Any]]
+    repeated: list[float]  # seconds of the recorded steps that each round takes again
     steps: list[int]
     losses: list[str]
 
@@ -165,16 +166,19 @@ def train(
     text = (folder / "recorded/record.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert lines[-1]["state"] == "done"
-    steps: dict[int, str] = {}
+    steps: dict[int, Any] = {}
+    repeated = []
     for line in lines:
         if line["kind"] == "round":
-            steps = {step: loss for step, loss in steps.items() if step < line["step"]}
+            repeated.append(sum(s["seconds"] for n, s in steps.items() if n >= line["step"]))
+            steps = {number: step for number, step in steps.items() if number < line["step"]}
         elif line["kind"] == "step":
-            steps[line["step"]] = line["loss_hex"]
+            steps[line["step"]] = line
     return Training(
         set(re.findall(r"DIGEST (.*)", output)),
         [line for line in errors.splitlines() if "goes on from" in line or "killed by" in line],
         [line for line in lines if line["kind"] == "round"],
+        repeated,
         list(steps),
-        list(steps.values()),
+        [line["loss_hex"] for line in steps.values()],
     )

@@ -26,12 +26,14 @@ class Trainer:
 
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
+        self.undone: list[float] = []
 
     def enter_round(self, new: Round) -> None:
         self.calls.append(("enter", new.number))
 
     def continue_round(self, new: Round, undone: float) -> None:
         self.calls.append(("continue", new.number))
+        self.undone.append(undone)
 
     def hand_over(self, folder: Path) -> None:
         self.calls.append(("hand over", folder.name))
@@ -62,7 +64,8 @@ class Harness:
         self.joins: list[Exception | None] = []
         self.barriers: list[Exception | None] = []
         self.member = Membership(1)
-        self.member.enroll(Trainer(self.calls))
+        self.trainer = Trainer(self.calls)
+        self.member.enroll(self.trainer)
         patch.setattr(module, "report_to_launcher", self.reports.append)
         patch.setattr(module, "receive_from_launcher", self.receive)
         patch.setattr(module, "get_timeout", lambda: 0.2)
@@ -160,6 +163,46 @@ def test_a_prepared_operation_follows_the_decision(harness: Harness, commit: boo
     assert harness.calls == begun + (committed if commit else repeated)
     assert harness.reports[0]["is_prepared"] is True
     assert harness.member.operation == 1
+
+
+class Clock:
+    """Stands in for `time`, and moves on only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("fails", "undone"), [(False, 1.5), (True, 2.0)])
+def test_repeated_work_ends_with_the_loss_of_a_rank(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, fails: bool, undone: float
+) -> None:
+    """Here or in the launcher, whoever notices it first; the rest is the pause, also twice."""
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    attempts = [2.0, 1.0]
+
+    def prepare() -> None:
+        clock.now += attempts.pop(0)
+        if attempts:
+            raise LOST
+
+    def join(new: Round) -> None:
+        clock.now += 4.0
+        if fails and new.number == 1:
+            raise LOST
+
+    monkeypatch.setattr(harness.member, "_join_group", join)
+    harness.answer(number=1, noticed=1002.25 if fails else 1001.5)
+    if fails:
+        harness.answer(number=2, noticed=1006.0)
+    harness.run(prepare)
+    assert harness.trainer.undone == [undone]
 
 
 def test_a_rank_that_is_ahead_does_not_commit_for_those_behind(harness: Harness) -> None:

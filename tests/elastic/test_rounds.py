@@ -15,6 +15,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from lockstep.commands.run import command, make_config
+from lockstep.elastic import rounds as rounds_module
 from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.elastic.rounds import Rounds
 from lockstep.elastic.scale_request import request_ranks
@@ -125,6 +126,20 @@ def test_several_killed_ranks_are_replaced(run, kills, dead):
     assert rounds[-1]["world_size"] == 3
     joined = [member for each in rounds for member in each["joined"]]
     assert len(joined) - len(set(joined) & dead) == len(dead - {3})
+
+
+@pytest.mark.parametrize(("place", "number"), [("admit", 1), ("connect", 2), ("share", 2)])
+def test_nobody_waits_for_newcomers_when_the_only_state_is_lost(run, monkeypatch, place, number):
+    """Those that are getting it, or are about to, notice and leave at once."""
+    for name in ("REPORT_TIMEOUT", "LEAVE_TIMEOUT"):
+        monkeypatch.setattr(rounds_module, name, 1e9)
+    done = run("--max", "2", KILLS=f"1:4:prepare 0:r{number}:{place}", RANKS="2")
+    require_success(done, 2)
+    joined = ["round 2: 2 ranks, member 2 joined"] * (number - 1)
+    assert said(done) == [
+        *("member 1 was killed by SIGKILL", "round 1: 1 rank", *joined),
+        *("member 0 was killed by SIGKILL", f"round {number + 1}: 2 ranks, in new processes"),
+    ]
 
 
 def test_processes_that_cannot_stay_are_replaced(run):

@@ -33,6 +33,7 @@ from lockstep.elastic.membership import Membership, membership
 from lockstep.launcher import world as world_module
 from lockstep.model.buffers import Buffers
 from lockstep.record.recorder import Recorder
+from lockstep.training import rounds as rounds_module
 from lockstep.training.rounds import RoundEntry
 
 PLAN = json.loads(os.environ.get("PLAN", "[]"))
@@ -97,6 +98,7 @@ patch(Membership, "pass_barrier", "prepared", "passed")
 patch(Recorder, "write", "record")
 patch(Buffers, "merge", "merge", "merged")
 patch(RoundEntry, "_share_state", "sharing", "shared")
+patch(rounds_module, "send_tensors", "sending")
 patch(membership_module, "rejoin", "joining")
 world_module.JOIN_TIMEOUT = 600.0
 

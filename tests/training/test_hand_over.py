@@ -95,7 +95,7 @@ def train(folder, member, lose=lambda steps, trainer: None, *, checkpoint=None):
 
 
 def set_origin(monkeypatch, state=None):
-    origin = RoundOrigin(2, [{"member": 1, "signal": 9}], [2], [0], 5.0, [0], state)
+    origin = RoundOrigin(2, [{"member": 1, "signal": 9}], [2], [0], 5.0, 4.5, [0], state)
     for name, value in {**origin.variables(), RESUME: "1"}.items():
         monkeypatch.setenv(name, value)
 
@@ -273,7 +273,9 @@ def test_a_state_that_cannot_be_written_is_said_and_left(world_of_one, tmp_path,
 
 
 def test_the_variables_of_a_round_come_back_as_they_were():
-    origin = RoundOrigin(3, [{"member": 2, "signal": 9}], [4, 5], [0, 1], 1.5, [0], Path("/a"))
+    origin = RoundOrigin(
+        3, [{"member": 2, "signal": 9}], [4, 5], [0, 1], 1.5, 1.25, [0], Path("/a")
+    )
     assert set(origin.variables()) == {ROUND, HANDOVER}
     assert find_round_origin(origin.variables()) == origin
     assert find_round_origin({}) is None

@@ -23,6 +23,14 @@ def require_same(found: Training, expected: Training) -> None:
     assert found.steps == list(range(12))
 
 
+def require_repeated_work(found: Training) -> None:
+    """Require of every round that it says what it repeats: not less than the recorded steps."""
+    begun = 0.0
+    for line, seconds in zip(found.rounds, found.repeated, strict=True):
+        assert seconds - 0.01 <= line["undone"] <= line["noticed"] - begun
+        begun = line["continued"]
+
+
 def sources(found: Training) -> list[str]:
     """Return from what each round went on, as rank 0 said."""
     lines = [line.partition("goes on from ")[2] for line in found.said]
@@ -44,12 +52,16 @@ def test_replicas_of_stages_hand_over_what_is_left(tmp_path, undisturbed):
     lost = [{each["member"] for each in line["lost"]} for line in found.rounds]
     assert lost == [{0}, {5}, {8, 11}, {14}]
     assert found.rounds[1]["joined"] == [8, 9, 10, 11]
+    require_repeated_work(found)
+    assert all(line["undone"] > 0.0 for line in found.rounds[:3])
 
 
 def test_one_replica_goes_on_from_its_mirror(tmp_path, undisturbed):
     found = train(tmp_path / "run", "forward:7:1", ranks=2, stages=2, mirror=2)
     require_same(found, undisturbed["one"])
     assert sources(found) in (["the mirror of step 6"], ["the mirror of step 4"])
+    require_repeated_work(found)
+    assert found.repeated[0] > 0.0 or found.rounds[0]["step"] == 6
 
 
 def test_shared_parameters_are_handed_over_unless_half_a_step_is_in_them(tmp_path, undisturbed):
@@ -60,6 +72,7 @@ def test_shared_parameters_are_handed_over_unless_half_a_step_is_in_them(tmp_pat
     assert first == "step 3, handed over by member 0"
     assert re.fullmatch("the mirror of step [46]", second)
     assert third == "step 12, handed over by member 5"
+    require_repeated_work(found)
 
 
 def test_gloo_waits_for_no_rank_that_does_not_notice(tmp_path, undisturbed):
@@ -82,6 +95,7 @@ def test_two_trainers_and_a_kill_before_there_are_any(tmp_path, undisturbed):
     assert first == [beginning + advice, beginning]
     assert second == "step 5, handed over by member 2"
     assert third in (second, "step 5, handed over by member 5")  # which may be at step 5 already
+    require_repeated_work(found)
 
 
 @pytest.mark.stress

@@ -40,7 +40,7 @@ def test_a_rank_may_die_at_any_point_of_a_step(tmp_path: Path, undisturbed: Trai
     ]
     disturbed = train(tmp_path / "run", plan, steps=STEPS, workers=1)
     require_same(disturbed, undisturbed)
-    assert "started anew" not in disturbed.output
+    assert "in new processes" not in disturbed.output
     assert sum(len(line["lost"]) for line in disturbed.rounds) == 10
     assert sum(len(line["joined"]) for line in disturbed.rounds) >= 8
     steps = [line["step"] for line in disturbed.rounds]
@@ -62,16 +62,33 @@ def test_a_rank_may_die_between_steps(tmp_path: Path, undisturbed: Training) -> 
     ]
     disturbed = train(tmp_path / "run", plan, steps=STEPS, form="checkpoint")
     require_same(disturbed, undisturbed)
-    assert "started anew" not in disturbed.output
+    assert "in new processes" not in disturbed.output
     saved = {path.name for path in (tmp_path / "run/recorded/checkpoints").iterdir()}
     assert f"step-{STEPS}" in saved
+
+
+def test_the_only_rank_with_the_state_may_die_while_it_sends_it(
+    tmp_path: Path, undisturbed: Training
+) -> None:
+    """A newcomer that waits for the rest of the state notices, and all begin again."""
+    plan = [["forward", [1], 50], ["sending", [0], 0]]
+    disturbed = train(tmp_path / "run", plan, steps=STEPS, full=2, form="checkpoint")
+    require_same(disturbed, undisturbed)
+    first, second = disturbed.rounds
+    assert [first["lost"], second["lost"]] == [
+        [{"member": 1, "signal": 9}],
+        [{"member": 0, "signal": 9}],
+    ]
+    assert (second["left"], second["joined"]) == ([2], [3, 4])
+    assert f"goes on from the checkpoint of step {second['step']}" in disturbed.output
+    assert second["undone"] > 0.0
 
 
 def test_a_loop_of_attempts_is_repeated(tmp_path: Path, undisturbed: Training) -> None:
     plan = [["forward", [1], 1], ["backward", [0], 0], ["passed", [0, 2], 0]]
     disturbed = train(tmp_path / "run", plan, steps=STEPS, form="attempts")
     require_same(disturbed, undisturbed)
-    assert "started anew" not in disturbed.output
+    assert "in new processes" not in disturbed.output
 
 
 def test_batches_of_the_script_are_split_anew(tmp_path: Path) -> None:

@@ -5,18 +5,23 @@ import shutil
 
 import pytest
 
-from lockstep.checkpoint.folder import FOLDER, MANIFEST
+from lockstep.checkpoint.folder import MANIFEST
 from lockstep.checkpoint.schedule import CheckpointConfig
 from lockstep.commands.runs import list_runs
 from lockstep.errors import UsageError
-from lockstep.launcher.run_folder import find_linked_runs, locate_renamed, remove_old_name
+from lockstep.launcher.run_folder import (
+    CHECKPOINTS,
+    find_linked_runs,
+    locate_renamed,
+    remove_old_name,
+)
 from lockstep.record.loggers import TensorBoard
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import RECORD_FILE, Recorder
 from lockstep.training import run_record as module
 from lockstep.training.run_record import RunRecord
 
-CHECKPOINTS = CheckpointConfig()
+CONFIG = CheckpointConfig()
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +70,8 @@ class Run:
 
 
 def save_checkpoint(folder, step=1):
-    (folder / FOLDER / f"step-{step}").mkdir(parents=True)
-    (folder / FOLDER / f"step-{step}" / MANIFEST).touch()
+    (folder / CHECKPOINTS / f"step-{step}").mkdir(parents=True)
+    (folder / CHECKPOINTS / f"step-{step}" / MANIFEST).touch()
 
 
 def header(folder):
@@ -96,23 +101,26 @@ def test_by_default_only_what_has_a_folder_is_recorded(tmp_path):
     assert Run.begun().loggers == []
     assert not Run().folder.may_record
     assert list(tmp_path.iterdir()) == []
-    run = Run.begun(None, CHECKPOINTS)
+    run = Run.begun(None, CONFIG)
     run.end()
     assert read_run(run.folder.path).state == "done"
     assert run.folder.path.parent == tmp_path / "runs"
-    assert Run.begun([], CHECKPOINTS).loggers == []
+    assert Run.begun([], CONFIG).loggers == []
 
 
 def test_the_first_trainer_of_a_launch_is_recorded_in_its_folder(launch, capfd):
     assert Run.begun([]).loggers == []
     judge = Run()
-    generator = Run.begun(None, CHECKPOINTS)  # comes first, since it can be resumed
+    generator = Run.begun(None, CONFIG)  # comes first, since it can be resumed
     judge.folder.begin()
-    later = Run.begun(None, CHECKPOINTS)
+    later = Run.begun(None, CONFIG)
     assert generator.recorded == ["train-1"]
     assert (judge.loggers, later.loggers) == ([], [])
     assert generator.folder.path == judge.folder.path == later.folder.path == launch
-    assert (generator.folder.checkpoints, later.folder.checkpoints) == (FOLDER, f"{FOLDER}-2")
+    assert (generator.folder.checkpoints, later.folder.checkpoints) == (
+        CHECKPOINTS,
+        f"{CHECKPOINTS}-2",
+    )
     generator.end()
     assert capfd.readouterr().err == ""
 
@@ -142,7 +150,7 @@ def test_a_launch_that_cannot_be_renamed_keeps_its_folder(launch, tmp_path, monk
     again = tmp_path / "runs" / "train-2"
     again.mkdir()
     monkeypatch.setenv("LOCKSTEP_RUN", str(again))
-    run = Run("runs/mine", CHECKPOINTS)
+    run = Run("runs/mine", CONFIG)
     run.folder.select_resumed(None)
     assert list(again.iterdir()) == []  # it may be refused yet
     run.folder.open_resumed()
@@ -171,50 +179,50 @@ def test_a_launch_that_has_the_name_already(launch, tmp_path, monkeypatch):
 
 def test_resuming_continues_the_newest_run_of_the_name(tmp_path):
     for name in ("mine", "mine-2"):
-        Run.begun("runs/mine", CHECKPOINTS).end("failed")
+        Run.begun("runs/mine", CONFIG).end("failed")
         save_checkpoint(tmp_path / "runs" / name)
-    run = Run("runs/mine", CHECKPOINTS)
+    run = Run("runs/mine", CONFIG)
     assert run.folder.has_earlier_run
     run.folder.select_resumed(None)
     assert run.folder.path.name == "mine-2"
-    assert (run.folder.checkpoints, run.loggers) == (FOLDER, None)
+    assert (run.folder.checkpoints, run.loggers) == (CHECKPOINTS, None)
     run.folder.deselect()  # its settings differ
     run.folder.begin()
     run.end()
     assert run.recorded == ["mine-3"]
     for place in ("runs/mine", "runs/mine/checkpoints/step-1"):
-        named = Run("runs/mine", CHECKPOINTS)
+        named = Run("runs/mine", CONFIG)
         named.folder.select_resumed(place)
         named.folder.open_resumed()
         named.end()
-        assert (named.recorded, named.folder.checkpoints) == (["mine"], FOLDER)
+        assert (named.recorded, named.folder.checkpoints) == (["mine"], CHECKPOINTS)
     save_checkpoint(tmp_path / "elsewhere")
-    run = Run("runs/mine", CHECKPOINTS)
+    run = Run("runs/mine", CONFIG)
     run.folder.select_resumed("elsewhere")
     run.end()
     assert run.recorded == ["mine-4"]
 
 
 def test_a_second_trainer_of_a_notebook_continues_the_first(tmp_path):
-    first = Run.begun("runs/mine", CHECKPOINTS)
+    first = Run.begun("runs/mine", CONFIG)
     save_checkpoint(tmp_path / "runs/mine")
-    second = Run("runs/mine", CHECKPOINTS)
+    second = Run("runs/mine", CONFIG)
     second.folder.select_resumed(None)
     second.folder.open_resumed()
     first.loggers[0].write("step", step=99)  # which no longer counts
     second.end()
     assert second.recorded == ["mine"]
-    assert second.folder.checkpoints == FOLDER
+    assert second.folder.checkpoints == CHECKPOINTS
     assert '"step":99' not in (tmp_path / "runs/mine" / RECORD_FILE).read_text()
 
 
 def test_a_launch_that_resumes_continues_its_run(launch, tmp_path, monkeypatch):
-    Run.begun("runs/mine", CHECKPOINTS).end("stopped")
+    Run.begun("runs/mine", CONFIG).end("stopped")
     shutil.copytree(tmp_path / "runs/mine", tmp_path / "runs/mine-2")
     monkeypatch.setattr(module, "_uses", module.Counter())
     monkeypatch.setenv("LOCKSTEP_RUN", str(tmp_path / "runs/mine"))
     monkeypatch.setenv("LOCKSTEP_RESUME", "1")
-    run, next_one = Run("runs/mine", CHECKPOINTS), Run("runs/mine", CHECKPOINTS)
+    run, next_one = Run("runs/mine", CONFIG), Run("runs/mine", CONFIG)
     run.folder.select_launch()
     run.folder.open_resumed()
     run.end()
@@ -225,7 +233,7 @@ def test_a_launch_that_resumes_continues_its_run(launch, tmp_path, monkeypatch):
     assert next_one.recorded == ["mine-3"]  # the copy says that it is the run of another name
     save_checkpoint(tmp_path / "runs/mine")
     monkeypatch.setattr(module, "_uses", module.Counter())
-    anew = Run("runs/at-12-30", CHECKPOINTS)
+    anew = Run("runs/at-12-30", CONFIG)
     anew.folder.select_launch()
     assert anew.folder.path == tmp_path / "runs/mine"
     Run.begun("runs/mine").end()  # beside a trainer that resumes the run
@@ -235,22 +243,22 @@ def test_a_launch_that_resumes_continues_its_run(launch, tmp_path, monkeypatch):
 
 
 def test_a_resumed_launch_without_a_name(launch, monkeypatch, capfd):
-    judge, generator = Run.begun(), Run.begun(None, CHECKPOINTS)
+    judge, generator = Run.begun(), Run.begun(None, CONFIG)
     judge.end()
     assert generator.loggers == []
     monkeypatch.setattr(module, "_uses", module.Counter())
     monkeypatch.setenv("LOCKSTEP_RESUME", "1")
     assert Run.begun().loggers == []
     assert "it begins again, and is not recorded; pass checkpoint=" in capfd.readouterr().err
-    again = Run(None, CHECKPOINTS)
+    again = Run(None, CONFIG)
     again.folder.select_launch()
     again.folder.open_resumed()
     assert again.loggers == []  # the record is that of the other trainer
     assert again.folder.path == launch
     (launch / RECORD_FILE).unlink()
-    Run.begun(None, CHECKPOINTS).end()
+    Run.begun(None, CONFIG).end()
     monkeypatch.setattr(module, "_uses", module.Counter())
-    last = Run(None, CHECKPOINTS)
+    last = Run(None, CONFIG)
     last.folder.select_launch()
     last.folder.open_resumed()
     last.end()
@@ -263,11 +271,11 @@ def test_a_recorder_of_the_users_keeps_its_folder(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="already holds the record"):
         Recorder(tmp_path / "run")
     with pytest.raises(UsageError, match=r"already holds a run: resume it with trainer.resume\(\)"):
-        Run.begun(Recorder(tmp_path / "run", resume=True), CHECKPOINTS)
+        Run.begun(Recorder(tmp_path / "run", resume=True), CONFIG)
     monkeypatch.setenv("LOCKSTEP_RESUME", "1")
     with pytest.raises(UsageError, match=r"run is resumed, but its trainer has no checkpoints"):
         Run(Recorder(tmp_path / "run"))
-    run = Run(Recorder(tmp_path / "run"), CHECKPOINTS)
+    run = Run(Recorder(tmp_path / "run"), CONFIG)
     run.folder.select_launch()
     run.folder.open_resumed()
     run.end()

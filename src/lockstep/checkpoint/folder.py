@@ -30,10 +30,9 @@ from safetensors import safe_open
 from lockstep.checkpoint.encoding import decode
 from lockstep.checkpoint.tensor_file import checksum_file
 from lockstep.errors import FileError, UsageError
-from lockstep.launcher.run_folder import RUNS
+from lockstep.launcher.run_folder import CHECKPOINTS, RUNS
 
 __all__ = [
-    "FOLDER",
     "FORMAT",
     "MANIFEST",
     "REST",
@@ -49,7 +48,6 @@ __all__ = [
     "verify",
 ]
 
-FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 FORMAT = 1
 KINDS = ("model", "optimizer", "ema")  # tensors with files of their own
@@ -125,7 +123,7 @@ def locate_checkpoint(place: str | Path, runs: str | Path = RUNS) -> tuple[Path 
         if (path / MANIFEST).is_file():
             return path, path.parent
     folders = [
-        path if find_checkpoints(path) else path / FOLDER for path in places if path.is_dir()
+        path if find_checkpoints(path) else path / CHECKPOINTS for path in places if path.is_dir()
     ]
     for folder in folders:
         if find_checkpoints(folder):

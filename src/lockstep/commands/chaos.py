@@ -18,7 +18,7 @@ from lockstep.formatting import format_duration, format_quantity
 from lockstep.messages import JSON_HELP, escape_control, say
 
 if TYPE_CHECKING:
-    from lockstep.check.chaos import ChaosResult, Kill
+    from lockstep.check.chaos_result import ChaosResult, Kill
     from lockstep.launcher.launch_script import LaunchConfig
 
 __all__ = ["command"]
@@ -74,7 +74,8 @@ def command(
     Exit status: 0 all kills were carried out and the digests are equal, 1 otherwise, 2 usage
     error, 128+N ended by signal N.
     """
-    from lockstep.check.chaos import describe_baseline, disturb, read_baseline, train_undisturbed
+    from lockstep.check.chaos import disturb, read_baseline, train_undisturbed
+    from lockstep.check.chaos_result import describe_baseline
     from lockstep.commands.report import find_run
     from lockstep.launcher.launch_script import Interrupted
 

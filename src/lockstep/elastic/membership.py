@@ -175,7 +175,7 @@ class Participant(Protocol):
         """Give up what is being written, before this process ends."""
 
     def continue_round(self, new: Round, undone: float) -> None:
-        """Take in that the round goes on, after an attempt of `undone` seconds was undone."""
+        """Take in that the round goes on, and repeats what had taken `undone` seconds."""
 
 
 class _RoundFailed(Exception):
@@ -209,6 +209,7 @@ class Membership:
         self._participants: list[Participant] = []
         self._is_inside, self._is_repeatable, self._has_ended = False, True, False
         self._current: Round | None = None
+        self._interrupted = 0.0  # when the loss of a rank was noticed here, in Unix time
 
     @property
     def is_waiting(self) -> bool:
@@ -313,11 +314,13 @@ class Membership:
 
         Args:
             decision: What was decided; None if no round has ended.
-            undone: Seconds of the attempt that was undone; None if it was committed.
+            undone: Seconds since the attempt began that was undone; None if it was committed.
         """
         if isinstance(decision, Round):
+            # What came after the loss is the pause between the rounds, and not repeated.
+            pause = time.time() - min(self._interrupted, decision.noticed)
             for each in self._participants:
-                each.continue_round(decision, undone or 0.0)
+                each.continue_round(decision, max(0.0, (undone or 0.0) - pause))
         elif decision is not None and undone is None:
             self.hand_over_folder = decision.folder
         elif decision is not None:
@@ -360,6 +363,7 @@ class Membership:
 
     def _begin_round(self, reason: str, is_prepared: bool) -> Decision:
         """Leave the round that is over, and return the next one that could be formed."""
+        self._interrupted = time.time()
         leave_round()
         return self._form(self._report(reason, is_prepared), reason, is_prepared)
 

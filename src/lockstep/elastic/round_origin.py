@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
+from lockstep.launcher.run_folder import CHECKPOINTS
 
 __all__ = ["RoundOrigin", "StateFolder", "find_mirror", "find_round_origin"]
 
@@ -42,6 +43,8 @@ class RoundOrigin:
         joined: The members of the round, which are all new.
         left: The members of the last round that were alive.
         noticed: When the death was noticed, as Unix time.
+        interrupted: When training stopped, as Unix time: before `noticed` if rounds since then
+            ended before their processes had come to where training stopped.
         writers: The members of the last round that handed over their state.
         state: The folder with that state; None if nothing was handed over.
     """
@@ -51,6 +54,7 @@ class RoundOrigin:
     joined: list[int]
     left: list[int]
     noticed: float
+    interrupted: float
     writers: list[int] = dataclasses.field(default_factory=list)
     state: Path | None = None
 
@@ -82,14 +86,22 @@ def find_mirror(environ: Mapping[str, str] = os.environ) -> Path | None:
 class StateFolder:
     """The folder in shared memory for the states of one launch, for its owner alone.
 
+    Args:
+        run: The run's folder, with its checkpoints; None if it has none.
+
     Attributes:
         path: Its path.
+        handed_over: The folder with the state that was handed over; None if there is none.
+        writers: The members that wrote it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run: Path | None) -> None:
         parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         self.path = Path(tempfile.mkdtemp(prefix=f"lockstep-{os.getpid()}-", dir=parent))
-        self._number = 0
+        self.handed_over: Path | None = None
+        self.writers: list[int] = []
+        self._run, self._number, self._written = run, 0, self.path / "none"
+        self._known, self._fruitless = self._list_states(), 0
 
     def variables(self) -> dict[str, str]:
         """Return the variables that tell the ranks where mirrors are."""
@@ -102,14 +114,34 @@ class StateFolder:
 
     def begin_hand_over(self) -> Path:
         """Return a new folder into which survivors write their state."""
+        self.discard()
         self._number += 1
-        folder = self.path / f"hand-over-{self._number}"
-        folder.mkdir(mode=0o700)
-        return folder
+        self._written = self.path / f"hand-over-{self._number}"
+        self._written.mkdir(mode=0o700)
+        return self._written
 
-    def discard(self, folder: Path) -> None:
-        """Remove a state that was handed over, once it was read or is given up."""
-        shutil.rmtree(folder, ignore_errors=True)
+    def complete_hand_over(self, writers: list[int]) -> None:
+        """Take what these members have written as the state that was handed over."""
+        self.handed_over, self.writers = self._written, writers
+
+    def discard(self) -> None:
+        """Remove the state that was handed over, once it was read or is given up."""
+        shutil.rmtree(self._written, ignore_errors=True)
+        self.handed_over, self.writers = None, []
+
+    def count_fruitless(self) -> int:
+        """Return how often in a row this was called and found no new state to continue from."""
+        states = self._list_states()
+        is_further = bool(states) and states != self._known
+        self._fruitless, self._known = 1 if is_further else self._fruitless + 1, states
+        return self._fruitless
+
+    def _list_states(self) -> set[str]:
+        """Return the names of the states from which new processes could continue."""
+        folders = [] if self._run is None else [self._run / CHECKPOINTS]
+        folders += [*self.mirror.glob("*")]
+        folders += [] if self.handed_over is None else [self.handed_over]
+        return {each.name for folder in folders for each in folder.glob("step-*")}
 
     def remove(self) -> None:
         """Remove the folder with all that is in it."""

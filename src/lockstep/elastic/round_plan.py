@@ -13,11 +13,22 @@ are at the same place. Everything here is a pure function of plain values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Continue", "HandOver", "Plan", "Report", "Restart", "choose_world_size", "plan_round"]
+from lockstep.formatting import format_numbered, format_quantity
+
+__all__ = [
+    "Continue",
+    "HandOver",
+    "Plan",
+    "Report",
+    "Restart",
+    "choose_world_size",
+    "has_to_be_replaced",
+]
+__all__ += ["plan_round"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,16 @@ class Continue:
     joined: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
 
+    def describe(self) -> str:
+        """Return the number of ranks, and who joined and left."""
+        changes = [
+            f"{format_numbered('member', members)} {what}"
+            for members, what in ((self.joined, "joined"), (self.left, "left"))
+            if members
+        ]
+        size = format_quantity(len(self.members), "rank")
+        return f"{size}, {' and '.join(changes)}" if changes else size
+
 
 @dataclass(frozen=True)
 class HandOver:
@@ -138,7 +159,7 @@ def plan_round(
     operation = min(operations)
     behind = [report for report in survivors if report.operation == operation]
     commit = len(operations) == 2 or all(report.is_prepared for report in behind)
-    if not all(report.can_stay for report in survivors):
+    if has_to_be_replaced(survivors):
         writers = tuple(_find_writers(survivors, position) for position in range(stages))
         if not all(writers):
             return restart
@@ -150,6 +171,11 @@ def plan_round(
     joined = list(newcomers)[: wanted - len(staying)] if is_admission else []
     left = [report.member for report in reports if report.member not in staying]
     return Continue(operation, commit, (*staying, *joined), tuple(joined), tuple(left))
+
+
+def has_to_be_replaced(reports: Iterable[Report]) -> bool:
+    """Return whether members cannot go on in their processes, other than new ones."""
+    return any(report.has_state and not report.can_stay for report in reports)
 
 
 def choose_world_size(wanted: int, stages: int) -> int:

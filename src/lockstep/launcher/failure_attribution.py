@@ -108,6 +108,13 @@ class Outcome:
             return True
         return self.status not in (None, 0, STOPPED) and not self.was_terminated
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal killed this rank, other than one that asked it to stop."""
+        if self.status is None or self.status >= 0:
+            return False
+        return not (self.was_terminated and self.status == -signal.SIGTERM)
+
 
 def is_consequence(outcome: Outcome) -> bool:
     """Return whether this failure looks like the consequence of another rank's end."""

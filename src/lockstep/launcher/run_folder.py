@@ -40,6 +40,7 @@ from lockstep.launcher.failure_attribution import read_stat
 from lockstep.redaction import redact
 
 __all__ = [
+    "CHECKPOINTS",
     "DESCRIPTION_FILE",
     "RESUME",
     "RUN",
@@ -68,6 +69,7 @@ __all__ = [
 ]
 
 RUNS = "runs"  # the folder of the runs, unless another one is given
+CHECKPOINTS = "checkpoints"  # the folder of checkpoints in that of a run
 RUN = "LOCKSTEP_RUN"  # the variable with the path of the launch's run folder
 RESUME = "LOCKSTEP_RESUME"  # the variable that is 1 if the launch continues that run
 VERSION = 1  # of launch.json

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.folder import FOLDER, MANIFEST, find_checkpoints, verify
+from lockstep.checkpoint.folder import MANIFEST, find_checkpoints, verify
 from lockstep.errors import UsageError
-from lockstep.launcher.run_folder import read_description
+from lockstep.launcher.run_folder import CHECKPOINTS, read_description
 from lockstep.record.columns import as_dict
 from lockstep.record.environment import describe_environment
 from lockstep.record.program import REPLAYABLE, select_variables
@@ -166,7 +166,9 @@ def _read_launch(run: Run) -> dict[str, Any]:
 
 def find_base(run: Run, step: int) -> Base:
     """Return the newest valid checkpoint of a run at or before a step, else the beginning."""
-    found = {int(path.name.split("-")[1]): path for path in find_checkpoints(run.folder / FOLDER)}
+    found = {
+        int(path.name.split("-")[1]): path for path in find_checkpoints(run.folder / CHECKPOINTS)
+    }
     # Those elsewhere, such as one of another run from which this one began.
     for line in (*run.checkpoints, *run.resumes):
         recorded, steps = line.get("path") or line.get("checkpoint"), line.get("step")

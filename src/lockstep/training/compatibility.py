@@ -17,11 +17,11 @@ from typing import Any
 
 import xxhash
 
-from lockstep.checkpoint.folder import FOLDER, find_checkpoints
+from lockstep.checkpoint.folder import find_checkpoints
 from lockstep.elastic.round_origin import RoundOrigin, find_mirror
 from lockstep.errors import UsageError
 from lockstep.formatting import format_numbered
-from lockstep.launcher.run_folder import find_launch_folder
+from lockstep.launcher.run_folder import CHECKPOINTS, find_launch_folder
 from lockstep.messages import say
 from lockstep.record.environment import describe_environment
 from lockstep.record.sources import find_sources
@@ -136,7 +136,7 @@ def say_continued(
 def _has_other_state(origin: RoundOrigin) -> bool:
     """Return whether the last round left the state of some trainer."""
     launch, mirror = find_launch_folder(), find_mirror()
-    folders = [] if launch is None else [launch / FOLDER]
+    folders = [] if launch is None else [launch / CHECKPOINTS]
     folders += [] if mirror is None else [*mirror.glob("*")]
     return origin.state is not None or any(map(find_checkpoints, folders))
 

@@ -15,6 +15,7 @@ nothing of must therefore be as it was at the safe point, and else nothing can b
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,6 +67,7 @@ class HandOver:
         self._registered = [each for each in runs.values() if each is not None]
         self._watched = [each for name, each in stateful.items() if runs[name] is None]
         self._operation = -1
+        self._time = 0.0  # of the latest safe point, in Unix time
         self._generators: dict[str, Any] = {}
         self._objects = ""
         _made += 1
@@ -73,7 +75,7 @@ class HandOver:
 
     def note_safe_point(self) -> None:
         """Note that the script can be continued from here."""
-        self._operation = self.member.operation
+        self._operation, self._time = self.member.operation, time.time()
         self._generators = global_states(self._device)
         self._objects = self._describe_objects()
 
@@ -114,6 +116,7 @@ class HandOver:
                 "generators": global_states(self._device) if is_now else self._generators,
                 "stateful": {name: each.state_dict() for name, each in self._stateful.items()},
                 **common,
+                "time": time.time() if is_now else self._time,
             }
         writer = CheckpointWriter(folder, keep=1, has_digests=False)
         writer.save(state, common["steps"], 0, part)

@@ -49,6 +49,7 @@ from lockstep.training.compatibility import (
 from lockstep.training.hand_over import HandOver, read_newest_state
 from lockstep.training.history import History
 from lockstep.training.rank_status import RankStatus
+from lockstep.training.repeated_work import measure_repeated_work
 from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects
 from lockstep.training.run_record import RunRecord
 from lockstep.training.script_log import OpenEpoch, ScriptLog
@@ -169,12 +170,7 @@ class ResumableRun:
             self._restore()
 
     def _continue_round(self, origin: RoundOrigin, layout: Mapping[str, Any]) -> None:
-        """Continue what the processes of the last round did; begin again if they left nothing.
-
-        Args:
-            origin: What the launcher said.
-            layout: What the record says of this process.
-        """
+        """Continue what the processes of the last round did; begin again if they left nothing."""
         checkpoints, number = self._checkpoints, self._state.position.attempt.trainer
         path, state = read_newest_state(origin, checkpoints, number)
         steps = 0 if state is None else state["steps"]
@@ -196,6 +192,7 @@ class ResumableRun:
             "step": steps,
             "epochs": state["history"]["epochs"] if state is not None else 0,
             "world_size": layout["layout"]["world_size"],
+            "undone": measure_repeated_work(origin, state, self._history.find_run_folder()),
         }
         if not self._log.is_answering:
             self._restore()
@@ -293,8 +290,8 @@ class ResumableRun:
                 position.attempt = Attempt(position.attempt.trainer, position.steps, -1)
         if self._round:
             line, self._round = self._round, {}
-            self._history.write("round", **line, continued=time.time(), undone=None)
-            if state is not None:
+            self._history.write("round", **line, continued=time.time())
+            if state is not None or self._origin is None or self._origin.state is None:
                 report_to_launcher({"kind": "resumed"})
 
     def _note_answer(self, steps: int) -> None:
@@ -540,8 +537,8 @@ class ResumableRun:
         """Return what all ranks have alike: where training and script are."""
         position = self._state.position_state()
         position |= {"script": self._log.state_dict(position["steps"]), **self._training}
-        number = self._state.position.attempt.trainer
-        return position | {"trainer": number, "known_samplers": self._samplers.state_dict()}
+        position |= {"trainer": self._state.position.attempt.trainer, "time": time.time()}
+        return position | {"known_samplers": self._samplers.state_dict()}
 
     # --- handing over -------------------------------------------------------------------------
 

@@ -28,12 +28,13 @@ from typing import Any
 import orjson
 import torch.distributed as dist
 
-from lockstep.checkpoint.folder import FOLDER, find_checkpoints, locate_checkpoint
+from lockstep.checkpoint.folder import find_checkpoints, locate_checkpoint
 from lockstep.checkpoint.schedule import CheckpointConfig
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.elastic.round_origin import find_round_origin
 from lockstep.errors import FileError, UsageError
 from lockstep.launcher.run_folder import (
+    CHECKPOINTS,
     DESCRIPTION_FILE,
     RUNS,
     create_run_folder,
@@ -82,8 +83,8 @@ class RunRecord:
         start: Callable[[list[Logger]], None],
     ) -> None:
         self.path: Path | None = None
-        self.checkpoints = FOLDER
-        self.agreed = ("", FOLDER)
+        self.checkpoints = CHECKPOINTS
+        self.agreed = ("", CHECKPOINTS)
         self._start, self._is_default = start, loggers is None
         self._given = _list_loggers(loggers)
         self._saves_checkpoints = config is not None
@@ -179,7 +180,7 @@ class RunRecord:
         assert self._fixed is not None
         folder = self._fixed.folder
         if self._saves_checkpoints and (
-            self._fixed.is_continued or find_checkpoints(folder / FOLDER)
+            self._fixed.is_continued or find_checkpoints(folder / CHECKPOINTS)
         ):
             raise UsageError(
                 f"{folder} already holds a run: resume it with trainer.resume() or `lockstep run "
@@ -225,7 +226,7 @@ class RunRecord:
         selected = max(family, key=_last_written) if place is None and family else None
         if place is not None:
             path = locate_checkpoint(place)[1].resolve()
-            inside = path.parent if path.name.startswith(FOLDER) else path
+            inside = path.parent if path.name.startswith(CHECKPOINTS) else path
             selected = next((each for each in family if each.resolve() == inside), None)
         if selected is None:
             self.begin()
@@ -246,7 +247,7 @@ class RunRecord:
         if self.path is not None and not is_resuming():
             link_launch_folder(self.path)
         recorder = None
-        if self._is_default and self.path is not None and self.checkpoints == FOLDER:
+        if self._is_default and self.path is not None and self.checkpoints == CHECKPOINTS:
             is_of_another_trainer = _read_header(self.path).get(CANNOT_RESUME)
             recorder = None if is_of_another_trainer else Recorder(self.path, resume=True)
         self._open(recorder, resume=True)
@@ -317,7 +318,7 @@ class RunRecord:
         place = self.path.resolve()
         _uses[place] += 1
         if self._named is None and _uses[place] > 1:  # another trainer of the same launch
-            self.checkpoints = f"{FOLDER}-{_uses[place]}"
+            self.checkpoints = f"{CHECKPOINTS}-{_uses[place]}"
 
     # --- loggers ------------------------------------------------------------------------------
 
@@ -410,7 +411,7 @@ def _find_family(base: Path, of_any: bool = False) -> dict[int, Path]:
 
 
 def _holds_run(folder: Path) -> bool:
-    if (folder / RECORD_FILE).exists() or find_checkpoints(folder / FOLDER):
+    if (folder / RECORD_FILE).exists() or find_checkpoints(folder / CHECKPOINTS):
         return True
     is_launch = (folder / DESCRIPTION_FILE).exists()
     return is_launch and folder.resolve() != find_launch_folder()
@@ -436,7 +437,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
 def _last_written(folder: Path) -> float:
     """Return when a run was written to last."""
     times = [0.0]
-    for path in (folder / RECORD_FILE, folder / FOLDER):
+    for path in (folder / RECORD_FILE, folder / CHECKPOINTS):
         if path.exists():
             times.append(path.stat().st_mtime)
     return max(times)
@@ -455,7 +456,7 @@ def _find_resumed(base: Path, launch: Path | None) -> Path | None:
         return next((family[number] for number in later if not _uses[family[number]]), None)
     if family:
         return max(family.values(), key=_last_written)
-    if launch is not None and not _uses[launch] and find_checkpoints(launch / FOLDER):
+    if launch is not None and not _uses[launch] and find_checkpoints(launch / CHECKPOINTS):
         return launch
     return None
 

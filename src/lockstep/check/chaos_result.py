@@ -1,0 +1,174 @@
+"""What `lockstep chaos` found: the kills that were carried out, their costs, and the verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lockstep.check.kill_plan import PlannedKill
+from lockstep.formatting import format_duration, format_quantity
+from lockstep.record.columns import Column, Line, as_dict, as_float
+
+__all__ = ["Baseline", "ChaosResult", "Kill", "describe_baseline", "measure_kills"]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What an undisturbed run computed.
+
+    Attributes:
+        folder: Its folder.
+        digest: The digest of its weights.
+        intervals: The seconds from the line of a step to that of the next one.
+        seconds: How long it took.
+    """
+
+    folder: Path
+    digest: str
+    intervals: Column
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A kill that was carried out, and what it cost.
+
+    Attributes:
+        planned: The plan.
+        member: The member that was killed.
+        rank: The rank that it had.
+        step: The step that was under way.
+        time: When it was killed, in Unix time.
+        round: The round that began without it; None if none did.
+        seconds_to_repeat: From the kill until the repeated step began, in seconds.
+        repeated_seconds: The repeated work, in seconds.
+    """
+
+    planned: PlannedKill
+    member: int
+    rank: int
+    step: int
+    time: float
+    round: int | None = None
+    seconds_to_repeat: float | None = None
+    repeated_seconds: float | None = None
+
+    @property
+    def seconds_lost(self) -> float | None:
+        """What the kill cost, in seconds; None if that is not known."""
+        if self.seconds_to_repeat is None:
+            return None
+        return self.seconds_to_repeat + (self.repeated_seconds or 0.0)
+
+    def plain(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        found = {name: value for name, value in vars(self).items() if name != "planned"}
+        return found | {"part": self.planned.part, "seconds_lost": self.seconds_lost}
+
+
+@dataclass(frozen=True)
+class ChaosResult:
+    """What the disturbed run computed, beside the undisturbed one.
+
+    Attributes:
+        baseline: The undisturbed run.
+        folder: The folder of the disturbed run; None if it has none.
+        digest: The digest of its weights; None if it came to no end.
+        planned: How many ranks were to be killed.
+        kills: Those that were.
+        rounds: The number of rounds.
+        seconds: How long it took.
+        seed: The seed of the plan.
+        failure: Why it failed; "" if it did not.
+    """
+
+    baseline: Baseline
+    folder: Path | None
+    digest: str | None
+    planned: int
+    kills: list[Kill]
+    rounds: int
+    seconds: float
+    seed: int
+    failure: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the weights have the same bits."""
+        return self.digest == self.baseline.digest
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether every kill was carried out and changed nothing."""
+        return self.equal and len(self.kills) == self.planned and not self.failure
+
+    @property
+    def seconds_lost(self) -> list[float]:
+        """What each kill cost, in seconds, where that is known."""
+        return [each.seconds_lost for each in self.kills if each.seconds_lost is not None]
+
+    def plain(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        lost = self.seconds_lost
+        return {
+            "kills": len(self.kills),
+            "planned": self.planned,
+            "rounds": self.rounds,
+            "digest": self.digest,
+            "baseline_digest": self.baseline.digest,
+            "equal": self.equal,
+            "median_seconds_lost": median(lost) if lost else None,
+            "max_seconds_lost": max(lost, default=None),
+            "seconds": self.seconds,
+            "baseline_seconds": self.baseline.seconds,
+            "seed": self.seed,
+            "run": None if self.folder is None else str(self.folder),
+            "baseline_run": str(self.baseline.folder),
+            "failure": self.failure or None,
+            "deaths": [each.plain() for each in self.kills],
+        }
+
+
+def describe_baseline(found: Baseline) -> str:
+    """Return the sentence about the undisturbed run."""
+    steps = format_quantity(len(found.intervals), "step")
+    return (
+        f"undisturbed: {steps} in {format_duration(found.seconds)}, digest {found.digest}, "
+        f"in {found.folder}"
+    )
+
+
+def measure_kills(kills: Sequence[Kill], rounds: Sequence[Line]) -> list[Kill]:
+    """Return the kills with what they cost, by the record's lines about rounds.
+
+    A round that ends before anybody wrote its line is one pause with the next one.
+    """
+    lines = {
+        as_dict(each).get("member"): line for line in rounds for each in line.get("lost") or ()
+    }
+    return [
+        _measure_kill(each, lines.get(each.member) or _find_next(rounds, each.time))
+        for each in kills
+    ]
+
+
+def _find_next(rounds: Sequence[Line], time: float) -> Line | None:
+    return next((line for line in rounds if as_float(line.get("noticed")) >= time), None)
+
+
+def _measure_kill(kill: Kill, line: Line | None) -> Kill:
+    if line is None:
+        return kill
+    continued, undone = as_float(line.get("continued")), as_float(line.get("undone"))
+    is_known = math.isfinite(continued)
+    return dataclasses.replace(
+        kill,
+        round=line.get("round"),
+        seconds_to_repeat=max(0.0, continued - kill.time) if is_known else None,
+        repeated_seconds=undone if math.isfinite(undone) else None,
+    )

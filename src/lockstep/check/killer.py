@@ -1,0 +1,123 @@
+"""A thread that kills the ranks of an elastic run as planned.
+
+The kills come from outside of the ranks, so that no code of theirs knows of them: a thread of
+the launching process reads the lines of the record as they are written, and sends a signal when
+the planned part of a step has passed. A rank is not killed while no other one has the state of the
+training.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lockstep.check.chaos_result import Kill
+from lockstep.check.kill_plan import PlannedKill
+from lockstep.check.record_follower import POLL, RecordFollower, Report
+from lockstep.elastic.rounds import Rounds
+from lockstep.launcher.supervisor import RankSupervisor
+from lockstep.record.columns import Column
+
+__all__ = ["Killer"]
+
+
+@dataclass
+class _Watched:
+    """What the thread sees of the launch."""
+
+    ranks: RankSupervisor
+    rounds: Rounds
+    killed: set[int] = field(default_factory=set)
+    trained: frozenset[int] = frozenset()  # the members that went on in the latest recorded round
+
+    def note_round(self, recorded: int) -> None:
+        """Take in the number of the latest round in the record."""
+        if recorded == self.rounds.number:
+            self.trained = frozenset(self.rounds.members)
+
+    def find_ranks(self) -> list[tuple[int, int]]:
+        """Return (rank, member) of those that run."""
+        return [
+            (rank, member)
+            for rank, member in enumerate(self.rounds.members)
+            if member in self.ranks.pids and member not in self.killed and self._runs(member)
+        ]
+
+    def _runs(self, member: int) -> bool:
+        outcome = self.ranks.outcomes.get(member)
+        return outcome is not None and outcome.status is None
+
+
+class Killer(RecordFollower):
+    """A thread that kills ranks as planned.
+
+    Args:
+        planned: The kills, in the order of their moments.
+        intervals: The seconds that each step took in an undisturbed run.
+        report: Shows a line about the progress.
+
+    Attributes:
+        kills: Those that were carried out.
+    """
+
+    def __init__(self, planned: Sequence[PlannedKill], intervals: Column, report: Report) -> None:
+        super().__init__(report)
+        self.kills: list[Kill] = []
+        self._planned, self._intervals = planned, intervals
+        self._watched: _Watched | None = None
+
+    def watch(self, ranks: RankSupervisor, rounds: Rounds) -> None:
+        """Say what launches the ranks, before the thread begins."""
+        self._watched = _Watched(ranks, rounds)
+
+    def count_rounds(self) -> int:
+        """Return the number of rounds."""
+        return 0 if self._watched is None else self._watched.rounds.number + 1
+
+    def _run(self) -> None:
+        assert self._watched is not None
+        for planned in self._planned:
+            if not self._wait_for_moment(planned) or not self._kill(planned, self._watched):
+                return
+        super()._run()
+
+    def _wait_for_moment(self, planned: PlannedKill) -> bool:
+        if not self._wait(lambda: self._has_begun and self._steps >= planned.step):
+            return False
+        if self._steps > planned.step:  # an earlier kill came late
+            return True
+        seconds = planned.part * float(self._intervals[planned.step])
+        return self._wait(lambda: self._steps > planned.step, time.monotonic() + seconds)
+
+    def _kill(self, planned: PlannedKill, watched: _Watched) -> bool:
+        """Kill a rank as soon as another one can go on; return whether that came about."""
+        while (chosen := self._choose(planned, watched)) is None:
+            if self._ended.wait(POLL):
+                return False
+            self._read()
+        rank, member = chosen
+        step, now = self._steps, time.time()
+        try:
+            os.kill(watched.ranks.pids[member], signal.SIGKILL)
+        except ProcessLookupError:
+            return self._kill(planned, watched)
+        watched.killed.add(member)
+        self.kills.append(Kill(planned, member, rank, step, now))
+        self._report(
+            f"kill {len(self.kills)} of {len(self._planned)}: member {member} (rank {rank}) in "
+            f"step {step:,}"
+        )
+        return True
+
+    def _choose(self, planned: PlannedKill, watched: _Watched) -> tuple[int, int] | None:
+        """Return (rank, member) to kill; None while nobody else could go on."""
+        watched.note_round(self._round)
+        found = watched.find_ranks()
+        if not found:
+            return None
+        rank, member = found[planned.rank % len(found)]
+        others = watched.trained.intersection(each for _, each in found) - {member}
+        return (rank, member) if others else None

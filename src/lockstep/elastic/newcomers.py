@@ -1,0 +1,89 @@
+"""The newcomers of an elastic run: members that were started and have not joined a round.
+
+    started ── imports, runs its script alone ──> ready ──> joins at the next safe point
+       └────────── killed, or an exception ─────────┴─────> the others go on without it
+
+Newcomers that end one after the other before they are ready are not replaced for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from lockstep.launcher.failure_attribution import Outcome, describe_end
+from lockstep.messages import say
+
+__all__ = ["Newcomers"]
+
+MAX_DEATHS = 5  # of newcomers in a row that were not ready
+
+
+class Newcomers:
+    """The newcomers that are left, the oldest first.
+
+    Args:
+        start: Starts a newcomer that would have a rank, and returns its number as a member.
+    """
+
+    def __init__(self, start: Callable[[int], int]) -> None:
+        self._start = start
+        self._is_ready: dict[int, bool] = {}
+        self._deaths = 0
+
+    def __iter__(self) -> Iterator[int]:
+        """Return their numbers as members."""
+        return iter([*self._is_ready])
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._is_ready)
+
+    def __contains__(self, member: object) -> bool:
+        """Return whether a member is a newcomer."""
+        return member in self._is_ready
+
+    @property
+    def ready(self) -> list[int]:
+        """Those that can join."""
+        return [member for member, is_ready in self._is_ready.items() if is_ready]
+
+    def start_missing(self, members: int, wanted: int) -> bool:
+        """Start those that are missing; return whether there are any newcomers then.
+
+        Args:
+            members: The number of members of the round.
+            wanted: The number of ranks that the run should have.
+        """
+        for rank in range(members + len(self), wanted if self._deaths < MAX_DEATHS else 0):
+            self._is_ready[self._start(rank)] = False
+        return bool(self._is_ready)
+
+    def permit(self) -> None:
+        """Permit newcomers again after too many have ended."""
+        self._deaths = 0
+
+    def note_ready(self, member: int) -> None:
+        """Note that a newcomer can join."""
+        self._is_ready[member], self._deaths = True, 0
+
+    def remove(self, member: int) -> bool:
+        """Remove one that joins or leaves; return whether it was ready."""
+        return self._is_ready.pop(member)
+
+    def note_end(self, member: int, outcome: Outcome, *, is_failure: bool) -> None:
+        """Remove one that has ended, and say so: the others go on without it.
+
+        Args:
+            member: Its number.
+            outcome: How it ended.
+            is_failure: Whether every further one would fail like it.
+        """
+        is_ready, how = self.remove(member), describe_end(outcome)
+        self._deaths += MAX_DEATHS if is_failure else not is_ready
+        what = f"member {member} {how} before it joined the others"
+        if is_failure:
+            what = f"member {member} did not join the others, which go on without it: it {how}"
+        elif self._deaths >= MAX_DEATHS:
+            what += f", as {MAX_DEATHS - 1} before it"
+        is_last = self._deaths >= MAX_DEATHS
+        say(f"{what}; no more are started until you run: lockstep scale" if is_last else what)

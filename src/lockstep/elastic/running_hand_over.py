@@ -1,0 +1,81 @@
+"""The hand-over of a round: members write their state for the processes that replace them.
+
+    launcher ──"hand_over"──> one member of each position ──"handed_over"──> launcher
+                                  └ killed: the next one that can write this part
+
+What a member writes, and when it can: `training/hand_over.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lockstep.elastic.round_plan import HandOver
+from lockstep.launcher.channel import Message
+
+__all__ = ["RunningHandOver"]
+
+TIMEOUT = 120.0  # seconds that members have to write their state
+
+
+class RunningHandOver:
+    """A hand-over that members are asked for.
+
+    Args:
+        plan: Who can write what.
+        folder: Where it is written.
+        send: Sends a message to a member.
+
+    Attributes:
+        folder: Where it is written.
+        world_size: Number of ranks of the next round.
+    """
+
+    def __init__(self, plan: HandOver, folder: Path, send: Callable[[int, Message], None]) -> None:
+        self.folder, self.world_size = folder, plan.world_size
+        self._plan, self._send = plan, send
+        self._deadline = time.monotonic() + TIMEOUT
+        self._writing: dict[int, int] = {}  # for each position, the member that writes it
+        self._written: set[int] = set()
+        for position, writers in enumerate(plan.writers):
+            self._ask(position, writers[0])
+
+    def _ask(self, position: int, member: int) -> None:
+        self._writing[position] = member
+        message = {
+            "kind": "hand_over",
+            "folder": str(self.folder),
+            "operation": self._plan.operation,
+            "commit": self._plan.commit,
+        }
+        self._send(member, message)
+
+    @property
+    def writers(self) -> list[int]:
+        """The members that write the state."""
+        return sorted(self._writing.values())
+
+    def note_written(self, member: int) -> None:
+        """Note that a member has written its part."""
+        self._written.add(member)
+
+    def follow(self, alive: Sequence[int]) -> bool | None:
+        """Let another member write what a killed one could not.
+
+        Args:
+            alive: The members that run.
+
+        Returns:
+            Whether the state is complete; None while it is being written.
+        """
+        for position, member in self._writing.items():
+            if member not in alive and member not in self._written:
+                others = [each for each in self._plan.writers[position] if each in alive]
+                if not others:
+                    return False
+                self._ask(position, others[0])
+        if self._written.issuperset(self._writing.values()):
+            return True
+        return False if time.monotonic() >= self._deadline else None
