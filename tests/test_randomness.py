@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.randomness import isolated, key, seed_all, seed_torch
+from lockstep.randomness import isolated, key, key_prefix, remembered, seed_all, seed_torch
 
 whole = st.integers(-(2**63), 2**63 - 1)
 
@@ -32,6 +32,11 @@ def test_the_key_is_the_written_formula() -> None:
     packed = b"".join(part.to_bytes(8, "little", signed=True) for part in (7, -1, 3))
     expected = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
     assert key(7, -1, 3) == expected
+
+
+@given(st.lists(whole, max_size=3), st.lists(whole, max_size=3))
+def test_a_prefix_makes_the_same_keys(one: list[int], other: list[int]) -> None:
+    assert key_prefix(*one)(*other) == key(*one, *other)
 
 
 def test_neighbouring_keys_differ_in_the_low_32_bits() -> None:
@@ -88,3 +93,52 @@ def test_isolated_alone_covers_torch_only() -> None:
     assert number == expected[0]
     assert from_random != expected[1]
     assert from_numpy != expected[2]
+
+
+def restored_by_numpy(before: dict[str, object]) -> list[float]:
+    numpy.random.set_state(before)
+    return [float(numpy.random.standard_normal()) for _ in range(3)]
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 2, 3, 624, 625])
+@pytest.mark.parametrize("body", ["nothing", "seeds", "one normal", "two normals", "many"])
+def test_numpy_is_restored_with_the_second_of_a_pair(drawn: int, body: str) -> None:
+    with isolated(everything=True):
+        numpy.random.seed(drawn)
+        for _ in range(drawn):
+            numpy.random.standard_normal()
+        before = numpy.random.get_state(legacy=False)
+        restore = remembered(everything=True)
+        untouched = numpy.random.get_state(legacy=False)
+        assert [untouched["has_gauss"], untouched["gauss"]] == [
+            before["has_gauss"],
+            before["gauss"],
+        ]
+        for _ in range(2):
+            if body == "seeds":
+                seed_all(3)
+            for _ in range({"one normal": 1, "two normals": 2, "many": 1000}.get(body, 0)):
+                numpy.random.standard_normal()
+            restore()
+            now = [float(numpy.random.standard_normal()) for _ in range(3)]
+            assert now == restored_by_numpy(before)
+
+
+@pytest.mark.parametrize("kind", [numpy.random.MT19937, numpy.random.PCG64])
+def test_another_generator_of_numpy_is_restored(kind: type[numpy.random.BitGenerator]) -> None:
+    own = numpy.random.get_bit_generator()
+    try:
+        numpy.random.set_bit_generator(kind(5))
+        before = numpy.random.get_state(legacy=False)
+        expected = restored_by_numpy(before)
+        numpy.random.set_state(before)
+        if kind is numpy.random.MT19937:
+            with isolated(everything=True):
+                seed_all(2)
+        else:  # numpy itself refuses to seed it
+            restore = remembered(everything=True)
+            numpy.random.standard_normal()
+            restore()
+        assert [float(numpy.random.standard_normal()) for _ in range(3)] == expected
+    finally:
+        numpy.random.set_bit_generator(own)

@@ -232,3 +232,49 @@ def test_a_second_backward_after_the_only_one_is_a_failure_of_that_step(is_watch
         assert not reducer.failure
     finally:
         ls.shutdown()
+
+
+class Branches(nn.Module):
+    """Some layers get no gradient from some micro-batches, one is frozen, one is transposed."""
+
+    def __init__(self, has_gaps):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.layers[0].bias.requires_grad_(False)
+        self.layers[1].weight = nn.Parameter(self.layers[1].weight.detach().t())
+        self.head = nn.Linear(6, 3)
+        self.has_gaps = has_gaps
+
+    def forward(self, inputs):
+        value = self.layers[1](self.layers[0](inputs))
+        if not self.has_gaps or inputs[0, 0] > 0:
+            value = self.layers[2](value)
+        return self.head(value)
+
+
+@pytest.mark.parametrize("has_gaps", [False, True])
+def test_gradients_added_together_have_the_bits_of_those_added_one_by_one(ranks, has_gaps):
+    def train(is_together):
+        taken = []
+        together = GradientReducer._accumulate_together
+
+        def choose(self):
+            taken.append(is_together and together(self))
+            return taken[-1]
+
+        GradientReducer._accumulate_together = choose
+        try:
+            torch.manual_seed(0)
+            trainer = ls.Trainer(Branches(has_gaps), nn.CrossEntropyLoss(), SGD, microbatches=8)
+            for _ in range(3):
+                trainer.step(rows(19))
+            return trainer.digest(), taken
+        finally:
+            GradientReducer._accumulate_together = together
+
+    found = [
+        pair for n in (1, 2, 3) for wanted in (True, False) for pair in ranks(train, n, wanted)
+    ]
+    assert len({digest for digest, _ in found}) == 1
+    assert any(any(taken) for _, taken in found)
+    assert any(not all(taken) for _, taken in found)

@@ -1,9 +1,12 @@
 """Units: which random numbers a model draws, and that nobody else's are disturbed."""
 
+import copy
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.model.compilation import is_compiled_in_place
 from lockstep.model.units import Units, find_units
 from lockstep.pipeline.partition import find_block_names
 from lockstep.randomness import key
@@ -93,3 +96,42 @@ def test_nothing_is_left_of_the_seeding():
     assert torch.equal(torch.rand(3), expected)
     assert not model._forward_hooks
     assert not model[0]._forward_pre_hooks
+
+
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.draws = Draws()
+
+    def forward(self, inputs):
+        return self.draws(inputs)
+
+
+def test_hooks_of_the_user_draw_from_the_key_of_their_unit():
+    model = Hooked()
+    drawn = []
+    model.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(()).item()))
+    model.register_forward_hook(lambda *_: drawn.append(torch.rand(()).item()))
+    units = Units([model], model, seed=3, device=CPU)
+    with units.seed_calls():
+        units.begin_microbatch(4, 1)
+        model(torch.zeros(2))
+        after = torch.rand(()).item()
+    generator = torch.Generator().manual_seed(key(3, 4, 1, 0))
+    numbers = [torch.rand((), generator=generator).item() for _ in range(3)]
+    assert [drawn[0], *model.draws.drawn, drawn[1]] == numbers
+    assert after == drawn_with(3, 4, 1, 1)
+
+
+def test_a_seeded_module_is_no_compiled_one_and_can_be_copied():
+    model, compiled = nn.Linear(2, 2), nn.Linear(2, 2)
+    compiled.compile(backend="eager")
+    own = compiled._compiled_call_impl
+    for module, is_compiled in ((model, False), (compiled, True)):
+        with Units([module], module, seed=0, device=CPU).seed_calls():
+            assert is_compiled_in_place(module) is is_compiled
+            assert not module._forward_pre_hooks
+            copied = copy.deepcopy(module)
+        assert copied._compiled_call_impl is None
+    assert model._compiled_call_impl is None
+    assert compiled._compiled_call_impl is own

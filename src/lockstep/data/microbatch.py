@@ -11,7 +11,7 @@ them empty. These are pure functions that know nothing of processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -173,12 +173,14 @@ def split_batch(
             raise DatasetError(f"{first} has {size} samples, but {name} has {other}")
     if size == 0:
         raise DatasetError("the batch has no samples")
+    own = pieces(size, microbatches, replicas, replica)
+    parts = _cut(batch, [span for _, span in own], {})
     return Batch(
         size=size,
         leaves=count_microbatches(size, microbatches),
         microbatches=tuple(
-            Microbatch(index, len(span), clone_tensors(_sliced(batch, span)))
-            for index, span in pieces(size, microbatches, replicas, replica)
+            Microbatch(index, len(span), part)
+            for (index, span), part in zip(own, parts, strict=True)
         ),
         epoch=epoch,
     )
@@ -211,11 +213,14 @@ def clone_tensors(data: Any) -> Any:
 
     def copy(value: Any) -> Any:
         if id(value) not in copies:
-            is_tensor = isinstance(value, torch.Tensor)
-            copies[id(value)] = value.clone() if is_tensor else value.copy()
+            copies[id(value)] = _copied(value)
         return copies[id(value)]
 
     return map_tensors(copy, data, (torch.Tensor, numpy.ndarray))
+
+
+def _copied(value: torch.Tensor | numpy.ndarray[Any, Any]) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value.copy()
 
 
 def align_tensors(data: Any) -> Any:
@@ -267,23 +272,48 @@ def _collect_sizes(data: Any, name: str, sizes: dict[str, int]) -> None:
             _collect_sizes(part, f"{name}[{position}]", sizes)
 
 
-def _sliced(data: Any, span: range) -> Any:
+def _cut(data: Any, spans: Sequence[range], copies: dict[int, tuple[Any, list[Any]]]) -> list[Any]:
+    """Return a copy of each span of `data`; a tensor that occurs twice is one tensor in each.
+
+    Args:
+        data: The nested data, each column of which is cut.
+        spans: The samples of each part.
+        copies: The tensors and arrays so far with their parts, by their id.
+    """
+    if isinstance(data, (torch.Tensor, numpy.ndarray)):
+        if id(data) not in copies:
+            is_column = _is_column(data)
+            views = [data[span.start : span.stop] if is_column else data for span in spans]
+            copies[id(data)] = data, [_copied(view) for view in views]
+        return copies[id(data)][1]
     if _is_column(data):
-        return data[span.start : span.stop]
-    if isinstance(data, (tuple, list, Mapping)):
-        return _rebuilt(data, lambda part: _sliced(part, span))
-    return data
+        return [data[span.start : span.stop] for span in spans]
+    if isinstance(data, Mapping):
+        columns = {entry: _cut(part, spans, copies) for entry, part in data.items()}
+        return [
+            _assembled(data, {entry: column[n] for entry, column in columns.items()})
+            for n in range(len(spans))
+        ]
+    if isinstance(data, (tuple, list)):
+        lists = [_cut(part, spans, copies) for part in data]
+        return [_assembled(data, [column[n] for column in lists]) for n in range(len(spans))]
+    return [data for _ in spans]
 
 
 def _rebuilt(data: Any, visit: Callable[[Any], Any]) -> Any:
     """Return a container of the type of `data` with `visit` applied to its parts."""
     if isinstance(data, Mapping):
-        parts = {entry: visit(part) for entry, part in data.items()}
+        return _assembled(data, {entry: visit(part) for entry, part in data.items()})
+    return _assembled(data, [visit(part) for part in data])
+
+
+def _assembled(data: Any, parts: Any) -> Any:
+    """Return a container of the type of `data` with these parts, a dict or a list."""
+    if isinstance(data, Mapping):
         return parts if type(data) is dict else _like(data, parts)
-    visited = [visit(part) for part in data]
     if hasattr(data, "_fields"):  # a named tuple takes its parts one by one
-        return type(data)(*visited)
-    return visited if type(data) is list else type(data)(visited)
+        return type(data)(*parts)
+    return parts if type(data) is list else type(data)(parts)
 
 
 def _like(data: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:

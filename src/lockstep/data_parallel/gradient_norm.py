@@ -53,13 +53,26 @@ def compute_squares(
     whole = sum(counts)
     lowest, highest = whole * part // parts, whole * (part + 1) // parts
     found: list[float] = []
+    short: list[torch.Tensor] = []  # of one block at most, whose norms one call computes
     begin = 0
     for gradient, count in zip(gradients, counts, strict=True):
         first, last = max(lowest - begin, 0), min(highest - begin, count)
         if first < last:
-            found += _compute_squares(in_memory_order(gradient)[first * BLOCK : last * BLOCK])
+            vector = in_memory_order(gradient)
+            if count == 1 and (not short or short[0].dtype == vector.dtype):
+                short.append(vector)
+            else:
+                found += _compute_short_squares(short)
+                short = []
+                found += _compute_squares(vector[first * BLOCK : last * BLOCK])
         begin += count
-    return found
+    return found + _compute_short_squares(short)
+
+
+def _compute_short_squares(vectors: list[torch.Tensor]) -> list[float]:
+    """Return the squared norm of each vector; all have one dtype."""
+    norms = torch.stack(torch._foreach_norm(vectors)).tolist() if vectors else []
+    return [each * each for each in norms]
 
 
 def _compute_squares(vector: torch.Tensor) -> list[float]:

@@ -163,9 +163,11 @@ class GradientReducer:
 
     def accumulate(self, microbatch: int) -> None:
         """Move the gradients in `.grad` to the leaf of `microbatch`."""
+        is_new = self._siblings is None
         self._open(microbatch)
-        for index in range(len(self._parameters)):
-            self._accumulate_one(index)
+        if not (is_new and self._accumulate_together()):
+            for index in range(len(self._parameters)):
+                self._accumulate_one(index)
         self._close()
 
     def skip(self, microbatch: int) -> None:
@@ -181,6 +183,47 @@ class GradientReducer:
             assert self._partial_sums is not None
             self._siblings, self._node = self._partial_sums.meet(microbatch)
             self._values = [None] * len(self._parameters)
+
+    @torch.no_grad()
+    def _accumulate_together(self) -> bool:
+        """Move all gradients out of `.grad` at once, if they are as nearly always.
+
+        Returns:
+            Whether they are: of the parameters' kind, and of the same ones in every sibling.
+        """
+        assert self._siblings is not None
+        if self._sparse:
+            return False
+        gradients = [parameter.grad for _, parameter in self._parameters]
+        for gradient, (_, parameter) in zip(gradients, self._parameters, strict=True):
+            if gradient is not None and (
+                gradient.dtype is not parameter.dtype
+                or gradient.layout is not torch.strided
+                or gradient.requires_grad
+                or gradient.stride() != parameter.stride()
+            ):
+                return False
+        held = {index: each for index, each in enumerate(gradients) if each is not None}
+        siblings = []
+        for values in self._siblings:
+            present = {index: each for index, each in enumerate(values) if each is not None}
+            if present.keys() != held.keys():
+                return False
+            siblings.append(list(present.values()))
+        for index in held:
+            self._parameters[index][1].grad = None
+        added = list(held.values())
+        for number, left in enumerate(siblings if held else ()):
+            outs = self._destinations.get(self._node) if number == len(siblings) - 1 else None
+            if outs:
+                pairs = zip(held, left, added, strict=True)
+                added = [torch.add(one, two, out=outs.get(n, one)) for n, one, two in pairs]
+            else:
+                torch._foreach_add_(left, added)
+                added = left
+        for index, value in zip(held, added, strict=True):
+            self._values[index] = value
+        return True
 
     def _accumulate_one(self, index: int) -> None:
         """Move one parameter's gradient out of `.grad`, unless that has been done before."""

@@ -18,7 +18,14 @@ from torch import nn
 
 from lockstep.errors import UsageError
 
-__all__ = ["check_static", "is_compiled", "is_limit_error", "static_shapes"]
+__all__ = [
+    "check_static",
+    "is_compiled",
+    "is_compiled_in_place",
+    "is_limit_error",
+    "mark_as_plain",
+    "static_shapes",
+]
 
 
 @contextmanager
@@ -39,7 +46,18 @@ def static_shapes() -> Iterator[None]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module was compiled, by `torch.compile(module)` or `module.compile()`."""
-    return "dynamo_ctx" in vars(module) or vars(module).get("_compiled_call_impl") is not None
+    return "dynamo_ctx" in vars(module) or is_compiled_in_place(module)
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether a module was compiled by `module.compile()`."""
+    call = vars(module).get("_compiled_call_impl")
+    return call is not None and not getattr(call, "is_plain", False)
+
+
+def mark_as_plain(call: Any, replaced: Any) -> None:
+    """Mark a function that replaces a module's compiled call, unless that was compiled."""
+    call.is_plain = replaced is None or getattr(replaced, "is_plain", False)
 
 
 def check_static(model: nn.Module) -> None:

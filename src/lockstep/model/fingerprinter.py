@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.checksum import checksum
 from lockstep.data.microbatch import Batch
+from lockstep.model.compilation import is_compiled_in_place
 from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprint import Checksums, StepFingerprint, TrainerFingerprint
 from lockstep.model.parallel_context import ParallelContext
@@ -265,7 +266,7 @@ def hookable_modules(
     seen: set[nn.Module] = set()
 
     def visit(name: str, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or module._compiled_call_impl is not None:
+        if module in seen or is_compiled_in_place(module):
             return
         seen.add(module)
         yield name, module

@@ -96,6 +96,8 @@ def compute_loss(
         if value is not None:
             returned = f"{_describe_output(value)}: {advice}"
         raise LossError(f"{place}: the loss {loss_name(loss)} returned {returned}")
+    if not metrics:
+        return value, {}
     with torch.no_grad():
         values = {name: metric(outputs, targets) for name, metric in metrics.items()}
     for name, number in values.items():

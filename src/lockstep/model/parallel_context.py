@@ -171,6 +171,12 @@ class ParallelContext:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.autocast_dtype, cache_enabled=False)
 
+    def without_autocast(self) -> Any:
+        """Return the context of a backward pass, which computes in the dtypes of forward."""
+        if not torch.is_autocast_enabled(self.device.type):
+            return nullcontext()
+        return torch.autocast(self.device.type, enabled=False)
+
     def move_to_device(self, data: Any) -> Any:
         """Return nested data with its tensors on this rank's device."""
         if self.device.type == "cpu":

@@ -322,6 +322,18 @@ class StepContext:
         scale = self.parallel.loss_scale
         return loss * share if scale is None else scale.scale(loss, share)
 
+    def find_root(
+        self, loss: torch.Tensor, share: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what backward begins at, and with which gradient (None for 1).
+
+        The same bits as from `scale_loss`. Without a loss scale the share is the gradient: the
+        graph then has no multiplication.
+        """
+        if self.parallel.loss_scale is None and loss.is_floating_point():
+            return loss, torch.full_like(loss, share)
+        return self.scale_loss(loss, share), None
+
     def _shares(self, batch: Batch) -> tuple[dict[int, float], int]:
         parallel = self.parallel
         sizes = {

@@ -27,7 +27,8 @@ import torch
 from torch import nn
 
 from lockstep.comm.activity import publish
-from lockstep.randomness import isolated, key, seed_all, seed_torch
+from lockstep.model.compilation import mark_as_plain
+from lockstep.randomness import isolated, key_prefix, seed_all, seed_torch
 
 __all__ = ["BEFORE", "UnitCalls", "Units", "find_units", "is_in_backward"]
 
@@ -44,7 +45,7 @@ def find_units(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
 class UnitCalls:
     """The calls of the units in a micro-batch so far."""
 
-    place: tuple[int, int]  # step, micro-batch
+    key: Callable[..., int]  # of a unit and a call in this step and micro-batch
     states: list[list[bytes]]  # of each unit, the generator's state at each call
     last: int = 0  # of the first unit, so of the model
 
@@ -108,9 +109,11 @@ class Units:
         """
         about = f"step {step}" if step >= 0 else f"evaluation {-1 - step}"
         publish(f"micro-batch {microbatch} of {about}")
-        self._now = UnitCalls((step, microbatch), [[] for _ in self.modules], last_call)
-        seed_all(key(self._seed, step, microbatch, BEFORE))
-        self._seed_unit(BEFORE)
+        key = key_prefix(self._seed, step, microbatch)
+        self._now = UnitCalls(key, [[] for _ in self.modules], last_call)
+        seed_all(key(BEFORE))
+        if self._device.type != "cpu":
+            self._seed_unit(BEFORE)
 
     def begin_loss(self, last_call: int | None = None) -> None:
         """Seed the generators for the loss, after the given call of the first unit."""
@@ -128,8 +131,8 @@ class Units:
 
     def _seed_unit(self, unit: int, call: int = 0) -> None:
         assert self._now is not None
-        parts = (self._seed, *self._now.place, unit, call)
-        seed_torch(key(*(parts if call else parts[:-1])), self._device)
+        seed = self._now.key(unit, call) if call else self._now.key(unit)
+        seed_torch(seed, self._device)
 
     def _make_seed_hook(self, unit: int) -> Callable[[], None]:
         def seed() -> None:
@@ -160,8 +163,7 @@ def _call_around(
     after: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Call `before` and `after` around every call of `module` while the body runs."""
-    slot: Any = module
-    if (compiled := slot._compiled_call_impl) is None:
+    if "dynamo_ctx" in vars(module):  # the result of torch.compile hands its attributes on
         handles = []
         if before is not None:
             handles.append(module.register_forward_pre_hook(lambda *_: before(), prepend=True))
@@ -174,21 +176,26 @@ def _call_around(
                 handle.remove()
         return
 
+    # Not by hooks: torch calls a module that has any on a slower path, and those of a module that
+    # was compiled in place would be compiled again for every seed.
+    attributes = vars(module)
+    replaced = attributes.get("_compiled_call_impl")
+    inner = module._call_impl if replaced is None else replaced
+
     def call(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
             before()
-        output = compiled(*args, **kwargs)
+        output = inner(*args, **kwargs)
         if after is not None:
             after()
         return output
 
-    # Compiled in place, by module.compile(): hooks would become part of its graph, which would
-    # be compiled again for every seed.
-    slot._compiled_call_impl = call
+    mark_as_plain(call, replaced)
+    attributes["_compiled_call_impl"] = call
     try:
         yield
     finally:
-        slot._compiled_call_impl = compiled
+        attributes["_compiled_call_impl"] = replaced
 
 
 def is_in_backward() -> bool:

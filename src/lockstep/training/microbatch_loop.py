@@ -137,11 +137,11 @@ class MicrobatchLoop:
         self.step.check_loss(loss, self.place)
         self._current.losses.append(loss.detach())
         self._current.metrics.update(metrics or {})
-        with torch.autocast(self.step.parallel.device.type, enabled=False):
-            scaled = self.step.scale_loss(loss, self._current.share)
-            watched = self._watch_backward(scaled) if final else nullcontext()
+        with self.step.parallel.without_autocast():
+            root, gradient = self.step.find_root(loss, self._current.share)
+            watched = self._watch_backward(root) if final else nullcontext()
             with watched, self._checkpointing.explain_errors():
-                scaled.backward(retain_graph=retain_graph)
+                root.backward(gradient, retain_graph=retain_graph)
 
     def close(self, error: BaseException | None) -> None:
         """Leave the loop; an error in a micro-batch gets a note that names it.

@@ -1,0 +1,171 @@
+"""What a trainer costs beside the computation: a step of a tiny network in micro-batches.
+
+    python benchmarks/overhead.py [--ranks 1 2 4] [--microbatches 8 64] [--rounds 250]
+
+Two linear layers, 256 samples, one thread, nothing recorded. Each contender takes a step in turn,
+on a batch that is written anew before it. On one rank: plain PyTorch that accumulates gradients,
+Lockstep, and those of Lightning Fabric and Accelerate that are installed. On several ranks:
+DistributedDataParallel with `no_sync`, and Lockstep. The medians are of rank 0, whose losses
+are compared first.
+"""
+
+import argparse
+import importlib.util
+import statistics
+import time
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lockstep as ls
+
+WIDTH, CLASSES, SAMPLES = 64, 10, 256
+SGD = partial(torch.optim.SGD, lr=0.01)
+WARM = 20
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
+
+
+def accumulate(model, optimizer, backward, parts, unsynchronized=nullcontext):
+    """Return the mean loss of a step that adds the gradients of its micro-batches."""
+    optimizer.zero_grad()
+    total, loss_function = 0.0, nn.CrossEntropyLoss()
+    for number, (inputs, targets) in enumerate(parts):
+        with unsynchronized() if number < len(parts) - 1 else nullcontext():
+            loss = loss_function(model(inputs), targets) / len(parts)
+            backward(loss)
+        total += loss.item()
+    optimizer.step()
+    return total
+
+
+def plain(microbatches):
+    model = network()
+    optimizer = SGD(model.parameters())
+
+    def step(inputs, targets):
+        parts = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))
+        return accumulate(model, optimizer, torch.Tensor.backward, parts)
+
+    return step
+
+
+def lockstep(microbatches):
+    trainer = ls.Trainer(
+        network(), nn.CrossEntropyLoss(), SGD, microbatches=microbatches, loggers=(), progress=False
+    )
+    return lambda inputs, targets: trainer.step((inputs, targets))
+
+
+def fabric(microbatches):
+    from lightning_fabric import Fabric
+
+    made = Fabric(accelerator="cpu", devices=1)
+    module = network()
+    model, optimizer = made.setup(module, SGD(module.parameters()))
+
+    def step(inputs, targets):
+        parts = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))
+        unsynchronized = partial(made.no_backward_sync, model)
+        return accumulate(model, optimizer, made.backward, parts, unsynchronized)
+
+    return step
+
+
+def accelerate(microbatches):
+    from accelerate import Accelerator
+
+    made = Accelerator(cpu=True, gradient_accumulation_steps=microbatches)
+    module = network()
+    model, optimizer = made.prepare(module, SGD(module.parameters()))
+    loss_function = nn.CrossEntropyLoss()
+
+    def step(inputs, targets):
+        total = 0.0
+        pairs = zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True)
+        for one, other in pairs:
+            with made.accumulate(model):
+                loss = loss_function(model(one), other)
+                made.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            total += loss.item() / microbatches
+        return total
+
+    return step
+
+
+def distributed(microbatches):
+    model = DistributedDataParallel(network())
+    optimizer = SGD(model.parameters())
+    rank, ranks = ls.rank(), ls.world_size()
+
+    def step(inputs, targets):
+        parts = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))
+        own = parts[rank * len(parts) // ranks : (rank + 1) * len(parts) // ranks]
+        return accumulate(model, optimizer, torch.Tensor.backward, own, model.no_sync)
+
+    return step
+
+
+def contenders(ranks):
+    if ranks > 1:
+        return {"DistributedDataParallel": distributed, "Lockstep": lockstep}
+    peers = {"lightning_fabric": ("Fabric", fabric), "accelerate": ("Accelerate", accelerate)}
+    found = [pair for name, pair in peers.items() if importlib.util.find_spec(name)]
+    return {"plain PyTorch": plain, "Lockstep": lockstep, **dict(found)}
+
+
+def measure(ranks, microbatches, rounds):
+    """Return the seconds of each contender's steps, on this rank."""
+    torch.set_num_threads(1)
+    steps = {name: make(microbatches) for name, make in contenders(ranks).items()}
+    generator = torch.Generator().manual_seed(1)
+    targets = torch.arange(SAMPLES) % CLASSES
+    times = {name: [] for name in steps}
+    inputs = torch.empty(SAMPLES, WIDTH)
+    for number in range(WARM + rounds):
+        losses = {}
+        inputs.normal_(generator=generator)
+        for name, step in steps.items():
+            batch = inputs.clone()
+            began = time.perf_counter()
+            losses[name] = step(batch, targets)
+            if number >= WARM:
+                times[name].append(time.perf_counter() - began)
+        first = next(iter(losses.values()))
+        wrong = [name for name, loss in losses.items() if abs(loss - first) > 1e-3]
+        if wrong and ranks == 1:
+            raise SystemExit(f"the losses differ: {losses}")
+    return times
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--rounds", type=int, default=250)
+    given = parser.parse_args()
+    print("| ranks | micro-batches | | median (quartiles) | beyond the first, per micro-batch |")
+    print("|---|---|---|---|---|")
+    for ranks in given.ranks:
+        for microbatches in given.microbatches:
+            work = partial(measure, ranks, microbatches, given.rounds)
+            times = ls.launch(work, nprocs=ranks)[0]
+            first = None
+            for name, seconds in times.items():
+                low, middle, high = (1e3 * each for each in statistics.quantiles(seconds))
+                first = middle if first is None else first
+                more = f"{(middle - first) * 1e3 / microbatches * ranks:.0f} us"
+                spread = f"{middle:.2f} ms ({low:.2f} to {high:.2f})"
+                print(f"| {ranks} | {microbatches} | {name} | {spread} | {more} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
