@@ -124,6 +124,7 @@ def contenders(ranks):
 
 def measure(ranks, microbatches, rounds):
     """Return the seconds of each contender's steps, on this rank."""
+    ls.init()
     torch.set_num_threads(1)
     steps = {name: make(microbatches) for name, make in contenders(ranks).items()}
     generator = torch.Generator().manual_seed(1)
