@@ -31,7 +31,7 @@ from pytest_lockstep.template import Template
 
 __all__ = ["CaseResult", "run_case"]
 
-SETTLE = 0.05  # seconds to wait for other ranks that fail at the same time ...
+SETTLE = 0.25  # seconds to wait for other ranks that fail at the same time ...
 SETTLE_CONSEQUENCE = 2.0  # ... or for the cause of a lost connection
 TEARDOWN_GRACE = 2.0  # seconds that ranks have to tear down after a failure
 EXIT_GRACE = 1.0  # seconds that ranks have to exit once their test has ended

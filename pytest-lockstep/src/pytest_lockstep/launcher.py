@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Launcher"]
 
 MENTION = b"mark.ranks"
-TRAINS = (b"optim", b"Trainer", b"backward")  # what is imported for that takes a second
+# What torch imports for these takes a second.
+TRAINS = (b"optim", b"Trainer", b"backward", b"corrupt(", b"delay(", b"kill(", b"DispatchMode")
 GROUP_TIMEOUT = 60.0  # seconds by which the backend's own timeout exceeds the deadline of the test
 
 # Of pytest, what reports to the process in which it runs.
@@ -73,10 +74,9 @@ class Launcher:
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
         """Start the template process when a file is imported that seems to use it."""
         if isinstance(collector, pytest.Module) and self._template is None:
-            with contextlib.suppress(OSError):
-                source = collector.path.read_bytes()
-                if MENTION in source and not self._config.getoption("collectonly"):
-                    self._start_template(trains=any(word in source for word in TRAINS))
+            source = _read(collector.path)
+            if MENTION in source and not self._config.getoption("collectonly"):
+                self._start_template(trains=_looks_like_training(source))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Send the files that have tests on ranks to the template process."""
@@ -94,7 +94,8 @@ class Launcher:
     def _get_template(self) -> Template:
         template = self._template or self._start_template(trains=True)
         if not self._has_sent:
-            template.collect(self._files)
+            sources = map(_read, self._files)
+            template.collect(self._files, trains=any(map(_looks_like_training, sources)))
             self._has_sent = True
         return template
 
@@ -228,6 +229,18 @@ class Launcher:
 NO_CASE = SimpleNamespace(params=())
 PER_TEST_XUNIT = ("_xunit_setup_method_", "_xunit_setup_function_")
 """Fixtures that run a test's setup and teardown methods, in its ranks only."""
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def _looks_like_training(source: bytes) -> bool:
+    """Guess whether tests train or count calls; a wrong guess costs a second, in every rank."""
+    return any(word in source for word in TRAINS)
 
 
 def _is_on_ranks(item: object) -> bool:

@@ -82,7 +82,8 @@ class Template:
 
     Args:
         config: The configuration of pytest's own process.
-        trains: Whether the tests use optimizers, whose first step imports torch's compiler.
+        trains: Whether a test is known to use optimizers, whose first step imports torch's
+            compiler.
     """
 
     def __init__(self, config: pytest.Config, *, trains: bool) -> None:
@@ -102,9 +103,10 @@ class Template:
         """Its process id."""
         return self._server.pid
 
-    def collect(self, files: Sequence[Path]) -> None:
-        """Let it import the files with tests on ranks, all of them."""
-        order = write_memfd(json.dumps([os.fspath(file) for file in files]).encode())
+    def collect(self, files: Sequence[Path], *, trains: bool) -> None:
+        """Let it import the files with tests on ranks, all of them, and what they need."""
+        wanted = {"files": [os.fspath(file) for file in files], "trains": trains}
+        order = write_memfd(json.dumps(wanted).encode())
         with contextlib.suppress(OSError):  # it has exited; `open_launch` says why
             self._server.channel.send({"kind": "collect"}, [order])
         os.close(order)
