@@ -55,16 +55,15 @@ LONGEST = 4096  # characters of a path
 
 
 def describe_program(kind: str | None = None, target: str | None = None) -> dict[str, Any]:
-    """Return the field `program` of a record's first line: what this process runs. Imports torch.
+    """Return the field `program` of a record's first line: what this process runs.
 
     Args:
         kind: Its kind, where it is not that of the process: "recipe".
         target: What is run then.
     """
-    from lockstep.launcher.world import variables_set
-
     found_kind, found_target = _find_target()
-    own = variables_set()  # by `ls.init`, which does so again
+    world: Any = sys.modules.get("lockstep.launcher.world")  # its import is that of torch
+    own = () if world is None else world.variables_set()  # by `ls.init`, which does so again
     environ = select_variables(os.environ)
     return {
         "kind": kind or found_kind,
