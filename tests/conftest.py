@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ import pytest
 
 import lockstep
 import pytest_lockstep
+import warm
+from lockstep.launcher import fork_server
 from lockstep.launcher.fork_server import get_fork_server, get_fork_server_pid
 
 TESTS = str(Path(__file__).parent)
@@ -34,6 +37,7 @@ PYTESTS_OWN = ("PYTEST_CURRENT_TEST", "PYTEST_VERSION", "COLUMNS", "TORCHINDUCTO
 def pytest_configure() -> None:
     """Hear Ctrl-C, which tests send, also where a shell runs us in its background."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    fork_server.spawn_fork_server = warm.spawn_fork_server
 
 
 LONG = (
@@ -48,6 +52,17 @@ LONG = (
     "tests/training/test_trainer",
 )
 """Files whose few tests take long: where several run at a time, these must not come last."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Let the garbage collector pass over torch and thousands of tests: they stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -182,7 +197,7 @@ def _processes(others: Collection[str] = ()) -> dict[str, str]:
     What `others` start is theirs: a browser that a whole module uses opens, renames and ends
     renderers when it likes.
     """
-    kept = {get_fork_server_pid(), _template_of_programs(), _resource_tracker()}
+    kept = {get_fork_server_pid(), warm.get_template_pid(), _resource_tracker()}
     found: dict[str, str] = {}
     waiting = [str(os.getpid())]
     while waiting:
@@ -213,12 +228,6 @@ def _command(pid: str) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
-
-
-def _template_of_programs() -> int | None:
-    """Return the process that programs under test are forked from, once one was started."""
-    warm = sys.modules.get("warm")
-    return None if warm is None else warm.get_template_pid()
 
 
 def _resource_tracker() -> int | None:

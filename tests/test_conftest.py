@@ -54,7 +54,10 @@ def test_each_kind_of_leftover_fails_its_test(tmp_path):
     (tmp_path / "conftest.py").write_text(conftest.replace("PATIENCE = 5.0", "PATIENCE = 0.05"))
     (tmp_path / "test_leavers.py").write_text(LEAVERS)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)),
+            *("-o", f"pythonpath={Path(__file__).parent}"),
+        ],
         cwd=tmp_path, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     for file in Path("/dev/shm").glob("lockstep-test-*"):

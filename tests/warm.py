@@ -28,10 +28,11 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lockstep.launcher import fork_server
 from lockstep.launcher.channel import Channel, open_channel, open_pair, read_memfd, write_memfd
 
 PRELOADED = (
@@ -41,17 +42,27 @@ PRELOADED = (
     "lockstep.launcher.launch_script",
     "lockstep.launcher.world",
     "lockstep.training.trainer",
+    "lockstep.replay.session",
     "cloudpickle",
+    "encodings.idna",
+    "pytest",
     "torch._dynamo",
+    "torch._subclasses.schema_check_mode",
 )
-PR_SET_CHILD_SUBREAPER = 36  # of prctl
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # of prctl
+
+READ_LATER = ("OMP_NUM_THREADS",)
+SPAWN_FORK_SERVER = fork_server.spawn_fork_server
 
 _template: tuple[int, Channel] | None = None
-_spawn_fork_server: Any = None  # in a program: Lockstep's own
+_variables: dict[str, str] = {}  # that it has read
+_starting = threading.Lock()
 
 
 class Popen(subprocess.Popen[Any]):
     """As `subprocess.Popen([sys.executable, "-c", program, *arguments], ...)`."""
+
+    has_spare = False  # whether its first fork server is a fork of what it was when it started
 
     def _execute_child(self, *given: Any) -> None:
         if sys.platform != "linux":
@@ -61,44 +72,117 @@ class Popen(subprocess.Popen[Any]):
         args, environ = call["args"], call["env"]
         assert args[:2] == [sys.executable, "-c"], args
         assert call["preexec_fn"] is None
-        order = {
-            "argv": [os.fspath(each) for each in args[1:]],
-            "cwd": os.fspath(call["cwd"] or os.getcwd()),
-            "environ": dict(os.environ if environ is None else environ),
-            "session": call["start_new_session"],
-        }
-        descriptors = [write_memfd(json.dumps(order).encode())]
-        for number, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
-            descriptors.append(number if call[name] == -1 else call[name])
-        channel = _get_template()
-        _adopt_orphans(True)
-        try:
-            channel.send({"kind": "start"}, descriptors)
-            received = channel.receive()
-        finally:
-            _adopt_orphans(False)
-            os.close(descriptors[0])
-        assert received is not None, "the template process has exited"
-        self.pid = received[0]["pid"]
+        streams = enumerate(call[name] for name in ("p2cread", "c2pwrite", "errwrite"))
+        self.pid = _start(
+            args[2:],
+            [number if given == -1 else given for number, given in streams],
+            cwd=call["cwd"],
+            environ=environ,
+            session=call["start_new_session"],
+            has_spare=self.has_spare,
+        )
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(call[name] for name in pipes))
 
 
-def run(args: list[str], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[Any]:
+class PytestPopen(Popen):
+    """The same for a program that runs pytest, which it must not share with its fork server."""
+
+    has_spare = True
+
+
+def run(
+    args: list[str],
+    *,
+    timeout: float,
+    input: str | bytes | None = None,
+    start: type[Popen] = Popen,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
     """As `subprocess.run` with `capture_output=True`, in a warm process."""
-    with Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    with start(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
         try:
-            printed = process.communicate(timeout=timeout)
+            printed = process.communicate(input, timeout=timeout)
         except BaseException:
             process.kill()
             raise
     return subprocess.CompletedProcess(args, process.returncode, *printed)
 
 
+def spawn_fork_server(
+    call: str,
+    *,
+    path: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    for_training: bool = False,
+) -> fork_server.ForkServer:
+    """As Lockstep's own function, in a warm process unless it would read other variables."""
+    _get_template()
+    if path or _read_once(os.environ if environ is None else environ) != _variables:
+        return SPAWN_FORK_SERVER(call, path=path, environ=environ, for_training=for_training)
+    ours, theirs = open_pair()
+    with open(os.devnull, "rb") as nothing:
+        program = f"import sys, {call.partition('(')[0].rpartition('.')[0]}; "
+        pid = _start(
+            [program + call.format("int(sys.argv[1])")],
+            [nothing.fileno(), 1, 2, theirs.fileno()],
+            environ=environ,
+            session=True,
+        )
+    theirs.close()
+    return fork_server.ForkServer(ours, pid, for_training=for_training)
+
+
 def get_template_pid() -> int | None:
     """Return the process id of the template; None if there is none."""
     return None if _template is None else _template[0]
+
+
+def _read_once(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that a fork of the template cannot adopt, unlike a new interpreter.
+
+    Ranks set their number of threads themselves.
+    """
+    found = fork_server.read_once_variables(environ)
+    return {name: value for name, value in found.items() if name not in READ_LATER}
+
+
+def _start(
+    argv: Sequence[str | os.PathLike[str]],
+    descriptors: Sequence[int],
+    *,
+    cwd: str | os.PathLike[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    session: bool = False,
+    has_spare: bool = False,
+) -> int:
+    """Start a program as a child of this process, and return its process id.
+
+    `descriptors` are its three streams, and others whose numbers become its last arguments.
+    """
+    order = {
+        "argv": [os.fspath(each) for each in argv],
+        "cwd": os.fspath(cwd or os.getcwd()),
+        "environ": dict(os.environ if environ is None else environ),
+        "session": session,
+        "has_spare": has_spare,
+    }
+    work = write_memfd(json.dumps(order).encode())
+    channel = _get_template()
+    with _starting:
+        _adopt_orphans(True)
+        try:
+            channel.send({"kind": "start"}, [work, *descriptors])
+            received = channel.receive()
+        finally:
+            _adopt_orphans(False)
+            os.close(work)
+    assert received is not None, "the template process has exited"
+    pid: int = received[0]["pid"]
+    return pid
 
 
 def _adopt_orphans(adopts: bool) -> None:
@@ -107,7 +191,7 @@ def _adopt_orphans(adopts: bool) -> None:
 
 
 def _get_template() -> Channel:
-    global _template
+    global _template, _variables
     if _template is None:
         ours, theirs = open_pair()
         path = [str(Path(__file__).parent), *filter(None, sys.path)]
@@ -118,7 +202,7 @@ def _get_template() -> Channel:
         process.returncode = 0  # it exits with this process
         theirs.close()
         atexit.register(ours.close)
-        _template = process.pid, ours
+        _template, _variables = (process.pid, ours), _read_once(os.environ)
     return _template[1]
 
 
@@ -151,7 +235,7 @@ def serve(descriptor: int) -> NoReturn:
 
 def _run(message: Mapping[str, Any], descriptors: list[int]) -> NoReturn:
     """Be the program."""
-    work, *streams = descriptors
+    work, *streams = descriptors[:4]
     order = json.loads(read_memfd(work))
     atexit._clear()
     for number, stream in enumerate(streams):
@@ -165,18 +249,16 @@ def _run(message: Mapping[str, Any], descriptors: list[int]) -> NoReturn:
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["environ"])
-    _, program, *arguments = order["argv"]
-    sys.argv[:] = ["-c", *arguments]
-    sys.orig_argv[:] = [sys.executable, *order["argv"]]
+    program, *arguments = order["argv"]
+    sys.argv[:] = ["-c", *arguments, *map(str, descriptors[4:])]
+    sys.orig_argv[:] = [sys.executable, *sys.argv[:1], program, *sys.argv[1:]]
     sys.path.insert(0, "")
     tempfile.tempdir = None  # it depends on TMPDIR
     sys.modules["__main__"] = main = types.ModuleType("__main__")
-    from lockstep.launcher import fork_server
+    del sys.modules[__name__]  # no part of the program
     from lockstep.launcher.rank_process import exit_process
 
-    global _spawn_fork_server
-    _spawn_fork_server = fork_server.spawn_fork_server
-    fork_server.spawn_fork_server = _fork_fork_server
+    fork_server.spawn_fork_server = _Spare().spawn if order["has_spare"] else _fork_fork_server
     number = 0
     try:
         exec(compile(program, "<string>", "exec"), main.__dict__)
@@ -199,30 +281,87 @@ def _run(message: Mapping[str, Any], descriptors: list[int]) -> NoReturn:
     exit_process(status)
 
 
+class _Spare:
+    """A fork of this process as it is now, which becomes its fork server."""
+
+    def __init__(self) -> None:
+        self._ours: Channel | None
+        self._ours, theirs = open_pair()
+        launcher = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._ours.close()
+            _detach(f"spare-of-{launcher}")
+            received = theirs.receive()
+            if received is None:
+                os._exit(0)
+            order = json.loads(read_memfd(received[1][0]))
+            os.environ.clear()
+            os.environ.update(order["environ"])
+            sys.path[:] = order["path"] or sys.path
+            _serve(order["call"], received[1][1])
+        theirs.close()
+
+    def spawn(
+        self,
+        call: str,
+        *,
+        path: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+        for_training: bool = False,
+    ) -> fork_server.ForkServer:
+        """Stand for `spawn_fork_server`."""
+        if self._ours is None:
+            return SPAWN_FORK_SERVER(call, path=path, environ=environ, for_training=for_training)
+        channel, self._ours = self._ours, None
+        ours, theirs = open_pair()
+        order = {"call": call, "path": list(path), "environ": dict(environ or os.environ)}
+        work = write_memfd(json.dumps(order).encode())
+        channel.send({"kind": "serve"}, [work, theirs.fileno()])
+        for each in (channel, theirs):
+            each.close()
+        os.close(work)
+        return fork_server.ForkServer(ours, self._pid, for_training=for_training)
+
+
 def _fork_fork_server(
     call: str, *, environ: Mapping[str, str] | None = None, for_training: bool = False, **_: Any
 ) -> Any:
     """Stand for `spawn_fork_server`: fork this process, which has imported what the server does."""
-    from lockstep.launcher import fork_server, fork_server_main, rank_process
-
     if threading.active_count() > 1:  # it cannot be forked
-        return _spawn_fork_server(call, environ=environ, for_training=for_training)
+        return SPAWN_FORK_SERVER(call, environ=environ, for_training=for_training)
     ours, theirs = open_pair()
     pid = os.fork()
     if pid == 0:
         number = os.dup(theirs.fileno())
-        os.setsid()
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
+        _detach()
         os.closerange(3, number)
         os.closerange(number + 1, number + 100)
-        atexit._clear()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        names = {"lockstep": sys.modules["lockstep"], "fork_server_main": fork_server_main}
-        try:
-            eval(call.format(number), names)
-        finally:
-            rank_process.exit_process(1)
+        _serve(call, number)
     theirs.close()
     return fork_server.ForkServer(ours, pid, for_training=for_training)
+
+
+def _detach(name: str = "") -> None:
+    """Leave the session, the input and the signals of the process that this is a fork of."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    atexit._clear()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if name:
+        assert ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()) == 0
+
+
+def _serve(call: str, descriptor: int) -> NoReturn:
+    """Be a fork server: call "package.module.main({})"."""
+    from lockstep.launcher import rank_process
+
+    name = call.partition("(")[0].rpartition(".")[0]
+    importlib.import_module(name)
+    try:
+        eval(call.format(descriptor), {name.partition(".")[0]: sys.modules[name.partition(".")[0]]})
+    finally:
+        rank_process.exit_process(1)

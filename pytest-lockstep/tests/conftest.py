@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+import warm
 
 pytest_plugins = ["pytester"]
 
@@ -23,7 +26,18 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(source: str, *arguments: str, **files: str) -> pytest.RunResult:
         imports = "import os\nimport pytest\nimport torch\nimport torch.distributed as dist\n"
         pytester.makepyfile(test_it=imports + source, **files)
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments, timeout=100)
+        program = "import pytest, sys; sys.exit(pytest.console_main())"
+        done = warm.run(
+            [sys.executable, "-c", program, "-p", "no:cacheprovider", *arguments],
+            start=warm.PytestPopen,
+            cwd=pytester.path,
+            text=True,
+            timeout=100,
+        )
+        print(done.stdout, done.stderr, sep="\n")
+        return pytest.RunResult(
+            done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0
+        )
 
     return run
 
@@ -40,10 +54,10 @@ def _find_orphans() -> list[str]:
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
-            command = (place / "cmdline").read_bytes()
+            command = (place / "cmdline").read_bytes() + (place / "comm").read_bytes()
         except OSError:
             continue
-        call = re.search(rb"template_main\.main\(\d+, (\d+)\)", command)
-        if call and not Path(f"/proc/{call[1].decode()}").exists():
+        call = re.search(rb"template_main\.main\(\d+, (\d+)\)|spare-of-(\d+)", command)
+        if call and not Path(f"/proc/{(call[1] or call[2]).decode()}").exists():
             found.append(place.name)
     return found

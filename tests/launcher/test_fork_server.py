@@ -6,8 +6,13 @@ import os
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+
+import pytest
 
 import lockstep as ls
+import warm
+from lockstep.launcher import fork_server
 from lockstep.launcher.fork_server import (
     get_fork_server,
     get_fork_server_pid,
@@ -15,6 +20,17 @@ from lockstep.launcher.fork_server import (
 )
 
 _folder: tempfile.TemporaryDirectory[str]  # kept until the rank exits
+
+
+@pytest.fixture(autouse=True, scope="module")
+def new_interpreters() -> Iterator[None]:
+    """Start fork servers as users do; the one of other tests is a fork of a warm process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "spawn_fork_server", warm.SPAWN_FORK_SERVER)
+        patch.setattr(fork_server, "_current", None)
+        yield
+        if fork_server._current is not None:
+            fork_server._current.close()
 
 
 def parent() -> int:

@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+import warm
 from lockstep.check.layouts import Layout
 from lockstep.cli import cli
 from lockstep.errors import UsageError
@@ -259,13 +260,11 @@ def test_the_page_about_replays_does_what_it_says(tmp_path):
     (tmp_path / "train.py").write_text(script)
     with contextlib.chdir(tmp_path):
         outcomes = [CliRunner().invoke(cli, each) for each in (launch, replay, dump)]
-        debugged = subprocess.run(
-            [sys.executable, "-m", "lockstep", *debug],
+        debugged = warm.run(
+            [sys.executable, "-c", "from lockstep.cli import main; main()", *debug],
             input="\n".join(re.findall(r"\(Pdb\) (.*)", page)),
-            capture_output=True,
             text=True,
             timeout=100,
-            check=False,
         )
     outputs = [without_numbers(each.output.splitlines()) for each in outcomes]
     assert [each.exit_code for each in outcomes] == [1, 0, 0], outputs
