@@ -70,14 +70,15 @@ void PointToPoint::post(const MessagePtr& message) {
     ++unfinished_;
     if (is_send)
       pending_sends_[static_cast<size_t>(message->peer)].push_back(message);
-    else
-      posted_receives_.push_back(message);
     abort_on_error(finished, [&] {
-      if (is_send)
+      if (is_send) {
         send_to(message->peer, finished);
-      else
+      } else if (!receive_unexpected(message, finished)) {
+        posted_receives_.add(message->peer, message->tag, message);
         progress_channels(finished);
+      }
     });
+    if (group_.is_aborted()) finish(message, finished, group_.abort_reason());
     if (stopping_) fail_all(group_.format_rank(rank_) + " has left the group", finished);
     if (!message->is_finished && (is_send || sleeping_collectives_ > 0)) start_thread();
   }
@@ -131,8 +132,7 @@ void PointToPoint::finish(const MessagePtr& message, Messages& finished, const s
 }
 
 void PointToPoint::fail_all(const std::string& error, Messages& finished) {
-  for (const MessagePtr& message : posted_receives_) finish(message, finished, error);
-  posted_receives_.clear();
+  for (const MessagePtr& message : posted_receives_.take_all()) finish(message, finished, error);
   for (int rank = 0; rank < size_; ++rank) {
     const auto r = static_cast<size_t>(rank);
     for (const BounceReceive& receive : bounce_receives_[r])
@@ -272,10 +272,9 @@ std::string PointToPoint::describe_unexpected(int source) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (int rank = 0; rank < size_; ++rank)
       if (source < 0 || source == rank)
-        for (const UnexpectedMessage& message : unexpected_[static_cast<size_t>(rank)])
-          if (std::find(tags.begin(), tags.end(), message.cell.tag) == tags.end() &&
-              tags.size() < 3)
-            tags.push_back(message.cell.tag);
+        for (int64_t tag : unexpected_[static_cast<size_t>(rank)].first_tags(3))
+          if (std::find(tags.begin(), tags.end(), tag) == tags.end() && tags.size() < 3)
+            tags.push_back(tag);
   }
   if (tags.empty()) return "";
   std::string text = tags.size() == 1 ? "; a message with tag " : "; messages with tags ";
@@ -397,26 +396,19 @@ void PointToPoint::progress_channels(Messages& finished) {
 
 // ---- receiving ----
 
-std::list<MessagePtr>::iterator PointToPoint::find_receive(int source, int64_t tag) {
-  return std::find_if(
-      posted_receives_.begin(), posted_receives_.end(), [&](const MessagePtr& message) {
-        return (message->peer < 0 || message->peer == source) && message->tag == tag;
-      });
+// Gives a receive a message that was set aside. Returns false if there is none.
+bool PointToPoint::receive_unexpected(const MessagePtr& receive, Messages& finished) {
+  for (int source = 0; source < size_; ++source) {
+    if (receive->peer >= 0 && receive->peer != source) continue;
+    const auto message = unexpected_[static_cast<size_t>(source)].take(receive->tag);
+    if (!message) continue;
+    deliver(receive, source, message->cell, message->payload.data(), finished);
+    return true;
+  }
+  return false;
 }
 
 void PointToPoint::receive_from(int source, Messages& finished) {
-  auto& unexpected = unexpected_[static_cast<size_t>(source)];
-  for (auto message = unexpected.begin();
-       message != unexpected.end() && !posted_receives_.empty();) {
-    const auto receive = find_receive(source, message->cell.tag);
-    if (receive != posted_receives_.end()) {
-      deliver(*receive, source, message->cell, message->payload.data(), finished);
-      posted_receives_.erase(receive);
-      message = unexpected.erase(message);
-    } else {
-      ++message;
-    }
-  }
   if (source == rank_) return;
   Channel& in = channel(source, rank_);
   uint32_t head = in.head.load(std::memory_order_relaxed);
@@ -427,13 +419,12 @@ void PointToPoint::receive_from(int source, Messages& finished) {
     const bool is_rendezvous = next.ticket >= 0;
     if (next.ticket >= kTickets || (!is_rendezvous && next.bytes > group_.layout().cell_bytes))
       throw CommError(group_.format_rank(source) + " wrote invalid sizes into shared memory");
-    const auto receive = find_receive(source, next.tag);
-    if (receive != posted_receives_.end()) {
-      deliver(*receive, source, next, payload(shared_cell), finished);
-      posted_receives_.erase(receive);
+    const char* data = payload(shared_cell);
+    if (const MessagePtr receive = posted_receives_.take(source, next.tag)) {
+      deliver(receive, source, next, data, finished);
     } else {
-      const char* data = payload(shared_cell);
-      unexpected.push_back({source, next, {data, data + (is_rendezvous ? 0 : next.bytes)}});
+      unexpected_[static_cast<size_t>(source)].add(
+          {next, {data, data + (is_rendezvous ? 0 : next.bytes)}});
     }
     in.head.store(++head, std::memory_order_release);
     any_received = true;
@@ -442,7 +433,7 @@ void PointToPoint::receive_from(int source, Messages& finished) {
 }
 
 void PointToPoint::deliver(const MessagePtr& message, int source, const Cell& cell,
-                           const char* payload, Messages& finished) {
+                           const char* payload, Messages& finished) try {
   message->source = source;
   if (cell.bytes != message->bytes || cell.dtype != message->dtype) {
     const auto& dtype_name = group_.info().dtype_name;
@@ -467,6 +458,9 @@ void PointToPoint::deliver(const MessagePtr& message, int source, const Cell& ce
   } else {
     bounce_receives_[static_cast<size_t>(source)].push_back({message, cell, false});
   }
+} catch (...) {
+  posted_receives_.add(message->peer, message->tag, message);  // fails with all others
+  throw;
 }
 
 // Copies a rendezvous message from the sender's memory. Returns false if that is not
@@ -590,10 +584,11 @@ bool PointToPoint::start_send(const MessagePtr& message, Messages& finished) {
   new_cell.count = message->count;
   new_cell.dtype = message->dtype;
   if (target == rank_) {
-    unexpected_[t].push_back(
-        {rank_, new_cell, std::vector<char>(message->data, message->data + message->bytes)});
+    if (const MessagePtr receive = posted_receives_.take(rank_, message->tag))
+      deliver(receive, rank_, new_cell, message->data, finished);
+    else
+      unexpected_[t].add({new_cell, {message->data, message->data + message->bytes}});
     finish(message, finished);
-    receive_from(rank_, finished);
     return true;
   }
   Channel& out = channel(rank_, target);

@@ -37,6 +37,7 @@
 
 #include "channel.h"
 #include "group.h"
+#include "message_matching.h"
 #include "threads.h"
 
 namespace lockstep {
@@ -91,11 +92,6 @@ class PointToPoint {
   class MessageWaitObserver;
   class BackgroundObserver;
   class WaiterScope;
-  struct UnexpectedMessage {  // has arrived before its receive was posted
-    int source;
-    Cell cell;
-    std::vector<char> payload;
-  };
   struct BounceReceive {  // of a message that passes through a bounce buffer
     MessagePtr message;
     Cell cell;
@@ -131,7 +127,7 @@ class PointToPoint {
   void ring_doorbell(int rank) { group_.rank_state(rank).doorbell.increment(); }
   void progress_channels(Messages& finished);
   void receive_from(int source, Messages& finished);
-  std::list<MessagePtr>::iterator find_receive(int source, int64_t tag);
+  bool receive_unexpected(const MessagePtr& receive, Messages& finished);
   void deliver(const MessagePtr& message, int source, const Cell& cell, const char* payload,
                Messages& finished);
   bool copy_from_sender(const MessagePtr& message, int source, const Cell& cell);
@@ -147,8 +143,8 @@ class PointToPoint {
   Group& group_;
   const int rank_, size_;
   std::mutex mutex_;
-  std::list<MessagePtr> posted_receives_;                   // in the order of posting
-  std::vector<std::list<UnexpectedMessage>> unexpected_;    // by source
+  PostedReceives posted_receives_;
+  std::vector<UnexpectedMessages> unexpected_;              // by source
   std::vector<std::deque<BounceReceive>> bounce_receives_;  // by source
   std::vector<std::deque<MessagePtr>> pending_sends_;       // found no free cell; by target
   std::vector<std::list<MessagePtr>> rendezvous_sends_;     // announced; by target
