@@ -54,10 +54,15 @@ def key_prefix(*parts: int) -> Callable[..., int]:
 
     def extend(*more: int) -> int:
         hashed = prefix.copy()
-        hashed.update(struct.pack(f"<{len(more)}q", *more))
+        hashed.update(_pack(*more))
         return int.from_bytes(hashed.digest(), "little")
 
     return extend
+
+
+@functools.lru_cache(1 << 12)
+def _pack(*parts: int) -> bytes:
+    return struct.pack(f"<{len(parts)}q", *parts)
 
 
 def seed_torch(seed: int, device: torch.device | None = None) -> None:

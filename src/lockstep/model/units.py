@@ -136,19 +136,25 @@ class Units:
 
     def _make_seed_hook(self, unit: int) -> Callable[[], None]:
         def seed() -> None:
-            if self._now is not None:
-                call = self._call_number(self._now.states[unit]) + self._before_here[unit]
-                self._seed_unit(unit, call)
-                if unit == 0:
-                    self._now.last = call
+            now = self._now
+            if now is None:
+                return
+            states, before = now.states[unit], self._before_here[unit]
+            call = before
+            if states or is_in_backward():
+                call += self._call_number(states)
+            else:  # it needs no state: a repetition without a match repeats the first call
+                states.append(b"")
+            self._seed_unit(unit, call)
+            if unit == 0:
+                now.last = call
 
         return seed
 
     def _call_number(self, calls: list[bytes]) -> int:
         """Return the number of this call; a repeated call is recognized by its generator state."""
         if not is_in_backward():
-            # The first call needs no state: a repetition without a match repeats the first call.
-            calls.append(torch.default_generator.get_state().numpy().tobytes() if calls else b"")
+            calls.append(torch.default_generator.get_state().numpy().tobytes())
             return len(calls) - 1
         if len(calls) < 2:
             return 0
