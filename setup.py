@@ -1,68 +1,131 @@
-"""Adds the native backend to the package if a compiler and torch's headers are available.
+"""Compiles the backend "lockstep" into the package where that is possible.
 
-The extension is optional: without it everything works on gloo.
+    torch can be imported    the core and the binding for this torch (--no-build-isolation)
+    only a compiler          the core, so that `lockstep build` compiles the binding alone
+    neither                  nothing; `lockstep build` compiles everything
+
+Everything works on Gloo without the backend, so a failure is one line and not the end of the
+installation. The reason is kept in the package, for `lockstep doctor`.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from setuptools import setup
+from setuptools import Command, Distribution, setup
+from setuptools.command.build import build
 
-ROOT = Path(__file__).parent
-SOURCES = ROOT / "src" / "lockstep" / "csrc"
-EXTENSION = "lockstep.comm._native"
+SOURCE = Path(__file__).parent / "src"
+sys.path.insert(0, str(SOURCE))
+
+from lockstep.native.binding_folder import lock_folder, remove_folder, write_reason  # noqa: E402
+from lockstep.native.binding_key import current_key  # noqa: E402
+from lockstep.native.build import build_binding, build_core  # noqa: E402
+from lockstep.native.compilation import CompilationError, find_compiler  # noqa: E402
+
+LOCK_TIMEOUT = 3600.0  # seconds to wait for another build in the same folder
 
 
-def options() -> dict[str, Any]:
-    """Return the arguments of setup() that build the extension, or none if it can't be built."""
-    if not sys.platform.startswith("linux") or os.environ.get("LOCKSTEP_BUILD") == "python":
-        return {}
+def reason_to_skip() -> str | None:
+    """Return why nothing can be compiled here, or None if there is a compiler."""
+    if not sys.platform.startswith("linux"):
+        return f"it needs Linux, and this is {sys.platform}"
+    if os.environ.get("LOCKSTEP_BUILD") == "python":
+        return "LOCKSTEP_BUILD=python was set at the installation"
     try:
-        from torch.utils.cpp_extension import BuildExtension, CppExtension
-    except (ImportError, OSError):
-        print(
-            "lockstep: torch is not in the build environment, so the backend 'lockstep' is "
-            "not built; install with --no-build-isolation to build it",
-            file=sys.stderr,
-        )
+        find_compiler()
+    except CompilationError as error:
+        return f"at the installation: {error}"
+    return None
+
+
+class BuildBinding(Command):
+    """Compiles core and binding into the package's folder of bindings."""
+
+    description = "compile the backend 'lockstep'"
+    user_options: ClassVar = [("build-lib=", "d", "folder of the package lockstep")]
+
+    def initialize_options(self) -> None:
+        """Set what setuptools fills in; `editable_mode` is part of its protocol."""
+        self.build_lib: str | None = None
+        self.editable_mode = False
+
+    def finalize_options(self) -> None:
+        """Take the folder of the command `build`."""
+        self.set_undefined_options("build", ("build_lib", "build_lib"))
+
+    def run(self) -> None:
+        """Compile what can be compiled, and write down why the rest was not."""
+        parent = SOURCE if self.editable_mode else Path(str(self.build_lib))
+        folder = parent / "lockstep" / "bindings"
+        if not self.editable_mode:
+            remove_folder(folder)  # by an earlier build of this folder, perhaps of other sources
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = reason_to_skip()
+        if reason is None:
+            with lock_folder(folder, LOCK_TIMEOUT):
+                reason = self._compile(folder)
+        write_reason(folder, reason)
+        (folder / ".lock").unlink(missing_ok=True)
+        if reason is not None:
+            print(
+                f"lockstep: the backend 'lockstep' is not built ({reason}); everything works on "
+                "gloo, more slowly, until `lockstep build` has built it",
+                file=sys.stderr,
+            )
+
+    def _compile(self, folder: Path) -> str | None:
+        """Return why there is no binding, or None if there is one now."""
+        temporary = Path(self.get_finalized_command("build").build_temp)
+        temporary.mkdir(parents=True, exist_ok=True)
+        log = temporary / "native.log"
+        try:
+            try:
+                key = current_key()
+            except (ImportError, OSError):
+                build_core(folder, log, show_progress)
+                return "torch is not in the build environment"
+            if not (folder / key.name).is_dir():
+                build_binding(folder, key, log, show_progress)
+        except (CompilationError, OSError) as error:
+            return str(error)
+        return None
+
+    def get_source_files(self) -> list[str]:
+        """Return no files: MANIFEST.in lists the C++ sources."""
+        return []
+
+    def get_outputs(self) -> list[str]:
+        """Return the files that were built."""
+        folder = Path(str(self.build_lib)) / "lockstep" / "bindings"
+        return [str(path) for path in folder.rglob("*") if path.is_file()]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        """Return nothing: an editable installation builds in place."""
         return {}
 
-    class OptionalBuild(BuildExtension):  # type: ignore[misc]
-        """Builds the extension, or prints in one line why it was not built."""
 
-        def build_extensions(self) -> None:
-            try:
-                super().build_extensions()
-            except Exception as error:
-                first = (str(error).splitlines() or [type(error).__name__])[0]
-                print(
-                    f"lockstep: the backend 'lockstep' was not built ({first}); everything "
-                    f"works on gloo, more slowly",
-                    file=sys.stderr,
-                )
-                self.extensions = []
+class BuiltDistribution(Distribution):
+    """A distribution whose wheels are for this platform if there is a compiler."""
 
-    sources = sorted(str(path.relative_to(ROOT)) for path in SOURCES.rglob("*.cpp"))
-    extension = CppExtension(
-        EXTENSION,
-        sources,
-        include_dirs=[str(SOURCES / "core")],
-        # No fused multiply-add: all processors must compute the same bits.
-        extra_compile_args=["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-g0"],
-        extra_link_args=["-Wl,-s"],
-        optional=True,
-    )
-    return {
-        "ext_modules": [extension],
-        "cmdclass": {
-            "build_ext": OptionalBuild.with_options(use_ninja=shutil.which("ninja") is not None)
-        },
-    }
+    def has_ext_modules(self) -> bool:
+        """Return whether the wheel may contain compiled files."""
+        return reason_to_skip() is None
 
 
-setup(**options())
+class Build(build):
+    """The command `build`, with the binding."""
+
+    sub_commands: ClassVar = [*build.sub_commands, ("build_binding", None)]
+
+
+def show_progress(part: str, done: int, total: int) -> None:
+    """Print a line for every part that is complete."""
+    if done == total and total > 1:
+        print(f"lockstep: {part} {done} of {total} compiled", file=sys.stderr)
+
+
+setup(distclass=BuiltDistribution, cmdclass={"build": Build, "build_binding": BuildBinding})

@@ -61,7 +61,7 @@ def test_the_wheel_of_the_source_distribution_has_all_files_and_no_others(wheel)
     with ZipFile(wheel) as file:
         names = {name for name in file.namelist() if not name.endswith("/")}
     package = {name.removeprefix("lockstep/") for name in names if name.startswith("lockstep/")}
-    assert package == SOURCES | DATA
+    assert package == SOURCES | DATA | {"bindings/reason.txt"}
     metadata = {name.partition("/")[2] for name in names if name.startswith("torch_lockstep-")}
     assert metadata >= {
         "METADATA", "RECORD", "WHEEL", "entry_points.txt",

@@ -32,6 +32,7 @@ COMMANDS = {
     "bisect": "find the first bit in which two runs differ",
     "compare": "compare the speed, results and settings of runs",
     "runs": "list the runs of a folder",
+    "build": "compile the backend 'lockstep' for the installed torch",
     "doctor": "check whether this machine has what a run needs",
 }
 

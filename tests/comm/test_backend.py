@@ -46,9 +46,12 @@ def test_it_is_available_before_torch_is_imported(tmp_path):
     assert (done.stdout, done.stderr) == ("None\n", "")
 
 
-def test_an_extension_that_does_not_load_breaks_nothing(tmp_path):
+def test_a_missing_binding_breaks_nothing(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nsys.modules['lockstep.comm._native'] = None\n"
+        "import os, pathlib\n"
+        "from lockstep.native import binding\n"
+        f"binding.PACKAGE_FOLDER = pathlib.Path({str(tmp_path)!r})\n"
+        f"os.environ['XDG_CACHE_HOME'] = {str(tmp_path)!r}\n"
     )
     script = (
         "import torch, torch.distributed as dist\n"
@@ -59,10 +62,11 @@ def test_an_extension_that_does_not_load_breaks_nothing(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path[1:]])},
     )  # fmt: skip
     assert "the backend 'lockstep' is unavailable (use 'gloo' instead)" in done.stdout
-    assert "install a C++ compiler" in done.stdout
+    assert f"it has not been built for torch {torch.__version__} yet" in done.stdout
+    assert done.stdout.endswith("run `lockstep build`\n")
 
 
 def test_a_limit_of_file_sizes_leaves_gloo(tmp_path):

@@ -15,6 +15,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from lockstep.comm import activity
+from lockstep.native.binding import BindingError, load_binding
 
 __all__ = [
     "ArgumentError",
@@ -61,17 +62,11 @@ def register() -> None:
 
 @functools.cache
 def load() -> ModuleType:
-    """Return the native module; raise ImportError if it was not built for this torch."""
-    import torch  # noqa: F401 (loads the libraries that the extension is linked with)
-
-    from lockstep.comm import _native  # type: ignore[attr-defined]
-
-    native: ModuleType = _native
+    """Return the native module; raise BindingError if there is none for this process."""
+    native = load_binding()
     native.set_where(where)
-    if hasattr(native, "set_argument_error"):  # not in a build of an earlier version
-        native.set_argument_error(ArgumentError)
-    if hasattr(native, "set_activity_page"):  # not in a build of an earlier version
-        activity.follow_page(native.set_activity_page)
+    native.set_argument_error(ArgumentError)
+    activity.follow_page(native.set_activity_page)
     return native
 
 
@@ -80,11 +75,8 @@ def reason_unavailable() -> str | None:
     """Return why the backend is unavailable and what to do, or None if it is available."""
     try:
         load()
-    except ImportError as error:
-        return (
-            f"it is not built ({error}): install a C++ compiler, then `pip install "
-            "--no-build-isolation --force-reinstall --no-deps torch-lockstep`"
-        )
+    except BindingError as error:
+        return str(error)
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -121,7 +113,7 @@ def refuse_calls(reason: str) -> None:
     """
     global _refusal
     _refusal = reason
-    if available() and hasattr(load(), "set_refusal"):  # not in a build of an earlier version
+    if available():
         load().set_refusal(reason)
 
 

@@ -1,0 +1,197 @@
+"""`lockstep build`: compile the backend "lockstep" for the torch that is installed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from lockstep.errors import FileError, UsageError, WorkError
+from lockstep.files import make_folder
+from lockstep.formatting import format_bytes, format_duration
+from lockstep.messages import say
+from lockstep.native.binding import BindingError, find_bindings
+from lockstep.native.binding_folder import (
+    get_cache_folder,
+    lock_folder,
+    measure_folder,
+    reason_not_trusted,
+    remove_folder,
+)
+from lockstep.native.build import build_binding
+from lockstep.native.compilation import CompilationError
+from lockstep.native.self_test import SelfTestError, run_self_test
+
+__all__ = ["command"]
+
+LOCK_TIMEOUT = 3600.0  # seconds to wait for another build
+LOG = "build.log"
+
+WORDS = {"core": "files", "binding": "units"}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--clean", is_flag=True, help="Remove all bindings from the cache instead of building one."
+)
+@click.option("--verbose", is_flag=True, help="Print the compiler's output if it fails.")
+def command(clean: bool, verbose: bool) -> None:
+    """Compile the backend 'lockstep' for the installed torch.
+
+    Takes about half a minute on two cores, and a C++20 compiler: the value of CXX, else c++, g++
+    or clang++. Two ranks test the result before it is used. It is kept in
+    $XDG_CACHE_HOME/lockstep/bindings (default: ~/.cache/lockstep/bindings), one for each torch,
+    Python and version of Lockstep. If there is one that works already, nothing is compiled.
+
+    Exit status: 0 the backend can be used (or the cache is removed), 1 the compiler or the test
+    failed, 2 usage error.
+    """
+    if sys.platform != "linux":
+        raise UsageError(f"build: the backend 'lockstep' needs Linux, and this is {sys.platform}")
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    cache = get_cache_folder()
+    try:
+        make_folder(cache.parent)
+        for folder in (cache.parent, cache):
+            reason = reason_not_trusted(folder)
+            if reason is not None:
+                raise FileError(
+                    f"build: the cache is not used, because {reason}: correct that or set "
+                    f"XDG_CACHE_HOME to a folder of user {os.geteuid()}"
+                )
+        if clean:
+            _clean(cache)
+        else:
+            _build(cache, verbose)
+    except TimeoutError as error:
+        raise WorkError(f"build: {error} for {LOCK_TIMEOUT:g} s: end that process") from None
+    except OSError as error:
+        raise FileError(
+            f"build: {error.filename or cache} cannot be written ({error.strerror}): correct that "
+            "or set XDG_CACHE_HOME to another folder"
+        ) from None
+
+
+def _clean(cache: Path) -> None:
+    if not cache.exists():
+        say(f"there are no bindings in {cache}")
+        return
+    with lock_folder(cache, LOCK_TIMEOUT, _say_waiting):
+        size = measure_folder(cache)
+        remove_folder(cache)
+    if cache.exists():
+        raise FileError(f"build: {cache} could not be removed completely: look at its permissions")
+    say(f"removed {cache} ({format_bytes(size)})")
+
+
+def _build(cache: Path, verbose: bool) -> None:
+    from lockstep.native.binding_key import current_key
+
+    key = current_key()
+    found = _find_working()
+    if found is None:
+        with lock_folder(cache, LOCK_TIMEOUT, _say_waiting):
+            found = _find_working()  # by the build that this one waited for
+            if found is None:
+                begin = time.monotonic()
+                module = _compile(cache, verbose)
+                size = format_bytes(module.stat().st_size)
+                seconds = format_duration(time.monotonic() - begin)
+                say(f"built for torch {key.torch} in {seconds}, and tested: {module} ({size})")
+                return
+    say(
+        f"nothing to build: {found} ({format_bytes(found.stat().st_size)}) fits torch {key.torch}, "
+        "and works"
+    )
+
+
+def _find_working() -> Path | None:
+    """Return the module that this process would load if it passes the self-test, else None."""
+    try:
+        found = find_bindings()[0]
+    except BindingError:
+        return None
+    try:
+        run_self_test(found)
+    except SelfTestError as error:
+        say(f"{found} fits this torch but does not work ({error}): building it again")
+        return None
+    return found
+
+
+def _compile(cache: Path, verbose: bool) -> Path:
+    from lockstep.native.binding_key import current_key
+
+    progress = _Progress()
+    log = cache / LOG
+    try:
+        return build_binding(cache, current_key(), log, progress.show, progress.verify)
+    except CompilationError as error:
+        progress.close()
+        if verbose and log.exists():
+            click.echo(log.read_text(errors="replace"), err=True)
+        what = f" (all output: {log})" if log.exists() else ""
+        raise WorkError(f"build: {error}{what}: {_advise(str(error))}") from None
+    except SelfTestError as error:
+        progress.close()
+        raise WorkError(
+            f"build: the new binding does not work ({error}), so it is not used: set CXX to "
+            f"another compiler, or report it with {log}"
+        ) from None
+    finally:
+        progress.close()
+
+
+def _advise(error: str) -> str:
+    if "no C++ compiler" in error or "CXX" in error:
+        return "install g++ (Debian, Ubuntu: apt install g++), or set CXX to a C++20 compiler"
+    if "Python.h" in error:
+        return "install Python's headers (Debian, Ubuntu: apt install python3-dev)"
+    if "are missing" in error:
+        return "reinstall the package that they belong to"
+    return "the compiler must know C++20; set CXX to use another one"
+
+
+class _Progress:
+    """One line that changes on a terminal, one line per step elsewhere."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._is_open = False
+
+    def show(self, part: str, done: int, total: int) -> None:
+        """Show how many files of a part are compiled."""
+        if total > 1:
+            self._print(f"{part} {done} of {total} {WORDS[part]}", done == total)
+
+    def verify(self, module: Path) -> None:
+        """Test the new binding, and show that."""
+        self._print("testing with two ranks", True)
+        run_self_test(module)
+
+    def close(self) -> None:
+        """Remove the line."""
+        if self._is_open:
+            click.echo("\r\033[K", nl=False, err=True)
+            self._is_open = False
+
+    def _print(self, text: str, is_milestone: bool) -> None:
+        if self._is_terminal:
+            self._is_open = True
+            click.echo(f"\r\033[K{text}", nl=False, err=True)
+        elif is_milestone:
+            click.echo(text, err=True)
+
+
+def _say_waiting(process: int) -> None:
+    who = f"process {process}" if process else "another process"
+    say(f"another build is running ({who}): waiting for it")
+
+
+def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)

@@ -1,0 +1,1 @@
+"""The native part of the backend "lockstep": compiled for one torch, found, loaded."""

@@ -1,0 +1,123 @@
+"""Two ranks that add exactly and wait for each other, in a new process, with a new binding.
+
+A binding that crashes or hangs does so here, before any run can find it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+from lockstep.native.binding import load_file
+
+__all__ = ["SelfTestError", "run_self_test"]
+
+TIMEOUT = 120.0  # seconds for importing torch and for all calls
+CALL_TIMEOUT = 60.0  # seconds that a rank waits for the other
+
+LENGTH = 1000
+
+
+class SelfTestError(Exception):
+    """The binding does not work; one sentence."""
+
+
+def run_self_test(module: Path) -> None:
+    """Test a binding in a new process.
+
+    Args:
+        module: The file of the native module.
+
+    Raises:
+        SelfTestError: It cannot be loaded, crashes, hangs, or computes something else.
+    """
+    package = str(Path(__file__).parents[2])
+    code = (
+        f"import sys; sys.path.insert(0, {package!r}); import lockstep; del sys.path[0]; "
+        "from lockstep.native.self_test import run_ranks; run_ranks(*sys.argv[1:])"
+    )
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code, str(module), folder],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # ended together with the second rank
+        )
+        try:
+            _, said = process.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            raise SelfTestError(f"two ranks did not end within {TIMEOUT:g} s") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                process.stderr.close()  # type: ignore[union-attr]
+    if process.returncode < 0:
+        raise SelfTestError(f"a rank was killed by {signal.Signals(-process.returncode).name}")
+    if process.returncode:
+        lines = said.strip().splitlines() or [f"exit status {process.returncode}"]
+        raise SelfTestError(lines[-1])
+
+
+def run_ranks(module: str, folder: str) -> None:
+    """Run two ranks, one of them in a fork of this process; raise what a rank raises."""
+    import torch
+
+    torch.set_num_threads(1)
+    forked = os.fork()
+    if forked == 0:
+        status = 1
+        try:
+            _run_rank(1, Path(module), Path(folder))
+            status = 0
+        except BaseException as error:
+            print(error, file=sys.stderr, flush=True)
+        finally:
+            os._exit(status)
+    _run_rank(0, Path(module), Path(folder))
+    _, status = os.waitpid(forked, 0)
+    if status:
+        raise SelfTestError("rank 1 failed")
+
+
+def _run_rank(rank: int, module: Path, folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    native = load_file(module)
+    store = FileStore(str(folder / "store"), 2)
+    timeout = timedelta(seconds=CALL_TIMEOUT)
+    backend = native.create(store, rank, 2, timeout, "self-test", [0, 1])
+    # The sum depends on the order: leaf 0 is large, leaves 1 and 2 are half a unit in its last
+    # place, and more only together.
+    leaves = [torch.ones(LENGTH), *torch.full((2, LENGTH), 2.0**-24)]
+    holders = [[(0, 1)], [(1, 2), (2, 3)]]
+    own = [leaves[first] for first, _ in holders[rank]]
+    packed = native.empty([4 * LENGTH * len(own) + len(own)], torch.uint8)
+    values = packed[: -len(own)].view(torch.float32).view(len(own), LENGTH)
+    for row, leaf in zip(values, own, strict=True):
+        row.copy_(leaf)
+    packed[-len(own) :] = 1  # every node has a new value
+    work = backend.exact_sum(
+        packed,
+        values[0],
+        torch.zeros(1, dtype=torch.uint8),
+        length=LENGTH,
+        members=[(0, LENGTH)],
+        holders=holders,
+        leaves=3,
+        divisor=1.0,
+    )
+    work.wait()
+    if not torch.equal(values[0], (leaves[0] + leaves[1]) + leaves[2]):
+        raise SelfTestError(f"rank {rank}: a sum is {values[0][0].item()}, not 1.0")
+    backend.barrier(dist.BarrierOptions()).wait()
