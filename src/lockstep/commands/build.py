@@ -53,8 +53,8 @@ def command(clean: bool, verbose: bool) -> None:
     """
     if sys.platform != "linux":
         raise UsageError(f"build: the backend 'lockstep' needs Linux, and this is {sys.platform}")
-    signal.signal(signal.SIGTERM, _exit_on_signal)
     cache = get_cache_folder()
+    previous = signal.signal(signal.SIGTERM, _exit_on_signal)  # ends the compilers too
     try:
         make_folder(cache.parent)
         for folder in (cache.parent, cache):
@@ -75,6 +75,8 @@ def command(clean: bool, verbose: bool) -> None:
             f"build: {error.filename or cache} cannot be written ({error.strerror}): correct that "
             "or set XDG_CACHE_HOME to another folder"
         ) from None
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _clean(cache: Path) -> None:

@@ -1,0 +1,115 @@
+"""Which binding is loaded, and what is said if there is none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.native import binding
+from lockstep.native.binding import BindingError, find_bindings, load_binding
+from lockstep.native.binding_folder import write_key
+from lockstep.native.binding_key import BindingKey
+from lockstep.native.compilation import MODULE
+
+KEY = BindingKey("2.13.0", "a" * 40, 1, "cpython-311-x86_64-linux-gnu", "linux-x86_64", "b", "-O3")
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """The user's cache and the package's folder, both empty, of a process with the key KEY."""
+    cache, package = tmp_path / "cache/lockstep/bindings", tmp_path / "package"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(binding, "PACKAGE_FOLDER", package)
+    monkeypatch.setattr(binding, "current_key", lambda: KEY)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("CXX", "sh")
+    load_binding.cache_clear()
+    yield cache, package
+    load_binding.cache_clear()
+
+
+def add(folder: Path, key: BindingKey) -> Path:
+    made = folder / key.name
+    made.mkdir(parents=True)
+    module = made / MODULE
+    module.write_text(f"no module, of {folder}")
+    write_key(made, key)
+    for path in (module, module.with_name("key.json"), made, folder, folder.parent):
+        path.chmod(0o700)
+    return module
+
+
+def why() -> str:
+    with pytest.raises(BindingError) as caught:
+        find_bindings()
+    assert str(caught.value) == f"{caught.value.reason}: {caught.value.advice}"
+    return str(caught.value)
+
+
+def test_nothing_built(folders, monkeypatch):
+    assert why() == "it has not been built for torch 2.13.0 yet: run `lockstep build`"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert why().endswith(": install a C++ compiler (such as g++), then run `lockstep build`")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert why() == "it needs Linux, and this is darwin: use gloo"
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"torch": "2.12.0+cpu"}, "torch was upgraded from 2.12.0+cpu to 2.13.0"),
+        ({"torch": "2.9.1"}, "torch was upgraded from 2.9.1 to 2.13.0"),
+        ({"torch": "2.14.0"}, "torch was changed from 2.14.0 to 2.13.0"),
+        ({"torch_git": "c" * 40}, "it was built for another build of torch 2.13.0 (commit ccccc"),
+        ({"sources": "c"}, "it was built for other C++ sources (another version of Lockstep)"),
+        ({"python": "cpython-312"}, "it was built for Python cpython-312, not cpython-311-x86"),
+        ({"platform": "linux-aarch64"}, "it was built for linux-aarch64, not linux-x86_64"),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1], ids=["cache", "package"])
+def test_a_binding_of_another_key_is_named_and_never_loaded(
+    folders, place, changed, sentence, monkeypatch
+):
+    monkeypatch.setattr(binding, "load_file", lambda path: pytest.fail(f"{path} was loaded"))
+    add(folders[place], replace(KEY, **changed))
+    far = {"torch": "1.0", "python": "far", "platform": "far", "sources": "far", "flags": "far"}
+    add(folders[place], replace(KEY, **far))  # the nearest one is named
+    assert why().startswith(sentence)
+    assert why().endswith(": run `lockstep build`")
+    with pytest.raises(BindingError, match="run `lockstep build`"):
+        load_binding()
+
+
+def test_a_cache_that_others_can_write_is_not_used(folders, monkeypatch):
+    cache, package = folders
+    add(cache, KEY)
+    cache.chmod(0o777)
+    assert why() == (
+        f"the cache is not used, because {cache} is writable for others (mode 0777): correct that "
+        f"or set XDG_CACHE_HOME to a folder of user {os.geteuid()}, then run `lockstep build`"
+    )
+    module = add(package, KEY)  # the package's own is used all the same
+    assert find_bindings() == [module]
+    cache.chmod(0o700)
+    cache.parent.chmod(0o770)
+    assert find_bindings() == [module]
+
+
+def test_the_binding_of_the_cache_comes_first_if_it_loads(folders, monkeypatch):
+    cache, package = folders
+    built, installed = add(cache, KEY), add(package, KEY)
+    assert find_bindings() == [built, installed]
+    with pytest.raises(BindingError, match=r"it cannot be loaded \(.*\): run `lockstep build`"):
+        load_binding()
+
+    def load(path: Path) -> object:
+        if path == built:
+            raise ImportError("failed to map segment")
+        return "the module"
+
+    monkeypatch.setattr(binding, "load_file", load)
+    assert load_binding() == "the module"
