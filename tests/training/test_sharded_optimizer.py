@@ -1,6 +1,9 @@
 """Shared parameters: the bits of replicas, one copy of the state, and steps that are never half."""
 
+import contextlib
+import copy
 import os
+import select
 import signal
 import subprocess
 import time
@@ -15,9 +18,9 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.comm import backend as native
-from lockstep.comm.shared_memory import atomic_load, atomic_store
+from lockstep.comm.shared_memory import atomic_load
 from lockstep.errors import LayoutError, LossError, RankError, UsageError, WorkError
-from lockstep.training import versioned_parameters
+from lockstep.training import step_log
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="not built")
 
@@ -283,21 +286,6 @@ def test_an_optimizer_of_ones_own_where_it_is_declared(ranks):
     assert ranks(train, 2, True) == ranks(train, 1, False) * 2
 
 
-def test_an_error_of_the_optimizer_leaves_every_rank_as_before(ranks):
-    def train():
-        trainer = trainer_of(True, optimizer=partial(DeclaredSigns, fails_at=3))
-        for _ in range(2):
-            trainer.step(labelled(16).tensors)
-        before = trainer.digest()
-        with pytest.raises((ArithmeticError, WorkError), match="mine") as raised:
-            trainer.step(labelled(16).tensors)
-        return str(raised.value), trainer.digest() == before
-
-    told = ranks(train, 2)
-    assert [same for _, same in told] == [True, True]
-    assert told[0][0] == "rank 1: ArithmeticError: mine; the parameters are as before"
-
-
 def test_a_loss_that_is_no_number_leaves_the_last_good_weights(ranks, tmp_path):
     def train():
         trainer = trainer_of(True, loggers=tmp_path / "run")
@@ -339,102 +327,282 @@ def test_what_cannot_be_shared_is_refused_by_name(ranks):
 # --- a rank that is killed in the middle of a step ----------------------------------------------
 
 POINTS = {
-    "summed": "before", "clipped": "before", "piece 0": "before", "piece 1": "before",
-    "written": "before", "prepared": "after", "agreed": "after", "decided": "after",
-    "settled": "after",
+    "summed": "before", "clipped": "before",  # then the gradients of rank 1 are complete
+    "ready": "after", "passed": "after", "decided": "after",  # it has written nothing
+    "copied 0": "after", "saved 0": "after", "stepped 0": "after", "chunk 0": "after",
+    "copied 1": "after", "saved 1": "after", "piece 2": "after", "stepped 1": "after",
+    "chunk 1": "after", "written": "after", "agreed": "after",
 }  # fmt: skip
 
 
-def second_step_ended_at(point, how, folder):
-    """Take one step, then another one in which rank 1 does `how` at `point`; note what is left."""
-    import lockstep.training.sharded_optimizer as sharded
-
-    trainer = trainer_of(True, max_grad_norm=0.1, model=small(1300))
-    trainer.step(labelled(16).tensors)
-    rank, passed, stored = dist.get_rank(), [], []
-
-    def noted(words, index, value):
-        stored.append((words, value))
-        atomic_store(words, index, value)
-
-    def all_have_prepared():
-        words, value = stored[-1]
-        return all(atomic_load(words, each) == value for each in range(3))
-
-    def pass_point(name):
-        passed.append(name)
-        here = f"{name} {passed.count(name) - 1}" if name == "piece" else name
-        if rank == 1 and here == point:
-            deadline = time.monotonic() + 20
-            while point == "prepared" and not all_have_prepared():  # else the step is undone
-                assert time.monotonic() < deadline, "the others did not prepare"
-            how()
-
-    versioned_parameters.pass_point = sharded.pass_point = pass_point
-    versioned_parameters.atomic_store = noted
-    told = ""
-    try:
-        trainer.step(labelled(16).tensors)
-    except Exception as error:
-        told = str(error)
-    versions = trainer._optimization.sharded.versions
-    state = trainer.optimizer_digest() if versions.has_whole_state() else "torn"
-    (folder / f"{rank} in writing").write_text(f"{trainer.digest()} {state} {told}")
-    (folder / f"{rank} in writing").rename(folder / f"{rank}")
+def thawing():
+    """A model with a layer that gets its first gradient in the second step."""
+    model = small(700)
+    model[3].requires_grad_(False)
+    return model
 
 
-def killed_at(point, folder):
+KILLED = {
+    "SGD momentum": (OPTIMIZERS["SGD momentum"][0], partial(small, 700)),
+    "AdamW": (OPTIMIZERS["AdamW"][0], partial(small, 700)),
+    "NAdam": (OPTIMIZERS["NAdam"][0], partial(small, 700)),
+    "numbers": (DeclaredSigns, partial(small, 700)),
+    "thawing": (OPTIMIZERS["NAdam"][0], thawing),
+}
+
+
+class Interruption:
+    """Two steps of a trainer, one of which a rank is stopped in at a point of the protocol."""
+
+    def __init__(self, name, folder):
+        import lockstep.data_parallel.shards as shards
+        import lockstep.training.sharded_optimizer as sharded
+
+        self.folder, self.rank = folder, dist.get_rank()
+        self.passed = []
+        self.how = lambda here: None
+        shards.PIECE = sharded.PIECE = 1 << 16  # several chunks for each rank
+        step_log.pass_point = sharded.pass_point = self.pass_point
+        optimizer, model = KILLED[name]
+        self.trainer = trainer_of(True, max_grad_norm=0.1, model=model(), optimizer=optimizer)
+        self.log = self.trainer._optimization.sharded.log
+        self.is_thawing = name == "thawing"
+
+    def pass_point(self, name):
+        self.passed.append(name)
+        counted = ("copied", "saved", "stepped", "piece", "chunk")
+        self.how(f"{name} {self.passed.count(name) - 1}" if name in counted else name)
+
+    def step(self, how=None):
+        """Take a step, and do `how` at every point; return what was raised."""
+        self.passed.clear()
+        self.how = how or self.how
+        try:
+            self.trainer.step(labelled(16).tensors)
+        except Exception as error:
+            return str(error)
+        if self.is_thawing:
+            self.trainer.model.requires_grad_(True)
+        return ""
+
+    def await_ready(self):
+        """Wait until all ranks are ready: else the step may be aborted."""
+        deadline = time.monotonic() + 20
+        ready = self.log._ready
+        while {atomic_load(ready, each) for each in range(dist.get_world_size())} != {
+            atomic_load(ready, self.rank)
+        }:
+            assert time.monotonic() < deadline, "the others are not ready"
+
+    def note(self, told, name=None):
+        trainer, state = self.trainer, "torn torn"
+        if self.log.has_whole_state():
+            state = f"{trainer.digest()} {trainer.optimizer_digest()}"
+        claims = self.passed.count("claimed")
+        name = name or str(self.rank)
+        (self.folder / f"{name} in writing").write_text(f"{state} {claims} {told}")
+        (self.folder / f"{name} in writing").rename(self.folder / name)
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_at(name, point, steps_before, folder):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends us; first we note
-    second_step_ended_at(point, lambda: os.kill(os.getpid(), signal.SIGKILL), folder)
+    training = Interruption(name, folder)
+    for _ in range(steps_before):
+        assert training.step() == ""
+
+    def die(here):
+        if training.rank == 1 and here == point:
+            if point == "ready":
+                training.await_ready()
+            kill()
+
+    training.note(training.step(die))
     dist.barrier()
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_parameters_are_those_before_or_after_the_step(ranks, tmp_path, digests, point):
+def read_notes(folder, names):
+    for name in names:
+        parameters, state, claims, told = (folder / name).read_text().split(" ", 3)
+        yield parameters, state, int(claims), told
+
+
+KILLS = [
+    *(("AdamW", point, 1) for point in ("clipped", "ready", "saved 0", "stepped 0", "agreed")),
+    ("SGD momentum", "copied 1", 1),
+    ("NAdam", "stepped 1", 0),  # the state has no entries before the first step
+    ("numbers", "piece 2", 1),
+    ("thawing", "decided", 1),
+]
+MORE_KILLS = [
+    *((name, point, 1) for name in KILLED for point in POINTS),
+    *((name, "stepped 1", 0) for name in KILLED if name != "thawing"),
+]
+
+
+def and_stress(usual, more):
+    """Return the usual cases, and those of `more` that only `make soak` runs."""
+    others = [each for each in more if each not in usual]
+    return [*usual, *(pytest.param(*each, marks=pytest.mark.stress) for each in others)]
+
+
+@pytest.mark.parametrize(("name", "point", "steps_before"), and_stress(KILLS, MORE_KILLS))
+def test_a_step_is_finished_without_a_killed_rank(
+    ranks, tmp_path, digests, name, point, steps_before
+):
     with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
-        ranks(killed_at, 3, point, tmp_path)
-    notes = [(tmp_path / rank).read_text() for rank in "02"]
+        ranks(killed_at, 3, name, point, steps_before, tmp_path)
     assert not (tmp_path / "1").exists()
-    for note in notes:
-        digest, state, told = note.split(" ", 2)
-        assert digest == digests[POINTS[point]], note
-        is_torn = point in ("clipped", "piece 0", "piece 1", "written")
-        assert state == ("torn" if is_torn else digests[POINTS[point], "optimizer"])
-        assert "rank 1 died" in told or point in ("agreed", "decided", "settled")
+    steps = steps_before + (POINTS[point] == "after")
+    notes = [*read_notes(tmp_path, "02")]
+    for parameters, state, _, told in notes:
+        assert (parameters, state) == digests[name][steps], told
+        assert "rank 1 died" in told or point == "agreed"
+    was_unfinished = POINTS[point] == "after" and point not in ("written", "agreed")
+    assert sum(claims for _, _, claims, _ in notes) == was_unfinished
 
 
-def stopped_at(point, folder):
+def killed_twice(name, second, folder):
+    """Let rank 1 die in the middle of a chunk, and the rank that takes over at another point."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    training = Interruption(name, folder)
+    assert training.step() == ""
+
+    def die(here):
+        if training.rank == 1 and here == "stepped 0":
+            kill()
+        if "claimed" in training.passed and here.split(" ")[0] == second:
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(folder / "second", os.O_CREAT | os.O_EXCL))
+                kill()
+
+    training.note(training.step(die))
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("name", "second"),
+    and_stress(
+        [("AdamW", "stepped"), ("numbers", "copied")],
+        [
+            (name, second)
+            for name in ("SGD momentum", "NAdam", "numbers")
+            for second in ("claimed", "restored", "stepped", "chunk", "copied", "saved")
+        ],
+    ),
+)
+def test_a_rank_that_takes_over_may_die_as_well(ranks, tmp_path, digests, name, second):
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
+        ranks(killed_twice, 4, name, second, tmp_path)
+    assert (tmp_path / "second").exists(), "nobody died while it took over"
+    left = [rank for rank in "0123" if (tmp_path / rank).exists()]
+    assert len(left) == 2
+    notes = [*read_notes(tmp_path, left)]
+    for parameters, state, _, told in notes:
+        assert (parameters, state) == digests[name][2], told
+        assert "died" in told
+    assert sum(claims for _, _, claims, _ in notes) == 1
+
+
+def stopped_at(name, point, folder):
     """Stop rank 1 at `point` until the others have given it up and noted what they have."""
+    training = Interruption(name, folder)
+    assert training.step() == ""
 
-    def stop():
+    def stop(here):
+        if training.rank != 1 or here != point:
+            return
+        if point == "ready":
+            training.await_ready()
         script = 'until [ -e 0 ] && [ -e 2 ]; do sleep 0.05; done; kill -CONT "$0"'
         with subprocess.Popen(["sh", "-c", script, str(os.getpid())], cwd=folder):
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    second_step_ended_at(point, stop, folder)
+    training.note(training.step(stop))
+    deadline = time.monotonic() + 30
+    while not (folder / "1").exists():
+        assert time.monotonic() < deadline, "rank 1 did not go on"
+        select.select([], [], [], 0.02)
+    training.note("", f"{training.rank} at the end")
 
 
-@pytest.mark.parametrize("point", ["piece 1", "prepared"])
-def test_a_rank_that_stops_and_goes_on_has_what_the_others_have(ranks, tmp_path, digests, point):
-    ranks(stopped_at, 3, point, tmp_path, timeout=3.0, deadline=60.0)
-    for rank in "012":
-        digest, state, told = (tmp_path / rank).read_text().split(" ", 2)
-        assert digest == digests[POINTS[point]], (rank, told)
-        assert state in ("torn", digests[POINTS[point], "optimizer"])
+@pytest.mark.parametrize(
+    ("point", "is_unfinished"),
+    and_stress([("clipped", False), ("piece 2", True)], [("ready", True), ("written", False)]),
+)
+def test_a_rank_that_stops_and_goes_on_is_not_taken_over(
+    ranks, tmp_path, digests, point, is_unfinished
+):
+    ranks(stopped_at, 3, "AdamW", point, tmp_path, timeout=3.0, deadline=90.0)
+    expected = digests["AdamW"][2 if POINTS[point] == "after" else 1]
+    for rank, note in zip("012", read_notes(tmp_path, "012"), strict=True):
+        parameters, state, claims, told = note
         assert told, rank  # all are told that the ranks are no longer together
+        assert claims == 0
+        if is_unfinished and rank != "1":
+            assert parameters == "torn"
+            assert "rank 1 does not go on" in told
+        else:
+            assert (parameters, state) == expected, (rank, told)
+    for parameters, state, _, _ in read_notes(tmp_path, [f"{rank} at the end" for rank in "012"]):
+        assert (parameters, state) == expected
+
+
+def test_an_error_of_the_optimizer_is_told_until_a_state_is_loaded(ranks, tmp_path):
+    def train():
+        trainer = trainer_of(True, optimizer=partial(DeclaredSigns, fails_at=3))
+        for _ in range(2):
+            trainer.step(labelled(16).tensors)
+        saved = copy.deepcopy(trainer.state_dict())
+        told = []
+        for act in [
+            lambda: trainer.step(labelled(16).tensors),
+            lambda: trainer.step(labelled(16).tensors),
+            trainer.state_dict,
+            lambda: trainer.save_weights(tmp_path / "weights.safetensors"),
+        ]:
+            with pytest.raises(WorkError, match="in the middle of a step") as raised:
+                act()
+            told.append(str(raised.value))
+        assert not trainer._state.is_whole()
+        assert not (tmp_path / "weights.safetensors").exists()
+        trainer.load_state_dict(saved)
+        assert trainer._state.is_whole()
+        for group in trainer.optimizer.param_groups:
+            group["fails_at"] = -1
+        trainer.step(labelled(16).tensors)
+        return told, trainer.digest(), trainer.optimizer_digest()
+
+    def undisturbed():
+        trainer = trainer_of(False, optimizer=DeclaredSigns)
+        for _ in range(3):
+            trainer.step(labelled(16).tensors)
+        return trainer.digest(), trainer.optimizer_digest()
+
+    found = ranks(train, 2)
+    assert found[0] == found[1]
+    told, *bits = found[0]
+    assert told[0].startswith("rank 1: ArithmeticError: mine, in step 2 of trainer 0")
+    assert bits == [*ranks(undisturbed, 1)[0]]
 
 
 @pytest.fixture(scope="module")
 def digests(ranks):
-    """Return the digests before and after the second step, of a rank that is alone."""
+    """Return the digests of parameters and state after each step, of a rank that is alone."""
 
     def alone():
-        trainer = trainer_of(False, max_grad_norm=0.1, model=small(1300))
         found = {}
-        for when in ("before", "after"):
-            trainer.step(labelled(16).tensors)
-            found[when] = trainer.digest()
-            found[when, "optimizer"] = trainer.optimizer_digest()
+        for name, (optimizer, model) in KILLED.items():
+            trainer = trainer_of(False, max_grad_norm=0.1, model=model(), optimizer=optimizer)
+            found[name] = [(trainer.digest(), trainer.optimizer_digest())]
+            for _ in range(2):
+                trainer.step(labelled(16).tensors)
+                found[name].append((trainer.digest(), trainer.optimizer_digest()))
+                if name == "thawing":
+                    trainer.model.requires_grad_(True)
         return found
 
     return ranks(alone, 1)[0]

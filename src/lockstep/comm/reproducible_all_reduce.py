@@ -113,9 +113,14 @@ class ReproducibleAllReduce:
         """
         return self._sum.place(node, member) if isinstance(self._sum, NativeAllReduce) else None
 
+    @property
+    def sums(self) -> torch.Tensor:
+        """The sums of all members, as a vector; valid between `gather` and the next launch."""
+        return self._sum.sums
+
     def uses(self) -> int:
         """Return the reference count of the memory of the sums, to see whether a sum is in use."""
-        return int(torch._C._storage_Use_Count(self._sum.sums.untyped_storage()._cdata))
+        return int(torch._C._storage_Use_Count(self.sums.untyped_storage()._cdata))
 
     def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
         """Start step 1: copy this rank's nodes and start the exchange.

@@ -104,6 +104,7 @@ class GradientReducer:
         self._planned_for: tuple[int, ...] = ()
         self._is_planned = False
         self._bucket_sums: list[ReproducibleAllReduce] = []
+        self._further_sums: list[ReproducibleAllReduce] = []  # of this step alone
         self._own_references: list[int] = []  # to the memory of each sum
         self._destinations: dict[Node, dict[int, torch.Tensor]] = {}
         self._launched = 0
@@ -146,7 +147,7 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Empty `.grad` of every parameter, and drop what has been accumulated."""
-        self.sums = {}
+        self.sums, self._further_sums = {}, []
         for _, parameter in self._parameters:
             parameter.grad = None
         # Launched and never finished: other ranks may still write to the memory. Or user code,
@@ -335,7 +336,8 @@ class GradientReducer:
                 self.launch_next()
             pairs = [pair for each in self._bucket_sums for pair in each.gather()]
             more = self._plan(sorted({*self._without_sparse(used)} - {*self._expected}))
-            pairs += reproducible_all_reduce(self._make_sums(more), held)
+            self._further_sums = self._make_sums(more)
+            pairs += reproducible_all_reduce(self._further_sums, held)
         else:
             self._prepare(self._without_sparse(used))
             pairs = reproducible_all_reduce(self._bucket_sums, held)
@@ -354,6 +356,11 @@ class GradientReducer:
             sums_of_rows = sum_sparse_gradients(held, sparse, self._leaves, models, self._group)
             for index, gradient in sums_of_rows.items():
                 models[index].grad = gradient
+
+    @property
+    def bucket_sums(self) -> list[torch.Tensor]:
+        """The sums of each bucket of the shards, of which this rank's slices are defined."""
+        return [each.sums for each in [*self._bucket_sums, *self._further_sums]]
 
     def _without_sparse(self, indices: Iterable[int]) -> list[int]:
         return [index for index in indices if index not in self._sparse]

@@ -34,7 +34,7 @@ from lockstep.pipeline.partition import find_block_names
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.pipeline.placement import Placement
 from lockstep.training.optimization import Optimization
-from lockstep.training.sharded_optimizer import share_parameters
+from lockstep.training.shared_storage import share_parameters
 from lockstep.training.whole_model import WholeModelExecutor
 
 __all__ = ["Storage", "build_executor", "build_model", "check_options", "distribute_weights"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -164,19 +164,20 @@ class Optimization:
             }
         return found
 
-    def step(self, about: str) -> None:
-        """Step the optimizer, the average, and a schedule that moves each step.
+    def step_shared(self, about: str) -> None:
+        """Step the optimizer on parameters that all ranks share: a collective call.
 
-        `about` says what it is part of, where ranks step together.
+        `about` says what it is part of.
         """
-        self._guard.is_open = True
-        try:
-            if self.sharded is None:
+        assert self.sharded is not None
+        with self._guard.opened():
+            self.sharded.step(about)
+
+    def step(self) -> None:
+        """Step the optimizer unless parameters are shared, the average, and the schedule."""
+        if self.sharded is None:
+            with self._guard.opened():
                 self.optimizer.step()
-            else:
-                self.sharded.step(about)
-        finally:
-            self._guard.is_open = False
         if self.average is not None:
             self.average.update_parameters(self.module)
         if self.scheduler is not None and self._interval == "step":
@@ -206,7 +207,7 @@ class Optimization:
         """Return the context in which what all ranks share may be written."""
         if self.sharded is None:
             return nullcontext()
-        return self.sharded.versions.exclusive("loading a state")
+        return self.sharded.loading()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned; what either side lacks is left as it is."""
@@ -265,6 +266,15 @@ class _StepGuard:
 
     optimizer: int
     is_open: bool = False
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Permit steps in the body."""
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
 
     def __call__(self, optimizer: Optimizer, arguments: object, options: object) -> None:
         if id(optimizer) == self.optimizer and not self.is_open:

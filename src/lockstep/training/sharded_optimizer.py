@@ -2,60 +2,47 @@
 
     the user's optimizer     params = [w, b]            as the factory made it: its groups,
                              params = [w[0:131072], ...]   options and schedule stay
-    a step, piece by piece   next version <- this version    in the cache,
-                             .grad = this rank's slice       one piece after another
-                             optimizer.step()
+    a step, chunk by chunk   saved area <- the chunk         in the cache,
+                             .grad = this rank's slices      one chunk after another
+                             optimizer.step(), in place
     its state                once per host, in shared memory, visible to every rank
 
-An optimizer that treats each element by itself computes the same bits on pieces as on whole
-tensors: torch's by a list, others by the class attribute `lockstep_elementwise`. Since the
-state is in shared memory, state dicts are whole without an exchange, in the optimizer's own
-format, and can be loaded with any storage and number of ranks.
+Since the state is in shared memory, state dicts are whole without an exchange, in the optimizer's
+own format, and can be loaded with any storage and number of ranks. For the same reason a rank can
+finish the chunks of one that was killed (`step_log.py`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.comm.memory_format import in_format_of, in_layout_of, in_memory_order, is_dense
-from lockstep.comm.native_all_reduce import DTYPES, native_backend
-from lockstep.comm.sparse_gradients import sparse_weights
-from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES, GradientReducer
+from lockstep.comm.memory_format import in_format_of, in_layout_of, in_memory_order
+from lockstep.comm.native_all_reduce import DTYPES
+from lockstep.comm.shared_memory import (
+    HANDLE_LENGTH,
+    create_group_tensor,
+    get_memory_handle,
+    map_peer_tensor,
+)
+from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.shards import PIECE, Piece, Shards
-from lockstep.errors import LayoutError, UsageError
-from lockstep.model.parallel_context import ParallelContext
-from lockstep.training.versioned_parameters import VersionedParameters, allocate, pass_point
+from lockstep.errors import UsageError
+from lockstep.training.shared_parameters import SharedParameters, allocate
+from lockstep.training.step_log import StepLog, count_saved_bytes, pass_point
 
-__all__ = ["ELEMENTWISE", "ShardedOptimizer", "require_elementwise", "share_parameters"]
-
-ELEMENTWISE = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD,
-    optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
-)  # fmt: skip
-"""torch's optimizers whose new element depends only on the past of that element."""
+__all__ = ["ShardedOptimizer"]
 
 NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
-
-
-def require_elementwise(optimizer: Optimizer) -> None:
-    """Raise UsageError for an optimizer that may not be stepped piece by piece."""
-    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "lockstep_elementwise", False):
-        return
-    name = type(optimizer).__name__
-    raise UsageError(
-        f"{name} is not known to treat each element of a parameter by itself, so it cannot step "
-        f"pieces of shared parameters: if it does, set {name}.lockstep_elementwise = True, and "
-        'otherwise train with storage="replicated"'
-    )
 
 
 @dataclass(frozen=True)
@@ -92,12 +79,16 @@ class ShardedOptimizer:
         optimizer.state.clear()
         for each in optimizer.param_groups:
             each["params"] = []
-        self.versions = VersionedParameters(self._parameters, shards.covered, group)
+        self.shared, self.log = SharedParameters(self._parameters, group), StepLog(group)
         self._homes: dict[tuple[int, str], torch.Tensor] = {}  # of a parameter's state
         self._places: dict[Piece, dict[str, torch.Tensor]] = {}  # of a piece's, views of homes
         self._pieces: dict[Piece, nn.Parameter] = {}  # this rank's
         self._in_group: list[list[nn.Parameter]] = [[] for _ in self._groups]
-        self._chunks: list[tuple[int, list[Piece]]] = []
+        # Of each rank: a parameter group, and pieces of up to PIECE elements together.
+        self._chunks: list[list[tuple[int, list[Piece]]]] = [
+            [] for _ in range(dist.get_world_size(group))
+        ]
+        self._tensors: dict[tuple[int, int], list[torch.Tensor]] = {}  # of a rank's chunk
         self._known = 0  # of all ranks' pieces, those that have a place
         self._kept: dict[int, dict[str, Any]] = {}  # of parameters without pieces
         self.stepped: set[int] = set()  # those that the optimizer keeps something for
@@ -119,53 +110,103 @@ class ShardedOptimizer:
     def step(self, about: str) -> None:
         """Step every parameter that has a sum, on all ranks or on none.
 
-        A collective call. Raises what the optimizer raised, on every rank.
+        A collective call. Raises WorkError on every rank where the optimizer raised.
         """
         pass_point("clipped")
         if self._known < len(self._shards.pieces):
-            covered = {piece.index for piece in self._places}
-            self.versions.add_second([n for n in self._shards.covered if n not in covered])
             self._extend()
             self._write_state(
                 {n: self._kept.pop(n) for n in [*self._kept] if n in self._shards.covered}
             )
-        sums = self._gradients.sums
-        self.versions.write_next(lambda: self._write(sums), about)
-        self.stepped |= {*sums}
-
-    def _write(self, sums: Mapping[int, torch.Tensor]) -> None:
-        groups = self._optimizer.param_groups
+        for number, each in enumerate(self._gradients.bucket_sums):
+            self._handles[self._rank, number] = torch.tensor(get_memory_handle(each))
+        self.log.begin([len(self._chunks_of(r)) for r in range(len(self._chunks))], about)
+        failure: Exception | None = None
         try:
-            for group, pieces in self._chunks or [(0, [])]:
+            self._step_chunks(self._rank, self._gradients.sums)
+        except Exception as error:
+            failure = error
+        try:
+            for rank in self.log.finish(failure, about):
+                self._step_chunks(rank, self._map_sums(rank))
+        finally:
+            self.stepped |= {*self._gradients.sums}
+
+    def _map_sums(self, rank: int) -> dict[int, torch.Tensor]:
+        """Return the sums in the memory of another rank, which may have died."""
+        found: dict[int, torch.Tensor] = {}
+        for bucket, handle in zip(self._shards.buckets, self._handles[rank].tolist(), strict=True):
+            vector = map_peer_tensor(handle, bucket.length, bucket.dtype, self._group)
+            found |= {
+                each.index: vector[each.offset : each.offset + each.numel]
+                for each in bucket.members
+                if each.index in self._gradients.sums
+            }
+        return found
+
+    def _step_chunks(self, rank: int, sums: Mapping[int, torch.Tensor]) -> None:
+        """Step the chunks of a rank that are not done yet."""
+        groups = self._optimizer.param_groups
+        first, is_saved = self.log.find_start(rank)
+        try:
+            for chunk, (group, _) in list(enumerate(self._chunks_of(rank)))[first:]:
                 self._optimizer.param_groups = groups[group : group + 1]
-                self._write_chunk(groups[group], pieces, sums)
+                self._step_chunk(rank, chunk, sums, is_saved and chunk == first)
+        except Exception:
+            self.log.note_failure()
+            raise
         finally:
             self._optimizer.param_groups = groups
-            self._restore()
+            self._reset_groups()
 
     @torch.no_grad()
-    def _write_chunk(
-        self, group: dict[str, Any], pieces: Sequence[Piece], sums: Mapping[int, torch.Tensor]
+    def _step_chunk(
+        self, rank: int, chunk: int, sums: Mapping[int, torch.Tensor], is_saved: bool
     ) -> None:
-        """Step some pieces, from this version of the parameters into the next one."""
-        stepping = []
-        for piece in pieces:
-            span = slice(piece.start, piece.stop)
-            new = self.versions.next(piece.index)[span]
-            new.copy_(self.versions.current(piece.index)[span])
-            if piece.index in sums:
-                parameter = self._pieces[piece]
-                parameter.data, parameter.grad = new, sums[piece.index][span]
-                stepping.append(parameter)
-        group["params"] = stepping
+        """Step one chunk of a rank, in place."""
+        _, pieces = self._chunks_of(rank)[chunk]
+        stepping = [piece for piece in pieces if piece.index in sums]
+        if stepping and is_saved:
+            self.log.restore(rank, chunk, self._tensors_of(rank, chunk))
+        elif stepping:
+            self.log.save(rank, chunk, self._tensors_of(rank, chunk))
+        parameters = {piece: self._parameter_of(piece) for piece in stepping}
+        for piece, parameter in parameters.items():
+            parameter.grad = sums[piece.index][piece.start : piece.stop]
+        self._optimizer.param_groups[0]["params"] = [*parameters.values()]
         self._optimizer.step()
-        for piece in pieces:
-            if piece.index in sums:
-                self._pieces[piece].grad = None
-                self._store_state(piece)
-                pass_point("piece")
+        for piece, parameter in parameters.items():
+            parameter.grad = None
+            self._store_state(piece, self._optimizer.state[parameter])
+            if rank != self._rank:
+                del self._optimizer.state[parameter]
+            pass_point("piece")
+        self.log.note_progress(rank, chunk)
 
-    def _restore(self) -> None:
+    def _chunks_of(self, rank: int) -> list[tuple[int, list[Piece]]]:
+        """Return the chunks of a rank: at least one, so that every rank calls the optimizer."""
+        return self._chunks[rank] or [(0, [])]
+
+    def _parameter_of(self, piece: Piece) -> nn.Parameter:
+        """Return what the optimizer steps for a piece, with its state if the piece has one."""
+        if piece.rank == self._rank:
+            return self._pieces[piece]
+        parameter = nn.Parameter(self.shared.vectors[piece.index][piece.start : piece.stop])
+        if piece.index in self.stepped:
+            self._optimizer.state[parameter] = self._read_places(piece)
+        return parameter
+
+    def _tensors_of(self, rank: int, chunk: int) -> list[torch.Tensor]:
+        """Return all that a step changes of a chunk: parameters, and their state."""
+        found = self._tensors.get((rank, chunk))
+        if found is None:
+            found = self._tensors[rank, chunk] = []
+            for piece in self._chunks[rank][chunk][1]:
+                found.append(self.shared.vectors[piece.index][piece.start : piece.stop])
+                found += self._places[piece].values()
+        return found
+
+    def _reset_groups(self) -> None:
         """Give every group its pieces again: what a schedule or a state dict looks at."""
         for group, pieces in zip(self._optimizer.param_groups, self._in_group, strict=True):
             group["params"] = pieces
@@ -239,9 +280,18 @@ class ShardedOptimizer:
                     for key, entry in entries.items()
                 }
         for piece in new:
-            if piece.rank == self._rank and piece.index in self._group_of:
+            if piece.index in self._group_of:
                 self._add_piece(piece)
-        self._restore()
+        self._reset_groups()
+        self._tensors = {}
+        sizes_of_chunks = [
+            sum(count_saved_bytes(each) for each in self._tensors_of(rank, chunk))
+            for rank, chunks in enumerate(self._chunks)
+            for chunk in range(len(chunks))
+        ]
+        self.log.reserve(max(sizes_of_chunks, default=0))
+        shape = len(self._chunks), len(self._shards.buckets), HANDLE_LENGTH
+        self._handles = create_group_tensor(shape, torch.int64, self._group)
 
     def _get_entries(self, index: int) -> dict[str, _Entry]:
         if index not in self._group_of:  # the user's optimizer leaves it alone
@@ -249,23 +299,23 @@ class ShardedOptimizer:
         return self._entries[self._group_of[index]][self._parameters[index].dtype]
 
     def _add_piece(self, piece: Piece) -> None:
-        """Make one of this rank's pieces a parameter of the optimizer, in a chunk of its size."""
-        now = self.versions.current(piece.index)[piece.start : piece.stop]
-        group = self._group_of[piece.index]
-        self._pieces[piece] = nn.Parameter(now)
-        self._in_group[group].append(self._pieces[piece])
-        last = self._chunks[-1] if self._chunks else (-1, [])
-        held = sum(each.stop - each.start for each in last[1])
-        if last[0] == group and held + piece.stop - piece.start <= PIECE:
-            last[1].append(piece)
+        """Add a piece to a chunk of its rank; this rank's are parameters of the optimizer."""
+        group, chunks = self._group_of[piece.index], self._chunks[piece.rank]
+        if piece.rank == self._rank:
+            now = self.shared.vectors[piece.index][piece.start : piece.stop]
+            self._pieces[piece] = nn.Parameter(now)
+            self._in_group[group].append(self._pieces[piece])
+        last_group, last = chunks[-1] if chunks else (-1, [])
+        held = sum(each.stop - each.start for each in last)
+        if last_group == group and held + piece.stop - piece.start <= PIECE:
+            last.append(piece)
         else:
-            self._chunks.append((group, [piece]))
+            chunks.append((group, [piece]))
 
-    def _store_state(self, piece: Piece) -> None:
+    def _store_state(self, piece: Piece, state: dict[str, Any]) -> None:
         """Bring what the optimizer keeps for a piece to its place, unless it is there."""
-        state, places = self._optimizer.state[self._pieces[piece]], self._places[piece]
         for key, value in state.items():
-            place = places.get(key)
+            place = self._places[piece].get(key)
             if place is None:
                 raise UsageError(
                     f"{type(self._optimizer).__name__} began to keep {key!r} in the middle of the "
@@ -278,6 +328,14 @@ class ShardedOptimizer:
                 state[key] = place
             else:
                 place.fill_(value)
+
+    def _read_places(self, piece: Piece) -> dict[str, Any]:
+        """Return what the optimizer keeps for a piece."""
+        entries = self._get_entries(piece.index)
+        return {
+            key: place.item() if entries[key].kind == "number" else place
+            for key, place in self._places[piece].items()
+        }
 
     # --- the whole state -------------------------------------------------------------------------
 
@@ -319,6 +377,13 @@ class ShardedOptimizer:
             "state": {identity[index]: self._read_state(index) for index in stepped},
             "param_groups": packed,
         }
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Return the context in which a rank may write all of the parameters and the state."""
+        with self.shared.exclusive("loading a state"):
+            yield
+            self.log.mark_whole()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a whole state dict; raises what the optimizer does where it does not fit."""
@@ -363,80 +428,3 @@ class ShardedOptimizer:
                     place.fill_(value)
                 kept = place.item() if entry.kind == "number" else place
                 self._optimizer.state[parameter][key] = kept
-
-
-# --- whether ranks can share ------------------------------------------------------------------
-
-ALIGNMENT = 64
-"""Bytes at which every tensor begins in shared memory, as in memory that torch allocates."""
-
-
-def share_parameters(
-    named: Sequence[tuple[str, nn.Parameter]],
-    modules: Sequence[nn.Module],
-    optimizer: Optimizer,
-    parallel: ParallelContext,
-) -> tuple[GradientReducer, ShardedOptimizer | None]:
-    """Let all ranks share the parameters, and shard the optimizer.
-
-    A rank that is alone shares with nobody.
-
-    Args:
-        named: The parameters with their names, the same on every rank.
-        modules: What a step calls: their backward hooks may look at `.grad`.
-        optimizer: Of these parameters.
-        parallel: The layout.
-
-    Returns:
-        The gradients of the parameters, reduced to this rank's shards; and the sharded
-        optimizer, None for a rank that is alone.
-
-    Raises:
-        LayoutError: The ranks have no memory in common, or a parameter lies in memory in a
-            way that shared memory does not keep.
-        UsageError: The optimizer cannot step pieces, or a parameter has sparse gradients.
-    """
-    require_elementwise(optimizer)
-    sparse = sparse_weights(each for called in modules for each in called.modules())
-    for name, parameter in named:
-        if parameter in sparse:
-            raise UsageError(
-                f'storage="shared" cannot train {name}, whose gradient is sparse: make its '
-                'Embedding with sparse=False, or train with storage="replicated"'
-            )
-    if parallel.replicas == 1:
-        return GradientReducer(named, parallel.group, modules=modules), None
-    for name, parameter in named:
-        # Frozen parameters are held and not stepped, so they may have any dtype.
-        dtype = parameter.dtype if parameter.requires_grad else torch.float32
-        if native_backend(parameter.device, dtype, parallel.group) is None:
-            raise LayoutError(
-                f'storage="shared" needs the backend "lockstep", whose ranks are on one host, and '
-                f"on the CPU parameters that are floating or frozen; {name} ({parameter.dtype} on "
-                f'{parameter.device}) is not served by it here: train with storage="replicated"'
-            )
-        _require_plain_layout(name, parameter)
-    parameters = [parameter for _, parameter in named]
-    numels, dtypes = [each.numel() for each in parameters], [each.dtype for each in parameters]
-    shards = Shards(numels, dtypes, parallel.replicas, BUCKET_BYTES)
-    shards.cover([n for n, each in enumerate(parameters) if each.requires_grad])
-    gradients = GradientReducer(named, parallel.group, shards, modules)
-    with torch.no_grad():
-        sharded = ShardedOptimizer(optimizer, parameters, gradients, shards, parallel.group)
-    return gradients, sharded
-
-
-def _require_plain_layout(name: str, parameter: nn.Parameter) -> None:
-    """Refuse a parameter whose strides or alignment would change in shared memory.
-
-    Kernels choose their path by both, so its results could have other bits there.
-    """
-    dense = is_dense(parameter)
-    if dense and parameter.data_ptr() % ALIGNMENT == 0:
-        return
-    how = "does not begin on a 64-byte boundary" if dense else "has gaps between its elements"
-    raise LayoutError(
-        f"{name} {how}, because it is a view of another tensor; in shared memory it would lie "
-        f"otherwise, which may change the bits: make it a tensor of its own with "
-        f'torch.nn.Parameter({name}.detach().clone()), or train with storage="replicated"'
-    )

@@ -93,6 +93,7 @@ class TrainingState:
     def model_state(self, *, ema: bool = False) -> dict[str, Any]:
         """Return the state dict of the model, or of the averaged weights."""
         module = self.select_module(ema)
+        self._require_whole()
         state: dict[str, Any] = module.state_dict()
         if self.placement is None:
             return state
@@ -110,6 +111,7 @@ class TrainingState:
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the state dict of the optimizer."""
+        self._require_whole()
         optimizer = self._optimization.optimizer
         if self.placement is None:
             return self._optimization.stateful.state_dict()
@@ -221,6 +223,7 @@ class TrainingState:
         With stages, the tensors that it owns; otherwise everything. The optimizer's state is by
         parameter name, and averaged weights have the names of the model's.
         """
+        self._require_whole()
         packed = self._optimization.stateful.state_dict()
         order = self._order()
         groups = [
@@ -244,9 +247,13 @@ class TrainingState:
         }
 
     def is_whole(self) -> bool:
-        """Return whether a rank that was lost has not left half a step in what all ranks share."""
+        """Return whether what all ranks share is not in the middle of a step."""
         sharded = self._optimization.sharded
-        return sharded is None or sharded.versions.has_whole_state()
+        return sharded is None or sharded.log.has_whole_state()
+
+    def _require_whole(self) -> None:
+        if (sharded := self._optimization.sharded) is not None:
+            sharded.log.require_whole_state()
 
     def describe_changes(self) -> list[Any]:
         """Return what changes where a script writes to parameters, or sets a learning rate."""

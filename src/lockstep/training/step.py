@@ -6,11 +6,13 @@
 (4) reduce      gradients along the tree, over the ranks
 (5) clip        by the norm of the whole gradient, which must be finite too
 (6) merge       buffers
-(7) update      the optimizer, the average of the weights, the schedule: the step is committed;
-                nothing of it if float16 gradients overflowed
+(7) update      the optimizer on shared parameters: all ranks or none (`step_log`)
+(8) commit      any other optimizer, the average of the weights, the schedule
 
-An exception before (7) leaves parameters, buffers and optimizer state as they were. In an elastic
-run (1) to (6) are undone and repeated where a rank is lost (`lockstep.elastic.membership`).
+If float16 gradients overflowed, (7) and (8) do nothing. An exception before (8) leaves parameters,
+buffers and optimizer state as they were, apart from one that the optimizer raises in (7). In an
+elastic run (1) to (7) are undone and repeated where a rank is lost
+(`lockstep.elastic.membership`), unless all have passed (7).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -118,6 +120,7 @@ class PreparedStep:
     """A step that every rank can commit: gradients and buffers are those of the whole batch.
 
     `times` are `time.perf_counter` seconds: exchange begun, statuses exchanged, all reduced.
+    `updating` are the seconds of (7).
     """
 
     step: StepContext
@@ -125,6 +128,7 @@ class PreparedStep:
     statuses: Sequence[RankStatus]
     norm: float
     times: tuple[float, float, float]
+    updating: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ class OptimizerStep:
     _kept_buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def compute(self, step: StepContext, batch: Any) -> PreparedStep:
-        """Do (1) with the trainer's own loss, and (2) to (6)."""
+        """Do (1) with the trainer's own loss, and (2) to (7)."""
         batch = self.executor.prepare(batch)
         # A micro-batch without weight is not computed, so a failure is not certain.
         checked = batch if self.parallel.loss_weight is None else None
@@ -179,6 +183,8 @@ class OptimizerStep:
     @contextmanager
     def computing(self, step: StepContext) -> Iterator[Any]:
         """Compute (1) in the body; after an exception, buffers and gradients are as before."""
+        if (sharded := self.optimization.sharded) is not None:
+            sharded.log.require_whole_state()
         step.begun = time.perf_counter()
         step.is_traced = self.trace is not None and self.trace.covers(step.number)
         if torch.get_num_threads() != self.parallel.threads:
@@ -201,22 +207,23 @@ class OptimizerStep:
                     gradients.clear()
 
     def prepare(self, step: StepContext) -> PreparedStep:
-        """Do (2) to (6) after the micro-batches were computed.
+        """Do (2) to (7) after the micro-batches were computed.
 
         Raises:
             LossError: On every rank, where a loss is not finite.
             GradientError: On every rank, where the norm of the gradient is not finite.
             StateError: On every rank, where forward wrote what no rank may write.
             DisagreementError: On every rank, where ranks take different steps.
+            WorkError: On every rank, where the optimizer of shared parameters raised.
         """
         try:
-            return self._prepare(step)
+            return self._update_shared(self._prepare(step))
         except Exception:
             self.executor.reset()
             raise
 
     def commit(self, prepared: PreparedStep) -> CommittedStep:
-        """Do (7), which is local, apart from parameters that the ranks of a host share."""
+        """Do (8), which is local."""
         try:
             return self._commit(prepared)
         except Exception:
@@ -224,7 +231,10 @@ class OptimizerStep:
             raise
 
     def undo(self) -> None:
-        """Undo (1) to (6), complete or not, as if the step had not begun."""
+        """Undo (1) to (6), complete or not, as if the step had not begun.
+
+        And (7), where it was not committed: it has written nothing then.
+        """
         self._restore_buffers()
         for gradients, _ in self.executor.parts():
             gradients.clear()
@@ -254,24 +264,37 @@ class OptimizerStep:
         times = begun, exchanged, time.perf_counter()
         return PreparedStep(step, status, statuses, norm, times)
 
+    def _update_shared(self, prepared: PreparedStep) -> PreparedStep:
+        """Do (7)."""
+        sharded = self.optimization.sharded
+        if sharded is None or self._is_skipped(prepared):
+            return prepared
+        started = time.perf_counter()
+        try:
+            with prepared.step.in_phase("optimizer"):
+                self.optimization.step_shared(prepared.step.label.about)
+        except BaseException:
+            if not sharded.log.is_committed:
+                self._restore_buffers()
+            raise
+        return replace(prepared, updating=time.perf_counter() - started)
+
+    def _is_skipped(self, prepared: PreparedStep) -> bool:
+        """Return whether float16 gradients overflowed."""
+        return self.parallel.loss_scale is not None and not math.isfinite(prepared.norm)
+
     def _commit(self, prepared: PreparedStep) -> CommittedStep:
         step, status, statuses = prepared.step, prepared.status, prepared.statuses
         assert step.batch is not None
         leaves = step.batch.leaves
         begun, exchanged, reduced = prepared.times
-        scale, sharded = self.parallel.loss_scale, self.optimization.sharded
-        is_skipped = None if scale is None else not math.isfinite(prepared.norm)
+        scale, is_skipped = self.parallel.loss_scale, self._is_skipped(prepared)
         rate = self.optimization.rate
         started = time.perf_counter()  # after the barrier of an elastic run
         if not is_skipped:
-            try:
-                with step.in_phase("optimizer"):
-                    self.optimization.step(step.label.about)
-            except BaseException:
-                if sharded is not None and not sharded.versions.committed:
-                    self._restore_buffers()
-                raise
-        updated = reduced + time.perf_counter() - started
+            with step.in_phase("optimizer"):
+                self.optimization.step()
+        updated = reduced + prepared.updating + time.perf_counter() - started
         self._kept_buffers = []
         step.is_agreed = False
         result = StepResult(
@@ -287,12 +310,12 @@ class OptimizerStep:
             ),
             norm=prepared.norm,
             loss_scale=None if scale is None else scale.value,
-            is_skipped=is_skipped,
+            is_skipped=None if scale is None else is_skipped,
             losses=list_losses(statuses, leaves),
             batch=step.batch.identity.samples or step.batch.identity.checksum or None,
         )
         if scale is not None:
-            scale.update(bool(is_skipped))
+            scale.update(is_skipped)
         return CommittedStep(step, result, statuses, (exchanged, reduced, updated))
 
     # --- (2) exchange --------------------------------------------------------------------------
@@ -434,7 +457,7 @@ class OptimizerStep:
         """Copy the buffers, where a step may be undone after they were merged."""
         sharded = self.optimization.sharded
         if sharded is not None:
-            sharded.versions.committed = False
+            sharded.log.is_committed = False
         if sharded is not None or membership() is not None:
             self._kept_buffers = [
                 (tensor, tensor.clone())

@@ -1,8 +1,8 @@
 """The steps of a trainer as operations: an attempt begins, every rank prepares it, all commit it.
 
 begin      the attempt's number; what watches the step
-prepare    (1) to (6) of `step.py`; undone and repeated where a rank is lost
-commit     (7), and the step counts
+prepare    (1) to (7) of `step.py`; undone and repeated where a rank is lost
+commit     (8), and the step counts
 report     the record, callbacks, what watched the step
 """
 
@@ -74,18 +74,7 @@ class StepOperation:
             with self._noting_failure(step):
                 return self._optimizer_step.compute(step, batch)
 
-        def commit_together() -> CommittedStep:
-            """Commit a step that all ranks commit or none, as what they share decides."""
-            prepared = prepare()
-            if (member := membership()) is not None:
-                member.pass_barrier()  # a rank that is lost until here has left nothing behind
-            return self._commit(prepared)
-
-        undo = self._optimizer_step.undo
-        if self._optimizer_step.optimization.sharded is None:
-            committed = operate(prepare, self._commit, undo)
-        else:
-            committed = operate(commit_together, lambda committed: committed, undo)
+        committed = operate(prepare, self._commit, self._optimizer_step.undo)
         self._report(committed)
         return committed.result.loss
 

@@ -1,0 +1,67 @@
+"""Shared parameters: one copy per host, which all ranks read and write in place.
+
+    memory that all ranks share    | w | b | ...        of parameters, and of the optimizer's state
+    forward and backward           every rank reads all of it
+    the optimizer's step           every rank writes its pieces, between two exchanges
+
+`step_log.py` has the protocol of the step, which a killed rank does not leave half done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.bucket import ALIGNMENT
+from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.memory_format import in_layout_of, in_memory_order
+from lockstep.comm.shared_memory import create_group_tensor
+
+__all__ = ["SharedParameters", "allocate"]
+
+
+def allocate(
+    sizes: Sequence[tuple[int, torch.dtype]], group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """Return a vector of zeros for each (elements, dtype), shared by all ranks, 64-byte aligned."""
+    found: list[torch.Tensor] = [torch.empty(0)] * len(sizes)
+    for dtype in dict.fromkeys(dtype for _, dtype in sizes):
+        step = ALIGNMENT // dtype.itemsize
+        numbers = [n for n, (_, each) in enumerate(sizes) if each == dtype]
+        rooms = [-(-sizes[n][0] // step) * step for n in numbers]
+        vectors = create_group_tensor(max(sum(rooms), 1), dtype, group)[: sum(rooms)].split(rooms)
+        for number, vector in zip(numbers, vectors, strict=True):
+            found[number] = vector[: sizes[number][0]]
+    return found
+
+
+class SharedParameters:
+    """The memory of `parameters`, which become views of it.
+
+    A collective call; the parameters must be equal on all ranks.
+
+    Attributes:
+        vectors: The elements of each parameter, in memory order.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None
+    ) -> None:
+        self._group = group
+        self.vectors = allocate([(each.numel(), each.dtype) for each in parameters], group)
+        if dist.get_rank(group) == 0:
+            for vector, parameter in zip(self.vectors, parameters, strict=True):
+                vector.copy_(in_memory_order(parameter.detach()))
+        all_gather_bytes(b"", "sharing the parameters", group)
+        for vector, parameter in zip(self.vectors, parameters, strict=True):
+            parameter.data = in_layout_of(vector, parameter)
+
+    @contextmanager
+    def exclusive(self, about: str) -> Iterator[None]:
+        """Wait until nobody uses the parameters, and after the body until all have written."""
+        all_gather_bytes(b"", f"about to begin {about}", self._group)
+        yield
+        all_gather_bytes(b"", f"done with {about}", self._group)

@@ -1,0 +1,117 @@
+"""Shared storage: whether the ranks of a host can share parameters and an optimizer's state.
+
+An optimizer that treats each element by itself computes the same bits on pieces as on whole
+tensors: torch's by a list, others by the class attribute `lockstep_elementwise`. The ranks are on
+one host, and the parameters keep their layout in shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn, optim
+from torch.optim import Optimizer
+
+from lockstep.comm.memory_format import is_dense
+from lockstep.comm.native_all_reduce import native_backend
+from lockstep.comm.sparse_gradients import sparse_weights
+from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES, GradientReducer
+from lockstep.data_parallel.shards import Shards
+from lockstep.errors import LayoutError, UsageError
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.training.sharded_optimizer import ShardedOptimizer
+
+__all__ = ["ELEMENTWISE", "require_elementwise", "share_parameters"]
+
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD,
+    optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
+)  # fmt: skip
+"""torch's optimizers whose new element depends only on the past of that element."""
+
+ALIGNMENT = 64
+"""Bytes at which every tensor begins in shared memory, as in memory that torch allocates."""
+
+
+def require_elementwise(optimizer: Optimizer) -> None:
+    """Raise UsageError for an optimizer that may not be stepped piece by piece."""
+    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "lockstep_elementwise", False):
+        return
+    name = type(optimizer).__name__
+    raise UsageError(
+        f"{name} is not known to treat each element of a parameter by itself, so it cannot step "
+        f"pieces of shared parameters: if it does, set {name}.lockstep_elementwise = True, and "
+        'otherwise train with storage="replicated"'
+    )
+
+
+def share_parameters(
+    named: Sequence[tuple[str, nn.Parameter]],
+    modules: Sequence[nn.Module],
+    optimizer: Optimizer,
+    parallel: ParallelContext,
+) -> tuple[GradientReducer, ShardedOptimizer | None]:
+    """Let all ranks share the parameters, and shard the optimizer.
+
+    A rank that is alone shares with nobody.
+
+    Args:
+        named: The parameters with their names, the same on every rank.
+        modules: What a step calls: their backward hooks may look at `.grad`.
+        optimizer: Of these parameters.
+        parallel: The layout.
+
+    Returns:
+        The gradients of the parameters, reduced to this rank's shards; and the sharded
+        optimizer, None for a rank that is alone.
+
+    Raises:
+        LayoutError: The ranks have no memory in common, or a parameter lies in memory in a
+            way that shared memory does not keep.
+        UsageError: The optimizer cannot step pieces, or a parameter has sparse gradients.
+    """
+    require_elementwise(optimizer)
+    sparse = sparse_weights(each for called in modules for each in called.modules())
+    for name, parameter in named:
+        if parameter in sparse:
+            raise UsageError(
+                f'storage="shared" cannot train {name}, whose gradient is sparse: make its '
+                'Embedding with sparse=False, or train with storage="replicated"'
+            )
+    if parallel.replicas == 1:
+        return GradientReducer(named, parallel.group, modules=modules), None
+    for name, parameter in named:
+        # Frozen parameters are held and not stepped, so they may have any dtype.
+        dtype = parameter.dtype if parameter.requires_grad else torch.float32
+        if native_backend(parameter.device, dtype, parallel.group) is None:
+            raise LayoutError(
+                f'storage="shared" needs the backend "lockstep", whose ranks are on one host, and '
+                f"on the CPU parameters that are floating or frozen; {name} ({parameter.dtype} on "
+                f'{parameter.device}) is not served by it here: train with storage="replicated"'
+            )
+        _require_plain_layout(name, parameter)
+    parameters = [parameter for _, parameter in named]
+    numels, dtypes = [each.numel() for each in parameters], [each.dtype for each in parameters]
+    shards = Shards(numels, dtypes, parallel.replicas, BUCKET_BYTES)
+    shards.cover([n for n, each in enumerate(parameters) if each.requires_grad])
+    gradients = GradientReducer(named, parallel.group, shards, modules)
+    with torch.no_grad():
+        sharded = ShardedOptimizer(optimizer, parameters, gradients, shards, parallel.group)
+    return gradients, sharded
+
+
+def _require_plain_layout(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a parameter whose strides or alignment would change in shared memory.
+
+    Kernels choose their path by both, so its results could have other bits there.
+    """
+    dense = is_dense(parameter)
+    if dense and parameter.data_ptr() % ALIGNMENT == 0:
+        return
+    how = "does not begin on a 64-byte boundary" if dense else "has gaps between its elements"
+    raise LayoutError(
+        f"{name} {how}, because it is a view of another tensor; in shared memory it would lie "
+        f"otherwise, which may change the bits: make it a tensor of its own with "
+        f'torch.nn.Parameter({name}.detach().clone()), or train with storage="replicated"'
+    )

@@ -1,0 +1,305 @@
+"""The step log: a step of the optimizer on shared parameters is finished without a killed rank.
+
+Every rank steps its own chunks of the parameters in place. Words in memory that all ranks share
+tell how far each of them is, and what they have decided:
+
+    prepare    reduce, norm, clip, merge buffers                undone where a rank is lost
+    (0)        ready[r] = t                                     the gradients of r are complete
+    (1)        barrier
+    (2)        decided: open -> committed                       or aborted, where a rank is lost
+                                                                and not all are ready
+    for each chunk c of rank r:
+    (3)          saved area of r <- the chunk;                  saved[r] = (t, c)
+    (4)          the optimizer steps the chunk in place;        progress[r] = (t, c + 1)
+    (5)        exchange: did all go well?
+
+Nothing has been written at (2), so a step that is aborted has not begun. One that is committed
+is finished, whoever dies: where the exchange (5) finds a rank lost, some survivor takes over.
+
+    r is killed   owner[r]: r -> survivor s, by compare-and-exchange
+                  saved[r] == (t, c) == progress[r]: s restores chunk c, which r may have stepped
+                  s does (4) for it, then (3) and (4) for the chunks that follow
+    s is killed   owner[r]: s -> another survivor, who goes on from the same words
+    the others    wait until all chunks are done, with the timeout of the group
+
+The gradients of r are in memory that its peers have mapped, and step t + 1 overwrites gradients
+only after (5). A rank that is stopped is not taken over: it may go on at any moment. So whoever
+takes over waits until the process is dead, all of its threads.
+
+An optimizer that raises in (4) leaves the step half done, as in a single process: then `torn` is
+set, all ranks raise, and nothing is saved or handed over until a whole state has been loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.activity import Waiting
+from lockstep.comm.bucket import ALIGNMENT
+from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.shared_memory import (
+    atomic_compare_exchange,
+    atomic_load,
+    atomic_store,
+    create_group_tensor,
+)
+from lockstep.elastic.membership import membership
+from lockstep.errors import WorkError
+from lockstep.launcher.failure_attribution import is_lost_peer
+from lockstep.launcher.world import get_timeout
+
+__all__ = ["StepLog", "count_saved_bytes", "pass_point"]
+
+CHUNKS = 1 << 32
+"""More chunks than a rank has: chunk c of step t is the number t * CHUNKS + c."""
+
+TORN = (
+    "the shared parameters are in the middle of a step of the optimizer: load a saved state "
+    "(trainer.load_state_dict), or run again with --resume"
+)
+
+POLL_SECONDS = 0.01
+"""How often a rank looks how far another one is that has taken over chunks."""
+
+
+def pass_point(point: str) -> None:
+    """Do nothing; tests replace it to end a rank at a point of the protocol."""
+
+
+def count_saved_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that a tensor takes in a saved chunk."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class StepLog:
+    """How far the ranks of a group are in their steps on shared parameters.
+
+    A collective call.
+
+    Attributes:
+        is_committed: Whether the last step was committed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        words = create_group_tensor(4 * self._ranks + 2, torch.int64, group)
+        *self._by_rank, self._common = words.split([self._ranks] * 4 + [2])
+        self._ready, self._saved, self._progress, self._owner = self._by_rank
+        self._areas = torch.empty(self._ranks, 0, dtype=torch.uint8)
+        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._step, self._chunks, self.is_committed = 0, [0] * self._ranks, False
+        self._lost: Exception | None = None
+        pids = all_gather_bytes(str(os.getpid()).encode(), "at the processes of the ranks", group)
+        self._processes = [_open_process(int(pid)) for pid in pids]
+        opened = [each for each in self._processes if each is not None]
+        weakref.finalize(self, _close_all, opened)
+
+    def reserve(self, chunk_bytes: int) -> None:
+        """Make room for saved chunks of so many bytes; a collective call."""
+        if self._areas.shape[1] < chunk_bytes:
+            shape = self._ranks, chunk_bytes
+            self._areas = create_group_tensor(shape, torch.uint8, self._group)
+        self._views = {}
+
+    # --- a step, from top to bottom ------------------------------------------------------------
+
+    def begin(self, chunks: Sequence[int], about: str) -> None:
+        """Do (0) to (2); raise, with nothing written, if the step is not committed.
+
+        Args:
+            chunks: The number of chunks of each rank.
+            about: What the step is, for messages.
+        """
+        self._step, self._chunks, self.is_committed = self._step + 1, list(chunks), False
+        self._lost = None
+        atomic_store(self._ready, self._rank, self._step)
+        pass_point("ready")
+        try:
+            with Waiting(f"barrier, {about}"):
+                dist.barrier(self._group)
+            pass_point("passed")
+        except Exception as lost:
+            self._lost = lost
+        all_ready = all(atomic_load(self._ready, r) == self._step for r in range(self._ranks))
+        self.is_committed = self._decide(all_ready)
+        pass_point("decided")
+        if not self.is_committed:
+            raise self._lost or WorkError(f"another rank gave up the step {about}")
+
+    def find_start(self, rank: int) -> tuple[int, bool]:
+        """Return the chunk with which to go on for a rank, and whether to restore it first."""
+        done = max(atomic_load(self._progress, rank), self._number(0))
+        return done - self._number(0), atomic_load(self._saved, rank) == done
+
+    def save(self, rank: int, chunk: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Do (3) for a chunk, which consists of these tensors."""
+        torch._foreach_copy_(self._saved_chunk(rank, chunk, tensors), list(tensors))
+        pass_point("copied")
+        atomic_store(self._saved, rank, self._number(chunk))
+        pass_point("saved")
+
+    def restore(self, rank: int, chunk: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Give these tensors what `save` has saved of them."""
+        torch._foreach_copy_(list(tensors), self._saved_chunk(rank, chunk, tensors))
+        pass_point("restored")
+
+    def note_progress(self, rank: int, chunk: int) -> None:
+        """Note that a chunk is done."""
+        pass_point("stepped")
+        atomic_store(self._progress, rank, self._number(chunk + 1))
+        pass_point("chunk")
+
+    def note_failure(self) -> None:
+        """Note that the optimizer has left a chunk half done."""
+        atomic_store(self._common, 1, self._step)
+
+    def finish(self, failure: Exception | None, about: str) -> Iterator[int]:
+        """Do (5); yield each rank whose chunks this one has to finish.
+
+        In an elastic run, the loss of a rank is no error of a step that is finished.
+
+        Args:
+            failure: What the optimizer raised on this rank.
+            about: What the step is, for messages.
+        """
+        deadline, lost = time.monotonic() + get_timeout(), self._lost
+        told = f"rank {self._rank}: {type(failure).__name__}: {failure}" if failure else ""
+        pass_point("written")
+        if lost is None:
+            try:
+                said = all_gather_bytes(told.encode(), about, self._group)
+                told = next((each.decode() for each in said if each), "")
+                pass_point("agreed")
+            except Exception as error:
+                lost = error
+        if told:
+            raise WorkError(f"{told}, {about}: {TORN}") from failure
+        if lost is None:
+            return
+        yield from self._claim_unfinished(deadline, about)
+        pass_point("finished")
+        if membership() is None or not is_lost_peer(lost):
+            raise lost
+
+    def _claim_unfinished(self, deadline: float, about: str) -> Iterator[int]:
+        """Yield ranks that are dead and not finished; return when all chunks are done."""
+        while unfinished := [r for r in range(self._ranks) if not self._is_finished(r)]:
+            if atomic_load(self._common, 1):
+                raise WorkError(f"the optimizer failed on another rank, {about}: {TORN}")
+            claimed = next((rank for rank in unfinished if self._claim(rank)), None)
+            if claimed is not None:
+                pass_point("claimed")
+                yield claimed
+            elif time.monotonic() > deadline:
+                raise WorkError(
+                    f"rank {self._holder(unfinished[0])} does not go on {about}, and has written "
+                    "its part of the parameters and of the optimizer's state only in part: they "
+                    "are complete if it goes on, and otherwise go on from a saved state"
+                )
+            else:
+                self._await_death([self._holder(rank) for rank in unfinished])
+
+    # --- afterwards ----------------------------------------------------------------------------
+
+    def has_whole_state(self) -> bool:
+        """Return whether parameters and optimizer state are those of a single step.
+
+        A step that is not decided is aborted, so that no rank begins to write any more.
+        """
+        if atomic_load(self._common, 1):
+            return False
+        return not self._decide(False) or all(map(self._is_finished, range(self._ranks)))
+
+    def require_whole_state(self) -> None:
+        """Raise WorkError unless parameters and optimizer state are those of a single step."""
+        if not self.has_whole_state():
+            raise WorkError(TORN)
+
+    def mark_whole(self) -> None:
+        """Note that a whole state has been loaded; every rank does."""
+        self._decide(False)
+        atomic_store(self._progress, self._rank, self._number(self._chunks[self._rank]))
+        atomic_store(self._common, 1, 0)
+
+    # --- words ---------------------------------------------------------------------------------
+
+    def _number(self, chunk: int) -> int:
+        return self._step * CHUNKS + chunk
+
+    def _decide(self, can_commit: bool) -> bool:
+        """Decide on the step unless that was done, and return whether it is committed.
+
+        Nobody is a step ahead of a rank that is not ready, so the word is that of this step or of
+        the one before.
+        """
+        committed, aborted = 2 * self._step, 2 * self._step + 1
+        wanted = committed if can_commit else aborted
+        before = atomic_load(self._common, 0)
+        if self._step and before < committed:
+            found = atomic_compare_exchange(self._common, 0, before, wanted)
+            before = wanted if found == before else found
+        return before == committed
+
+    def _is_finished(self, rank: int) -> bool:
+        return atomic_load(self._progress, rank) >= self._number(self._chunks[rank])
+
+    def _saved_chunk(
+        self, rank: int, chunk: int, tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return where a chunk is saved, tensor by tensor."""
+        views = self._views.get((rank, chunk))
+        if views is None:
+            area, offset, views = self._areas[rank], 0, []
+            for each in tensors:
+                part = area[offset : offset + each.nbytes].view(each.dtype)
+                views.append(part.view(each.shape))
+                offset += count_saved_bytes(each)
+            self._views[rank, chunk] = views
+        return views
+
+    # --- who finishes what ---------------------------------------------------------------------
+
+    def _holder(self, rank: int) -> int:
+        """Return the rank that finishes the chunks of `rank`: itself, or who has taken over."""
+        return atomic_load(self._owner, rank) - 1 if atomic_load(self._owner, rank) else rank
+
+    def _claim(self, rank: int) -> bool:
+        """Take over the chunks of a rank whose process is dead, and with it who took them over."""
+        before = atomic_load(self._owner, rank)
+        if not self._has_died(before - 1 if before else rank):
+            return False
+        return atomic_compare_exchange(self._owner, rank, before, self._rank + 1) == before
+
+    def _has_died(self, rank: int) -> bool:
+        return rank != self._rank and self._await_death([rank], 0)
+
+    def _await_death(self, ranks: Sequence[int], seconds: float = POLL_SECONDS) -> bool:
+        """Wait a moment for the end of one of these processes, and return whether one has ended."""
+        watched = select.poll()
+        for rank in {*ranks} - {self._rank}:
+            process = self._processes[rank]
+            if process is None:
+                return True
+            watched.register(process, select.POLLIN)
+        return bool(watched.poll(seconds * 1000))
+
+
+def _open_process(pid: int) -> int | None:
+    """Return a descriptor that can be read when all threads of a process have ended."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for each in descriptors:
+        os.close(each)
