@@ -185,6 +185,23 @@ def test_a_run_without_survivors_starts_anew(run):
     assert said(done)[-1] == "round 1: 3 ranks, in new processes"
 
 
+def test_a_later_rank_0_of_a_new_process_reads_the_standard_input_again(run, tmp_path):
+    (tmp_path / "input").write_text("42")
+    before = os.dup(0)
+    with (tmp_path / "input").open() as file:
+        os.dup2(file.fileno(), 0)
+    try:
+        done = run("--max", "2", KILLS="0:4:prepare 1:4:prepare", RANKS="2", READS_INPUT="yes")
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+    require_success(done, 2)
+    assert sorted(line for line in done.stdout.splitlines() if "input" in line) == [
+        "[0] input: 42",
+        "[2] input: 42",
+    ]
+
+
 @pytest.mark.parametrize(
     ("member", "rounds"), [(1, []), (0, ["round 1: 3 ranks, in new processes"])]
 )
@@ -264,7 +281,8 @@ def test_a_signal_ends_all_members(run, number):
 
     done = run("--max", "2", watch=interrupt, RANKS="9", KILLS="1:5:barrier")
     assert done.returncode == 128 + number
-    assert f"\nlockstep: {number.name}: " in done.stderr
+    said = {"SIGINT": "ending members ", "SIGTERM": "waiting up to "}
+    assert f"\nlockstep: {number.name}: {said[number.name]}" in done.stderr
     assert len(members) == 2
     assert not any(map(alive, members))
 
@@ -273,7 +291,8 @@ def test_an_exception_ends_the_run(run):
     """Members that wait for the next round get a message, because no signal wakes them."""
     done = run("--max", "3", RAISES="1:5:prepare")
     assert done.returncode == 1
-    assert "rank 1 raised OSError: out of paper" in done.stderr
+    assert "member 1 raised OSError: out of paper" in done.stderr
+    assert "; its log: runs/" in done.stderr
     lines = done.stdout.splitlines()
     assert lines.count("[0] leaves") == lines.count("[2] leaves") == 1
 

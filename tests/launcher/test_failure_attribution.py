@@ -194,3 +194,23 @@ def test_sigkill_is_explained_if_memory_ran_out(monkeypatch, log, before, now, w
     monkeypatch.setattr(failure_attribution, "read_kernel_log", lambda: log)
     monkeypatch.setattr(failure_attribution, "count_oom_kills", lambda: now)
     assert explain_sigkill(77, before) == words
+
+
+def member(number, rank, **fields):
+    return Outcome(number, noun="member", rank_in_world=rank, **fields)
+
+
+def test_members_of_an_elastic_run_are_not_taken_for_ranks():
+    """Their own messages name ranks, which the members have in a round."""
+    killed, done = member(4, 0, status=-9, when=1.0), member(5, 1, status=0, when=2.0)
+    assert str(make_rank_error([killed, done])) == "member 4 was killed by SIGKILL"
+    waiting = member(6, 2, waiting_for=(5,))
+    assert str(make_rank_error([done, waiting])).startswith(
+        "member 5 returned without joining the world, while member 6 waited in lockstep.init()"
+    )
+    messages = ["rank 0: step 3 on rank 0", "rank 1: step 3 on rank 1"]
+    errors = [raised(0, 1.0, each, "UsageError", plain=True).error for each in messages]
+    same = [member(4, 0, status=1, error=errors[0]), member(5, 1, status=1, error=errors[1])]
+    assert find_same_failures(same, same[0]) == same
+    assert make_rank_error(same).rank == 4
+    assert str(make_rank_error(same)) == "rank 0: step 3 on rank 0"

@@ -118,6 +118,20 @@ def test_a_rank_that_returned_is_named():
     assert str(hang) == "rank 1 returned, while rank 0 has waited 1 min 1 s in all_reduce, call 4"
 
 
+def test_members_of_an_elastic_run_are_not_called_ranks():
+    stopped = RankSnapshot(7, 70, stopped_for=60.0, noun="member")
+    waiting = RankSnapshot(4, 40, "barrier", 50.0, is_waiting=True, noun="member")
+    hang = find_hang([stopped, waiting], 40.0)
+    assert "member 7 (process 70) has been stopped by a signal" in str(hang)
+    assert "member 4 has waited 50 s in barrier" in str(hang)
+    busy = find_hang([replace(stopped, stopped_for=None), waiting], 40.0)
+    assert "see the stack of member 7 below" in busy.advice
+    report = format_report([stopped, waiting], {}, [2])
+    assert "member 4 (process 40): has waited" in report
+    assert "member 2: has returned" in report
+    assert "rank" not in f"{hang}{busy}{busy.advice}{report}"
+
+
 def test_the_report_marks_user_code_and_says_who_does_not_answer():
     stopped = replace(computes(1), stopped_for=70.0)
     text = format_report([waits(2, 61), stopped, waits(0, 61)], {0: DUMP, 2: ""}, returned=[3])
@@ -189,7 +203,7 @@ def waiting_since(since: float) -> Activity:
 
 def test_a_hang_is_reported_once_and_its_end_too(clock, capsys, tmp_path):
     ranks = FakeRanks()
-    monitor = HangMonitor(ranks, HangPolicy(40.0, folder=tmp_path))
+    monitor = HangMonitor(ranks, ranks, HangPolicy(40.0, folder=tmp_path))
     ranks.activities[1] = Activity(2, "micro-batch 1 of step 12", State.COMPUTING, 1000.0)
     ranks.activities[0] = waiting_since(1000.0)
     assert pass_time(clock, monitor, 39) is None
@@ -212,9 +226,9 @@ def test_a_hang_is_reported_once_and_its_end_too(clock, capsys, tmp_path):
 def test_the_policy_decides_whether_a_hang_ends_the_launch(clock):
     ranks = FakeRanks()
     ranks.activities[0] = waiting_since(1000.0)
-    assert pass_time(clock, HangMonitor(ranks, HangPolicy(40.0)), 60) is None
-    assert pass_time(clock, HangMonitor(ranks, HangPolicy(0, ends_launch=True)), 600) is None
-    error = pass_time(clock, HangMonitor(ranks, HangPolicy(40.0, ends_launch=True)), 60)
+    assert pass_time(clock, HangMonitor(ranks, ranks, HangPolicy(40.0)), 60) is None
+    assert pass_time(clock, HangMonitor(ranks, ranks, HangPolicy(0, ends_launch=True)), 600) is None
+    error = pass_time(clock, HangMonitor(ranks, ranks, HangPolicy(40.0, ends_launch=True)), 60)
     assert error is not None
     assert error.rank == 1
 
@@ -222,7 +236,7 @@ def test_the_policy_decides_whether_a_hang_ends_the_launch(clock):
 def test_a_stopped_rank_is_remarked_on_early_and_hangs_later(clock, capsys):
     ranks = FakeRanks()
     ranks.stopped.add(1)
-    monitor = HangMonitor(ranks, HangPolicy(40.0, ends_launch=True))
+    monitor = HangMonitor(ranks, ranks, HangPolicy(40.0, ends_launch=True))
     assert pass_time(clock, monitor, 30) is None
     assert capsys.readouterr().err.count("is stopped; continue it with kill -CONT 101") == 1
     error = pass_time(clock, monitor, 30)
@@ -234,7 +248,7 @@ def test_a_stopped_rank_is_remarked_on_early_and_hangs_later(clock, capsys):
 def test_a_rank_that_publishes_nothing_waits_where_its_stack_is_in_every_sample(clock):
     ranks = FakeRanks()
     ranks.stacks[0] = DUMP
-    monitor = HangMonitor(ranks, HangPolicy(40.0, ends_launch=True))
+    monitor = HangMonitor(ranks, ranks, HangPolicy(40.0, ends_launch=True))
     assert pass_time(clock, monitor, 45) is None
     error = pass_time(clock, monitor, 15)
     assert error is not None
@@ -244,7 +258,7 @@ def test_a_rank_that_publishes_nothing_waits_where_its_stack_is_in_every_sample(
 def test_a_rank_that_moves_does_not_wait(clock):
     ranks = FakeRanks()
     ranks.stacks[0] = DUMP
-    monitor = HangMonitor(ranks, HangPolicy(40.0, ends_launch=True))
+    monitor = HangMonitor(ranks, ranks, HangPolicy(40.0, ends_launch=True))
     for line in range(8):
         ranks.stacks[0] = DUMP.replace("31", str(line))
         assert pass_time(clock, monitor, 20) is None
@@ -257,7 +271,7 @@ def test_a_rank_that_sleeps_in_backward_waits_and_one_that_computes_there_does_n
     for cpu, hangs in ((0.0, True), (1.0, False)):
         ranks = FakeRanks()
         ranks.stacks[0] = BACKWARD
-        monitor = HangMonitor(ranks, HangPolicy(40.0, ends_launch=True))
+        monitor = HangMonitor(ranks, ranks, HangPolicy(40.0, ends_launch=True))
         answer = None
         for _ in range(90):
             ranks.cpu += cpu
@@ -271,7 +285,7 @@ def test_a_rank_that_sleeps_in_a_call_of_wait_waits(clock, tmp_path):
     for line, hangs in ((2, True), (3, False)):
         ranks = FakeRanks()
         ranks.stacks[0] = f'x (most recent call first):\n  File "{script}", line {line} in step\n'
-        monitor = HangMonitor(ranks, HangPolicy(40.0, ends_launch=True))
+        monitor = HangMonitor(ranks, ranks, HangPolicy(40.0, ends_launch=True))
         answer = pass_time(clock, monitor, 90)
         assert (answer is not None) is hangs
         assert answer is None or "while rank 0 has waited 42 s in train.py:2" in str(answer)
@@ -279,7 +293,7 @@ def test_a_rank_that_sleeps_in_a_call_of_wait_waits(clock, tmp_path):
 
 def test_ranks_that_publish_are_never_asked(clock):
     ranks = FakeRanks()
-    monitor = HangMonitor(ranks, HangPolicy(40.0))
+    monitor = HangMonitor(ranks, ranks, HangPolicy(40.0))
     for number in range(100):
         ranks.activities = {0: Activity(number), 1: waiting_since(clock[0])}
         pass_time(clock, monitor, 1)
@@ -327,7 +341,9 @@ def policy(monkeypatch) -> Callable[[HangPolicy], None]:
     """Return a function that sets the policy of the launches of this test."""
 
     def use(policy: HangPolicy) -> None:
-        monkeypatch.setattr(supervisor, "HangMonitor", lambda ranks, _: HangMonitor(ranks, policy))
+        monkeypatch.setattr(
+            supervisor, "HangMonitor", lambda ranks, probes, _: HangMonitor(ranks, probes, policy)
+        )
 
     return use
 

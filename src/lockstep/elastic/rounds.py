@@ -299,7 +299,7 @@ class Rounds:
 
     def _has_not_begun(self, member: int) -> bool:
         """Return whether a member has nothing to report: it may wait for a dead one in init."""
-        is_silent = self._ranks.read_activity(member).number == 0
+        is_silent = self._ranks.probes.read_activity(member).number == 0
         return is_silent and member not in self._round.reports
 
     def _replace_silent_members(self, reports: Sequence[Report]) -> None:
@@ -361,6 +361,7 @@ class Rounds:
         self._dismiss(plan.left)
         self._round = self._round.follow(plan.members)
         for rank, member in enumerate(plan.members):
+            self._ranks.outcomes[member].rank_in_world = rank
             self._ranks.send(member, {**message, "rank": rank})
         say(f"round {self.number}: {plan.describe()}")
 
@@ -478,8 +479,9 @@ class Rounds:
     def _start_members(self, count: int, variables: dict[str, str]) -> None:
         environment = replace(self._environment, nprocs=count)
         self._round.members = tuple(range(self._next_member, self._next_member + count))
-        for rank in range(count):
+        for rank, member in enumerate(self.members):
             self._start_member(rank, {**environment.variables(rank), **variables})
+            self._ranks.outcomes[member].rank_in_world = rank
 
 
 def _describe_unexplained(done: set[int]) -> str:

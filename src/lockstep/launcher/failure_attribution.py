@@ -58,7 +58,7 @@ LOST_PEER = (
     STOPPED_BECAUSE,
 )
 # The beginning of an error that says itself which process failed.
-BEGINS_WITH_WHO = r"rank \d|the process of"
+BEGINS_WITH_WHO = r"(rank|member) \d|the process of"
 # What the backend "lockstep" raises: the operation, and what arrived that nobody received.
 BACKEND_ERROR = re.compile(
     r"rank \d+: (?P<operation>.+?) on group .+? failed: [^;]*(?P<hint>(?:; .*)?)"
@@ -79,6 +79,8 @@ class Outcome:
         waiting_for: The ranks that it reported to wait for.
         hint: Further explanation of a signal.
         is_replaced: Whether the launch goes on without it, in an elastic run.
+        noun: What `rank` is: "rank", or "member" in an elastic run.
+        rank_in_world: Its rank in the world, where `rank` is the number of a member.
     """
 
     rank: int
@@ -90,6 +92,18 @@ class Outcome:
     waiting_for: tuple[int, ...] = ()
     hint: str = ""
     is_replaced: bool = False
+    noun: str = "rank"
+    rank_in_world: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called in sentences: "rank 2", or "member 2" in an elastic run."""
+        return f"{self.noun} {self.rank}"
+
+    @property
+    def own_rank(self) -> int:
+        """The rank that it calls itself."""
+        return self.rank if self.rank_in_world is None else self.rank_in_world
 
     @property
     def has_returned(self) -> bool:
@@ -155,11 +169,11 @@ def find_early_exit(outcomes: Iterable[Outcome]) -> RankError | None:
     waiting = [outcome for outcome in outcomes if returned & set(outcome.waiting_for)]
     if not waiting:
         return None
-    gone = sorted(returned & set(waiting[0].waiting_for))
+    gone, noun = sorted(returned & set(waiting[0].waiting_for)), waiting[0].noun
     error = RankError(
-        f"{format_ranks(gone)} returned without joining the world, while "
-        f"{format_ranks([outcome.rank for outcome in waiting])} waited in lockstep.init(): every "
-        f"rank must call it"
+        f"{format_numbered(noun, gone)} returned without joining the world, while "
+        f"{format_numbered(noun, [outcome.rank for outcome in waiting])} waited in "
+        f"lockstep.init(): every rank must call it"
     )
     error.rank = gone[0]
     return error
@@ -175,7 +189,7 @@ def make_rank_error(outcomes: Iterable[Outcome]) -> RankError | None:
     error.rank, error.status = failure.rank, failure.status
     error.exception = None if failure.error is None else failure.error["type"]
     if failure.error is not None and failure.error["traceback"]:
-        error.add_note(f"rank {failure.rank}:\n{failure.error['traceback'].rstrip()}")
+        error.add_note(f"{failure.name}:\n{failure.error['traceback'].rstrip()}")
     return error
 
 
@@ -184,7 +198,7 @@ def _describe_failure(failure: Outcome) -> str:
     error = failure.error
     if error is not None and error["plain"] and re.match(BEGINS_WITH_WHO, str(error["message"])):
         return str(error["message"])
-    return f"rank {failure.rank} {describe_end(failure)}"
+    return f"{failure.name} {describe_end(failure)}"
 
 
 def find_same_failures(outcomes: Iterable[Outcome], failure: Outcome) -> list[Outcome]:
@@ -202,8 +216,8 @@ def _identify(outcome: Outcome) -> set[str]:
     if error is None or not error["plain"]:
         return set()
     message = error["message"]
-    place = rf"\brank {outcome.rank}\b(?:(, step \d+), micro-batch \d+)?"
-    bare = message.removeprefix(f"rank {outcome.rank}: ")
+    place = rf"\brank {outcome.own_rank}\b(?:(, step \d+), micro-batch \d+)?"
+    bare = message.removeprefix(f"rank {outcome.own_rank}: ")
     return {message, bare, re.sub(place, r"rank\1", message)}
 
 
@@ -224,8 +238,11 @@ def describe_own_failure(outcomes: Sequence[Outcome], failure: Outcome) -> str:
         return early
     said = failure.error["message"] if len(same) == len(outcomes) else _describe_failure(failure)
     if is_of_backend and len(same) > 1:
-        said = said.removeprefix(f"rank {failure.rank}: ")  # which begins each rank's message
-    lines = [where if alone else f"{where} on {format_ranks(at)}" for where, at in places.items()]
+        said = said.removeprefix(f"rank {failure.own_rank}: ")  # which begins each rank's message
+    lines = [
+        where if alone else f"{where} on {format_numbered(failure.noun, at)}"
+        for where, at in places.items()
+    ]
     return f"{', '.join(lines)}: {said}" if lines else said
 
 
@@ -244,7 +261,7 @@ def _describe_early_return(outcomes: Sequence[Outcome], failure: Outcome) -> str
     if match := BACKEND_ERROR.fullmatch(str(failure.error["message"]).partition("\n")[0]):
         operation, hint = match["operation"], match["hint"]
     return (
-        f"{format_ranks(gone)} returned while rank {failure.rank} still waited in "
+        f"{format_numbered(failure.noun, gone)} returned while {failure.name} still waited in "
         f"{operation}{where}{hint}"
     )
 
@@ -260,9 +277,9 @@ def describe_end(outcome: Outcome) -> str:
     return f"exited with status {outcome.status}"
 
 
-def describe_failed_start(rank: int, reason: str) -> dict[str, Any]:
+def describe_failed_start(rank: int, reason: str, noun: str = "rank") -> dict[str, Any]:
     """Return the report of a rank, or of the process of the store (-1), that was not forked."""
-    who = f"rank {rank}" if rank >= 0 else "the process of the ranks' store"
+    who = f"{noun} {rank}" if rank >= 0 else "the process of the ranks' store"
     return {
         "kind": "error",
         "time": time.monotonic(),

@@ -25,8 +25,8 @@ from typing import Protocol
 from lockstep.comm.activity import Activity
 from lockstep.errors import RankError
 from lockstep.files import replace_file
-from lockstep.formatting import format_duration
-from lockstep.launcher.failure_attribution import Outcome, format_ranks
+from lockstep.formatting import format_duration, format_numbered
+from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.stacks import (
     describe_location,
     is_user_code,
@@ -88,6 +88,10 @@ class Ranks(Protocol):
     def running(self) -> Sequence[int]:
         """The ranks that have not exited."""
 
+
+class Probes(Protocol):
+    """What the monitor can find out about a rank (`rank_probes.py`)."""
+
     def is_stopped(self, rank: int) -> bool:
         """Return whether a signal has stopped a rank."""
 
@@ -113,6 +117,7 @@ class RankSnapshot:
         is_waiting: Whether it waits for other ranks.
         stopped_for: For how long it has been stopped by a signal; None if it is not.
         location: Where it is in the user's code, such as "at train.py:31"; "" if unknown.
+        noun: What `rank` is: "rank", or "member" in an elastic run.
     """
 
     rank: int
@@ -122,6 +127,12 @@ class RankSnapshot:
     is_waiting: bool = False
     stopped_for: float | None = None
     location: str = ""
+    noun: str = "rank"
+
+    @property
+    def name(self) -> str:
+        """What it is called in sentences, with its process."""
+        return f"{self.noun} {self.rank} (process {self.pid})"
 
 
 @dataclass(frozen=True)
@@ -164,7 +175,8 @@ class Hang:
         if self._is_deadlock:
             return f"the ranks wait for each other: {waits}"
         if self.returned:
-            return f"{format_ranks(self.returned)} returned, while {waits}"
+            noun = self.waiting[0].noun
+            return f"{format_numbered(noun, self.returned)} returned, while {waits}"
         return f"{waits}, and no rank of this launcher does anything else"
 
     @property
@@ -173,7 +185,7 @@ class Hang:
         if self.stopped:
             return f"continue with kill -CONT {' '.join(str(each.pid) for each in self.stopped)}"
         if self.busy:
-            ranks = format_ranks([each.rank for each in self.busy])
+            ranks = _format_names(self.busy)
             return f"unless that is a long computation, see the stack of {ranks} below"
         if self._is_deadlock or self.returned:
             return "make the same calls in the same order on every rank"
@@ -214,15 +226,14 @@ def find_hang(
 
 def _describe_stops(stopped: Sequence[RankSnapshot]) -> str:
     parts = [
-        f"rank {each.rank} (process {each.pid}) has been stopped by a signal for "
-        f"{_seconds(each.stopped_for)}"
+        f"{each.name} has been stopped by a signal for {_seconds(each.stopped_for)}"
         for each in stopped
     ]
     return ", ".join(parts)
 
 
 def _describe_place(snapshot: RankSnapshot) -> str:
-    place = f"rank {snapshot.rank} (process {snapshot.pid}) is {snapshot.location or 'busy'}"
+    place = f"{snapshot.name} is {snapshot.location or 'busy'}"
     if snapshot.is_waiting:
         return f"{place}, waiting in {snapshot.operation}"
     if not snapshot.operation:
@@ -239,9 +250,12 @@ def _describe_waits(waiting: Sequence[RankSnapshot]) -> str:
     for operation, group in groups.items():
         has = "has" if len(group) == 1 else "have"
         longest = max(each.age or 0 for each in group)
-        ranks = format_ranks([each.rank for each in group])
-        parts.append(f"{ranks} {has} waited {_seconds(longest)} in {operation}")
+        parts.append(f"{_format_names(group)} {has} waited {_seconds(longest)} in {operation}")
     return ", and ".join(parts)
+
+
+def _format_names(snapshots: Sequence[RankSnapshot]) -> str:
+    return format_numbered(snapshots[0].noun, [each.rank for each in snapshots])
 
 
 def _seconds(duration: float | None) -> str:
@@ -254,14 +268,15 @@ def format_report(
     """Return a table of all ranks: their last operations and stacks, the user's lines marked."""
     lines = []
     for each in sorted(snapshots, key=lambda each: each.rank):
-        lines.append(f"rank {each.rank} (process {each.pid}): {describe_state(each)}")
+        lines.append(f"{each.name}: {describe_state(each)}")
         frames = parse_frames(stacks.get(each.rank, ""))
         for file, line, function in frames:
             mark = ">" if is_user_code(file) else " "
             lines.append(f"  {mark} {shorten_path(file)}:{line} in {function}")
         if not frames and each.stopped_for is None:
             lines.append("    does not answer (it runs no Python, or holds up all signals)")
-    lines += [f"rank {rank}: has returned" for rank in returned]
+    noun = snapshots[0].noun if snapshots else "rank"
+    lines += [f"{noun} {rank}: has returned" for rank in returned]
     if any(line.startswith("  >") for line in lines):
         lines.append("(most recent call first; > marks your code)")
     return "\n".join(lines)
@@ -284,8 +299,8 @@ def describe_state(snapshot: RankSnapshot) -> str:
 class HangMonitor:
     """Reports each stopped, missing or hanging rank of a launch once."""
 
-    def __init__(self, ranks: Ranks, policy: HangPolicy | None = None) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, probes: Probes, policy: HangPolicy | None = None) -> None:
+        self._ranks, self._probes = ranks, probes
         self._policy = policy or HangPolicy()
         now = time.monotonic()
         self._interval = FIRST_CHECK
@@ -334,10 +349,10 @@ class HangMonitor:
     def _remark(self) -> None:
         """Name stopped ranks, and ranks that have returned while others wait."""
         for rank in self._ranks.running:
-            if rank not in self._remarked and self._ranks.is_stopped(rank):
+            if rank not in self._remarked and self._probes.is_stopped(rank):
                 self._remarked.add(rank)
-                pid = self._ranks.pids[rank]
-                say(f"rank {rank} (process {pid}) is stopped; continue it with kill -CONT {pid}")
+                pid, name = self._ranks.pids[rank], self._ranks.outcomes[rank].name
+                say(f"{name} (process {pid}) is stopped; continue it with kill -CONT {pid}")
         if self._check_returned():
             self._interval *= 2
         self._next_remark = time.monotonic() + self._interval
@@ -348,12 +363,14 @@ class HangMonitor:
         if not returned:
             return False
         waiting = []
-        for rank, dump in self._ranks.dump_stacks(self._ranks.running).items():
+        for rank, dump in self._probes.dump_stacks(self._ranks.running).items():
             if is_waiting(dump):
-                waiting.append(f"rank {rank} waits {describe_location(dump)}".strip())
+                name = self._ranks.outcomes[rank].name
+                waiting.append(f"{name} waits {describe_location(dump)}".strip())
         if waiting:
             self._remarked.update(returned)
-            say(f"{format_ranks(returned)} returned, while {'; '.join(waiting)}")
+            gone = format_numbered(self._ranks.outcomes[returned[0]].noun, returned)
+            say(f"{gone} returned, while {'; '.join(waiting)}")
         return True
 
     def _returned(self) -> list[int]:
@@ -370,13 +387,14 @@ class HangMonitor:
         now = time.monotonic()
         snapshots = []
         for rank in self._ranks.running:
-            if self._ranks.is_stopped(rank):
+            if self._probes.is_stopped(rank):
                 self._stopped_since.setdefault(rank, now)
             else:
                 self._stopped_since.pop(rank, None)
-            activity = self._ranks.read_activity(rank)
+            activity = self._probes.read_activity(rank)
             sample = self._samples.get(rank)
             snapshot = take_snapshot(rank, self._ranks.pids.get(rank, 0), activity, now)
+            snapshot = replace(snapshot, noun=self._ranks.outcomes[rank].noun)
             if sample is not None and not snapshot.is_waiting and sample.is_waiting(activity):
                 snapshot = replace(
                     snapshot,
@@ -394,15 +412,15 @@ class HangMonitor:
         silent = []
         running = self._ranks.running if len(self._ranks.outcomes) > 1 else ()
         for rank in running:
-            activity = self._ranks.read_activity(rank)
+            activity = self._probes.read_activity(rank)
             before = self._samples.get(rank)
             if before is None or before.changes != activity.changes:
                 self._samples[rank] = _Sample(activity.changes)
             elif not activity.is_waiting and rank not in self._stopped_since:
                 silent.append(rank)
         now = time.monotonic()
-        for rank, dump in self._ranks.dump_stacks(silent).items():
-            cpu_seconds = self._ranks.cpu_seconds(rank)
+        for rank, dump in self._probes.dump_stacks(silent).items():
+            cpu_seconds = self._probes.cpu_seconds(rank)
             self._samples[rank] = self._samples[rank].next(dump, cpu_seconds, now)
 
     def _report(self, timeout: float) -> RankError | None:
@@ -446,7 +464,7 @@ class HangMonitor:
 
     def _locate_all(self) -> tuple[list[RankSnapshot], dict[int, str]]:
         snapshots = self._view()
-        stacks = self._ranks.dump_stacks(
+        stacks = self._probes.dump_stacks(
             [each.rank for each in snapshots if each.stopped_for is None]
         )
         located = [

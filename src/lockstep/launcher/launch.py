@@ -163,7 +163,7 @@ class ProcessContext:
     def _end_late_ranks(self) -> RankError:
         """End the ranks after the timeout; return an error that says where they were."""
         running = self._ranks.running
-        places = {rank: self._ranks.locate(rank) for rank in running}
+        places = {rank: self._ranks.probes.locate(rank) for rank in running}
         where = ", ".join(f"rank {rank} was {place}" for rank, place in places.items() if place)
         error = RankError(
             f"{format_ranks(running)} had not returned after {self._timeout:g} s and "
@@ -349,7 +349,7 @@ def _start(
         work = write_memfd(pickled)
         task = function_task(environment.variables(rank), spawn=start_method == "spawn")
         task["launch"] = number
-        ranks.start_rank(rank, task, work)
+        ranks.start_rank(rank, task, work, has_input=rank == 0)
         os.close(work)
     return ranks
 

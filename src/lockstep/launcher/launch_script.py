@@ -24,6 +24,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from lockstep.errors import FileError, LockstepError, RankError, UsageError
+from lockstep.formatting import format_numbered
 from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment
 from lockstep.launcher.failure_attribution import (
@@ -31,7 +32,6 @@ from lockstep.launcher.failure_attribution import (
     Outcome,
     describe_own_failure,
     find_same_failures,
-    format_ranks,
     is_consequence,
     signal_name,
 )
@@ -62,7 +62,7 @@ from lockstep.launcher.run_folder import (
     write_description,
 )
 from lockstep.launcher.supervisor import STOP_GRACE, RankSupervisor
-from lockstep.launcher.target import check_target
+from lockstep.launcher.target import check_target, find_source
 from lockstep.messages import say
 
 __all__ = [
@@ -310,13 +310,13 @@ def _launch(
                 grace=config.grace, is_stop_requested=lambda: signal.SIGTERM in requests
             )
         except BrokenPipeError:  # as in: lockstep run train.py | head
-            say(f"SIGPIPE: ending {format_ranks(ranks.running)}")
+            say(f"SIGPIPE: ending {format_numbered(ranks.noun, ranks.running)}")
             raise Interrupted(signal.SIGPIPE) from None
         except Interrupted as interruption:
             if interruption.number == signal.SIGINT and sys.stderr.isatty():
                 print(file=sys.stderr)  # the terminal has just shown ^C
             if ranks.running:
-                say(f"{interruption}: ending {format_ranks(ranks.running)}")
+                say(f"{interruption}: ending {format_numbered(ranks.noun, ranks.running)}")
             _terminate(ranks, requests)
             interruption.has_stopped = ranks.has_stopped
             raise
@@ -424,6 +424,7 @@ def open_supervisor(config: LaunchConfig, folder: RunFolder, ranks: range) -> Ra
         get_fork_server(for_training=_is_training(config)).open_launch(),
         ranks,
         hang_policy=HangPolicy(config.hang_timeout, config.on_hang == "end", folder.path),
+        noun="member" if config.is_elastic else "rank",
     )
 
 
@@ -457,7 +458,9 @@ def start_rank(
     output = _open_output(config, local_rank, rank, folder)
     null = os.open(os.devnull, os.O_RDONLY)
     try:
-        ranks.start_rank(rank, _script_task(config, variables), null, output)
+        has_input = config.node_rank == local_rank == 0
+        task = _script_task(config, variables)
+        ranks.start_rank(rank, task, null, output, has_input=has_input)
     finally:
         os.close(null)
 
@@ -465,8 +468,9 @@ def start_rank(
 def _is_training(config: LaunchConfig) -> bool:
     if config.is_elastic:  # its processes are replaced, and others wait for the new ones
         return True
+    source = find_source(config.kind, config.target)
     with contextlib.suppress(OSError):
-        return config.kind == "script" and looks_like_training(Path(config.target).read_bytes())
+        return source is not None and looks_like_training(source.read_bytes())
     return False
 
 
@@ -560,7 +564,7 @@ def _show_last_lines(ranks: RankSupervisor, rank: int) -> None:
     """Show the failed rank's last lines again if there are other ranks."""
     lines = list(ranks.outputs[rank].last_lines)[-TAIL:]
     if len(ranks.outcomes) > 1 and lines:
-        say(f"the last lines of rank {rank}:")
+        say(f"the last lines of {ranks.noun} {rank}:")
         sys.stderr.flush()
         sys.stderr.buffer.write(b"".join(b"    " + line + b"\n" for line in lines))
         sys.stderr.flush()
@@ -580,11 +584,11 @@ def _describe_log(ranks: RankSupervisor, sentence: str, rank: int, same: list[Ou
         return ""
     folder = locate_renamed(log.parent)
     if len(same) < 2:
-        named = re.search(r"\brank (\d+)\b", sentence)
+        named = re.search(rf"\b{ranks.noun} (\d+)\b", sentence)
         is_named = named is not None and int(named[1]) == rank
-        whose = "its log" if is_named else f"the log of rank {rank}"
+        whose = "its log" if is_named else f"the log of {ranks.noun} {rank}"
         return f"; {whose}: {folder / log.name}"
-    who = format_ranks([each.rank for each in same])
+    who = format_numbered(ranks.noun, [each.rank for each in same])
     return f"; {who} raised this, see {folder}/rank-*.log"
 
 

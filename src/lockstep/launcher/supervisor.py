@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from lockstep.comm.activity import Activity, read_activity
 from lockstep.errors import RankError
+from lockstep.formatting import format_numbered
 from lockstep.launcher.channel import Channel, Message, open_pair, read_memfd
 from lockstep.launcher.failure_attribution import (
     Outcome,
@@ -35,18 +35,18 @@ from lockstep.launcher.failure_attribution import (
     find_early_exit,
     find_first_failure,
     find_same_failures,
-    format_ranks,
     is_consequence,
     make_rank_error,
-    read_stat,
 )
 from lockstep.launcher.fork_server import ForkServer
 from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
 from lockstep.launcher.listening_socket import find_obstacle, get_connectable_address, listen
 from lockstep.launcher.local_rendezvous import create_store
 from lockstep.launcher.output import RankOutput
+from lockstep.launcher.rank_probes import RankProbes
 from lockstep.launcher.report_request import reports_on_request, take_request
-from lockstep.launcher.stacks import STACK_SIGNAL, describe_location, read_stacks
+from lockstep.launcher.stacks import STACK_SIGNAL
+from lockstep.launcher.standard_streams import StandardStreams
 from lockstep.launcher.tracebacks import BACKEND_ERRORS, is_full
 from lockstep.messages import say
 
@@ -72,6 +72,8 @@ class RankSupervisor:
         ranks: The ranks to start here.
         own_fork_server: A fork server for this launch only, closed together with it.
         hang_policy: What to do about ranks that hang.
+        noun: What the numbers of ranks are called: "member" in an elastic run, where a process
+            has another rank in each round.
 
     Attributes:
         after_events: Called while ranks are waited for, before failures are looked for; returns
@@ -88,8 +90,10 @@ class RankSupervisor:
         ranks: range,
         own_fork_server: ForkServer | None = None,
         hang_policy: HangPolicy | None = None,
+        noun: str = "rank",
     ) -> None:
-        self.outcomes = {rank: Outcome(rank) for rank in ranks}
+        self.noun = noun
+        self.outcomes = {rank: Outcome(rank, noun=noun) for rank in ranks}
         self.values: dict[int, bytes] = {}
         self.pids: dict[int, int] = {}
         self.outputs: dict[int, RankOutput] = {}
@@ -103,12 +107,12 @@ class RankSupervisor:
         self._channel: Channel | None = channel
         self._own_fork_server = own_fork_server
         self._reports: dict[int, Channel] = {}
-        self._stacks: dict[int, int] = {}
-        self._activities: dict[int, int] = {}
         self._stores: dict[str, int] = {}
+        self._streams = StandardStreams()
         self._output_descriptors: set[int] = set()
         self._oom_kills = count_oom_kills()
-        self.hang_monitor = HangMonitor(self, hang_policy)
+        self.probes = RankProbes(self.pids, self._ask_for_stack)
+        self.hang_monitor = HangMonitor(self, self.probes, hang_policy)
         self._selector = selectors.DefaultSelector()
         self.add_reader(channel.fileno(), self._on_fork_server_message)
 
@@ -165,10 +169,10 @@ class RankSupervisor:
         work: int,
         output: RankOutput | None = None,
         streams: Sequence[int] | None = None,
+        *,
+        has_input: bool = False,
     ) -> None:
         """Start one rank.
-
-        Rank 0 inherits this process's standard input; that of the others is empty.
 
         Args:
             rank: The rank.
@@ -176,15 +180,12 @@ class RankSupervisor:
             work: Descriptor of the file with the pickled function, if it runs one.
             output: Where its output goes; None for this process's stdout and stderr.
             streams: Descriptors of its stdin, stdout and stderr, instead of these.
+            has_input: Whether it inherits this process's standard input; it is empty otherwise.
         """
         assert self._channel is not None
-        self.outcomes.setdefault(rank, Outcome(rank))
+        self.outcomes.setdefault(rank, Outcome(rank, noun=self.noun))
         ours, theirs = open_pair()
-        with contextlib.ExitStack() as opened:
-            null = os.open(os.devnull, os.O_RDWR)
-            opened.callback(os.close, null)
-            standard = [number if _is_open(number) else null for number in range(3)]
-            inherited = [standard[0] if rank == 0 else null, *standard[1:]]
+        with self._streams.inherit(has_input) as inherited:
             if output is not None:
                 inherited[1:] = [stream.writing for stream in output.streams]
             message = {**task, "kind": "rank", "rank": rank, "is_piped": output is not None}
@@ -256,7 +257,7 @@ class RankSupervisor:
                 if hang := self.hang_monitor.check():
                     self.terminate()
                     return hang
-                self.process_events(_limit(TICK, deadline))
+                self.process_events(_shorten(TICK, deadline))
                 if error := self.after_events():
                     self.terminate()
                     return error
@@ -276,38 +277,6 @@ class RankSupervisor:
                 self._selector.unregister(key.fd)
         for output in self.outputs.values():
             output.show_overdue()
-
-    def is_stopped(self, rank: int) -> bool:
-        """Return whether a running rank is stopped by a signal (SIGSTOP, Ctrl-Z), on Linux."""
-        return read_stat(self.pids.get(rank, 0))[:1] == ["T"]
-
-    def cpu_seconds(self, rank: int) -> float:
-        """Return the processor time that a rank has used, on Linux; 0 elsewhere."""
-        fields = read_stat(self.pids.get(rank, 0))
-        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-
-    def locate(self, rank: int) -> str:
-        """Return where a running rank is: "in all_reduce, train.py:31", "stopped", or ""."""
-        if self.is_stopped(rank):
-            return "stopped"
-        return describe_location(self.dump_stacks([rank])[rank])
-
-    def read_activity(self, rank: int) -> Activity:
-        """Return what a rank published last."""
-        descriptor = self._activities.get(rank)
-        if descriptor is None or self._channel is None:
-            return Activity()
-        return read_activity(descriptor)
-
-    def dump_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the stacks of the main threads of ranks; empty for those that do not answer."""
-        files = {rank: self._stacks[rank] for rank in ranks if rank in self._stacks}
-        if self._channel is None:
-            files = {}
-        for rank, file in files.items():
-            os.ftruncate(file, 0)  # of an earlier answer
-            self.send_signal(rank, STACK_SIGNAL, group=False)
-        return {**dict.fromkeys(ranks, ""), **read_stacks(files)}
 
     # --- ending ---------------------------------------------------------------------------
 
@@ -348,7 +317,7 @@ class RankSupervisor:
             if time.monotonic() >= deadline:
                 break
             self._answer_request()
-            self.process_events(_limit(TICK, deadline))
+            self.process_events(_shorten(TICK, deadline))
             self.after_events()
         if self.running:
             self._end_late_ranks(grace)
@@ -370,7 +339,7 @@ class RankSupervisor:
         late = self.running
         verb = "was" if len(late) == 1 else "were"
         how = "killed" if self.was_asked_to_stop else "ended"
-        say(f"{format_ranks(late)} did not stop within {grace:g} s and {verb} {how}")
+        say(f"{format_numbered(self.noun, late)} did not stop within {grace:g} s and {verb} {how}")
         self.terminate(grace=0.0 if self.was_asked_to_stop else None)
 
     def close(self) -> None:
@@ -385,9 +354,9 @@ class RankSupervisor:
         self._selector.close()
         for report in self._reports.values():
             report.close()
-        for files in (self._stacks, self._activities, self._stores):
-            for descriptor in files.values():
-                os.close(descriptor)
+        self.probes.close()
+        for address in [*self._stores]:
+            self.close_store(address)
         for output in self.outputs.values():
             output.close()
         if self._own_fork_server is not None:
@@ -405,9 +374,7 @@ class RankSupervisor:
                 self._output_descriptors.discard(stream.reading)
                 self._remove_reader(stream.reading)
             output.close()
-        for files in (self._stacks, self._activities):
-            if rank in files:
-                os.close(files.pop(rank))
+        self.probes.remove(rank)
 
     def send_signal(self, rank: int, number: int, *, group: bool = True) -> None:
         """Send a signal to a rank, or to its whole process group."""
@@ -416,6 +383,9 @@ class RankSupervisor:
         message = {"kind": "signal", "rank": rank, "number": int(number), "group": group}
         with contextlib.suppress(OSError):
             self._channel.send(message)
+
+    def _ask_for_stack(self, rank: int) -> None:
+        self.send_signal(rank, STACK_SIGNAL, group=False)
 
     def _answer_request(self) -> None:
         """Print where the ranks are, if SIGUSR1 asked for it."""
@@ -502,7 +472,7 @@ class RankSupervisor:
     def _on_failed_start(self, rank: int, reason: str) -> None:
         """Note that the fork server could not fork a rank, or the process of the store (-1)."""
         outcome = self.outcomes[max(rank, min(self.outcomes))]
-        outcome.error = outcome.error or describe_failed_start(rank, reason)
+        outcome.error = outcome.error or describe_failed_start(rank, reason, self.noun)
         if rank >= 0:
             outcome.status = 1
 
@@ -558,7 +528,7 @@ class RankSupervisor:
         outcome = self.outcomes[rank]
         match message["kind"]:
             case "stack":
-                self._stacks[rank], self._activities[rank] = descriptors
+                self.probes.add(rank, *descriptors)
             case "waiting":
                 outcome.waiting_for = tuple(message["ranks"])
             case "value":
@@ -580,16 +550,10 @@ class RankSupervisor:
             self.outputs[rank].hide_stderr()
 
 
-def _limit(timeout: float, deadline: float | None) -> float:
+def _shorten(timeout: float, deadline: float | None) -> float:
     """Return `timeout`, or the time left until the deadline if that is shorter."""
     left = timeout if deadline is None else deadline - time.monotonic()
     return max(0.0, min(timeout, left))
-
-
-def _is_open(descriptor: int) -> bool:
-    with contextlib.suppress(OSError):
-        return bool(os.fstat(descriptor))
-    return False
 
 
 def _group_exists(group: int) -> bool:

@@ -1,16 +1,16 @@
-"""The target of a launch: whether the script, module or program can be started at all."""
+"""The target of a launch: where its source is, and whether it can be started at all."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from lockstep.errors import UsageError
 
-__all__ = ["check_target"]
+__all__ = ["check_target", "find_source"]
 
 
 def check_target(kind: str, target: str) -> None:
@@ -32,8 +32,29 @@ def _check_program(target: str) -> None:
         raise UsageError(f"{target!r} is not an executable program")
 
 
+def find_source(kind: str, target: str) -> Path | None:
+    """Return the file that is run, without running any of it; None if there is none.
+
+    Args:
+        kind: "script", "module" or "program".
+        target: The script, module or program.
+    """
+    if kind == "script":
+        path = Path(target)
+        return path / "__main__.py" if path.is_dir() else path
+    try:
+        found = _find_module(target) if kind == "module" else None
+    except UsageError:
+        return None
+    return None if found is None or found.origin is None else Path(found.origin)
+
+
 def _check_module(target: str) -> None:
-    """Find the module as an import does, but without running any of it."""
+    _find_module(target)
+
+
+def _find_module(target: str) -> ModuleSpec:
+    """Find a module, or that which runs a package, as an import does but without running any."""
     places, name = [os.getcwd(), *sys.path], ""
     for part in target.split("."):
         name = f"{name}.{part}" if name else part
@@ -41,8 +62,10 @@ def _check_module(target: str) -> None:
         if found is None:
             raise UsageError(f"there is no module {name!r} (searched from {os.getcwd()})")
         places = list(found.submodule_search_locations or ())
-    if places and PathFinder.find_spec(f"{name}.__main__", places) is None:
+    if places and (found := PathFinder.find_spec(f"{name}.__main__", places)) is None:
         raise UsageError(f"{name!r} is a package without a __main__ module")
+    assert found is not None, "the name of a module has parts"
+    return found
 
 
 def _check_script(target: str) -> None:

@@ -168,7 +168,7 @@ def start_worker(
     task = function_task({})
     task["environ"].pop(KEY_VARIABLE, None)
     work = write_memfd(cloudpickle.dumps((call_run_worker, arguments)))
-    workers.start_rank(rank, task, work, output)
+    workers.start_rank(rank, task, work, output, has_input=rank == 0)
     os.close(work)
 
 

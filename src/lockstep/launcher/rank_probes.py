@@ -1,0 +1,74 @@
+"""Probes of running ranks: where each one is, as its launcher sees it from outside.
+
+activity page   what a rank published last, in memory that it shares with the launcher
+stack           written by Python's fault handler into an anonymous file, on a signal
+/proc           whether it is stopped, and the processor time that it has used (Linux)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from lockstep.comm.activity import Activity, read_activity
+from lockstep.launcher.failure_attribution import read_stat
+from lockstep.launcher.stacks import describe_location, read_stacks
+
+__all__ = ["RankProbes"]
+
+
+class RankProbes:
+    """Says where ranks are.
+
+    Args:
+        pids: The ranks' processes.
+        ask: Lets a rank write its stack.
+    """
+
+    def __init__(self, pids: Mapping[int, int], ask: Callable[[int], None]) -> None:
+        self._pids, self._ask = pids, ask
+        self._stacks: dict[int, int] = {}
+        self._activities: dict[int, int] = {}
+
+    def add(self, rank: int, stack: int, activity: int) -> None:
+        """Take the descriptors of the files that a rank has sent."""
+        self._stacks[rank], self._activities[rank] = stack, activity
+
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether a running rank is stopped by a signal (SIGSTOP, Ctrl-Z), on Linux."""
+        return read_stat(self._pids.get(rank, 0))[:1] == ["T"]
+
+    def cpu_seconds(self, rank: int) -> float:
+        """Return the processor time that a rank has used, on Linux; 0 elsewhere."""
+        fields = read_stat(self._pids.get(rank, 0))
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    def locate(self, rank: int) -> str:
+        """Return where a running rank is: "in all_reduce, train.py:31", "stopped", or ""."""
+        if self.is_stopped(rank):
+            return "stopped"
+        return describe_location(self.dump_stacks([rank])[rank])
+
+    def read_activity(self, rank: int) -> Activity:
+        """Return what a rank published last."""
+        descriptor = self._activities.get(rank)
+        return Activity() if descriptor is None else read_activity(descriptor)
+
+    def dump_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the stacks of the main threads of ranks; empty for those that do not answer."""
+        files = {rank: self._stacks[rank] for rank in ranks if rank in self._stacks}
+        for rank, file in files.items():
+            os.ftruncate(file, 0)  # of an earlier answer
+            self._ask(rank)
+        return {**dict.fromkeys(ranks, ""), **read_stacks(files)}
+
+    def remove(self, rank: int) -> None:
+        """Close what belongs to a rank that has exited."""
+        for files in (self._stacks, self._activities):
+            if rank in files:
+                os.close(files.pop(rank))
+
+    def close(self) -> None:
+        """Close what belongs to all ranks, of which nothing is known from now on."""
+        for rank in [*self._stacks]:
+            self.remove(rank)
