@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak check format bench core sanitize clean
+.PHONY: help install demo test soak check format bench wheels core sanitize clean
 
 help: ## say what can be made here
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
@@ -44,6 +44,10 @@ format: install ## put the code into its form
 
 bench: install ## measure, and write the results into benchmarks/
 	@$(BIN)/python benchmarks/replicas.py
+
+# TORCH has a default, for `make install`; only if it is given does it choose from the matrix.
+wheels: ## build wheels, of all PYTHONS=3.11,... for all TORCH=2.13.0,... of the matrix
+	@$(PYTHON) tools/wheels.py --python "$(PYTHONS)" --torch "$(if $(filter file,$(origin TORCH)),,$(TORCH))"
 
 core: ## run the native core's own tests
 	@$(MAKE) -C tests/csrc test

@@ -4,17 +4,18 @@
     folder/.../site-packages     what a test installs
     folder/packages              links to chosen packages of this interpreter, added by a .pth file
 
-Lockstep itself is never linked: an environment has what a test installs there, and nothing else.
+Lockstep itself is never linked, and neither is what its installation must not need.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-import venv
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,17 @@ from zipfile import ZipFile
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = Path(sysconfig.get_path("purelib"))
-OWN = ("torch_lockstep-", "pytest_lockstep-", "__editable__")
+LEFT_OUT = ("torch_lockstep-", "pytest_lockstep", "__editable__", "ninja", "wheel")
 BUILD_TOOLS = ("setuptools", "_distutils_hack", "pkg_resources")  # what an isolated build has
 DEADLINE = 300.0  # seconds for one program
+
+
+@functools.cache
+def can_unshare() -> bool:
+    """Return whether this user can start a program without a network."""
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0
 
 
 @dataclass
@@ -61,12 +70,22 @@ class Environment:
         *arguments: object,
         cwd: Path | None = None,
         variables: Mapping[str, str] | None = None,
+        offline: bool = False,
         **options: Any,
     ) -> subprocess.CompletedProcess[str]:
-        """Run the interpreter, in the environment's folder unless told otherwise."""
+        """Run the interpreter.
+
+        Args:
+            arguments: Its arguments.
+            cwd: The working directory; the environment's folder by default.
+            variables: More environment variables.
+            offline: Run it without a network, where this user may take it away.
+            options: Arguments of `subprocess.run`.
+        """
+        without_network = ("unshare", "--net") if offline and can_unshare() else ()
         kept = {name: os.environ[name] for name in ("PATH", "LANG", "TMPDIR") if name in os.environ}
         return subprocess.run(
-            [str(self.python), *map(str, arguments)],
+            [*without_network, str(self.python), *map(str, arguments)],
             cwd=cwd or self.folder,
             env={**kept, "HOME": str(self.folder / "home"), **self.variables, **(variables or {})},
             capture_output=True,
@@ -78,26 +97,45 @@ class Environment:
         )
 
 
-def make_environment(folder: Path, packages: Iterable[str] | None = None) -> Environment:
+def make_environment(
+    folder: Path, packages: Iterable[str] | None = None, python: str = sys.executable
+) -> Environment:
     """Make a virtual environment in a new folder.
 
     Args:
         folder: The folder, which must not exist.
-        packages: The packages that it has; None for all of this interpreter except Lockstep.
+        packages: The packages that it has; None for all that Lockstep needs.
+        python: The interpreter, of the same version as this one.
     """
-    venv.create(folder, with_pip=False, symlinks=True)
+    subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True, timeout=DEADLINE)
     (folder / "home").mkdir()
     links = folder / "packages"
     links.mkdir()
     wanted = None if packages is None else {*packages}
     for each in PACKAGES.iterdir():
         name = each.name.partition(".")[0].partition("-")[0]
-        is_wanted = not each.name.startswith(OWN) if wanted is None else name in wanted
+        is_wanted = not each.name.startswith(LEFT_OUT) if wanted is None else name in wanted
         if is_wanted and each.suffix not in (".pth", ".pyc") and name != "__pycache__":
             (links / each.name).symlink_to(each)
     environment = Environment(folder)
     (environment.site_packages / "packages.pth").write_text(f"{links}\n")
     return environment
+
+
+def pretend_torch(environment: Environment, version: str) -> None:
+    """Let torch of an environment say that it is another version; all else of it is the same."""
+    link = environment.folder / "packages" / "torch"
+    real = link.resolve()
+    link.unlink()
+    link.mkdir()
+    (link / "__pycache__").mkdir()
+    for each in (*real.iterdir(), *real.glob("__pycache__/*")):
+        if each.name != "__pycache__" and not each.name.startswith("version."):
+            (link / each.relative_to(real)).symlink_to(each)
+    text = re.sub(
+        "__version__ = .*", f"__version__ = {version!r}", (real / "version.py").read_text()
+    )
+    (link / "version.py").write_text(text)
 
 
 def copy_sources(folder: Path) -> Path:
@@ -109,14 +147,20 @@ def copy_sources(folder: Path) -> Path:
     return folder
 
 
-def build(environment: Environment, sources: Path, kind: str, out: Path) -> Path:
+def build(
+    environment: Environment,
+    sources: Path,
+    kind: str,
+    out: Path,
+    variables: Mapping[str, str] | None = None,
+) -> tuple[Path, str]:
     """Build "wheel" or "sdist" as pip does: by the hook of the build backend.
 
     Returns:
-        The file, in the folder `out`.
+        The file in the folder `out`, and what was printed to standard error.
     """
     out.mkdir(exist_ok=True)
     code = f"import setuptools.build_meta as b; print('built', b.build_{kind}({str(out)!r}))"
-    done = environment.run("-c", code, cwd=sources)
+    done = environment.run("-c", code, cwd=sources, variables=variables)
     assert done.returncode == 0, done.stderr
-    return out / done.stdout.splitlines()[-1].removeprefix("built ")
+    return out / done.stdout.splitlines()[-1].removeprefix("built "), done.stderr

@@ -4,13 +4,13 @@ import contextlib
 import json
 import os
 import stat
+import subprocess
 import sys
 
 import pytest
 from click.testing import CliRunner
 
 import records
-import warm
 from lockstep.cli import cli
 from lockstep.record.environment import recorded_variables
 from lockstep.report import doctor
@@ -76,10 +76,11 @@ def place(tmp_path_factory):
     """A folder with a run that failed, made where new files are open to everybody."""
     place = tmp_path_factory.mktemp("place")
     (place / "train.py").write_text(TRAIN)
-    program = "import os; os.umask(0); from lockstep.cli import main; main()"
-    launch = [sys.executable, "-c", program, "run", "-n", "2", "train.py", *ARGUMENTS]
+    launch = [sys.executable, "-c", "from lockstep.cli import main; main()", "run", "-n", "2"]
     environ = os.environ | ENVIRONMENT | UNLISTED
-    warm.run(launch, cwd=place, env=environ, timeout=90).check_returncode()
+    subprocess.run(
+        [*launch, "train.py", *ARGUMENTS], cwd=place, env=environ, umask=0, timeout=90, check=True
+    )
     (run,) = (place / "runs").iterdir()
     shown = [
         *(["report", run.name, "--format", kind] for kind in ("html", "md", "svg", "png")),

@@ -93,26 +93,42 @@ for name in COMMANDS:
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "packages"),
-    [
-        (["-c", "import lockstep"], {"lockstep"}),
-        (["-m", "lockstep", "--help"], {"lockstep", "click"}),
-        (["-c", HELP_OF_ALL_COMMANDS], {"lockstep", "click"}),
-    ],
-    ids=["import", "help", "help of all commands"],
-)
-def test_what_is_imported_before_it_is_needed(arguments, packages):
+def imported_by(*arguments):
+    """Return the modules that a new interpreter imports for its arguments."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", *arguments],
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     modules = re.findall(r"^import time: +\d+ \| +\d+ \| +(\S+)$", done.stderr, re.MULTILINE)
-    after_start = modules[modules.index("site") + 1 :]
+    return modules[modules.index("site") + 1 :]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["-m", "lockstep", "--help"], ["-c", HELP_OF_ALL_COMMANDS]],
+    ids=["help", "help of all commands"],
+)
+def test_help_imports_click_only(arguments):
     installed = {*importlib.metadata.packages_distributions(), "lockstep"}
-    assert {name.partition(".")[0] for name in after_start} & installed == packages
-    if packages == {"lockstep"}:
-        assert [name for name in after_start if name.startswith("lockstep")] == ["lockstep"]
+    found = {name.partition(".")[0] for name in imported_by(*arguments)}
+    assert found & installed == {"lockstep", "click"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        ("import lockstep", {"lockstep"}),
+        (  # by an entry point `import torch` imports this one
+            "import lockstep.comm.backend",
+            {"lockstep", "lockstep.comm", "lockstep.comm.activity", "lockstep.comm.backend"},
+        ),
+    ],
+)
+def test_importing_it_imports_no_other_package_and_little_of_its_own(statement, expected):
+    found = {*imported_by("-c", statement)}
+    assert {name for name in found if name.startswith("lockstep")} == expected
+    installed = {*importlib.metadata.packages_distributions()} - {"lockstep"}
+    assert not {name.partition(".")[0] for name in found} & installed
 
 
 def test_every_dependency_is_justified_in_the_documentation():

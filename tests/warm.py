@@ -86,8 +86,8 @@ class Popen(subprocess.Popen[Any]):
         self._close_pipe_fds(*(call[name] for name in pipes))
 
 
-class SparePopen(Popen):
-    """The same for a program that cannot be its fork server's parent: it has threads, or pytest."""
+class PytestPopen(Popen):
+    """The same for a program that runs pytest, which it must not share with its fork server."""
 
     has_spare = True
 

@@ -29,7 +29,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
         program = "import pytest, sys; sys.exit(pytest.console_main())"
         done = warm.run(
             [sys.executable, "-c", program, "-p", "no:cacheprovider", *arguments],
-            start=warm.SparePopen,
+            start=warm.PytestPopen,
             cwd=pytester.path,
             text=True,
             timeout=100,

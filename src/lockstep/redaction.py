@@ -14,7 +14,6 @@ do not look like a setting, because models have tokens and dictionaries have key
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 from collections.abc import Mapping, Set
@@ -208,13 +207,11 @@ def _is_secret(name: str, value: str) -> bool:
     return _looks_random(value)
 
 
-@functools.lru_cache(maxsize=1024)  # those of the environment are asked for with every line
 def _is_strong(name: str) -> bool:
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     return any(word in plain for word in STRONG)
 
 
-@functools.lru_cache(maxsize=1024)
 def _is_hint(name: str) -> bool:
     return bool(HINTS.intersection(word.lower() for word in WORD.findall(name)))
 

@@ -134,8 +134,7 @@ def launches() -> Iterator[Any]:
     """Return every backend with every number of ranks; some of them are left to `make soak`."""
     for backend in backends():
         for n in WIDTHS:
-            # Other routes of the same backend; and what is proved of torch's own.
-            is_repetition = n != 4 if "-" in backend else backend == "gloo" and n in (2, 3)
+            is_repetition = "-" in backend and n != 4  # other routes of the same backend
             yield pytest.param(backend, n, marks=[pytest.mark.stress] * is_repetition)
 
 
@@ -161,7 +160,7 @@ def test_contract(backend: str, n: int, group: str) -> None:
 def test_limits_are_true(backend: str) -> None:
     """A limit that no longer shows must leave the table."""
     limits = LIMITS[backend]
-    outcomes = [found(backend, n) for n in (1, 4)]
+    outcomes = [found(backend, n) for n in WIDTHS]
     for limit in limits:
         if limit.how == "breaks":
             continue

@@ -11,6 +11,7 @@ from lockstep.bench.collectives import COLLECTIVES
 from lockstep.bench.interleaved import Contender, Result
 from lockstep.bench.runners import CopyRunner
 from lockstep.bench.workload import Workload
+from lockstep.comm import backend
 from lockstep.commands import bench, bench_collective
 from lockstep.errors import UsageError, WorkError
 
@@ -93,3 +94,15 @@ def test_wrong_results_raise():
 def test_nothing_measured_raises():
     with pytest.raises(WorkError, match="nothing could be measured: no such dtype"):
         bench_collective.check_results([result(error="no such dtype")])
+
+
+def test_a_reference_other_than_lockstep_is_explained_unless_it_was_chosen(monkeypatch, capsys):
+    monkeypatch.setattr(backend, "reason_unavailable", lambda: "it is not built: build it")
+    monkeypatch.delenv("LOCKSTEP_BACKEND", raising=False)
+    assert bench_collective.default_backend() == "gloo"
+    told = "the reference is gloo, because the backend 'lockstep' is not available: it is not built"
+    assert told in capsys.readouterr().err
+    monkeypatch.setattr(backend, "reason_unavailable", lambda: None)
+    monkeypatch.setenv("LOCKSTEP_BACKEND", "gloo")
+    assert bench_collective.default_backend() == "gloo"
+    assert capsys.readouterr().err == ""

@@ -71,7 +71,7 @@ def test_a_build_is_tested_published_and_then_found(recorder, cache):
     assert recorder.parts() == ["archive", "binding", "core", "link"]
     assert "testing with two ranks\n" in said
     assert f"built for torch {torch.__version__} in" in said
-    assert f"and tested: {module} (1.1" in said
+    assert f"and tested: {module} (" in said
     for path in (cache.parent, cache, module.parent):
         assert path.stat().st_mode & 0o777 == 0o700
     assert module.stat().st_mode & 0o022 == 0
@@ -79,7 +79,7 @@ def test_a_build_is_tested_published_and_then_found(recorder, cache):
 
     recorder.log.unlink()
     said = build()
-    assert f"nothing to build: {module} (1.1" in said
+    assert f"nothing to build: {module} (" in said
     assert recorder.calls() == []
 
     module.write_text("damaged")
@@ -89,7 +89,7 @@ def test_a_build_is_tested_published_and_then_found(recorder, cache):
 
     said = build("--clean")
     assert f"removed {cache} (2" in said or f"removed {cache} (1" in said
-    assert not cache.exists()
+    assert not cache.parent.exists()
     assert f"there are no bindings in {cache}" in build("--clean")
 
 

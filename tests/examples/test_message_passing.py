@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import lockstep as ls
-import warm
 from lockstep.launcher.fork_server import get_fork_server
 
 ROOT = Path(__file__).parents[2]
@@ -38,19 +38,21 @@ def test_output_depends_on_the_number_of_ranks():
     ]
 
 
-def test_example_without_a_launcher_starts_its_ranks():
-    path = str(FOLDER / "broadcast.py")
-    program = f"import runpy; runpy.run_path({path!r}, run_name='__main__')"
-    command = [sys.executable, "-c", program, "-n", "3", "--backend", "gloo"]
-    printed = warm.run(command, text=True, timeout=60).stdout.splitlines()
+def test_example_without_a_launcher_starts_its_ranks(capfd):
+    subprocess.run(
+        [sys.executable, str(FOLDER / "broadcast.py"), "-n", "3", "--backend", "gloo"],
+        check=True, timeout=60,
+    )  # fmt: skip
+    printed = capfd.readouterr().out.splitlines()
     assert printed[0] == "broadcast from rank 1"
     assert [line.split()[-2:] for line in printed[2:]] == [["11", "12"]] * 3
 
 
 def test_example_under_a_launcher_joins_its_ranks(tmp_path):
-    launch = [sys.executable, "-c", "from lockstep.cli import main; main()", "run", "-n", "2"]
-    command = [*launch, str(FOLDER / "broadcast.py")]
-    done = warm.run(command, cwd=tmp_path, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", "-n", "2", str(FOLDER / "broadcast.py")],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
     assert done.returncode == 0
     assert done.stdout.splitlines()[0] == "[0] broadcast from rank 1"
     assert len(done.stdout.splitlines()) == 4

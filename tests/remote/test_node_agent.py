@@ -44,7 +44,7 @@ def connect(tmp_path, place):
 
     def start(*arguments: str, **options) -> subprocess.Popen:
         started.append(
-            warm.SparePopen(
+            warm.Popen(
                 [*WORKER, "--connect", place, *arguments],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, **options,
             )
@@ -173,10 +173,7 @@ os.kill(os.getpid(), 9)
 """
     environment = {**os.environ, KEY_VARIABLE: "cd" * 32}
     worker = connect(env=environment)
-    driver = warm.run(
-        [sys.executable, "-c", script],
-        start=warm.SparePopen, env=environment, text=True, timeout=60,
-    )  # fmt: skip
+    driver = warm.run([sys.executable, "-c", script], env=environment, text=True, timeout=60)
     assert driver.returncode == -signal.SIGKILL
     pid = int(driver.stdout.splitlines()[-1])
     assert worker.wait(PATIENCE) == 1

@@ -130,7 +130,7 @@ while sys.argv[1] == "wait": time.sleep(0.1)  # not pause(): it misses a signal 
 
 def test_workers_end_with_the_drivers_process():
     drivers = {
-        end: warm.SparePopen(
+        end: warm.Popen(
             [sys.executable, "-c", SCRIPT, "exit" if end == "exit" else "wait"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )

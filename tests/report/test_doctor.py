@@ -9,6 +9,7 @@ import types
 import pytest
 
 from lockstep.errors import RankError
+from lockstep.native.binding import BindingError
 from lockstep.report import doctor
 from lockstep.report.checks import (
     Requirements,
@@ -84,15 +85,21 @@ def test_a_backend_with_wrong_results_is_bad(monkeypatch):
     assert "3 elements are wrong" in communication.check_backend("gloo").what
 
 
-@pytest.mark.parametrize("reason", [None, "it was built for torch 2.12: run `lockstep build`"])
-def test_a_missing_fast_backend_is_noted_with_the_command_that_helps(monkeypatch, reason):
+def test_a_missing_fast_backend_is_noted_with_the_command_that_helps(monkeypatch):
+    def load():
+        raise BindingError("it was built for torch 2.12", "run `lockstep build`")
+
+    check = doctor.CHECKS["backend"]
+    monkeypatch.setattr(communication.native, "reason_unavailable", lambda: None)
+    assert verdicts(check) == [("good", "backend")]
+    reason = "it was built for torch 2.12: run `lockstep build`"
     monkeypatch.setattr(communication.native, "reason_unavailable", lambda: reason)
-    found = only(doctor.CHECKS["backend"])
-    assert found.subject == "backend"
-    assert found.verdict == ("good" if reason is None else "note")
-    if reason is not None:
-        assert found.what.endswith("slower than 'lockstep': it was built for torch 2.12")
-        assert found.advice == "run `lockstep build`"
+    monkeypatch.setattr(communication.native, "load", load)
+    for why, words in ((None, ""), ("no compiler", "; the installation built none (no compiler)")):
+        monkeypatch.setattr(communication, "read_installation_reason", lambda why=why: why)
+        found = only(check)
+        assert (found.verdict, found.advice) == ("note", "run `lockstep build`")
+        assert found.what.endswith(f"than 'lockstep': it was built for torch 2.12{words}")
 
 
 def test_backends_of_other_packages_are_checked(monkeypatch):

@@ -15,7 +15,6 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from lockstep.comm import activity
-from lockstep.native.binding import BindingError, load_binding
 
 __all__ = [
     "ArgumentError",
@@ -63,6 +62,8 @@ def register() -> None:
 @functools.cache
 def load() -> ModuleType:
     """Return the native module; raise BindingError if there is none for this process."""
+    from lockstep.native.binding import load_binding  # here: `import torch` imports this module
+
     native = load_binding()
     native.set_where(where)
     native.set_argument_error(ArgumentError)
@@ -73,6 +74,8 @@ def load() -> ModuleType:
 @functools.cache
 def reason_unavailable() -> str | None:
     """Return why the backend is unavailable and what to do, or None if it is available."""
+    from lockstep.native.binding import BindingError
+
     try:
         load()
     except BindingError as error:

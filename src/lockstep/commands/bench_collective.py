@@ -16,6 +16,7 @@ import click
 from lockstep.bench.collectives import COLLECTIVES, Collective
 from lockstep.errors import FileError, UsageError, WorkError
 from lockstep.formatting import format_size, parse_size, parse_sizes, size_range
+from lockstep.messages import say
 
 if TYPE_CHECKING:
     from lockstep.bench.results import Contender, Result
@@ -252,14 +253,14 @@ def start_runner(name: str, python: str, rendezvous: Rendezvous) -> Any:
 
 
 def default_backend() -> str:
-    """Return the default backend for CPU tensors, with a note if it is not `lockstep`."""
+    """Return the default backend for CPU tensors, with a note if `lockstep` is unavailable."""
+    from lockstep.comm.backend import reason_unavailable
     from lockstep.launcher.world import cpu_backend
 
     name = cpu_backend()
-    if name != "lockstep":
-        click.echo(
-            f"The backend 'lockstep' is not built; the reference backend is {name}.", err=True
-        )
+    reason = reason_unavailable()
+    if name != "lockstep" and reason is not None:
+        say(f"the reference is {name}, because the backend 'lockstep' is not available: {reason}")
     return name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -88,6 +89,8 @@ def _clean(cache: Path) -> None:
         remove_folder(cache)
     if cache.exists():
         raise FileError(f"build: {cache} could not be removed completely: look at its permissions")
+    with contextlib.suppress(OSError):  # other things of Lockstep may be in it
+        cache.parent.rmdir()
     say(f"removed {cache} ({format_bytes(size)})")
 
 

@@ -9,7 +9,6 @@ The location names the innermost call that is not the user's, and the user's lin
 
 from __future__ import annotations
 
-import functools
 import linecache
 import os
 import re
@@ -68,7 +67,6 @@ def read_stacks(files: Mapping[int, int]) -> dict[int, str]:
     }
 
 
-@functools.cache  # a process has some thousand files, and every epoch asks for all of them
 def is_user_code(file: str) -> bool:
     """Return whether a file belongs to the user: not Python's, not installed, not ours."""
     return not file.startswith(NOT_USER_CODE) and not any(part in file for part in INSTALLED)

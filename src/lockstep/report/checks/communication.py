@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from lockstep.comm import backend as native
 from lockstep.errors import LockstepError
 from lockstep.formatting import format_bytes, format_duration
+from lockstep.native.binding import BindingError
+from lockstep.native.binding_folder import read_installation_reason
 from lockstep.report.checks import CheckResult, Requirements, bad, good, note
 
 if TYPE_CHECKING:
@@ -202,8 +204,19 @@ def check_native(requirements: Requirements) -> Iterator[CheckResult]:
         yield good("backend", "'lockstep' can be used by runs on one host")
         return
     found, _, advice = reason.rpartition(": ")
+    why = read_installation_reason()
+    if why is not None and not _has_binding():
+        found += f"; the installation built none ({why})"
     what = f"runs on one host use gloo, many times slower than 'lockstep': {found}"
     yield note("backend", what, advice)
+
+
+def _has_binding() -> bool:
+    try:
+        native.load()
+    except BindingError:
+        return False
+    return True
 
 
 def available_backends() -> list[str]:

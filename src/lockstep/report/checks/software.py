@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.formatting import format_bytes
+from lockstep.native.compilation import CompilationError, find_compiler
 from lockstep.report.checks import CheckResult, Requirements, bad, good, note
 
 __all__ = ["check_compiler", "check_gpus", "check_mpi", "check_python", "check_torch"]
@@ -79,9 +79,10 @@ def check_torch(requirements: Requirements) -> Iterator[CheckResult]:
 def check_compiler(requirements: Requirements) -> Iterator[CheckResult]:
     """Check that a C++20 program, as the native extension is one, can be compiled and run."""
     advice = "only `lockstep build` needs one: install g++ or clang++, or set CXX"
-    found = os.environ.get("CXX", "").split() or [shutil.which("c++") or shutil.which("g++") or ""]
-    if not found[0] or not shutil.which(found[0]):
-        yield note("compiler", f"no C++ compiler ({found[0] or 'c++, g++'} not found)", advice)
+    try:
+        found = find_compiler()
+    except CompilationError as error:
+        yield note("compiler", str(error), advice)
         return
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "try.cpp"
