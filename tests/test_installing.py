@@ -239,6 +239,20 @@ def test_without_isolation_the_binding_is_in_the_package(environment, unpacked, 
     assert not [name for name in files(environment.folder, "*") if "lockstep" in name]
 
 
+@pytest.mark.stress
+@needs_binding
+def test_an_editable_installation_has_its_binding_in_the_checkout(environment, compiler, tmp_path):
+    tree = copy_sources(tmp_path / "tree")
+    pip(environment, "install", "--no-build-isolation", "--editable", tree)
+    assert {"bind.cpp", "segment.cpp"} <= {*compiler.compiled()}
+    assert environment.run("-c", REASON).stdout == "None\n"
+    assert len(files(tree / "src/lockstep/bindings", "_native*")) == 1
+    (tree / "src/lockstep/csrc/core/segment.cpp").write_text("// edited")
+    told = environment.run("-c", REASON).stdout
+    assert told.startswith("it was built for other C++ sources")
+    assert told.endswith(": run `lockstep build`\n")
+
+
 @pytest.fixture
 def public_folder() -> Iterator[Path]:
     """Yield a folder that other users can read."""
