@@ -1,7 +1,8 @@
 """A training whose processes are replaced, since they cannot go on in place; ranks kill themselves.
 
 KILLS lists where: "forward:5:1" is in the forward of step 5 on rank 1; each kills once. Of the
-ranks that one entry names ("forward:5:1,2") the first one that comes there kills all.
+ranks that one entry names ("forward:5:1,2") the first one that comes there kills all. With STOPS,
+the launcher is asked to stop at the same moment.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ def at(point):
         if where != point or int(step) != steps or str(ls.rank()) not in ranks or mark.exists():
             continue
         mark.touch()
+        if "STOPS" in os.environ:
+            stat = Path(f"/proc/{os.getppid()}/stat").read_text()  # of the fork server
+            os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGTERM)
         for rank in sorted(ranks, key=lambda rank: rank == str(ls.rank())):  # this one last
             os.kill(int(Path(f"pid-{rank}").read_text()), signal.SIGKILL)
 
@@ -150,11 +154,25 @@ def train(
 ) -> Training:
     """Run the training in a folder of its own, as an elastic run if ranks are to be killed."""
     folder.mkdir()
-    (folder / "train.py").write_text(SCRIPT)
     options = ["--min", "1", "--max", str(ranks)] if kills else ["-n", str(ranks)]
-    environ = {**os.environ, "KILLS": kills, "FORM": form, "LAYOUT": json.dumps(layout)}
+    status, output, errors = run(folder, [*options, "train.py"], kills, form, layout)
+    assert status == 0, output + errors
+    return read_training(folder, output, errors)
+
+
+def run(
+    folder: Path,
+    arguments: list[str],
+    kills: str,
+    form: str,
+    layout: dict[str, Any],
+    **environ: str,
+) -> tuple[int, str, str]:
+    """Run the training; return the exit status, what ranks printed, and what the launcher said."""
+    (folder / "train.py").write_text(SCRIPT)
+    environ = {**os.environ, **environ, "KILLS": kills, "FORM": form, "LAYOUT": json.dumps(layout)}
     with warm.Popen(
-        [*CLI, *options, "train.py"],
+        [*CLI, *arguments],
         cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         try:
@@ -162,16 +180,22 @@ def train(
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
-    assert process.returncode == 0, output + errors
     marks = {path.name for path in folder.glob("killed-*")}
-    assert marks == {f"killed-{number}" for number in range(len(kills.split()))}
+    assert marks == {f"killed-{number}" for number in range(len(kills.split()))}, output + errors
+    return process.returncode, output, errors
+
+
+def read_training(folder: Path, output: str, errors: str) -> Training:
+    """Return what a training has recorded, and what was printed."""
     text = (folder / "recorded/record.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert lines[-1]["state"] == "done"
     steps: dict[int, Any] = {}
     repeated = []
     for line in lines:
-        if line["kind"] == "round":
+        if line["kind"] == "resume":
+            steps = {number: step for number, step in steps.items() if number < line["step"]}
+        elif line["kind"] == "round":
             repeated.append(sum(s["seconds"] for n, s in steps.items() if n >= line["step"]))
             steps = {number: step for number, step in steps.items() if number < line["step"]}
         elif line["kind"] == "step":

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from replaced_training import Training, train
+from replaced_training import Training, read_training, run, train
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +97,25 @@ def test_two_trainers_and_a_kill_before_there_are_any(tmp_path, undisturbed):
     assert second == "step 5, handed over by member 2"
     assert third in (second, "step 5, handed over by member 5")  # which may be at step 5 already
     require_repeated_work(found)
+
+
+@pytest.mark.parametrize("point", ["forward:5:1", "stepped:5:1"])
+def test_a_state_that_nobody_reads_because_the_run_stops_is_a_checkpoint(
+    tmp_path, undisturbed, point
+):
+    """The members that are left cannot save one themselves: it takes all of them."""
+    layout = {"stages": 2, "mirror": None}
+    begin = ["--min", "1", "--max", "4", "train.py"]
+    status, _, errors = run(tmp_path, begin, point, "one", layout, STOPS="yes")
+    assert status in (75, 143), errors  # 143: new processes had begun
+    (saved,) = (tmp_path / "recorded/checkpoints").glob("step-*")
+    assert saved.name == ("step-5" if point.startswith("forward") else "step-6")
+    name = saved.name.replace("-", " ")
+    assert f"the state after {name} is saved: {saved.relative_to(tmp_path)}\n" in errors
+    status, output, errors = run(tmp_path, ["--resume", "recorded"], point, "one", layout)
+    assert status == 0, errors
+    assert f"resumed after {name} from" in errors
+    require_same(read_training(tmp_path, output, errors), undisturbed["one"])
 
 
 @pytest.mark.stress

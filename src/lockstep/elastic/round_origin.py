@@ -25,8 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.files import make_folder
 from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
 from lockstep.launcher.run_folder import CHECKPOINTS
+from lockstep.messages import say
 
 __all__ = ["RoundOrigin", "StateFolder", "find_mirror", "find_round_origin"]
 
@@ -100,6 +102,7 @@ class StateFolder:
         self.path = Path(tempfile.mkdtemp(prefix=f"lockstep-{os.getpid()}-", dir=parent))
         self.handed_over: Path | None = None
         self.writers: list[int] = []
+        self._checkpoints: Path | None = None  # of the trainer whose state was handed over
         self._run, self._number, self._written = run, 0, self.path / "none"
         self._known, self._fruitless = self._list_states(), 0
 
@@ -120,9 +123,36 @@ class StateFolder:
         self._written.mkdir(mode=0o700)
         return self._written
 
-    def complete_hand_over(self, writers: list[int]) -> None:
-        """Take what these members have written as the state that was handed over."""
+    def complete_hand_over(self, writers: list[int], checkpoints: Path | None) -> None:
+        """Take what members have written as the state that was handed over.
+
+        Args:
+            writers: The members.
+            checkpoints: The folder of their trainer's checkpoints; None for a trainer without.
+        """
         self.handed_over, self.writers = self._written, writers
+        self._checkpoints = checkpoints
+
+    def keep_unread(self) -> None:
+        """Keep a state that was handed over, and that no process has read yet, as a checkpoint.
+
+        The launch ends before new processes could continue from it.
+        """
+        if self.handed_over is None or self._checkpoints is None:
+            return
+        for state in self.handed_over.glob("step-*"):
+            path, copy = self._checkpoints / state.name, self._checkpoints / f".{state.name}.0"
+            try:
+                make_folder(self._checkpoints)
+                shutil.copytree(state, copy)
+                copy.rename(path)  # fails if there is a checkpoint of this step
+            except OSError as error:
+                shutil.rmtree(copy, ignore_errors=True)
+                if not path.exists():
+                    say(f"{path} cannot be written: {error.strerror or error}")
+            else:
+                steps = state.name.removeprefix("step-")
+                say(f"the state after step {steps} is saved: {os.path.relpath(path)}")
 
     def discard(self) -> None:
         """Remove the state that was handed over, once it was read or is given up."""

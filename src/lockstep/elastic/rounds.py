@@ -15,7 +15,8 @@ After `Continue`, newcomers are started for the members that are missing. A newc
 
     to the launcher   round_over   the fields of `round_plan.Report`, with "round" and "reason"
                       ready        a newcomer can join
-                      handed_over  its part of the state is written
+                      handed_over  its part of the state is written; the trainer's checkpoints are
+                                   in the folder "checkpoints" ("" for a trainer without)
                       resumed      a new process has read the state that was handed over
     to a member       newcomers    {round, count}: let all ranks report at the next safe point; 0
                                    if no newcomer waits any more
@@ -119,6 +120,7 @@ class Rounds:
         self._has_ended = False
         ranks.settle_killed = 0.0
         ranks.after_events, ranks.before_end = self.advance, self.dismiss_waiting
+        ranks.before_close = self._states.keep_unread
         ranks.on_report = self._on_report
 
     @property
@@ -199,7 +201,7 @@ class Rounds:
         elif kind == "round_over" and member in self.members and message["round"] == self.number:
             self._round.note_report(Report.from_message(member, message))
         elif kind == "handed_over" and self._handover is not None:
-            self._handover.note_written(member)
+            self._handover.note_written(member, message["checkpoints"])
         elif kind == "resumed":
             self._resumed.add(member)
             self._interrupted = None
@@ -432,7 +434,7 @@ class Rounds:
             return
         self._handover = None
         if is_complete:
-            self._states.complete_hand_over(handover.writers)
+            self._states.complete_hand_over(handover.writers, handover.checkpoints)
         else:
             self._states.discard()
         self._restart(handover.world_size)

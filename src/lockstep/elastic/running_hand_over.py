@@ -31,10 +31,12 @@ class RunningHandOver:
     Attributes:
         folder: Where it is written.
         world_size: Number of ranks of the next round.
+        checkpoints: The folder of the trainer's checkpoints; None for a trainer without.
     """
 
     def __init__(self, plan: HandOver, folder: Path, send: Callable[[int, Message], None]) -> None:
         self.folder, self.world_size = folder, plan.world_size
+        self.checkpoints: Path | None = None
         self._plan, self._send = plan, send
         self._deadline = time.monotonic() + TIMEOUT
         self._writing: dict[int, int] = {}  # for each position, the member that writes it
@@ -57,9 +59,10 @@ class RunningHandOver:
         """The members that write the state."""
         return sorted(self._writing.values())
 
-    def note_written(self, member: int) -> None:
-        """Note that a member has written its part."""
+    def note_written(self, member: int, checkpoints: str) -> None:
+        """Note that a member has written its part, and where its checkpoints are ("": nowhere)."""
         self._written.add(member)
+        self.checkpoints = Path(checkpoints) if checkpoints else None
 
     def follow(self, alive: Sequence[int]) -> bool | None:
         """Let another member write what a killed one could not.

@@ -79,6 +79,7 @@ class RankSupervisor:
         after_events: Called while ranks are waited for, before failures are looked for; returns
             why the launch has to end, if so.
         before_end: Called before all ranks are ended.
+        before_close: Called before folders that belong to the launch are removed.
         on_report: Called with every message of a rank; returns whether it is not to be processed
             any further.
         has_fork_server: Whether the fork server runs; without it all ranks are killed.
@@ -100,6 +101,7 @@ class RankSupervisor:
         self.was_asked_to_stop = False
         self.after_events: Callable[[], RankError | None] = lambda: None
         self.before_end: Callable[[], None] = lambda: None
+        self.before_close: Callable[[], None] = lambda: None
         self.on_report: Callable[[int, Message], bool] = lambda rank, message: False
         self.has_fork_server = True
         self.settle_killed = 0.2  # seconds that the kernel may take to log why it killed a rank
@@ -346,6 +348,7 @@ class RankSupervisor:
         """Release everything; ranks that still run are killed."""
         if self._channel is None:
             return
+        self.before_close()
         with contextlib.suppress(OSError):  # the fork server has exited
             self._channel.send({"kind": "end"})
         self._channel.close()

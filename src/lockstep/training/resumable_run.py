@@ -126,7 +126,7 @@ class ResumableRun:
         checkpoints = self._require("resume")
         checkpoints.select(place)
         differences: list[str] = []
-        steps = epochs = 0
+        steps, epochs, backlog = 0, 0, list[Any]()
         try:
             path = checkpoints.find(place)
             if path is not None:
@@ -134,6 +134,7 @@ class ResumableRun:
                 differences = self._load(state)
                 checkpoints.set_aside_newer(path, state["steps"])
                 steps, epochs = state["steps"], state["history"]["epochs"]
+                backlog = state.get("backlog", []) if place is None else []
         except LockstepError:
             checkpoints.deselect()
             raise
@@ -141,6 +142,7 @@ class ResumableRun:
         checkpoints.open_loggers()
         if self._parallel.rank == 0:
             say_resumed(path, steps, differences)
+            self._history.write_missing(backlog)
         self._history.write(
             "resume",
             step=steps,
@@ -572,7 +574,9 @@ class ResumableRun:
         except (FileError, UsageError) as error:
             say(f"the state cannot be handed over: {error}")
         else:
-            report_to_launcher({"kind": "handed_over"})
+            checkpoints = self._checkpoints
+            place = str(checkpoints.folder) if checkpoints and checkpoints.is_open else ""
+            report_to_launcher({"kind": "handed_over", "checkpoints": place})
 
     def _note_safe_point(self, epoch: OpenEpoch | None = None) -> None:
         self._hand_over_if_wanted(epoch)
