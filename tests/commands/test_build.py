@@ -64,7 +64,7 @@ def build(*arguments: str) -> str:
     return done.output
 
 
-def test_a_build_is_tested_published_and_then_found(recorder, cache):
+def test_a_build_is_tested_published_and_then_found(recorder, cache, monkeypatch):
     said = build()
     module = cache / current_key().name / MODULE
     assert find_bindings() == [module]
@@ -77,20 +77,37 @@ def test_a_build_is_tested_published_and_then_found(recorder, cache):
     assert module.stat().st_mode & 0o022 == 0
     assert sorted(os.listdir(cache)) == sorted([".lock", "build.log", "core", module.parent.name])
 
+    tested: list[Path] = []
+    monkeypatch.setattr(command, "run_self_test", tested.append)
     recorder.log.unlink()
-    said = build()
-    assert f"nothing to build: {module} (" in said
+    assert f"nothing to build: {module} (" in build()
     assert recorder.calls() == []
+    assert tested == [module]
 
-    module.write_text("damaged")
-    assert "does not work (" in build()
+    def fail_unless_new(path: Path) -> None:
+        if path == module:
+            raise SelfTestError("a rank was killed by SIGSEGV")
+
+    monkeypatch.setattr(command, "run_self_test", fail_unless_new)
+    assert f"{module} fits this torch but does not work (a rank was killed by SIGSEGV)" in build()
     assert recorder.parts() == ["binding", "link"]
-    run_self_test(module)
 
     said = build("--clean")
     assert f"removed {cache} (2" in said or f"removed {cache} (1" in said
     assert not cache.parent.exists()
     assert f"there are no bindings in {cache}" in build("--clean")
+
+
+def test_the_line_on_a_terminal(recorder, cache, trusting, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    cache.mkdir(parents=True)
+    command._compile(cache, current_key(), False)
+    drawn = capsys.readouterr().err.split("\r\033[K")
+    assert drawn[1] == "binding 0 of 2 units"
+    assert drawn[2].startswith("binding 0 of 2 units, core 0 of ")
+    assert "binding 2 of 2 units, core " in drawn[-3]
+    assert drawn[-2:] == ["testing with two ranks", ""]
+    assert "\n" not in "".join(drawn)
 
 
 def test_a_failed_compilation_is_one_sentence(recorder, cache, monkeypatch, trusting):
@@ -146,7 +163,7 @@ def test_two_builds_at_once_compile_once(recorder, cache, trusting, monkeypatch)
     with lock_folder(cache, PATIENCE):
         second.start()
         until(lambda: said, "the second build does not wait", PATIENCE)
-        command._compile(cache, False)  # what the first build does under its lock
+        command._compile(cache, current_key(), False)  # what the first build does under its lock
     second.join(PATIENCE)
     assert said[0] == f"another build is running (process {os.getpid()}): waiting for it"
     assert said[1].startswith("nothing to build")
@@ -158,10 +175,17 @@ def test_a_cache_that_cannot_be_used_is_named(recorder, cache, trusting, monkeyp
     cache.chmod(0o777)
     with pytest.raises(FileError, match=r"writable for others \(mode 0777\): correct that or set"):
         build()
+    cache.chmod(0o700)
+    (cache / ".lock").mkdir()  # as root, a test can write to a folder without permission
+    with pytest.raises(
+        FileError, match=r"\.lock cannot be written \(.*\): correct that or set XDG_CACHE"
+    ):
+        build()
+    (cache / ".lock").rmdir()
     cache.rmdir()
     cache.parent.rmdir()
     cache.parent.write_text("a file")
-    with pytest.raises(FileError, match=r"cannot be written \(.*\): correct that or set XDG_CACHE"):
+    with pytest.raises(FileError, match=r"because .* cannot be read \(Not a directory\)"):
         build()
     assert recorder.calls() == []
 

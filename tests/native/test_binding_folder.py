@@ -45,6 +45,8 @@ def test_the_cache_is_where_its_specification_says(monkeypatch):
     for ignored in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", ignored)
         assert get_cache_folder() == Path("/home/ann/.cache/lockstep/bindings")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without a home
+    assert get_cache_folder().is_absolute()
 
 
 def test_only_what_this_user_alone_can_write_is_trusted(tmp_path, monkeypatch):

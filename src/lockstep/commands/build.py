@@ -13,7 +13,6 @@ from types import FrameType
 import click
 
 from lockstep.errors import FileError, UsageError, WorkError
-from lockstep.files import make_folder
 from lockstep.formatting import format_bytes, format_duration
 from lockstep.messages import say
 from lockstep.native.binding import BindingError, find_bindings
@@ -24,6 +23,7 @@ from lockstep.native.binding_folder import (
     reason_not_trusted,
     remove_folder,
 )
+from lockstep.native.binding_key import BindingKey, current_key
 from lockstep.native.build import build_binding
 from lockstep.native.compilation import CompilationError
 from lockstep.native.self_test import SelfTestError, run_self_test
@@ -57,7 +57,6 @@ def command(clean: bool, verbose: bool) -> None:
     cache = get_cache_folder()
     previous = signal.signal(signal.SIGTERM, _exit_on_signal)  # ends the compilers too
     try:
-        make_folder(cache.parent)
         for folder in (cache.parent, cache):
             reason = reason_not_trusted(folder)
             if reason is not None:
@@ -95,16 +94,19 @@ def _clean(cache: Path) -> None:
 
 
 def _build(cache: Path, verbose: bool) -> None:
-    from lockstep.native.binding_key import current_key
-
-    key = current_key()
-    found = _find_working()
+    try:
+        key = current_key()
+    except ImportError as error:
+        raise UsageError(f"build: torch cannot be imported ({error}): install it first") from None
+    found, _ = _find_working()
     if found is None:
         with lock_folder(cache, LOCK_TIMEOUT, _say_waiting):
-            found = _find_working()  # by the build that this one waited for
+            found, reason = _find_working()  # by the build that this one waited for
+            if reason is not None:
+                say(f"{reason}: building it again")
             if found is None:
                 begin = time.monotonic()
-                module = _compile(cache, verbose)
+                module = _compile(cache, key, verbose)
                 size = format_bytes(module.stat().st_size)
                 seconds = format_duration(time.monotonic() - begin)
                 say(f"built for torch {key.torch} in {seconds}, and tested: {module} ({size})")
@@ -115,27 +117,24 @@ def _build(cache: Path, verbose: bool) -> None:
     )
 
 
-def _find_working() -> Path | None:
-    """Return the module that this process would load if it passes the self-test, else None."""
+def _find_working() -> tuple[Path | None, str | None]:
+    """Return the module that this process would load, or why that one does not work."""
     try:
         found = find_bindings()[0]
     except BindingError:
-        return None
+        return None, None
     try:
         run_self_test(found)
     except SelfTestError as error:
-        say(f"{found} fits this torch but does not work ({error}): building it again")
-        return None
-    return found
+        return None, f"{found} fits this torch but does not work ({error})"
+    return found, None
 
 
-def _compile(cache: Path, verbose: bool) -> Path:
-    from lockstep.native.binding_key import current_key
-
+def _compile(cache: Path, key: BindingKey, verbose: bool) -> Path:
     progress = _Progress()
     log = cache / LOG
     try:
-        return build_binding(cache, current_key(), log, progress.show, progress.verify)
+        return build_binding(cache, key, log, progress.show, progress.verify)
     except CompilationError as error:
         progress.close()
         if verbose and log.exists():
@@ -163,34 +162,37 @@ def _advise(error: str) -> str:
 
 
 class _Progress:
-    """One line that changes on a terminal, one line per step elsewhere."""
+    """One line that changes on a terminal; elsewhere a line for every part that is complete."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
-        self._is_open = False
+        self._parts: dict[str, str] = {}
 
     def show(self, part: str, done: int, total: int) -> None:
         """Show how many files of a part are compiled."""
-        if total > 1:
-            self._print(f"{part} {done} of {total} {WORDS[part]}", done == total)
+        if total == 1:  # the archive, the link
+            return
+        self._parts[part] = f"{part} {done} of {total} {WORDS[part]}"
+        if self._is_terminal:
+            self._draw(", ".join(self._parts[name] for name in sorted(self._parts)))
+        elif done == total:
+            click.echo(self._parts[part], err=True)
 
     def verify(self, module: Path) -> None:
         """Test the new binding, and show that."""
-        self._print("testing with two ranks", True)
+        if self._is_terminal:
+            self._draw("testing with two ranks")
+        else:
+            click.echo("testing with two ranks", err=True)
         run_self_test(module)
 
     def close(self) -> None:
         """Remove the line."""
-        if self._is_open:
-            click.echo("\r\033[K", nl=False, err=True)
-            self._is_open = False
-
-    def _print(self, text: str, is_milestone: bool) -> None:
         if self._is_terminal:
-            self._is_open = True
-            click.echo(f"\r\033[K{text}", nl=False, err=True)
-        elif is_milestone:
-            click.echo(text, err=True)
+            self._draw("")
+
+    def _draw(self, text: str) -> None:
+        click.echo(f"\r\033[K{text}", nl=False, err=True)
 
 
 def _say_waiting(process: int) -> None:

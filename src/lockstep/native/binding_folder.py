@@ -55,7 +55,8 @@ def get_cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the folder of the user's bindings, which may not exist."""
     parent = Path(environment.get("XDG_CACHE_HOME", ""))
     if not parent.is_absolute():  # as its specification says
-        parent = Path(os.path.expanduser("~")) / ".cache"
+        # Without a home, a folder that cannot be written, and not ./~.
+        parent = Path("/", os.path.expanduser("~"), ".cache")
     return parent / "lockstep" / "bindings"
 
 

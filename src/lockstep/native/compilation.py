@@ -304,6 +304,8 @@ class _Execution:
         """
         total = {part: sum(each.part == part for each in commands) for part in ("core", "binding")}
         done = dict.fromkeys(total, 0)
+        for part in {command.part: None for command in commands}:
+            self._show_progress(part, 0, total[part])
         with ThreadPoolExecutor(_count_cores()) as pool:
             pending = {pool.submit(self._run_one, command): command for command in commands}
             try:
