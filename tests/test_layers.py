@@ -1,6 +1,7 @@
 """The layers: imports point in one direction and form no cycle."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
@@ -78,7 +79,10 @@ def imported_modules(source: str, modules: set[str]) -> set[str]:
     return found
 
 
-IMPORTS = {name: imported_modules(path.read_text(), {*MODULES}) for name, path in MODULES.items()}
+@functools.cache
+def imports_of(module: str) -> set[str]:
+    """Return what a module imports; read when it is asked for, not when tests are collected."""
+    return imported_modules(MODULES[module].read_text(), {*MODULES})
 
 
 def package_of(module: str) -> str:
@@ -98,20 +102,20 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
 def test_imports_point_one_way(module):
     own = package_of(module)
     assert own in LEVEL, f"{own} has no place in the layers"
-    packages = {package_of(each) for each in IMPORTS[module]}
+    packages = {package_of(each) for each in imports_of(module)}
     above = {name for name in packages if LEVEL[name] > LEVEL[own]}
     assert not above, f"{own} imports {above} from above"
 
 
 def test_modules_import_each_other_in_no_cycle():
     # A module imports its own package's __init__ by being imported; those are empty.
-    assert not find_cycle({name: found - {name} for name, found in IMPORTS.items()})
+    assert not find_cycle({name: imports_of(name) - {name} for name in MODULES})
 
 
 def test_packages_import_each_other_in_no_cycle():
     graph: dict[str, set[str]] = {}
-    for module, found in IMPORTS.items():
-        own = package_of(module)
+    for module in MODULES:
+        own, found = package_of(module), imports_of(module)
         graph.setdefault(own, set()).update({package_of(each) for each in found} - {own})
     assert not find_cycle(graph)
 

@@ -137,11 +137,12 @@ def test_what_cannot_work_says_so_in_one_sentence(run):
         assert re.search(sentence, output), sentence
 
 
-def test_a_wrong_marker_is_one_sentence(pytester):
-    for number, arguments in enumerate(MARKERS):
-        source = f"import pytest\n@pytest.mark.ranks({arguments})\ndef test_it(): pass\n"
-        pytester.makepyfile(**{f"test_{number}": source})
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+def test_a_wrong_marker_is_one_sentence(run):
+    files = {
+        f"test_{number}": f"import pytest\n@pytest.mark.ranks({each})\ndef test_it(): pass\n"
+        for number, each in enumerate(MARKERS)
+    }
+    result = run("", **files)
     result.assert_outcomes(errors=len(MARKERS))
     output = result.stdout.str()
     for sentence in MARKERS.values():
@@ -202,7 +203,7 @@ def test_selection_xdist_coverage_and_import_modes(run, pytester):
     result.stdout.re_match_lines([r"helper.py\s+11\s+1\s+91%\s+12"])
     result.stdout.fnmatch_lines(["E*At index 0 diff: * != 2"])  # the helper is rewritten
     assert not list(pytester.path.glob(".coverage.*"))
-    result = run(FEATURES, "-n2", "-k", "2ranks and not fails", "--durations=3", **files)
+    result = run(FEATURES, "-n1", "-k", "2ranks and not fails", "--durations=3", **files)
     result.assert_outcomes(passed=2)
     assert re.search(r"\d\.\d\ds call +test_it.py::test_one\[2ranks\]", result.stdout.str())
     importlib = ("--import-mode=importlib", "-o", "pythonpath=.")

@@ -69,6 +69,15 @@ class Reader:
         if message.type in ("error", "warning"):
             self.errors.append(message.text)
 
+    def clear(self, size):
+        """Leave the page, as if the tab were new."""
+        self.page.goto("about:blank")
+        self.page.set_viewport_size(size)
+        self.page.emulate_media(color_scheme="light")
+        self.page.mouse.move(0, 0)
+        self.errors.clear()
+        self.requests.clear()
+
     def open(self, name):
         self.page.goto((self.folder / f"{name}.html").as_uri())
 
@@ -85,14 +94,30 @@ class Reader:
         return tip.inner_text() if tip.is_visible() else None
 
 
+@pytest.fixture(scope="module")
+def tabs(chromium, pages):
+    """Return a tab of a desktop browser and one of a phone; a new one takes half a second."""
+    contexts = [
+        chromium.new_context(reduced_motion="reduce"),
+        chromium.new_context(is_mobile=True),
+    ]
+    yield [Reader(context, pages) for context in contexts]
+    for context in contexts:
+        context.close()
+
+
 @pytest.fixture
-def reader(chromium, pages):
+def reader(tabs):
     """Return a tab of a desktop browser in light mode."""
-    context = chromium.new_context(
-        viewport={"width": 1200, "height": 900}, color_scheme="light", reduced_motion="reduce"
-    )
-    yield Reader(context, pages)
-    context.close()
+    tabs[0].clear({"width": 1200, "height": 900})
+    return tabs[0]
+
+
+@pytest.fixture
+def phone(tabs):
+    """Return a tab of a phone."""
+    tabs[1].clear({"width": 360, "height": 740})
+    return tabs[1]
 
 
 def test_hover_shows_the_values_of_a_point(reader):
@@ -167,36 +192,30 @@ def test_the_members_of_an_elastic_run_are_drawn_over_time(reader):
 
 
 @pytest.mark.parametrize("name", ["report", "long", "compare", "resumed", "elastic", "bisect"])
-def test_a_phone_shows_everything_without_horizontal_scrolling(chromium, pages, name):
-    context = chromium.new_context(viewport={"width": 360, "height": 740}, is_mobile=True)
-    reader = Reader(context, pages)
-    reader.open(name)
-    assert reader.page.evaluate("document.documentElement.scrollWidth") <= 360
+def test_a_phone_shows_everything_without_horizontal_scrolling(phone, name):
+    phone.open(name)
+    assert phone.page.evaluate("document.documentElement.scrollWidth") <= 360
     sizes = "[...document.querySelectorAll('main *')].map(e => getComputedStyle(e).fontSize)"
-    assert min(float(size.removesuffix("px")) for size in reader.page.evaluate(sizes)) >= 11
-    reader.move("#chart-loss .plot", 0.98)
-    box = reader.page.locator("#chart-loss .tip").bounding_box()
+    assert min(float(size.removesuffix("px")) for size in phone.page.evaluate(sizes)) >= 11
+    phone.move("#chart-loss .plot", 0.98)
+    box = phone.page.locator("#chart-loss .tip").bounding_box()
     assert box["x"] >= 0
     assert box["x"] + box["width"] <= 360
-    assert reader.errors == []
-    context.close()
+    assert phone.errors == []
 
 
-def test_a_phone_shows_the_table_of_epochs_without_scrolling_it(chromium, pages):
-    context = chromium.new_context(viewport={"width": 360, "height": 740}, is_mobile=True)
-    reader = Reader(context, pages)
-    reader.open("report")
-    table = reader.page.locator("#epochs")
+def test_a_phone_shows_the_table_of_epochs_without_scrolling_it(phone):
+    phone.open("report")
+    table = phone.page.locator("#epochs")
     assert table.locator("th").count() == 7
     shown = [name.inner_text() for name in table.locator("th").all() if name.is_visible()]
     assert shown == ["epoch", "loss", "accuracy", "held-out loss", "held-out accuracy"]
     inner, outer = "e => e.scrollWidth", "e => e.parentElement.clientWidth"
     assert table.evaluate(inner) <= table.evaluate(outer)
-    assert reader.page.locator(".turn").is_visible()
-    reader.page.set_viewport_size({"width": 740, "height": 360})
+    assert phone.page.locator(".turn").is_visible()
+    phone.page.set_viewport_size({"width": 740, "height": 360})
     assert all(name.is_visible() for name in table.locator("th").all())
-    assert not reader.page.locator(".turn").is_visible()
-    context.close()
+    assert not phone.page.locator(".turn").is_visible()
 
 
 def test_the_axes_have_names(reader):

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import warm
+
 CLI = [sys.executable, "-c", "from lockstep.cli import main; main()", "run"]
 
 SCRIPT = """
@@ -230,7 +232,7 @@ def train(
     numbers = {"FULL": full, "STEPS": steps, "WORKERS": workers}
     environ = {**os.environ, "PLAN": json.dumps(plan), "FORM": form}
     environ |= {name: str(value) for name, value in numbers.items()}
-    with subprocess.Popen(
+    with warm.Popen(
         [*CLI, *options, "train.py"],
         cwd=folder,
         env=environ,
