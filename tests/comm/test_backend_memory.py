@@ -254,6 +254,9 @@ def test_the_sums_of_a_dead_rank_are_still_there(ranks, tmp_path):
         assert "shared memory of process" in told[1]
     with pytest.raises(ValueError, match="in shared memory"):
         get_memory_handle(torch.zeros(3))
+    nothing = map_peer_tensor(get_memory_handle(empty_shared(0)), 0, torch.float64)
+    assert nothing.shape == (0,)
+    assert nothing.dtype == torch.float64
 
 
 # ---- words ----

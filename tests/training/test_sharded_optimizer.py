@@ -45,10 +45,11 @@ class Awkward(nn.Module):
         self.halved = nn.Parameter(torch.randn(70_000, generator=generator).to(half))
         self.sometimes = nn.Parameter(torch.randn(66_000, generator=generator))
         self.never = nn.Parameter(torch.ones(5))
+        self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.float64))  # alone in its bucket
 
     def forward(self, inputs):
         self.seen = 0.9 * self.seen + inputs.detach().mean(dim=0)
-        rows = self.second(self.first(inputs - self.seen).tanh())
+        rows = self.second(self.first(inputs - self.seen).tanh()) + self.nothing.sum().float()
         level = inputs.mean()
         for vector in [*self.vectors, self.halved.float(), self.frozen]:
             rows = rows + (vector * level).sin().sum() / 300
@@ -348,6 +349,7 @@ KILLED = {
     "NAdam": (OPTIMIZERS["NAdam"][0], partial(small, 700)),
     "numbers": (DeclaredSigns, partial(small, 700)),
     "thawing": (OPTIMIZERS["NAdam"][0], thawing),
+    "thawing Adagrad": (OPTIMIZERS["Adagrad"][0], thawing),  # has state before the first step
 }
 
 
@@ -366,7 +368,7 @@ class Interruption:
         optimizer, model = KILLED[name]
         self.trainer = trainer_of(True, max_grad_norm=0.1, model=model(), optimizer=optimizer)
         self.log = self.trainer._optimization.sharded.log
-        self.is_thawing = name == "thawing"
+        self.is_thawing = model is thawing
 
     def pass_point(self, name):
         self.passed.append(name)
@@ -439,7 +441,7 @@ KILLS = [
 ]
 MORE_KILLS = [
     *((name, point, 1) for name in KILLED for point in POINTS),
-    *((name, "stepped 1", 0) for name in KILLED if name != "thawing"),
+    *((name, "stepped 1", 0) for name in KILLED if "thawing" not in name),
 ]
 
 
@@ -463,6 +465,36 @@ def test_a_step_is_finished_without_a_killed_rank(
         assert "rank 1 died" in told or point == "agreed"
     was_unfinished = POINTS[point] == "after" and point not in ("written", "agreed")
     assert sum(claims for _, _, claims, _ in notes) == was_unfinished
+
+
+def killed_while_writing(is_loading, folder):
+    """Let rank 1 die before it has written its part of what goes to new or loaded memory."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    training = Interruption("thawing Adagrad", folder)
+    saved = copy.deepcopy(training.trainer.state_dict())
+    assert training.step() == ""
+    if training.rank == 1:
+        training.trainer._optimization.sharded._write_state = lambda whole: kill()
+    told = "no error"
+    try:
+        training.trainer.load_state_dict(saved) if is_loading else training.trainer.step(
+            labelled(16).tensors
+        )
+    except Exception as error:
+        told = str(error)
+    training.note(told)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_no_state_lacks_the_part_of_a_killed_rank(ranks, tmp_path, digests, is_loading):
+    """The state of a parameter that thaws is that before; one that is loaded in part is refused."""
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        ranks(killed_while_writing, 3, is_loading, tmp_path)
+    for parameters, state, _, told in read_notes(tmp_path, "02"):
+        assert "rank 1 died" in told
+        expected = ("torn", "torn") if is_loading else digests["thawing Adagrad"][1]
+        assert (parameters, state) == expected, told
 
 
 def killed_twice(name, second, folder):
@@ -601,7 +633,7 @@ def digests(ranks):
             for _ in range(2):
                 trainer.step(labelled(16).tensors)
                 found[name].append((trainer.digest(), trainer.optimizer_digest()))
-                if name == "thawing":
+                if model is thawing:
                     trainer.model.requires_grad_(True)
         return found
 

@@ -75,9 +75,13 @@ def is_shared(tensor: torch.Tensor) -> bool:
 def get_memory_handle(tensor: torch.Tensor) -> list[int]:
     """Return the handle of a tensor of `empty_shared`: `HANDLE_LENGTH` integers of 64 bits.
 
+    An empty tensor has no memory: its handle is zeros.
+
     Raises:
         ValueError: The tensor is not contiguous, or not in shared memory.
     """
+    if not tensor.numel():
+        return [0] * HANDLE_LENGTH
     return list(backend.load().handle_of(tensor))
 
 
@@ -98,6 +102,8 @@ def map_peer_tensor(
     Raises:
         WorkError: There is no such memory, or it cannot be mapped any more.
     """
+    if not numel:
+        return torch.empty(0, dtype=dtype)
     native = backend.of_group(group)
     assert native is not None, "memory is mapped by the backend that has read it"
     try:

@@ -90,10 +90,9 @@ class ShardedOptimizer:
         ]
         self._tensors: dict[tuple[int, int], list[torch.Tensor]] = {}  # of a rank's chunk
         self._known = 0  # of all ranks' pieces, those that have a place
-        self._kept: dict[int, dict[str, Any]] = {}  # of parameters without pieces
-        self.stepped: set[int] = set()  # those that the optimizer keeps something for
+        self._kept = made  # of parameters without pieces
+        self.stepped = {*made}  # those that the optimizer keeps something for
         self._extend()
-        self._write_state(made)
 
     # --- a step --------------------------------------------------------------------------------
 
@@ -115,9 +114,6 @@ class ShardedOptimizer:
         pass_point("clipped")
         if self._known < len(self._shards.pieces):
             self._extend()
-            self._write_state(
-                {n: self._kept.pop(n) for n in [*self._kept] if n in self._shards.covered}
-            )
         for number, each in enumerate(self._gradients.bucket_sums):
             self._handles[self._rank, number] = torch.tensor(get_memory_handle(each))
         self.log.begin([len(self._chunks_of(r)) for r in range(len(self._chunks))], about)
@@ -153,7 +149,7 @@ class ShardedOptimizer:
                 self._optimizer.param_groups = groups[group : group + 1]
                 self._step_chunk(rank, chunk, sums, is_saved and chunk == first)
         except Exception:
-            self.log.note_failure()
+            self.log.mark_torn()
             raise
         finally:
             self._optimizer.param_groups = groups
@@ -253,7 +249,11 @@ class ShardedOptimizer:
         )
 
     def _extend(self) -> None:
-        """Give the pieces that are new a parameter to step, and their state a place."""
+        """Give the pieces that are new a parameter to step, and their state a place.
+
+        A collective call. What was kept for them is dropped when all ranks have written their
+        pieces of it to the places: a rank that is killed before takes nothing with it.
+        """
         new = self._shards.pieces[self._known :]
         self._known = len(self._shards.pieces)
         of_parameter: dict[int, list[Piece]] = {}
@@ -290,8 +290,12 @@ class ShardedOptimizer:
             for chunk in range(len(chunks))
         ]
         self.log.reserve(max(sizes_of_chunks, default=0))
+        written = {n: each for n, each in self._kept.items() if n in self._shards.covered}
+        self._write_state(written)
         shape = len(self._chunks), len(self._shards.buckets), HANDLE_LENGTH
         self._handles = create_group_tensor(shape, torch.int64, self._group)
+        for index in written:
+            del self._kept[index]
 
     def _get_entries(self, index: int) -> dict[str, _Entry]:
         if index not in self._group_of:  # the user's optimizer leaves it alone
@@ -383,7 +387,8 @@ class ShardedOptimizer:
         """Return the context in which a rank may write all of the parameters and the state."""
         with self.shared.exclusive("loading a state"):
             yield
-            self.log.mark_whole()
+            self.log.mark_torn()  # if a rank is lost before it has written its part
+        self.log.mark_whole()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a whole state dict; raises what the optimizer does where it does not fit."""

@@ -27,7 +27,8 @@ only after (5). A rank that is stopped is not taken over: it may go on at any mo
 takes over waits until the process is dead, all of its threads.
 
 An optimizer that raises in (4) leaves the step half done, as in a single process: then `torn` is
-set, all ranks raise, and nothing is saved or handed over until a whole state has been loaded.
+set, all ranks raise, and nothing is saved or handed over until a whole state has been loaded. It
+is also set where a rank is lost while they load one.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ CHUNKS = 1 << 32
 """More chunks than a rank has: chunk c of step t is the number t * CHUNKS + c."""
 
 TORN = (
-    "the shared parameters are in the middle of a step of the optimizer: load a saved state "
-    "(trainer.load_state_dict), or run again with --resume"
+    "the shared parameters are in the middle of a step of the optimizer, or of loading a state: "
+    "load a saved state (trainer.load_state_dict), or run again with --resume"
 )
 
 POLL_SECONDS = 0.01
@@ -157,9 +158,9 @@ class StepLog:
         atomic_store(self._progress, rank, self._number(chunk + 1))
         pass_point("chunk")
 
-    def note_failure(self) -> None:
-        """Note that the optimizer has left a chunk half done."""
-        atomic_store(self._common, 1, self._step)
+    def mark_torn(self) -> None:
+        """Note that the optimizer has left a chunk half done, or a rank a loaded state."""
+        atomic_store(self._common, 1, 1)
 
     def finish(self, failure: Exception | None, about: str) -> Iterator[int]:
         """Do (5); yield each rank whose chunks this one has to finish.
@@ -224,9 +225,10 @@ class StepLog:
             raise WorkError(TORN)
 
     def mark_whole(self) -> None:
-        """Note that a whole state has been loaded; every rank does."""
+        """Note that all ranks have loaded a whole state; every rank does, before its next step."""
         self._decide(False)
-        atomic_store(self._progress, self._rank, self._number(self._chunks[self._rank]))
+        for rank, chunks in enumerate(self._chunks):
+            atomic_store(self._progress, rank, self._number(chunks))
         atomic_store(self._common, 1, 0)
 
     # --- words ---------------------------------------------------------------------------------
