@@ -89,13 +89,27 @@ def require_success(done: CompletedProcess[str], ranks: int = 3) -> None:
 
 
 def test_a_killed_rank_is_replaced(run, tmp_path):
-    done = run("--max", "3", KILLS="1:5:barrier")
+    seen = []  # of the newcomer
+
+    def observe(ranks, rounds, folder):
+        form_round = ranks.after_events
+
+        def form_and_observe():
+            error = form_round()
+            if 3 in ranks.outcomes:
+                seen.append((ranks.outcomes[3].is_outside, ranks.outcomes[3].rank_in_world))
+            return error
+
+        ranks.after_events = form_and_observe
+
+    done = run("--max", "3", watch=observe, KILLS="1:5:barrier")
     require_success(done)
     assert said(done) == [
         "member 1 was killed by SIGKILL",
         "round 1: 2 ranks",
         "round 2: 3 ranks, member 3 joined",
     ]
+    assert list(dict.fromkeys(seen)) == [(True, None), (False, 2)]
     first, second = read_rounds(done)
     assert first["operation"] == 5
     assert first["lost"] == [{"member": 1, "signal": 9}]

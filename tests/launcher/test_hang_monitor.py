@@ -233,6 +233,23 @@ def test_the_policy_decides_whether_a_hang_ends_the_launch(clock):
     assert error.rank == 1
 
 
+def test_nobody_waits_for_a_member_that_has_not_joined(clock):
+    """It is busy for as long as it takes, or stopped, and not the one that hangs."""
+    ranks = FakeRanks()
+    ranks.outcomes[0].is_outside = True
+    ranks.activities[1] = waiting_since(clock[0])
+    error = pass_time(clock, HangMonitor(ranks, ranks, HangPolicy(40.0, ends_launch=True)), 60)
+    assert error is not None
+    assert error.rank == 1
+    assert "rank 0" not in str(error)
+    ranks.activities[1] = Activity()
+    ranks.stopped.add(0)
+    monitor = HangMonitor(ranks, ranks, HangPolicy(40.0, ends_launch=True))
+    assert pass_time(clock, monitor, 60) is None
+    ranks.outcomes[0].is_outside = False
+    assert pass_time(clock, monitor, 60) is not None
+
+
 def test_a_stopped_rank_is_remarked_on_early_and_hangs_later(clock, capsys):
     ranks = FakeRanks()
     ranks.stopped.add(1)

@@ -364,6 +364,7 @@ class Rounds:
         self._round = self._round.follow(plan.members)
         for rank, member in enumerate(plan.members):
             self._ranks.outcomes[member].rank_in_world = rank
+            self._ranks.outcomes[member].is_outside = False
             self._ranks.send(member, {**message, "rank": rank})
         say(f"round {self.number}: {plan.describe()}")
 
@@ -400,7 +401,9 @@ class Rounds:
 
     def _start_newcomer(self, rank: int) -> int:
         environment = replace(self._environment, nprocs=rank + 1, store="")
-        return self._start_member(rank, {**environment.variables(rank), JOIN: "1"})
+        member = self._start_member(rank, {**environment.variables(rank), JOIN: "1"})
+        self._ranks.outcomes[member].is_outside = True
+        return member
 
     def _start_member(self, rank: int, variables: dict[str, str]) -> int:
         member, self._next_member = self._next_member, self._next_member + 1

@@ -81,6 +81,8 @@ class Outcome:
         is_replaced: Whether the launch goes on without it, in an elastic run.
         noun: What `rank` is: "rank", or "member" in an elastic run.
         rank_in_world: Its rank in the world, where `rank` is the number of a member.
+        is_outside: Whether it is a member that has not joined the others, which wait for it in
+            nothing.
     """
 
     rank: int
@@ -94,6 +96,7 @@ class Outcome:
     is_replaced: bool = False
     noun: str = "rank"
     rank_in_world: int | None = None
+    is_outside: bool = False
 
     @property
     def name(self) -> str:

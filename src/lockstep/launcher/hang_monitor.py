@@ -327,7 +327,7 @@ class HangMonitor:
             return None
         self._next_view = now + min(timeout / PAGE_INTERVALS, MAX_PAGE_INTERVAL)
         self.sample()
-        hang = find_hang(self._view(), timeout, self._returned())
+        hang = self._find_hang(self._view(), timeout)
         if hang is None or (self._hang is not None and hang.identity == self._hang.identity):
             if hang is None and self._hang is not None:
                 say("the ranks go on: none of them hangs any more")
@@ -407,6 +407,11 @@ class HangMonitor:
             snapshots.append(snapshot)
         return snapshots
 
+    def _find_hang(self, snapshots: Sequence[RankSnapshot], timeout: float) -> Hang | None:
+        outcomes = self._ranks.outcomes
+        inside = [each for each in snapshots if not outcomes[each.rank].is_outside]
+        return find_hang(inside, timeout, self._returned())
+
     def _sample_silent_ranks(self) -> None:
         """Take stacks of ranks that have published nothing since the previous sample."""
         silent = []
@@ -427,7 +432,7 @@ class HangMonitor:
         assert self._hang is not None
         snapshots, stacks = self._locate_all()
         # The hang with locations, and up to date: some rank may have gone on meanwhile.
-        hang = find_hang(snapshots, timeout, self._returned()) or self._hang
+        hang = self._find_hang(snapshots, timeout) or self._hang
         table = format_report(snapshots, stacks, hang.returned)
         report = f"{hang}; {hang.advice}\n{table}"
         say(report)
@@ -453,7 +458,7 @@ class HangMonitor:
         self._view()
         self._sample_silent_ranks()
         snapshots, stacks = self._locate_all()
-        hang = find_hang(snapshots, 0.0, self._returned())
+        hang = self._find_hang(snapshots, 0.0)
         table = format_report(snapshots, stacks, self._returned())
         return table if hang is None else f"{hang}; {hang.advice}\n{table}"
 
