@@ -20,7 +20,12 @@ $(BIN)/lockstep: pyproject.toml pytest-lockstep/pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable ./pytest-lockstep
 	@touch $@
 
-install: $(BIN)/lockstep ## put lockstep into .venv
+# The C++ sources change more often than the environment. Without the backend Gloo is used.
+$(VENV)/binding: $(BIN)/lockstep $(shell find src/lockstep/csrc -type f)
+	@test "$$LOCKSTEP_BUILD" = python || $(BIN)/lockstep build || true
+	@touch $@
+
+install: $(VENV)/binding ## put lockstep into .venv
 
 demo: install ## train on real handwritten digits with two processes
 	@$(BIN)/lockstep train digits -n 2
