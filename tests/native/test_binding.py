@@ -54,6 +54,12 @@ def test_nothing_built(folders, monkeypatch):
     assert why() == "it has not been built for torch 2.13.0 yet: run `lockstep build`"
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert why().endswith(": install a C++ compiler (such as g++), then run `lockstep build`")
+
+    def fail():
+        raise PermissionError(13, "Permission denied", "/csrc/heap.cpp")
+
+    monkeypatch.setattr(binding, "current_key", fail)
+    assert why().startswith("the C++ source /csrc/heap.cpp cannot be read (Permission denied): ")
     monkeypatch.setattr(sys, "platform", "darwin")
     assert why() == "it needs Linux, and this is darwin: use gloo"
 

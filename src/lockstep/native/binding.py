@@ -81,7 +81,11 @@ def find_bindings() -> list[Path]:
     """
     if sys.platform != "linux":
         raise BindingError(f"it needs Linux, and this is {sys.platform}", "use gloo")
-    cache, wanted = get_cache_folder(), current_key()
+    try:
+        cache, wanted = get_cache_folder(), current_key()
+    except OSError as error:
+        reason = f"the C++ source {error.filename} cannot be read ({error.strerror})"
+        raise BindingError(reason, "correct its permissions or reinstall torch-lockstep") from None
     untrusted = reason_not_trusted(cache.parent) or reason_not_trusted(cache)
     in_cache = {} if untrusted else list_bindings(cache, is_trusted=False)
     in_package = list_bindings(PACKAGE_FOLDER, is_trusted=True)
