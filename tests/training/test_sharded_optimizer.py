@@ -594,6 +594,8 @@ def test_an_error_of_the_optimizer_is_told_until_a_state_is_loaded(ranks, tmp_pa
             lambda: trainer.step(labelled(16).tensors),
             lambda: trainer.step(labelled(16).tensors),
             trainer.state_dict,
+            trainer.digest,
+            trainer.optimizer_digest,
             lambda: trainer.save_weights(tmp_path / "weights.safetensors"),
         ]:
             with pytest.raises(WorkError, match="in the middle of a step") as raised:

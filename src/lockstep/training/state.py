@@ -152,6 +152,7 @@ class TrainingState:
 
     def optimizer_digest(self) -> str:
         """Return the SHA-256 over the optimizer's state."""
+        self._require_whole()
         if self.placement is None:
             return digest(self._optimization.tensors(self._names))
         optimizer = self._optimization.optimizer

@@ -10,9 +10,10 @@
 (8) commit      any other optimizer, the average of the weights, the schedule
 
 If float16 gradients overflowed, (7) and (8) do nothing. An exception before (8) leaves parameters,
-buffers and optimizer state as they were, apart from one that the optimizer raises in (7). In an
-elastic run (1) to (7) are undone and repeated where a rank is lost
-(`lockstep.elastic.membership`), unless all have passed (7).
+buffers and optimizer state as they were, unless the ranks have decided on the step in (7): then
+it is finished and a rank was lost, or the optimizer has raised in the middle. In an elastic run
+(1) to (7) are undone and repeated where a rank is lost (`lockstep.elastic.membership`), unless
+all have passed (7).
 """
 
 from __future__ import annotations
