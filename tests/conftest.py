@@ -42,14 +42,21 @@ def pytest_configure() -> None:
 
 LONG = (
     "tests/csrc/",
+    "tests/comm/test_contract",
     "tests/commands/test_check",
     "tests/commands/test_train",
     "tests/examples/",
+    "tests/launcher/test_hang_monitor",
+    "tests/pipeline/test_pipeline",
+    "tests/replay/test_bisect",
     "tests/training/test_bugs",
+    "tests/training/test_guarantee",
     "tests/training/test_random",
     "tests/training/test_resum",
-    "tests/training/test_saved",
+    "tests/training/test_rounds",
+    "tests/training/test_sharded",
     "tests/training/test_trainer",
+    "pytest-lockstep/",
 )
 """Files whose few tests take long: where several run at a time, these must not come last."""
 

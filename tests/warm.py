@@ -11,6 +11,11 @@ imports torch for two seconds. Here both are forks:
 The program runs in a process of its own, is waited for, signalled and killed as any other. What
 differs: it has imported torch, and its fork server does not read `PYTHON...` and `TORCH...`
 variables anew. `subprocess` proves the rest (`tests/launcher/test_launch_script.py`).
+
+The fork server of the tests' own process is such a program too (`spawn_fork_server`), unless one
+of the variables that it reads once is another one now; `tests/launcher/test_fork_server.py` proves
+the real one. A program that has threads when it starts its fork server, or that runs pytest, is
+not what that may be a fork of: `SparePopen` forks the server before the program begins.
 """
 
 from __future__ import annotations
