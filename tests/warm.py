@@ -50,6 +50,7 @@ PRELOADED = (
     "lockstep.replay.session",
     "cloudpickle",
     "encodings.idna",
+    "functorch.compile",
     "pytest",
     "torch._dynamo",
     "torch._subclasses.schema_check_mode",
