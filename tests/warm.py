@@ -46,6 +46,7 @@ PRELOADED = (
     "lockstep.launcher.fork_server_main",
     "lockstep.launcher.launch_script",
     "lockstep.launcher.world",
+    "lockstep.native.binding",
     "lockstep.training.trainer",
     "lockstep.replay.session",
     "cloudpickle",

@@ -32,6 +32,7 @@ PRELOADED = (
     "torch.distributed",
     "cloudpickle",
     "lockstep.launcher.rendezvous",
+    "lockstep.native.binding",
     "pytest_lockstep.rank",
 )
 # By the first step of any optimizer, and by any mode of torch's dispatcher: 1.4 s.

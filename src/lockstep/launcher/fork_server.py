@@ -37,7 +37,7 @@ READ_LATER = ("TORCHELASTIC_", "TORCHINDUCTOR_")
 OPEN_FILES = 16  # that the launcher needs at most, and ...
 OPEN_FILES_PER_RANK = 6  # ... for each rank: pipes, sockets, stack, activity page and log
 
-PRELOADED = ("lockstep.launcher.world", "cloudpickle")
+PRELOADED = ("lockstep.launcher.world", "lockstep.native.binding", "cloudpickle")
 # The first step of any optimizer imports torch._dynamo, in 1.4 s of processor time, and the
 # trainer's modules take 0.3 s: once here, or in every rank.
 PRELOADED_FOR_TRAINING = ("torch._dynamo", "lockstep.training.trainer")
