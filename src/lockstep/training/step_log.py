@@ -92,8 +92,8 @@ class StepLog:
         self._group = group
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         words = create_group_tensor(4 * self._ranks + 2, torch.int64, group)
-        *self._by_rank, self._common = words.split([self._ranks] * 4 + [2])
-        self._ready, self._saved, self._progress, self._owner = self._by_rank
+        parts = words.split([self._ranks] * 4 + [2])
+        self._ready, self._saved, self._progress, self._owner, self._common = parts
         self._areas = torch.empty(self._ranks, 0, dtype=torch.uint8)
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._step, self._chunks, self.is_committed = 0, [0] * self._ranks, False
@@ -119,8 +119,9 @@ class StepLog:
             chunks: The number of chunks of each rank.
             about: What the step is, for messages.
         """
-        self._step, self._chunks, self.is_committed = self._step + 1, list(chunks), False
-        self._lost = None
+        # The step after the last decision, also on a rank that was interrupted in one before.
+        self._step = atomic_load(self._common, 0) // 2 + 1
+        self._chunks, self.is_committed, self._lost = list(chunks), False, None
         atomic_store(self._ready, self._rank, self._step)
         pass_point("ready")
         try:
@@ -239,8 +240,7 @@ class StepLog:
     def _decide(self, can_commit: bool) -> bool:
         """Decide on the step unless that was done, and return whether it is committed.
 
-        Nobody is a step ahead of a rank that is not ready, so the word is that of this step or of
-        the one before.
+        A later step is decided only after this one is finished or aborted.
         """
         committed, aborted = 2 * self._step, 2 * self._step + 1
         wanted = committed if can_commit else aborted
@@ -271,7 +271,8 @@ class StepLog:
 
     def _holder(self, rank: int) -> int:
         """Return the rank that finishes the chunks of `rank`: itself, or who has taken over."""
-        return atomic_load(self._owner, rank) - 1 if atomic_load(self._owner, rank) else rank
+        taken = atomic_load(self._owner, rank)
+        return taken - 1 if taken else rank
 
     def _claim(self, rank: int) -> bool:
         """Take over the chunks of a rank whose process is dead, and with it who took them over."""
