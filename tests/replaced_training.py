@@ -2,7 +2,8 @@
 
 KILLS lists where: "forward:5:1" is in the forward of step 5 on rank 1; each kills once. Of the
 ranks that one entry names ("forward:5:1,2") the first one that comes there kills all. With STOPS,
-the launcher is asked to stop at the same moment.
+the launcher is asked to stop at the same moment. With SCALE, it is asked for that many ranks after
+step 4.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ import warm
 CLI = [sys.executable, "-c", "from lockstep.cli import main; main()", "run"]
 
 SCRIPT = """
-import json, os, signal
+import json, os, signal, time
 from functools import partial
 from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 import lockstep as ls
+from lockstep.elastic.membership import membership
+from lockstep.elastic.scale_request import request_ranks
 
 LAYOUT, FORM = json.loads(os.environ["LAYOUT"]), os.environ["FORM"]
 KILLS = [kill.split(":") for kill in os.environ.get("KILLS", "").split()]
@@ -82,6 +85,19 @@ def data(samples, seed):
     return TensorDataset(inputs, torch.randint(0, 4, (samples,), generator=generator))
 
 
+def scale():
+    "Ask for another number of ranks, once, and go on when the launcher has said so to rank 0."
+    if "SCALE" not in os.environ or trainer.steps != 5 or Path("scaled").exists():
+        return
+    if ls.rank() == 0:
+        request_ranks(Path(os.environ["LOCKSTEP_RUN"]), int(os.environ["SCALE"]))
+        deadline = time.monotonic() + 60
+        while not membership().poll():
+            assert time.monotonic() < deadline, "the request was not read"
+            time.sleep(0.002)
+        Path("scaled").touch()
+
+
 Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
 ls.init(backend=LAYOUT.get("backend"), timeout=60)
 torch.manual_seed(1)
@@ -128,6 +144,7 @@ with made:
                         step.backward(judge(model(inputs).detach()).square().mean())
             made.step(batch)
             at("body")
+            scale()
         seen.append(made.evaluate(data(20, 6), 10).loss.hex())
     digest = made.digest()
     found = [digest, made.optimizer_digest(), made.steps, *seen]

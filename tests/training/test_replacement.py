@@ -99,6 +99,24 @@ def test_two_trainers_and_a_kill_before_there_are_any(tmp_path, undisturbed):
     require_repeated_work(found)
 
 
+def test_another_number_of_ranks_costs_no_step(tmp_path, undisturbed):
+    """Nobody has died: all are at a safe point, and hand over what they have there."""
+    begin = ["--min", "1", "--max", "4", "train.py"]
+    status, output, errors = run(tmp_path, begin, "", "one", {"stages": 2}, SCALE="2")
+    assert status == 0, errors
+    assert (tmp_path / "scaled").exists()
+    found = read_training(tmp_path, output, errors)
+    require_same(found, undisturbed["one"])
+    (line,) = found.rounds
+    assert (line["step"], line["world_size"], line["lost"], line["left"]) == (
+        6,
+        2,
+        [],
+        [0, 1, 2, 3],
+    )
+    assert sources(found) == ["step 6, handed over by members 0 and 1"]
+
+
 @pytest.mark.parametrize("point", ["forward:5:1", "stepped:5:1"])
 def test_a_state_that_nobody_reads_because_the_run_stops_is_a_checkpoint(
     tmp_path, undisturbed, point

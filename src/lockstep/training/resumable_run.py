@@ -436,9 +436,9 @@ class ResumableRun:
         if self._checkpoints is not None:
             self._save_if_wanted(self._checkpoints, ask)
         member = membership()
-        # A flag of an earlier round was overtaken by the loss of a rank.
-        if member is not None and self._admits == member.round:
+        if member is not None and self._admits == member.round:  # others were overtaken by a loss
             self._admits = -1
+            self._note_safe_point(epoch)  # where processes cannot stay, they hand over
             member.admit()
         self._note_safe_point(epoch)  # last: saving a checkpoint takes operations of its own
 
