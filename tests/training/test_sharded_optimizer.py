@@ -278,6 +278,15 @@ class DeclaredSigns(Signs):
     lockstep_elementwise = True
 
 
+class Turning(DeclaredSigns):
+    """Keeps an integer in its first step, and a fraction from then on."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state["rate"] = state["rate"] * 0.5 if "rate" in state else 1
+
+
 def test_an_optimizer_of_ones_own_where_it_is_declared(ranks):
     def train(shared):
         trainer = trainer_of(shared, optimizer=DeclaredSigns)
@@ -314,6 +323,10 @@ def test_what_cannot_be_shared_is_refused_by_name(ranks):
                     small(), nn.CrossEntropyLoss(), microbatches=4, storage="shared", **options
                 )
             told.append(str(raised.value))
+        turning = trainer_of(True, optimizer=Turning)
+        turning.step(labelled(16).tensors)
+        with pytest.raises(WorkError, match=r"Turning keeps 'rate' as 0\.5, and kept torch\.int64"):
+            turning.step(labelled(16).tensors)
         with pytest.raises(LayoutError, match='storage="shared" is for whole models'):
             trainer_of(True, pipeline=ls.PipelineConfig(stages=2))
         return told

@@ -330,8 +330,14 @@ class ShardedOptimizer:
             if isinstance(value, torch.Tensor):
                 place.copy_(value)
                 state[key] = place
-            else:
+            elif NUMBERS.get(type(value)) == place.dtype:
                 place.fill_(value)
+            else:
+                raise UsageError(
+                    f"{type(self._optimizer).__name__} keeps {key!r} as {value!r}, and kept "
+                    f"{place.dtype} in its first step, which cannot be shared: always keep the "
+                    'same type, or train with storage="replicated"'
+                )
 
     def _read_places(self, piece: Piece) -> dict[str, Any]:
         """Return what the optimizer keeps for a piece."""
