@@ -127,8 +127,7 @@ def spawn_fork_server(
     for_training: bool = False,
 ) -> fork_server.ForkServer:
     """As Lockstep's own function, in a warm process unless it would read other variables."""
-    _get_template()
-    if path or _read_once(os.environ if environ is None else environ) != _variables:
+    if path or not _has_read(os.environ if environ is None else environ):
         return SPAWN_FORK_SERVER(call, path=path, environ=environ, for_training=for_training)
     ours, theirs = open_pair()
     with open(os.devnull, "rb") as nothing:
@@ -146,6 +145,14 @@ def spawn_fork_server(
 def get_template_pid() -> int | None:
     """Return the process id of the template; None if there is none."""
     return None if _template is None else _template[0]
+
+
+def _has_read(environ: Mapping[str, str]) -> bool:
+    """Return whether the template has read the variables that a new fork server would read."""
+    if sys.platform != "linux":
+        return False
+    _get_template()
+    return _read_once(environ) == _variables
 
 
 def _read_once(environ: Mapping[str, str]) -> dict[str, str]:
