@@ -37,7 +37,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.launcher import fork_server
+from lockstep.launcher import fork_server, stacks
 from lockstep.launcher.channel import Channel, open_channel, open_pair, read_memfd, write_memfd
 
 PRELOADED = (
@@ -57,6 +57,9 @@ PRELOADED = (
     "torch._subclasses.schema_check_mode",
 )
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # of prctl
+
+# The frames of this file are below those of every rank, and no user's.
+stacks.NOT_USER_CODE = (*stacks.NOT_USER_CODE, __file__)
 
 READ_LATER = ("OMP_NUM_THREADS",)
 SPAWN_FORK_SERVER = fork_server.spawn_fork_server
