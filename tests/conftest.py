@@ -204,6 +204,7 @@ def _processes(others: Collection[str] = ()) -> dict[str, str]:
     What `others` start is theirs: a browser that a whole module uses opens, renames and ends
     renderers when it likes.
     """
+    warm.reap_adopted()
     kept = {get_fork_server_pid(), warm.get_template_pid(), _resource_tracker()}
     found: dict[str, str] = {}
     waiting = [str(os.getpid())]

@@ -67,6 +67,7 @@ SPAWN_FORK_SERVER = fork_server.spawn_fork_server
 _template: tuple[int, Channel] | None = None
 _variables: dict[str, str] = {}  # that it has read
 _starting = threading.Lock()
+_adopted: set[int] = set()
 
 
 class Popen(subprocess.Popen[Any]):
@@ -190,6 +191,7 @@ def _start(
     work = write_memfd(json.dumps(order).encode())
     channel = _get_template()
     with _starting:
+        before = _list_children()
         _adopt_orphans(True)
         try:
             channel.send({"kind": "start"}, [work, *descriptors])
@@ -199,7 +201,42 @@ def _start(
             os.close(work)
     assert received is not None, "the template process has exited"
     pid: int = received[0]["pid"]
+    others = _list_children() - before - {pid}
+    _adopted.update(each for each in others if _is_of_another_session(each))
     return pid
+
+
+def reap_adopted() -> None:
+    """Wait for orphans that became children of this process while a program was started.
+
+    A fork server that is replaced exits at that moment, and leaves what its ranks have started.
+    """
+    for pid in list(_adopted):
+        try:
+            has_ended = os.waitpid(pid, os.WNOHANG)[0] == pid
+        except ChildProcessError:
+            has_ended = True
+        if has_ended:
+            _adopted.discard(pid)
+
+
+def _list_children() -> set[int]:
+    if sys.platform != "linux":
+        return set()
+    found = set()
+    for task in os.listdir("/proc/self/task"):
+        try:
+            found |= set(map(int, Path(f"/proc/self/task/{task}/children").read_text().split()))
+        except OSError:  # the thread has ended
+            continue
+    return found
+
+
+def _is_of_another_session(pid: int) -> bool:
+    try:
+        return os.getsid(pid) != os.getsid(0)
+    except ProcessLookupError:
+        return False
 
 
 def _adopt_orphans(adopts: bool) -> None:
