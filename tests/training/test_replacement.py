@@ -92,10 +92,12 @@ def test_two_trainers_and_a_kill_before_there_are_any(tmp_path, undisturbed):
     require_same(found, undisturbed["two"])
     advice = "; pass checkpoint=ls.CheckpointConfig() to the trainer"
     beginning = "the beginning: no checkpoint"
-    *first, second, third = sources(found)
-    assert first == [beginning + advice, beginning]
-    assert second == "step 5, handed over by member 2"
-    assert third in (second, "step 5, handed over by member 5")  # which may be at step 5 already
+    first, second, *others = sources(found)
+    assert [first, second] == [beginning + advice, beginning]
+    # Of the last round's two processes one may be at step 5 again when the other one is killed,
+    # which may be before it has said from what it goes on.
+    assert len(others) in (1, 2)
+    assert {*others} <= {f"step 5, handed over by member {member}" for member in (2, 5)}
     require_repeated_work(found)
 
 
