@@ -43,7 +43,7 @@ class RoundOrigin:
         round: The number of the round that they begin.
         lost: The members that died: [{"member": 2, "signal": 9}].
         joined: The members of the round, which are all new.
-        left: The members of the last round that were alive.
+        left: The members of the last round that were not lost.
         noticed: When the death was noticed, as Unix time.
         interrupted: When training stopped, as Unix time: before `noticed` if rounds since then
             ended before their processes had come to where training stopped.

@@ -454,7 +454,8 @@ class Rounds:
             **end,
             interrupted=self._interrupted,
             joined=[*range(self._next_member, self._next_member + world_size)],
-            left=self._alive,
+            # Also those that have ended by themselves, after they had handed over their state.
+            left=[member for member in self.members if member not in self._round.lost],
             writers=self._states.writers,
             state=self._states.handed_over,
         )
