@@ -126,7 +126,8 @@ made = ls.Trainer(
     microbatches=4, seed=3, max_grad_norm=1.0, ema_decay=0.9, loggers="recorded",
     extra_modules=[judge] if FORM == "two" else [],
     storage=LAYOUT.get("storage", "replicated"), checkpoint=checkpoint, progress=False,
-    pipeline=ls.PipelineConfig(stages=LAYOUT.get("stages", 1)),
+    # A probe in each stage: a measured partition may leave a rank without one.
+    pipeline=ls.PipelineConfig(stages=2, balance=[3, 5]) if LAYOUT.get("stages") else None,
 )
 trainer = made
 if LAYOUT.get("mirror"):
