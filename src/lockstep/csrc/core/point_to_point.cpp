@@ -1,10 +1,8 @@
 #include "point_to_point.h"
 
 #include <pthread.h>
-#include <sys/uio.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <utility>
 
@@ -16,14 +14,13 @@ namespace lockstep {
 
 using std::chrono::milliseconds;
 
-PointToPoint::PointToPoint(Group& group) : group_(group), rank_(group.rank()), size_(group.size()) {
+PointToPoint::PointToPoint(Group& group)
+    : group_(group), rank_(group.rank()), size_(group.size()), peer_memory_(group) {
   const auto n = static_cast<size_t>(size_);
   unexpected_.resize(n);
   bounce_receives_.resize(n);
   pending_sends_.resize(n);
   rendezvous_sends_.resize(n);
-  const char* no_read = std::getenv("LOCKSTEP_NO_READ");  // tests: use the bounce buffers
-  can_read_memory_.assign(n, no_read && *no_read ? 2 : 0);
   group_.make_progress = [this] {
     if (unfinished_.load(std::memory_order_relaxed) != 0) progress();
   };
@@ -469,48 +466,9 @@ bool PointToPoint::copy_from_sender(const MessagePtr& message, int source, const
   std::atomic<uint8_t>& ticket = channel(source, rank_).tickets[cell.ticket];
   uint8_t state = kOpen;
   if (!ticket.compare_exchange_strong(state, kReading)) return false;
-  if (copy_from_segment(cell, message->data) || copy_from_process(source, cell, message->data))
-    return true;
+  if (peer_memory_.read(source, cell, message->data)) return true;
   ticket.store(kOpen);
   return false;
-}
-
-bool PointToPoint::copy_from_segment(const Cell& cell, char* to) {
-  if (!cell.buffer.is_shared()) return false;
-  try {
-    copy_bytes(to, group_.peer_mappings().map(cell.buffer, cell.bytes), cell.bytes);
-    return true;
-  } catch (const CommError&) {
-    return false;  // no free file descriptor, or the sender has died: try the other ways
-  }
-}
-
-static bool read_memory(int pid, uint64_t address, char* to, uint64_t bytes) {
-  while (bytes > 0) {
-    iovec local{to, bytes};
-    iovec remote{reinterpret_cast<void*>(address), bytes};
-    const ssize_t got = process_vm_readv(pid, &local, 1, &remote, 1, 0);
-    if (got <= 0) return false;
-    to += got;
-    address += static_cast<uint64_t>(got);
-    bytes -= static_cast<uint64_t>(got);
-  }
-  return true;
-}
-
-bool PointToPoint::copy_from_process(int source, const Cell& cell, char* to) {
-  uint8_t& can_read = can_read_memory_[static_cast<size_t>(source)];
-  RankState& state = group_.rank_state(source);
-  if (can_read == 0) {
-    // The kernel may forbid it, or the pid may name another process in this PID namespace.
-    Nonce probe;
-    can_read = read_memory(state.pid, state.probe_address, reinterpret_cast<char*>(&probe),
-                           sizeof probe) &&
-                       probe == state.probe
-                   ? 1
-                   : 2;
-  }
-  return can_read == 1 && read_memory(state.pid, cell.address, to, cell.bytes);
 }
 
 void PointToPoint::close_ticket(int source, const Cell& cell, TicketState result) {

@@ -38,6 +38,7 @@
 #include "channel.h"
 #include "group.h"
 #include "message_matching.h"
+#include "peer_memory.h"
 #include "threads.h"
 
 namespace lockstep {
@@ -131,8 +132,6 @@ class PointToPoint {
   void deliver(const MessagePtr& message, int source, const Cell& cell, const char* payload,
                Messages& finished);
   bool copy_from_sender(const MessagePtr& message, int source, const Cell& cell);
-  bool copy_from_segment(const Cell& cell, char* to);
-  bool copy_from_process(int source, const Cell& cell, char* to);
   void close_ticket(int source, const Cell& cell, TicketState result);
   void receive_through_bounce_buffer(int source, Messages& finished);
   void send_to(int target, Messages& finished);
@@ -148,7 +147,7 @@ class PointToPoint {
   std::vector<std::deque<BounceReceive>> bounce_receives_;  // by source
   std::vector<std::deque<MessagePtr>> pending_sends_;       // found no free cell; by target
   std::vector<std::list<MessagePtr>> rendezvous_sends_;     // announced; by target
-  std::vector<uint8_t> can_read_memory_;  // by source: 0 unknown, 1 yes, 2 no
+  PeerMemory peer_memory_;
   Messages background_;                   // see `progress_in_background`
   int sleeping_collectives_ = 0;          // threads asleep in a collective
   bool stopping_ = false;
