@@ -19,6 +19,7 @@ from setuptools import Command, Distribution, setup
 from setuptools.command.build import build
 
 SOURCE = Path(__file__).parent / "src"
+# The package is not installed yet. These modules need the standard library only.
 sys.path.insert(0, str(SOURCE))
 
 from lockstep.native.binding_folder import lock_folder, remove_folder, write_reason  # noqa: E402

@@ -166,7 +166,7 @@ def test_a_prepared_operation_follows_the_decision(harness: Harness, commit: boo
 
 
 class Clock:
-    """Stands in for `time`, and moves on only when it is told to."""
+    """Replaces `time`; its clock advances only when a test sets it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -182,7 +182,7 @@ class Clock:
 def test_repeated_work_ends_with_the_loss_of_a_rank(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, fails: bool, undone: float
 ) -> None:
-    """Here or in the launcher, whoever notices it first; the rest is the pause, also twice."""
+    """The loss is noticed here or in the launcher; the rest is the pause, also twice."""
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     attempts = [2.0, 1.0]

@@ -585,7 +585,7 @@ def test_a_rank_that_stops_and_goes_on_is_not_taken_over(
     expected = digests["AdamW"][2 if POINTS[point] == "after" else 1]
     for rank, note in zip("012", read_notes(tmp_path, "012"), strict=True):
         parameters, state, claims, told = note
-        assert told, rank  # all are told that the ranks are no longer together
+        assert told, rank  # every rank raises: the group is gone
         assert claims == 0
         if is_unfinished and rank != "1":
             assert parameters == "torn"

@@ -112,7 +112,7 @@ class Units:
         key = key_prefix(self._seed, step, microbatch)
         self._now = UnitCalls(key, [[] for _ in self.modules], last_call)
         seed_all(key(BEFORE))
-        if self._device.type != "cpu":
+        if self._device.type != "cpu":  # seed_all has seeded the CPU's generator
             self._seed_unit(BEFORE)
 
     def begin_loss(self, last_call: int | None = None) -> None:

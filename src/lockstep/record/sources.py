@@ -68,7 +68,7 @@ def _find_files() -> list[str]:
     modules = [getattr(each, "__dict__", {}) for each in list(sys.modules.values())]
     files = [sys.argv[0], *(each.get("__file__") for each in modules)]
     python = [each for each in files if isinstance(each, str) and each.endswith(".py")]
-    # Most of thousands are not: they are told apart before their paths take milliseconds.
+    # First, because resolving the paths of thousands of library files takes milliseconds.
     python = [each for each in python if is_user_code(each) or os.pardir in each]
     started = find_started_folder()
     paths = (os.path.normpath(os.path.join(started, each)) for each in python)

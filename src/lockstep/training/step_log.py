@@ -14,7 +14,7 @@ tell how far each of them is, and what they have decided:
     (5)        exchange: did all go well?
 
 Nothing has been written at (2), so a step that is aborted has not begun. One that is committed
-is finished, whoever dies: where the exchange (5) finds a rank lost, some survivor takes over.
+is always completed: where the exchange (5) finds that a rank was lost, a survivor takes over.
 
     r is killed   owner[r]: r -> survivor s, by compare-and-exchange
                   saved[r] == (t, c) == progress[r]: s restores chunk c, which r may have stepped
@@ -23,8 +23,8 @@ is finished, whoever dies: where the exchange (5) finds a rank lost, some surviv
     the others    wait until all chunks are done, with the timeout of the group
 
 The gradients of r are in memory that its peers have mapped, and step t + 1 overwrites gradients
-only after (5). A rank that is stopped is not taken over: it may go on at any moment. So whoever
-takes over waits until the process is dead, all of its threads.
+only after (5). A rank that is stopped is not taken over, because it may go on at any moment: a
+survivor takes over only when all threads of the process have ended.
 
 An optimizer that raises in (4) leaves the step half done, as in a single process: then `torn` is
 set, all ranks raise, and nothing is saved or handed over until a whole state has been loaded. It
