@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-ROOT = Path(__file__).parent.parent
+from tools.wheels import RUNNING
+
 PACKAGES = Path(sysconfig.get_path("purelib"))
 LEFT_OUT = ("torch_lockstep-", "pytest_lockstep", "__editable__", "ninja", "wheel")
 BUILD_TOOLS = ("setuptools", "_distutils_hack", "pkg_resources")  # what an isolated build has
@@ -43,7 +44,7 @@ class Environment:
 
     Args:
         folder: Where it is.
-        variables: Environment variables of its programs, besides PATH, HOME and the like.
+        variables: Environment variables of its programs, besides PATH, LANG, TMPDIR and HOME.
     """
 
     folder: Path
@@ -57,8 +58,7 @@ class Environment:
     @property
     def site_packages(self) -> Path:
         """Where packages are installed."""
-        version = "{}.{}".format(*sys.version_info)
-        return self.folder / "lib" / f"python{version}" / "site-packages"
+        return self.folder / "lib" / f"python{RUNNING}" / "site-packages"
 
     def unpack(self, wheel: Path) -> None:
         """Install a wheel as pip does, without its scripts."""
@@ -136,15 +136,6 @@ def pretend_torch(environment: Environment, version: str) -> None:
         "__version__ = .*", f"__version__ = {version!r}", (real / "version.py").read_text()
     )
     (link / "version.py").write_text(text)
-
-
-def copy_sources(folder: Path) -> Path:
-    """Copy what a build of the package needs, so that a build leaves nothing in the checkout."""
-    built = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so", "bindings")
-    shutil.copytree(ROOT / "src", folder / "src", ignore=built)
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    return folder
 
 
 def build(

@@ -22,15 +22,14 @@ import torch
 
 from environments import (
     BUILD_TOOLS,
-    ROOT,
     Environment,
     build,
-    copy_sources,
     make_environment,
     pretend_torch,
 )
 from lockstep.comm import backend
 from lockstep.native.binding import find_bindings
+from tools.wheels import ROOT, copy_sources
 
 needs_binding = pytest.mark.skipif(
     not backend.available(), reason="the extension is not built here"

@@ -30,10 +30,12 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 __all__ = [
+    "ROOT",
     "RUNNING",
     "WheelError",
     "build",
     "choose",
+    "copy_sources",
     "is_for",
     "list_bindings",
     "merge",
@@ -196,7 +198,7 @@ def _build_one(version: str, python: str, folder: Path) -> Path:
     """Return a wheel with the binding of one torch, built from a source distribution."""
     what = f"the wheel for torch {version} is not built"
     own = folder / f"build-{version}"
-    _run([python, "-c", SDIST, str(own)], what, cwd=_copy_sources(own / "tree"))
+    _run([python, "-c", SDIST, str(own)], what, cwd=copy_sources(own / "tree"))
     (archive,) = own.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         file.extractall(own, filter="data")
@@ -210,8 +212,8 @@ def _build_one(version: str, python: str, folder: Path) -> Path:
     return wheel
 
 
-def _copy_sources(folder: Path) -> Path:
-    """Copy the sources without what was built in them."""
+def copy_sources(folder: Path) -> Path:
+    """Copy what a build of the package needs, so that a build leaves nothing in the checkout."""
     built = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so", "bindings")
     shutil.copytree(ROOT / "src", folder / "src", ignore=built)
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):

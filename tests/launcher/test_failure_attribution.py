@@ -12,7 +12,6 @@ from lockstep.launcher.failure_attribution import (
     explain_sigkill,
     find_first_failure,
     find_same_failures,
-    format_ranks,
     is_lost_peer,
     is_oom_killed,
     make_rank_error,
@@ -157,14 +156,6 @@ def test_the_error_has_only_the_first_line_of_a_long_message():
         str(make_rank_error([raised(0, 1.0, "one\ntwo")]))
         == "rank 0 raised ValueError: one (train.py:3)"
     )
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [([2], "rank 2"), ([0, 2], "ranks 0 and 2"), ([0, 1, 2], "ranks 0, 1 and 2")],
-)
-def test_format_ranks(ranks, words):
-    assert format_ranks(ranks) == words
 
 
 LOG = """\

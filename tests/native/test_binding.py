@@ -27,9 +27,7 @@ def folders(tmp_path, monkeypatch):
     monkeypatch.setattr(binding, "current_key", lambda: KEY)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("CXX", "sh")
-    load_binding.cache_clear()
-    yield cache, package
-    load_binding.cache_clear()
+    return cache, package
 
 
 def add(folder: Path, key: BindingKey) -> Path:

@@ -13,8 +13,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from environments import ROOT
 from tools.wheels import (
+    ROOT,
     RUNNING,
     WheelError,
     build,

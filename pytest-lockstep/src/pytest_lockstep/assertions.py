@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.checksum import checksum
-from lockstep.launcher.failure_attribution import format_ranks
+from lockstep.formatting import format_numbered
 from pytest_lockstep.runner import run
 
 __all__ = ["assert_same_bits", "assert_same_on_ranks", "assert_width_invariant"]
@@ -67,7 +67,7 @@ def assert_same_on_ranks(tensors: Tensors, group: dist.ProcessGroup | None = Non
     difference = _describe_difference(
         values[0], values[others[0]], f"rank {ranks[0]}", f"rank {ranks[others[0]]}"
     )
-    who = format_ranks([ranks[index] for index in others])
+    who = format_numbered("rank", [ranks[index] for index in others])
     raise AssertionError(
         f"{name or 'the tensor'} on {who} differs from that on rank {ranks[0]}: {difference}"
     )

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.formatting import format_numbered
 from lockstep.launcher.failure_attribution import (
     Outcome,
     describe_end,
     find_first_failure,
     find_same_failures,
-    format_ranks,
     make_rank_error,
 )
 from pytest_lockstep.rank_order import Result
@@ -85,7 +85,7 @@ def describe_failure(
     return Failure(
         sentence=str(error),
         rank=first.rank,
-        others=tuple(f"{format_ranks(ranks)} {state}" for state, ranks in lines.items()),
+        others=tuple(f"{format_numbered('rank', ranks)} {state}" for state, ranks in lines.items()),
         report=details.get("report"),
         kind=details.get("class", ""),
     )

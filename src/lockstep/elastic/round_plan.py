@@ -27,8 +27,8 @@ __all__ = [
     "Restart",
     "choose_world_size",
     "has_to_be_replaced",
+    "plan_round",
 ]
-__all__ += ["plan_round"]
 
 
 @dataclass(frozen=True)

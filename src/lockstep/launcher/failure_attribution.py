@@ -33,7 +33,6 @@ __all__ = [
     "find_early_exit",
     "find_first_failure",
     "find_same_failures",
-    "format_ranks",
     "is_consequence",
     "is_lost_peer",
     "make_rank_error",
@@ -301,11 +300,6 @@ def _describe_exception(error: dict[str, Any]) -> str:
     said = str(error["message"]).strip().partition("\n")[0]
     where = f" ({error['where']})" if error["where"] else ""
     return f"raised {error['type']}" + (f": {said}" if said else "") + where
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 2", "ranks 0 and 2", "ranks 0, 1 and 2"."""
-    return format_numbered("rank", ranks)
 
 
 def signal_name(number: int) -> str:

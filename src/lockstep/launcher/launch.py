@@ -17,9 +17,10 @@ from types import FrameType
 from typing import Any, Literal, TypeVar, overload
 
 from lockstep.errors import RankError, UsageError
+from lockstep.formatting import format_numbered
 from lockstep.launcher.channel import Message, write_memfd
 from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment, read_rank_info
-from lockstep.launcher.failure_attribution import STOPPED, format_ranks
+from lockstep.launcher.failure_attribution import STOPPED
 from lockstep.launcher.fork_server import (
     ForkServer,
     check_open_files,
@@ -120,7 +121,7 @@ class ProcessContext:
             error = self._wait(min(limits) if limits else None)
         except TimeoutError:
             if self._deadline is None or time.monotonic() < self._deadline:
-                late = format_ranks(self._ranks.running)
+                late = format_numbered("rank", self._ranks.running)
                 raise TimeoutError(f"{late} did not return within {timeout:g} s") from None
             error = self._end_late_ranks()
         except BaseException:
@@ -166,7 +167,7 @@ class ProcessContext:
         places = {rank: self._ranks.probes.locate(rank) for rank in running}
         where = ", ".join(f"rank {rank} was {place}" for rank, place in places.items() if place)
         error = RankError(
-            f"{format_ranks(running)} had not returned after {self._timeout:g} s and "
+            f"{format_numbered('rank', running)} had not returned after {self._timeout:g} s and "
             f"{'was' if len(running) == 1 else 'were'} ended" + (f" ({where})" if where else "")
         )
         error.rank = running[0]
@@ -397,7 +398,7 @@ def _values(ranks: RankSupervisor) -> list[Any]:
     silent = [rank for rank in ranks.outcomes if rank not in ranks.values]
     if silent:
         error = RankError(
-            f"{format_ranks(silent)} exited with status 0 before its function returned"
+            f"{format_numbered('rank', silent)} exited with status 0 before its function returned"
         )
         error.rank, error.status = silent[0], 0
         raise error

@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from lockstep.errors import LaunchEnvironmentError, RendezvousError
+from lockstep.formatting import format_numbered
 from lockstep.launcher.environment import RankInfo
-from lockstep.launcher.failure_attribution import format_ranks
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import escape_control, say
 
@@ -195,8 +195,9 @@ def _print_note(rank_info: RankInfo, missing: list[int], waited: float, left: fl
     """Print which ranks are missing; only the lowest rank that has registered does."""
     lowest = next(rank for rank in range(rank_info.world_size) if rank not in missing)
     if rank_info.rank == lowest:
+        whom = format_numbered("rank", missing)
         say(
-            f"rank {rank_info.rank} has waited {waited:.0f} s for {format_ranks(missing)} of "
+            f"rank {rank_info.rank} has waited {waited:.0f} s for {whom} of "
             f"{rank_info.world_size}, and waits {left:.0f} s more"
         )
 
@@ -204,8 +205,9 @@ def _print_note(rank_info: RankInfo, missing: list[int], waited: float, left: fl
 def _describe_timeout(rank_info: RankInfo, missing: list[int], waited: float) -> str:
     if not missing:
         return f"rank {rank_info.rank}: all ranks came, but too late, after {waited:.0f} s"
+    who = format_numbered("rank", missing)
     return (
-        f"{format_ranks(missing)} of {rank_info.world_size} did not come within {waited:.0f} s "
+        f"{who} of {rank_info.world_size} did not come within {waited:.0f} s "
         f"(rank {rank_info.rank} waited at {rank_info.store_location}): check that every host was "
         f"started with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE and with its own RANK "
         f"(--node-rank), or increase init(timeout=...)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.machinery
 import importlib.util
 import os
@@ -42,7 +41,6 @@ class BindingError(ImportError):
         self.reason, self.advice = reason, advice
 
 
-@functools.cache
 def load_binding() -> ModuleType:
     """Return the native module of the binding that was built for this process.
 

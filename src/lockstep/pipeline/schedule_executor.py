@@ -129,8 +129,7 @@ class ScheduleExecutor:
         if action.kind == "forward":
             self._forward(stage, microbatch, action.microbatch)
         else:
-            autocast = torch.autocast(self._parallel.device.type, enabled=False)
-            with autocast, stage.checkpointing.explain_errors():
+            with self._parallel.without_autocast(), stage.checkpointing.explain_errors():
                 self._backward(stage, microbatch.index, action.kind)
             if action.kind != "input":
                 self._finish_leaf(stage, microbatch)
@@ -183,7 +182,7 @@ class ScheduleExecutor:
             share = self.step.shares[microbatch.index]
             computed = ComputedMicrobatch(microbatch, share, [loss.detach()], metrics)
             self.step.computed.append(computed)
-            with torch.autocast(self._parallel.device.type, enabled=False):
+            with self._parallel.without_autocast():
                 return self.step.scale_loss(loss, share)
 
         return scaled

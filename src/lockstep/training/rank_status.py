@@ -94,7 +94,7 @@ def exchange_statuses(
     Raises:
         DisagreementError: Ranks take different steps.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if dist.get_world_size(group) == 1:
         return [status]
     message = json.dumps(vars(status), default=vars).encode()
     messages = all_gather_bytes(message, label.about, group, label.remark)
