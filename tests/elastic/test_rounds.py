@@ -11,6 +11,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +22,7 @@ from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.elastic.rounds import Rounds
 from lockstep.elastic.scale_request import request_ranks
 from lockstep.errors import LockstepError
+from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.fork_server import get_fork_server_pid
 from lockstep.launcher.launch_script import SIGNALS, Interrupted
 from lockstep.launcher.supervisor import RankSupervisor
@@ -315,6 +318,31 @@ def test_a_round_that_ends_though_nobody_has_died_is_formed_again(run):
     done = run("--max", "2", RANKS="2", LOSES="1:4:barrier")
     require_success(done, 2)
     assert said(done) == ["round 1: 2 ranks"]
+
+
+def test_an_error_and_the_exit_after_it_may_be_noticed_at_once(tmp_path):
+    """On a busy machine: before the death of the other member, whose consequence they are."""
+    outcomes = {member: Outcome(member) for member in (0, 1)}
+    ranks = SimpleNamespace(
+        outcomes=outcomes, running=[1], pids={}, send=lambda *_: None, release=lambda member: None,
+        remove_at_end=lambda path: None,
+    )  # fmt: skip
+    environment = SimpleNamespace(store="store")
+    rounds = Rounds(ranks, None, environment, wanted=2, at_least=1, folder=tmp_path)  # type: ignore[arg-type]
+    try:
+        rounds._round.members = (0, 1)
+        outcomes[0].status = 1
+        outcomes[0].error = {"message": "Connection reset by peer", "time": monotonic()}
+        rounds._notice_end(0, outcomes[0])
+        rounds._reconsider_consequences()
+        assert outcomes[0].is_replaced
+        rounds._fill_up()  # which cannot start a member here, and has none to start yet
+        outcomes[1].status = -signal.SIGKILL
+        for member in (1, 0):
+            rounds._notice_end(member, outcomes[member])
+        assert rounds._round.lost == {1: signal.SIGKILL, 0: 0}
+    finally:
+        rounds.close()
 
 
 def test_an_exception_of_a_newcomer_does_not_end_the_run(run):

@@ -214,12 +214,11 @@ class Rounds:
 
     def _notice_end(self, member: int, outcome: Outcome) -> None:
         """Notice that a member has ended, or is about to because it lost another one."""
+        if outcome.error is not None and member in self.members:
+            # A lost connection is a failure after all if no member turns out to be dead.
+            outcome.is_replaced |= is_consequence(outcome) or self._is_writing(member)
         if outcome.status is None:
-            if outcome.error is not None and member in self._newcomers:
-                outcome.is_replaced = True
-            elif outcome.error is not None and member in self.members:
-                # A lost connection is a failure after all if no member turns out to be dead.
-                outcome.is_replaced |= is_consequence(outcome) or self._is_writing(member)
+            outcome.is_replaced |= outcome.error is not None and member in self._newcomers
             return
         if member in self._leaving:
             del self._leaving[member]
@@ -328,7 +327,7 @@ class Rounds:
         )
         self._can_stay = not has_to_be_replaced(reports)
         self._stages = max(report.stages for report in reports)
-        if plan is None and not self._start_newcomers():
+        if plan is None and not self._start_newcomers(len(reports)):
             self._fail(
                 f"{format_quantity(len(reports), 'rank')} left, fewer than --min "
                 f"{self._at_least}, and those that were started to replace the others did not live "
@@ -378,7 +377,7 @@ class Rounds:
         if self._replacement or self._handover or self._round.lost or self._round.reports:
             return
         if self._can_stay:
-            self._start_newcomers()
+            self._start_newcomers(len(self.members))
             surplus = len(self.members) + len(self._newcomers) - self._wanted
             if surplus > 0:
                 self._dismiss([*self._newcomers][-surplus:])
@@ -395,9 +394,9 @@ class Rounds:
             self._told = (first, self.number, bool(count))
             self._ranks.send(first, {"kind": "newcomers", "round": self.number, "count": count})
 
-    def _start_newcomers(self) -> bool:
-        """Start the newcomers that are missing; return whether any will join."""
-        return self._newcomers.start_missing(len(self._alive), self._wanted)
+    def _start_newcomers(self, members: int) -> bool:
+        """Start the newcomers that so many members lack; return whether any will join."""
+        return self._newcomers.start_missing(members, self._wanted)
 
     def _start_newcomer(self, rank: int) -> int:
         environment = replace(self._environment, nprocs=rank + 1, store="")

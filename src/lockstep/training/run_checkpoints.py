@@ -303,7 +303,8 @@ class RunCheckpoints:
         hashes = {
             "generators": {name: _hash(value) for name, value in generators.items()},
             "stateful": {
-                name: _hash(value, f"stateful/{name}") for name, value in stateful.items()
+                name: _hash(self._without_times(name, value), f"stateful/{name}")
+                for name, value in stateful.items()
             },
             "is_busy": is_mirror and writer.is_busy,
         }
@@ -377,6 +378,12 @@ class RunCheckpoints:
         for writer in self._writers:
             writer.wait()
         self.stop.close()
+
+    def _without_times(self, name: str, state: Any) -> Any:
+        """Return the state of a registered object as all ranks should have it."""
+        if not hasattr(self._config.stateful[name], "_run"):  # not a trainer
+            return state
+        return {key: value for key, value in state.items() if key != "history"}
 
     def _warn_of_different_objects(self, said: Sequence[Mapping[str, str]]) -> None:
         for name, value in said[0].items():
