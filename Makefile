@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak check format bench wheels core sanitize clean
+.PHONY: help install demo test soak check docs format bench wheels core sanitize clean
 
 help: ## say what can be made here
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
@@ -37,7 +37,10 @@ test: install ## run the whole test suite, JOBS=2 files at a time
 soak: install ## run the long tests: races, sanitizers, random trainings (up to 30 minutes)
 	@$(BIN)/python -m pytest -m stress
 
-check: install ## format, lint and types
+docs: install ## build the documentation into site/; a broken link is an error
+	@$(BIN)/zensical build --strict --clean
+
+check: install docs ## format, lint, types, documentation
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -61,4 +64,4 @@ sanitize: ## run them under ThreadSanitizer and AddressSanitizer
 	@$(MAKE) -C tests/csrc sanitize
 
 clean: ## remove what was built
-	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info pytest-lockstep/src/*.egg-info
+	@rm -rf $(VENV) build dist site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info pytest-lockstep/src/*.egg-info

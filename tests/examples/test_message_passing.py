@@ -13,7 +13,7 @@ import lockstep as ls
 from lockstep.launcher.fork_server import get_fork_server
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "message-passing.md"
+PAGE = ROOT / "docs/guides/message-passing.md"
 FOLDER = ROOT / "examples" / "message_passing"
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem != "harness")
 

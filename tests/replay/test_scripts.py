@@ -225,7 +225,7 @@ def test_each_of_two_trainers_is_replayed_from_its_own_record(tmp_path):
     replayed(tmp_path / "runs" / "two", 2, 2)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/replay.md"
 
 
 def blocks(page: str) -> dict[str, list[str]]:

@@ -106,19 +106,19 @@ class Trainer:
             discriminator in the generator's step): their buffers are kept equal on all ranks.
         pipeline: How the model is cut into blocks and stages; None for whole models.
         storage: Where parameters and optimizer state live: "replicated", a copy per rank, or
-            "shared", once per host in shared memory; see `docs/shared.md`.
+            "shared", once per host in shared memory; see `docs/guides/shared-storage.md`.
         callbacks: Functions that are called with the `StepResult` of every step, or objects
             with methods `on_step(result)` and `on_epoch(result)`; on every rank.
         loggers: Where the run is recorded: a folder, or objects such as
             `loggers.TensorBoard(folder)`, or a list of both; rank 0 writes. None: in the folder
             of `lockstep run`, or of the checkpoints, if there is one. An empty list: nowhere.
         checkpoint: When checkpoints are saved, from which `resume` continues; None for never.
-            See `docs/checkpoints.md`.
+            See `docs/guides/checkpoints.md`.
         progress: Whether rank 0 shows its progress: a live display on a terminal or in a
             notebook, a line at times elsewhere. None: unless another trainer is shown.
         fingerprints: "unit" records hashes of what each unit computes, in every step; also
             "unit:100-110" or "unit:%50". None: as LOCKSTEP_FINGERPRINTS says. See
-            `docs/monitoring.md`.
+            `docs/guides/monitoring.md`.
 
     Raises:
         UsageError: `lockstep.init()` was not called, or an argument cannot work.
@@ -536,7 +536,7 @@ class Trainer:
         Call it on every rank before the first batch. The script then makes its calls from the
         beginning: batches that were trained are not yielded again, evaluations return their
         recorded results, weights that were saved are not saved again. In another layout the
-        bits are the same. See `docs/checkpoints.md`.
+        bits are the same. See `docs/guides/checkpoints.md`.
 
         Args:
             place: A checkpoint, the folder of a run, or the name of a run in `runs`; None

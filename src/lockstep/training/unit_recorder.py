@@ -65,7 +65,7 @@ def read_selection(given: str | None) -> StepSelection | None:
     """Return the steps of `Trainer(fingerprints=)`, or of the variable where that is None.
 
     Raises:
-        UsageError: The text is none of the forms in `docs/monitoring.md`.
+        UsageError: The text is none of the forms in `docs/guides/monitoring.md`.
     """
     source = "fingerprints" if given is not None else VARIABLE
     text = os.environ.get(VARIABLE, "") if given is None else given
