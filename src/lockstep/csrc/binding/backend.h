@@ -52,6 +52,7 @@ class LockstepBackend : public c10d::Backend {
   const std::string getBackendName() const override { return "lockstep"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
+  // TORCH_DISTRIBUTED_DEBUG=DETAIL needs sequence numbers.
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return calls_; }
   c10d::ErrorType getError() override;
@@ -64,6 +65,9 @@ class LockstepBackend : public c10d::Backend {
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
+  // torch itself calls more than the plain forms: its functional collectives the coalesced
+  // ones only, FSDP2 the reductions AVG and PREMUL_SUM, torch.distributed.checkpoint gather
+  // and scatter, DistributedDataParallel futures of a list of tensors.
   WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
   WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
   WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;

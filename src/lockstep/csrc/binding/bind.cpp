@@ -1,6 +1,6 @@
 // The Python module lockstep.comm._native.
 #include <pthread.h>
-#include <pybind11/chrono.h>
+#include <pybind11/chrono.h>  // torch passes timeouts as timedelta
 #include <pybind11/stl.h>
 #if defined(__linux__)
 #include <sys/syscall.h>

@@ -27,7 +27,9 @@ bool is_plain(const at::Tensor& tensor);
 at::Tensor as_input(const char* op, const at::Tensor& tensor);
 
 // A tensor that a call writes: the user's own, or a contiguous copy of it that `copy_back`
-// copies to the user's.
+// copies to the user's. Non-contiguous tensors must work: torch 2.13's Gloo gives silently
+// wrong values for them in broadcast, reduce, all_reduce, scatter and reduce_scatter, and
+// writes beyond the memory of expanded ones.
 class OutputTensor {
  public:
   // `is_read` initializes the copy with the present elements (in-place operations);

@@ -29,7 +29,9 @@ class FutureWork : public c10d::Work {
   // Wakes waiting threads. Returns whether there is a future, to be completed by
   // `run_callbacks`.
   bool complete(std::exception_ptr error);
-  void run_callbacks();                                   // completes the future
+  // Completes the future, with no lock held: a callback may take the interpreter's lock,
+  // which Python keeps in `is_completed` and `get_future` while they take `mutex_`.
+  void run_callbacks();
   virtual c10::IValue value() const { return outputs_; }  // of the future
   // Waits until the future, if there is one, is complete; its callbacks may still run.
   void wait_future();

@@ -38,6 +38,8 @@ std::shared_ptr<QueuedCall> CallQueue::pop() {
   return call;
 }
 
+// In slices: the thread that holds the lock may be waiting for other ranks, and a plain lock
+// would keep Ctrl-C out for as long.
 std::unique_lock<std::timed_mutex> CallQueue::lock_execution() {
 #if defined(__SANITIZE_THREAD__)
   using Time = std::chrono::system_clock;  // ThreadSanitizer does not support the steady clock here

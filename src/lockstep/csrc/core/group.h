@@ -72,8 +72,9 @@ class Group {
     return store_tuners_[{op, std::bit_width(bytes)}];
   }
 
-  // Whether there are more ranks than cores that they may run on in all. Re-evaluated
-  // every few calls, because ranks may be bound to cores at any time.
+  // Whether there are more ranks than cores that they may run on in all. The masks of all
+  // ranks count: a rank that is bound to one core sees only that one. Re-evaluated every few
+  // calls, because ranks may be bound to cores at any time.
   bool is_oversubscribed();
 
   std::vector<int> missing_ranks();  // that have not attached yet

@@ -6,6 +6,12 @@
 // lock learns it. The thread also answers location requests of ranks that have waited too
 // long ("where are you in your code?"), so that locations cost nothing until somebody
 // asks. Otherwise it sleeps.
+//
+// Why a mutex: other ranks see it after 0.06 to 0.22 ms whatever the process's size. The end
+// of a socket and a pidfd signal only after the kernel has freed the memory (0.3 ms for 1 MB,
+// 58 ms for 1 GB, 390 ms for 6 GB), and kill(pid, 0) succeeds on zombies. A robust mutex
+// belongs to a thread, so the thread that holds it must live as long as the process. None
+// of them notices a stopped process: timeouts do.
 #pragma once
 
 #include <functional>

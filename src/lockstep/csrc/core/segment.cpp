@@ -52,7 +52,8 @@ constexpr uint64_t kReserveMargin = uint64_t{32} << 20;
 constexpr uint64_t kMaxHostRanks = 64;
 constexpr int kFixedSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-// Reserves memory of a file. Returns what went wrong, or "".
+// Reserves memory of a file. Returns what went wrong, or "". The limit of the size of files
+// (ulimit -f) applies to a memfd: EFBIG.
 static std::string allocate(int fd, uint64_t offset, uint64_t bytes) {
   int failed;
   do {

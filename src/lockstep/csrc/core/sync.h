@@ -45,6 +45,9 @@ CoreMask allowed_cores();  // of this process, as of now
 
 // How long a waiter spins and yields before it sleeps. Ranks that share cores yield
 // almost at once; a background thread must not keep a core from computing for long.
+// In virtual machines with few cores, waking a sleeping process takes 50 to 100 us, and a
+// cache line from another core 1 us; 4,000 spins take 110 us. Ranks that share a core pay
+// for every spin: an all-reduce of 4 bytes took 200 us instead of 6.
 struct SpinPolicy {
   int spins = 500;  // about 15 us
   std::chrono::microseconds yield_time{300};
