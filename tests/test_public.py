@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import lockstep as ls
+import pytest_lockstep
 from lockstep import errors
 
 NAMES = [
@@ -137,3 +138,23 @@ def test_every_dependency_is_justified_in_the_documentation():
     declared = [re.match(r"[a-z0-9]+", each)[0] for each in project["dependencies"]]
     page = (root / "docs/installing.md").read_text()
     assert re.findall(r"^\| `([a-z0-9]+)` \|", page, re.MULTILINE) == declared
+
+
+REFERENCE = Path(__file__).parent.parent / "docs/reference/api"
+
+
+def test_the_reference_has_every_public_name_once():
+    """`::: lockstep.Trainer` shows a name, and `members:` of a module would show its classes."""
+    pages = [path.read_text() for path in sorted(REFERENCE.glob("*.md"))]
+    shown = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+    assert len(shown) == len({*shown})
+    expected = {f"lockstep.{name}" for name in ls.__all__}
+    expected |= {f"pytest_lockstep.{name}" for name in pytest_lockstep.PUBLIC}
+    expected |= {f"lockstep.errors.{name}" for name in errors.__all__ if name not in NAMES}
+    assert expected <= {*shown}
+    for name in {*shown} - expected:  # what the public names take and return, at its own place
+        module, _, attribute = name.rpartition(".")
+        if name != "lockstep.errors":
+            value = getattr(importlib.import_module(module), attribute)
+            assert value.__module__ == module
+            assert inspect.getdoc(value)

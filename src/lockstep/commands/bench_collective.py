@@ -39,7 +39,7 @@ def make(name: str) -> click.Command:
         run(collective, flags)
 
     command = click.command(name, help=help_text(collective))(measure)
-    for option in reversed(options(collective)):
+    for option in options(collective):
         command = option(command)
     return command
 

@@ -23,7 +23,9 @@ __all__ = ["command"]
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="A B")
-@click.option("--runs", "folder", default="runs", show_default=True, help="Folder of runs.")
+@click.option(
+    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
+)
 @click.option("--html", metavar="FILE", help="Also write the result as an HTML page to this file.")
 @click.option(
     "--export", metavar="FILE",

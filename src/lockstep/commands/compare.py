@@ -22,14 +22,20 @@ __all__ = ["command"]
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True)
-@click.option("--runs", "folder", default="runs", show_default=True, help="Folder of runs.")
+@click.option(
+    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
+)
 @click.option(
     "--format",
     "kind",
     type=click.Choice(["text", "html", "md"]),
-    help="Format of the output; text by default.",
+    help="Format of the output.  [default: by the suffix of --output, else text]",
 )
-@click.option("-o", "--output", help="Output file; '-' is standard output.")
+@click.option(
+    "-o", "--output", metavar="FILE",
+    help="Output file; '-' is standard output.  [default: compare.html or compare.md; text is "
+    "printed]",
+)  # fmt: skip
 @click.option("--open", "opened", is_flag=True, help="Write HTML and open it in the browser.")
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def command(

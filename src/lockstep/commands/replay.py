@@ -67,7 +67,9 @@ INTERVAL = 30.0  # seconds between two lines of progress where there is no termi
     "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
     help="End the replay after this time; not with --pdb.  [default: no limit]",
 )  # fmt: skip
-@click.option("--runs", "folder", default="runs", show_default=True, help="Folder of runs.")
+@click.option(
+    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
+)
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def command(
     run: str,

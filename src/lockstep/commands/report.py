@@ -25,16 +25,19 @@ SUFFIXES = {"html": "html", "md": "md", "svg": "svg", "png": "png"}
 
 @click.command()
 @click.argument("run")
-@click.option("--runs", "folder", default="runs", show_default=True, help="Folder of runs.")
+@click.option(
+    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
+)
 @click.option(
     "--format",
     "kind",
     type=click.Choice(list(SUFFIXES)),
-    help="Format, by default according to the suffix of --output, else html.",
+    help="Format of the report.  [default: by the suffix of --output, else html]",
 )
 @click.option(
-    "-o", "--output", help="Output file, by default report.* in the run; '-' is standard output."
-)
+    "-o", "--output", metavar="FILE",
+    help="Output file; '-' is standard output.  [default: report.* in the run's folder]",
+)  # fmt: skip
 @click.option("--trace", type=click.Path(), help="Write a trace for Perfetto to this file instead.")
 @click.option("--open", "opened", is_flag=True, help="Open the result in the browser.")
 def command(

@@ -59,7 +59,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         broadcast_buffers: Whether rank 0's buffers are broadcast before each forward in
             training mode.
         process_group: The ranks that average, the whole world if None.
-        bucket_cap_mb: Capacity of a bucket in MiB. No bit depends on it.
+        bucket_cap_mb: Capacity of a bucket in MiB, 16 by default. No bit depends on it.
         gradient_as_bucket_view: Whether `.grad` is a view of the bucket, which the next
             backward overwrites, instead of a copy in its own memory: one pass over the
             gradients less, and the bucket is all the memory they take.
