@@ -100,12 +100,15 @@ def digest(state: Mapping[str, Any] | torch.nn.Module) -> str:
     """Return the SHA-256 over names, dtypes, shapes and bytes of a state dict, in sorted order.
 
     Args:
-        state: A state dict, or a module, whose state dict is taken. Tensors of any device, layout
-            and dtype; numbers count as tensors of no dimension (float64 or int64). What is
-            neither (extra state) is left out.
+        state: A state dict, or a module, whose state dict is used. Tensors may be on any device
+            and have any layout and dtype. Numbers count as zero-dimensional tensors (float64 or
+            int64). Other entries (extra state) are left out.
+
+    Returns:
+        64 hexadecimal digits.
 
     Raises:
-        UsageError: It is something else, or a tensor is on the meta device.
+        UsageError: `state` is something else, or has a tensor on the meta device.
     """
     sha = hashlib.sha256()
     tensors = _named_tensors(state)

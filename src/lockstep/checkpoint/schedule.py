@@ -33,21 +33,23 @@ class CheckpointConfig:
     SIGTERM asks the program to stop.
 
     Attributes:
-        every_steps: Steps between two checkpoints; None for no such interval.
-        every_seconds: Seconds between two checkpoints; None for no such interval. If both
-            are None, it is 200 times what writing one takes: at least 10, at most 300.
-        keep: How many of the latest checkpoints are kept.
-        folder: The folder of the run, which gets a folder `checkpoints`. Default: the folder of
-            the trainer's record, or that of `lockstep run`, or a new one in `runs`.
-        stateful: Objects by name whose `state_dict()` is saved and given to their
-            `load_state_dict()` again: meters, another trainer, your own counters. State dicts
-            consist of tensors, arrays, numbers, strings, and containers of them.
-        mirror_every_steps: Steps between two mirrors, which are checkpoints in shared memory; None
-            for no mirrors. An elastic run that cannot continue from the state of its survivors
-            continues from the newest mirror or checkpoint. No other run has mirrors.
+        every_steps: The number of steps between two checkpoints. None: no such interval.
+        every_seconds: The seconds between two checkpoints. None: no such interval; if both are
+            None, the interval is 200 times the time that saving a checkpoint takes, between 10
+            and 300 s.
+        keep: The number of latest checkpoints that are kept.
+        folder: The folder of the run, in which a folder `checkpoints` is created. None: the
+            folder of the trainer's record, or of `lockstep run`, or a new one in `runs`.
+        stateful: Objects by name, such as meters, counters or another trainer, whose
+            `state_dict()` is saved and passed to their `load_state_dict()` when the run resumes.
+            State dicts consist of tensors, arrays, numbers, strings, and containers of them.
+        mirror_every_steps: The number of steps between two mirrors, which are checkpoints in
+            shared memory. None: no mirrors. An elastic run that cannot continue from the state of
+            its survivors continues from the newest mirror or checkpoint. Other runs have no
+            mirrors.
 
     Raises:
-        UsageError: A value is not valid.
+        UsageError: A value is invalid.
     """
 
     every_steps: int | None = None

@@ -265,17 +265,18 @@ def launch(
     inherits this process's standard input.
 
     Args:
-        fn: The function.
+        fn: The function. Arguments and results are pickled.
         args: Its arguments.
-        nprocs: Number of ranks.
+        nprocs: The number of ranks, at least 1.
         start_method: "forkserver" forks the ranks from a process that has imported torch
             already; the first call starts it, later ones reuse it. "spawn" starts a new
             interpreter for each rank, "fork" copies this process.
-        join: Wait for the ranks. If False, return a `ProcessContext` at once.
-        daemon: With `join=False`: end the ranks at the end of the program, instead of waiting
-            for them.
-        timeout: Seconds after which ranks that have not returned are ended; None for no limit.
-        pass_rank: Pass the rank as first argument, as `torch.multiprocessing.spawn` does.
+        join: Whether to wait for the ranks. If False, `launch` returns a `ProcessContext` at once.
+        daemon: With `join=False`, whether to end the ranks when the program ends, instead of
+            waiting for them.
+        timeout: The seconds after which ranks that have not returned are ended. None: no limit.
+        pass_rank: Whether to pass the rank as first argument, as `torch.multiprocessing.spawn`
+            does.
 
     Raises:
         RankError: A rank failed (the first one is named, with its traceback as a note), or

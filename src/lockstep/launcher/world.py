@@ -92,12 +92,13 @@ def init(
     switched on, because the determinism guarantee needs them.
 
     Args:
-        backend: Backend of `torch.distributed`; None selects NCCL for GPU tensors, and for
-            CPU tensors the backend "lockstep" if it can be used, else Gloo.
-        timeout: Seconds to wait for the other ranks, and for each collective.
-        threads: torch's intra-op threads, which are part of the determinism guarantee.
-        device: Where this rank computes; None selects the GPU with its local rank if there
-            is one, else the CPU.
+        backend: The backend of `torch.distributed`. None: NCCL for GPU tensors, and for CPU
+            tensors the backend "lockstep" if it can be used, else Gloo.
+        timeout: The seconds to wait for the other ranks, and for each collective.
+        threads: The number of torch's intra-op threads. It affects the bits, and is the same on
+            every rank.
+        device: The device of this rank. None: the GPU with its local rank if there is one, else
+            the CPU.
 
     Raises:
         LaunchEnvironmentError: The environment variables contradict each other.

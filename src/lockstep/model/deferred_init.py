@@ -55,7 +55,7 @@ def build(blocks: Blocks, seed: int = 0, device: str | torch.device = "cpu") -> 
 
     Raises:
         UsageError: A callable does not return a module, or a module on the meta device has no
-            method to reset its parameters.
+            method `reset_parameters()`.
     """
     if isinstance(blocks, Sequence):
         return build_sequence(blocks, range(len(blocks)), seed, device)

@@ -29,7 +29,15 @@ Metric = Callable[[Any, Any], Any]
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the share of samples whose largest output is that of the target class."""
+    """Return the fraction of samples whose largest output is that of the target class.
+
+    Args:
+        outputs: Of shape (samples, classes).
+        targets: Class indices of shape (samples,), int64.
+
+    Returns:
+        A float64 tensor with one element, in [0, 1].
+    """
     return (outputs.argmax(dim=1) == targets).to(torch.float64).mean()
 
 

@@ -65,20 +65,21 @@ def _is_classification(loss: object) -> bool:
 
 
 def target_weight(loss: Callable[..., Any], *, shift: int = 0) -> WeightFunction:
-    """Return the weight function of a `CrossEntropyLoss` or `NLLLoss`: what its mean divides by.
+    """Return a function for `Trainer(loss_weight=...)` that counts the targets of a micro-batch.
 
-    Counts the targets that are not `ignore_index`, each with its class weight.
-    The micro-batch must be a tuple or list whose last entry holds class indices, or a mapping
-    that has them as "labels".
+    Targets that are `ignore_index` are not counted, and each target counts with its class weight,
+    as in the mean of the loss. A micro-batch is a tuple or list whose last entry holds class
+    indices, or a mapping that has them as "labels".
 
     Args:
-        loss: Such a loss, `partial(torch.nn.functional.cross_entropy, ...)`, or a module that
-            contains one such loss.
-        shift: How many targets at the beginning of each sequence are not predicted: 1 for a
-            model that shifts its labels, as causal language models of Hugging Face do.
+        loss: A `CrossEntropyLoss` or `NLLLoss`, a
+            `partial(torch.nn.functional.cross_entropy, ...)`, or a module that contains one such
+            loss.
+        shift: The number of targets at the beginning of each sequence that the model does not
+            predict: 1 for causal language models of Hugging Face, which shift their labels.
 
     Raises:
-        UsageError: It is something else, whose mean is not known.
+        UsageError: `loss` is something else.
     """
     inner = _inner_losses(loss)
     if not _is_classification(loss) and len(inner) != 1:

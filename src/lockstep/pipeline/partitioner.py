@@ -39,21 +39,22 @@ DEFAULT_SCHEDULE = "1f1b"
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """Partitions a model into stages on several ranks. No option here changes a bit.
+    """How a model is split into stages on several ranks. Only `blocks` affects the bits.
 
     Attributes:
-        stages: Ranks per replica, each with its part of the model; the world size is a
-            multiple of it. The other parts are on the meta device once the model is
-            partitioned: with the first batch, or at once for an `nn.Sequential` with
+        stages: The number of ranks per replica, each of which holds one part of the model. The
+            world size is a multiple of it. After the model has been partitioned, the other parts
+            are on the meta device: after the first batch, or at once for an `nn.Sequential` with
             `balance`.
-        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; None for the fastest one
-            according to the measured costs of the blocks.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble". None: the fastest one in a
+            simulation with the measured times of the blocks.
         blocks: The modules, or their attribute paths, that the model's forward calls one after
-            another; each is a unit of random numbers and of activation checkpointing, for any
-            number of stages. Needed unless the model is an `nn.Sequential` or has a method
+            another. Each is a unit of random numbers and of activation checkpointing, for any
+            number of stages. Required unless the model is an `nn.Sequential` or has a method
             `blocks()`.
-        balance: The number of blocks of each stage; None for an even partition by measurement.
-        stages_per_rank: Stages per rank, for the schedule "interleaved"; None for 2.
+        balance: The number of blocks of each stage, in order. None: the partition whose slowest
+            stage is fastest, by measurement.
+        stages_per_rank: The number of stages per rank for the schedule "interleaved". None: 2.
     """
 
     stages: int = 1

@@ -38,17 +38,19 @@ class OptimizerConfig:
     """An optimizer with parameter groups and a learning-rate scheduler.
 
     Attributes:
-        factory: Called with the parameters, or with a list of parameter groups, such as
-            `partial(torch.optim.SGD, lr=0.1)`. An optimizer class of your own that treats each
-            element of a parameter by itself may say so, for `storage="shared"`, by a class
-            attribute `lockstep_elementwise = True`.
-        parameter_groups: Returns the optimizer options of a parameter from its name and the
-            parameter, such as {"weight_decay": 0.0}; equal options form a group.
-        scheduler: A factory that is called with the optimizer.
-        scheduler_interval: Whether the scheduler steps after every "step", after every "epoch", or
-            only when your own code calls `trainer.scheduler.step()` ("manual"). By default
-            "step", or "epoch" for `ReduceLROnPlateau`, which is given the mean loss of the
-            epoch's training.
+        factory: A function of the parameters, or of a list of parameter groups, that returns the
+            optimizer, such as `partial(torch.optim.SGD, lr=0.1)`. For `storage="shared"` the
+            optimizer must update each element of a parameter independently; a custom optimizer
+            declares this by the class attribute `lockstep_elementwise = True`.
+        parameter_groups: A function of a parameter's name and the parameter that returns its
+            optimizer options, such as `{"weight_decay": 0.0}`. Parameters with equal options form
+            a group. None: one group.
+        scheduler: A function of the optimizer that returns a learning-rate scheduler. None: no
+            scheduler.
+        scheduler_interval: When the scheduler steps: after every "step", after every "epoch" of
+            `Trainer.batches`, or only when your code calls `trainer.scheduler.step()` ("manual").
+            None: "epoch" for `ReduceLROnPlateau`, which then gets the mean training loss of the
+            epoch, and "step" for all others.
     """
 
     factory: OptimizerFactory

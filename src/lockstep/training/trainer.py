@@ -71,60 +71,66 @@ __all__ = ["Trainer"]
 class Trainer:
     """Trains a model on all ranks of the world, with the same bits in every layout.
 
-    For a given model, loss, optimizer, seed, data order, `microbatches`, thread count, torch
-    build and kind of processor, parameters, buffers, optimizer state and loss are bit-identical
-    after every step for any number of ranks.
+    For a given model, loss, optimizer, seed, data order, `microbatches`, number of threads, torch
+    build and kind of processor, the parameters, buffers, optimizer state and loss are
+    bit-identical after every step for any number of ranks.
 
-    Use it in a `with` statement, or call `finish` at the end, where checkpoints are saved. A run
-    that is recorded ends with the process at the latest.
+    Construct it on every rank after `lockstep.init()`. Use it in a `with` statement, or call
+    `finish` at the end, which saves the last checkpoint. A recorded run ends with the process at
+    the latest.
 
     Args:
-        model: A module, built on every rank; the first rank that has a weight gives it to all
-            others. A list of modules, or of callables that return one, is their sequence; if
-            `pipeline.stages` is their number, each is a stage. Modules on the meta device in a
-            list draw their weights under key(seed, b) for block b, with `pipeline.balance` or
-            one block per stage only on the ranks that hold them.
+        model: A module, built on every rank. All ranks start with the weights of the lowest rank
+            that has them. A list of modules, or of callables that return one, is trained as a
+            sequence; if it has as many items as `pipeline.stages`, each item is a stage. Modules
+            of a list that are on the meta device are initialized under key(seed, b) for block b;
+            with `pipeline.balance` or one item per stage, only on the ranks that hold them.
         loss: A function of (outputs, targets) that returns the mean over the samples of a
-            micro-batch (or their sum, with `reduction="sum"`). None: the model returns its loss.
-        optimizer: A factory such as `partial(torch.optim.SGD, lr=0.1)`, or an `OptimizerConfig`
-            with parameter groups and a learning-rate scheduler.
-        microbatches: The number M of micro-batches that every global batch is cut into; part
-            of the guarantee, so its default never depends on the world. At least the number
-            of replicas.
-        seed: The seed of all random numbers that the model draws.
-        loss_weight: Returns the weight of a micro-batch from its data, for losses whose mean is
-            not a mean over samples. Found automatically for `CrossEntropyLoss` and `NLLLoss`
-            with class weights or an `ignore_index` that is not the default.
-        metrics: Functions of (outputs, targets) that return a mean, by name.
-        max_grad_norm: The largest 2-norm of the whole gradient; None for no clipping.
-        ema_decay: The decay of an exponential moving average of the weights, `ema_model`; None
-            for no average.
-        autocast_dtype: `torch.bfloat16`, or `torch.float16` with a loss scale, for autocast.
-        activation_checkpointing: Keep the inputs of each block and recompute its activations in
-            backward, for a second forward of each block. Changes no bit.
-        extra_modules: Modules that a step calls besides the model and does not train (a GAN's
-            discriminator in the generator's step): their buffers are kept equal on all ranks.
-        pipeline: How the model is cut into blocks and stages; None for whole models.
-        storage: Where parameters and optimizer state live: "replicated", a copy per rank, or
-            "shared", once per host in shared memory; see `docs/guides/shared-storage.md`.
-        callbacks: Functions that are called with the `StepResult` of every step, or objects
-            with methods `on_step(result)` and `on_epoch(result)`; on every rank.
-        loggers: Where the run is recorded: a folder, or objects such as
-            `loggers.TensorBoard(folder)`, or a list of both; rank 0 writes. None: in the folder
-            of `lockstep run`, or of the checkpoints, if there is one. An empty list: nowhere.
-        checkpoint: When checkpoints are saved, from which `resume` continues; None for never.
-            See `docs/guides/checkpoints.md`.
-        progress: Whether rank 0 shows its progress: a live display on a terminal or in a
-            notebook, a line at times elsewhere. None: unless another trainer is shown.
-        fingerprints: "unit" records hashes of what each unit computes, in every step; also
-            "unit:100-110" or "unit:%50". None: as LOCKSTEP_FINGERPRINTS says. See
-            `docs/guides/monitoring.md`.
+            micro-batch as a scalar tensor, or their sum with `reduction="sum"`. None: the model
+            returns its loss.
+        optimizer: A factory of the optimizer, such as `partial(torch.optim.SGD, lr=0.1)`, or an
+            `OptimizerConfig` with parameter groups and a learning-rate scheduler.
+        microbatches: The number of micro-batches per global batch, at least the number of
+            replicas. It affects the bits, so the default (8) does not depend on the number of
+            ranks.
+        seed: The seed of all random numbers that the model draws and, unless `batches` gets
+            another one, of the order of the samples. An int64.
+        loss_weight: A function of the data of a micro-batch that returns its weight, for a loss
+            that is not a mean over samples. Found automatically for `CrossEntropyLoss` and
+            `NLLLoss` with class weights or a non-default `ignore_index`.
+        metrics: Functions of (outputs, targets) by name, each returning a mean over the samples
+            as a number or a tensor with one element.
+        max_grad_norm: The largest 2-norm of the whole gradient. None: gradients are not clipped.
+        ema_decay: The decay, in [0, 1), of an exponential moving average of the weights, which
+            is available as `ema_model`. None: no average.
+        autocast_dtype: `torch.bfloat16`, or `torch.float16` with a loss scale. Parameters keep
+            their dtype. None: no autocast.
+        activation_checkpointing: Whether to keep only the inputs of each block and recompute its
+            activations in backward. Saves memory, costs a second forward, changes no bit.
+        extra_modules: Modules that a step calls besides the model and does not train, such as
+            the discriminator in the generator's step. Their buffers are kept equal on all ranks.
+        pipeline: How the model is split into blocks and stages. None: no stages.
+        storage: Where parameters and optimizer state are kept: "replicated", a copy per rank, or
+            "shared", a copy per host in shared memory. See docs/guides/shared-storage.md.
+        callbacks: Functions that are called with the `StepResult` of every step, or objects with
+            the methods `on_step(result)` or `on_epoch(result)`. Called on every rank.
+        loggers: Where rank 0 records the run: a folder, a logger such as
+            `loggers.TensorBoard(folder)`, or a list of both. None: the folder of `lockstep run`
+            or of the checkpoints, if there is one. An empty list: the run is not recorded.
+        checkpoint: When and where checkpoints are saved, from which `resume` continues. None: no
+            checkpoints. See docs/guides/checkpoints.md.
+        progress: Whether rank 0 shows its progress, as a live display on a terminal or in a
+            notebook, and as occasional lines elsewhere. None: unless another trainer of the
+            script is shown.
+        fingerprints: "unit" records hashes of the results of every unit in every step;
+            "unit:100-110" and "unit:%50" do so in some steps. None: the environment variable
+            LOCKSTEP_FINGERPRINTS decides. See docs/guides/monitoring.md.
 
     Raises:
-        UsageError: `lockstep.init()` was not called, or an argument cannot work.
-        LayoutError: There are more replicas than micro-batches, or stages that the world or
-            the model does not have.
-        DisagreementError: Models or settings differ between ranks.
+        UsageError: `lockstep.init()` was not called, or an argument is invalid.
+        LayoutError: There are more replicas than micro-batches, or more stages than the world
+            or the model has.
+        DisagreementError: Models or settings differ between ranks; raised on every rank.
     """
 
     def __init__(
@@ -320,15 +326,25 @@ class Trainer:
         epoch: int | None = None,
         **options: Any,
     ) -> Batches:
-        """Return the global batches of one epoch; each rank loads its own micro-batches.
+        """Return the global batches of one epoch, of which each rank loads its own micro-batches.
 
-        `dataset` is a dataset, or a DataLoader, whose options are taken. `batch_size`, also a
-        DataLoader's, counts the samples of a global batch, over all ranks. `seed` is the
-        trainer's where none is given. `epoch`, from 0, decides the order and the augmentation;
-        without one, each iteration takes the epoch after the latest one. For the options (shuffle,
-        sampler, batch_sampler, drop_last, num_workers, collate_fn, pin_memory) see
-        `lockstep.data.loader.Batches`. The epoch ends, for schedules and callbacks, when the last
-        batch has been trained.
+        The epoch ends, for schedulers and callbacks, when its last batch has been trained.
+
+        Args:
+            dataset: A map-style or iterable dataset, or a DataLoader, whose options are used.
+            batch_size: The number of samples of a global batch, over all ranks. Required unless
+                `dataset` is a DataLoader, whose batch size is then the global one.
+            seed: The seed of order and augmentation. None: that of the trainer.
+            epoch: The number of the epoch, from 0, which with `seed` decides order and
+                augmentation. None: each iteration is the epoch after the latest one.
+            **options: `shuffle` (default True), `sampler`, `batch_sampler`, `drop_last`,
+                `num_workers`, `collate_fn` and `pin_memory`, as of `torch.utils.data.DataLoader`.
+                See docs/guides/data.md.
+
+        Raises:
+            UsageError: An option is unknown, or cannot be combined with another one.
+            DisagreementError: While iterating, ranks ask for different batches; raised on every
+                rank.
         """
         self._run.begin()
         batches = Epoch(
@@ -349,30 +365,39 @@ class Trainer:
         return batches
 
     def step(self, batch: Any) -> float:
-        """Train on one global batch and return its loss, the same bits on every rank.
+        """Train on one global batch.
+
+        After an error the parameters, buffers and optimizer state are those before the step. All
+        errors are raised on every rank.
 
         Args:
-            batch: From `batches`, or a whole global batch of tensors, the same on every rank.
+            batch: A batch of `batches`, or a whole global batch of tensors whose first dimension
+                counts the samples, the same on every rank.
+
+        Returns:
+            The loss of the batch before the step, the same bits on every rank.
 
         Raises:
-            LossError: On every rank, where a loss is not a scalar or not finite; the weights
-                are those before the step.
-            GradientError: On every rank, where the norm of the gradient is not finite.
-            StateError: On every rank, where forward wrote what no rank may write.
-            DisagreementError: On every rank, where ranks take different steps.
+            LossError: A loss is not a scalar, or not finite.
+            GradientError: The norm of the gradient is not finite.
+            StateError: Forward wrote to a parameter, or to other state that it may not change.
+            DisagreementError: Ranks take different steps, or train on different batches.
         """
         with stopping(self.finish, self._run.abandon):
             return self._run.call_step(batch, partial(self._steps.take, batch))
 
     def manual_step(self) -> ManualStep:
-        """Return the context of one step whose micro-batches your own loop computes.
+        """Return a context in which your own loop computes the micro-batches of one step.
 
+        Use it for several backward passes, for several models (a GAN), or for a loss that needs
+        more than (outputs, targets). Leaving the context finishes the step on every rank.
+
+        Example:
+            ```python
             with trainer.manual_step() as step:
                 for inputs, targets in step.microbatches(batch):
                     step.backward(loss_function(model(inputs), targets))
-
-        Leaving it finishes the step on every rank. Use it for several backward passes, for
-        several models (a GAN), or for a loss that needs more than (outputs, targets).
+            ```
 
         Raises:
             UsageError: The trainer has pipeline stages: no rank has the whole model.
@@ -382,16 +407,20 @@ class Trainer:
     def attempts(self, batch: Any) -> Iterator[ManualStep]:
         """Yield the attempts at a step that your own loop computes; one, unless a rank is lost.
 
+        Use it instead of `manual_step` in an elastic run, where the body is repeated if a rank
+        is lost. The body must change nothing but gradients and buffers.
+
+        Example:
+            ```python
             for attempt in trainer.attempts(batch):
                 with attempt as step:
                     for inputs, targets in step.microbatches():
                         step.backward(loss_function(model(inputs), targets))
-
-        Use it instead of `manual_step` in an elastic run, where the loss of a rank repeats the
-        body: it must not change anything but gradients and buffers.
+            ```
 
         Args:
-            batch: From `batches`, or a whole global batch of tensors, the same on every rank.
+            batch: A batch of `batches`, or a whole global batch of tensors whose first dimension
+                counts the samples, the same on every rank.
 
         Raises:
             UsageError: The trainer has pipeline stages: no rank has the whole model.
@@ -401,9 +430,18 @@ class Trainer:
     def evaluate(
         self, dataset: Any, batch_size: int | None = None, *, ema: bool = False, **options: Any
     ) -> Evaluation:
-        """Return mean loss and metrics over a dataset, each sample counted once.
+        """Return the mean loss and metrics over a dataset, each sample counted once.
 
-        With `ema`, of the averaged weights. Options as for `batches`.
+        Changes of buffers during the evaluation are discarded.
+
+        Args:
+            dataset: As for `batches`.
+            batch_size: As for `batches`. It affects the bits of the mean.
+            ema: Whether to evaluate the averaged weights.
+            **options: As for `batches`, but `shuffle` is False by default.
+
+        Raises:
+            UsageError: `ema` without `ema_decay`, or an invalid option.
         """
         copy = self._state.select_module() if ema else None
         options = {"seed": self.seed, **options}
@@ -428,9 +466,13 @@ class Trainer:
             return Evaluation(**self._run.evaluate(make_batches(), evaluate, ema=ema))
 
     def finish(self, state: str = "done", message: str | None = None) -> None:
-        """End the run: write the last line of the record and close it.
+        """End the run: save the last checkpoint, and write the last line of the record.
 
-        With checkpoints it saves the last one; call it on every rank then, and in elastic runs.
+        Call it on every rank if the trainer has checkpoints, and in elastic runs.
+
+        Args:
+            state: How the run ended, for the record: "done", "failed" or "stopped".
+            message: Why, for the record.
 
         Raises:
             FileError: The record, or the last checkpoint, could not be written.
@@ -442,7 +484,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that the factory made."""
+        """The optimizer that the factory returned. The trainer calls its `step` itself."""
         return self._optimization.optimizer
 
     @property
@@ -452,7 +494,7 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
-        """The latest epoch that was begun."""
+        """The number of the latest epoch that was started, from 0."""
         return self._position.epoch
 
     @property
@@ -462,46 +504,61 @@ class Trainer:
 
     @property
     def scheduler(self) -> Any:
-        """The schedule of the learning rate, or None."""
+        """The learning-rate scheduler; None without one."""
         return self._optimization.scheduler
 
     @property
     def ema_model(self) -> nn.Module | None:
-        """The model with the exponential moving average of the weights, or None."""
+        """A copy of the model with the averaged weights; None without `ema_decay`."""
         average = self._optimization.average
         return None if average is None else average.module
 
     def digest(self) -> str:
-        """Return the SHA-256 over parameters and buffers."""
+        """Return the SHA-256 of parameters and buffers, as 64 hexadecimal digits.
+
+        Call it on every rank if the trainer has pipeline stages. Equals `lockstep.digest(model)`.
+        """
         return self._run.call_digest("digest", self._state.digest)
 
     def optimizer_digest(self) -> str:
-        """Return the SHA-256 over the optimizer's state."""
+        """Return the SHA-256 of the optimizer's state, as 64 hexadecimal digits.
+
+        Call it on every rank if the trainer has pipeline stages.
+        """
         return self._run.call_digest("optimizer_digest", self._state.optimizer_digest)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that training goes on from, for any layout: weights, optimizer, step, epoch.
+        """Return everything that training continues from, in any layout.
 
-        "buffers" has what a step writes and no module's state dict holds: non-persistent
-        buffers of the model, and all buffers of the loss and of `extra_modules`. The
-        position within an epoch is the batches' own: `batches.state_dict()`.
+        The keys include "model", "buffers", "optimizer", "scheduler", "average" and "steps".
+        "buffers" holds the buffers that a step may write and that no module's state dict has:
+        non-persistent buffers of the model, and all buffers of the loss and of `extra_modules`.
+        The position within an epoch is in `batches.state_dict()`.
+
+        Call it on every rank if the trainer has pipeline stages.
         """
         return self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, in this or another layout.
+        """Load what `state_dict` returned in this or another layout; call it on every rank.
 
-        Raises UsageError where it was made with another seed or number of micro-batches.
+        Raises:
+            UsageError: The state was saved with another seed or number of micro-batches.
         """
         self._state.load_state_dict(state)
 
     def save_weights(self, path: str | Path, *, ema: bool = False) -> None:
-        """Write the weights from rank 0; the file is whole or not there.
+        """Write the weights to a file from rank 0, atomically; call it on every rank.
 
-        The suffix decides the format: .pt, .pth, .bin and .ckpt are for `torch.load`, others
-        are safetensors.
-        Call it on every rank: all return when the file is written, or all raise FileError (also
-        where its folder does not exist). Under `lockstep check` nothing is written.
+        All ranks return when the file is written. `lockstep check` writes no file.
+
+        Args:
+            path: The file; its folder must exist. The suffixes .pt, .pth, .bin and .ckpt choose
+                the format of `torch.load(path, weights_only=True)`, all others safetensors.
+            ema: Whether to write the averaged weights.
+
+        Raises:
+            FileError: The file could not be written; raised on every rank.
         """
 
         def save() -> None:
@@ -515,36 +572,38 @@ class Trainer:
     # --- checkpoints --------------------------------------------------------------------
 
     def save_checkpoint(self, path: str | Path) -> None:
-        """Save a checkpoint to a folder of your own, and return when it is complete.
+        """Save a checkpoint to a given folder and return when it is complete.
 
-        Call it on every rank. Inside a loop over `batches`, the rest of the loop's body is not
-        executed for this batch by a program that resumes from it.
+        Call it on every rank. A run that resumes from a checkpoint saved inside a loop over
+        `batches` does not execute the rest of the loop's body for that batch.
 
         Args:
-            path: The folder to create; a checkpoint that is there is replaced.
+            path: The folder to create. A checkpoint at this path is replaced.
 
         Raises:
-            UsageError: The trainer has no `checkpoint=`, or `path` is something else.
-            FileError: On every rank, if it cannot be written.
+            UsageError: The trainer has no `checkpoint=`, or something else exists at `path`.
+            FileError: The checkpoint could not be written; raised on every rank.
         """
         if not self._is_in_session:
             self._run.save_to(Path(path))
 
     def resume(self, place: str | Path | None = None) -> None:
-        """Continue from a checkpoint: this script runs on as the interrupted one would have.
+        """Continue the interrupted run from a checkpoint, with the bits that it would have had.
 
         Call it on every rank before the first batch. The script then makes its calls from the
         beginning: batches that were trained are not yielded again, evaluations return their
-        recorded results, weights that were saved are not saved again. In another layout the
-        bits are the same. See `docs/guides/checkpoints.md`.
+        recorded results, and weights that were saved are not saved again. The layout may be
+        another one. See docs/guides/checkpoints.md.
 
         Args:
-            place: A checkpoint, the folder of a run, or the name of a run in `runs`; None
-                for this trainer's own folder, from its beginning if there is no checkpoint.
+            place: A checkpoint, the folder of a run, or the name of a run in `runs`. None: the
+                trainer's own folder; without a checkpoint there the run starts from its
+                beginning.
 
         Raises:
-            UsageError: Seed, number of micro-batches, model or optimizer differ from those of
-                the checkpoint; or there is none; or the script has begun already.
+            UsageError: The seed, the number of micro-batches, the model or the optimizer differs
+                from that of the checkpoint; there is no checkpoint at `place`; or the script has
+                already called `batches`, `step` or `evaluate`.
             FileError: Every checkpoint is damaged.
         """
         if not self._is_in_session:
