@@ -1,4 +1,4 @@
-"""The round that is going on: who is in it, who has died, come to the end, or reported."""
+"""The current round: its members, and which of them have died, finished or reported."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ __all__ = ["CurrentRound"]
 
 @dataclass
 class CurrentRound:
-    """A round as its launcher sees it.
+    """The state of a round, as its launcher knows it.
 
     Attributes:
         number: Its number, from 0.
         members: Its members, by rank.
-        lost: Those that died, and the signals; 0 for one that ended because it lost another one.
-        done: Those that came to the end of their script.
-        reports: What those that left the round have reported.
+        lost: The members that died, with the signal that killed each; 0 for a member that exited
+            because it lost another one.
+        done: The members whose script has ended.
+        reports: The reports of the members that have left the round.
         noticed: When the first death was noticed, in Unix time; None if nobody has died.
         reported: When the last report came, in `time.monotonic()` seconds.
     """
@@ -34,11 +35,11 @@ class CurrentRound:
     reported: float = 0.0
 
     def note_report(self, report: Report) -> None:
-        """Note what a member has reported at the end of the round."""
+        """Store the report of a member at the end of the round."""
         self.reports[report.member], self.reported = report, time.monotonic()
 
     def lose(self, member: int, number: int) -> None:
-        """Note that a member is gone, by a signal or because it lost another one (0)."""
+        """Record that a member was killed by a signal, or exited because it lost another (0)."""
         self.lost[member] = number
         self.reports.pop(member, None)
         if self.noticed is None:
@@ -46,13 +47,13 @@ class CurrentRound:
 
     @property
     def unended(self) -> list[int]:
-        """The members whose end has not been noted, by rank."""
+        """The members that are not recorded as lost or done, by rank."""
         ended = self.lost.keys() | self.done
         return [member for member in self.members if member not in ended]
 
     @property
     def is_admission(self) -> bool:
-        """Whether all that have reported did so at a safe point, to let members join or leave."""
+        """Whether all reports were sent at a safe point, to let members join or leave."""
         return all(report.is_admission for report in self.reports.values())
 
     @property
@@ -61,13 +62,13 @@ class CurrentRound:
         return time.monotonic() - self.reported
 
     def clear(self) -> None:
-        """Forget the members, which are all to be replaced."""
+        """Remove the members, all of which are to be replaced."""
         self.members = ()
         self.lost.clear()
         self.done.clear()
 
     def describe_end(self) -> dict[str, Any]:
-        """Return the number of the next round, and why this one is over."""
+        """Return the number of the next round, and the reason why this one ended."""
         return {
             "round": self.number + 1,
             "lost": [{"member": each, "signal": number} for each, number in self.lost.items()],
@@ -75,5 +76,5 @@ class CurrentRound:
         }
 
     def follow(self, members: tuple[int, ...]) -> CurrentRound:
-        """Return the next round; who came to the end of the script is done in it, too."""
+        """Return the next round; members whose script has ended stay done in it."""
         return CurrentRound(self.number + 1, members, done=self.done)

@@ -22,15 +22,15 @@ from lockstep.launcher.supervisor import RankSupervisor
 __all__ = ["Watch", "launch_elastic"]
 
 Watch = Callable[[RankSupervisor, Rounds, Path | None], None]
-"""Is called with what supervises the ranks, and the run's folder, when the first ones start."""
+"""Called with the supervisor of the ranks and the run's folder when the first ranks start."""
 
 
 def launch_elastic(config: LaunchConfig, watch: Watch | None = None) -> int:
     """Run what `config` describes, with `config.min_nprocs` ranks or more, and wait for it.
 
     Args:
-        config: What to run, and how.
-        watch: Learns what supervises the ranks.
+        config: The program and the options of the launch.
+        watch: Called with the supervisor of the ranks.
 
     Returns:
         As `launch_script`.

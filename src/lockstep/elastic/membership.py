@@ -1,4 +1,4 @@
-"""A rank's side of an elastic run: operations that are repeated where a peer is lost.
+"""A rank's side of an elastic run: operations that are repeated if a peer is lost.
 
 An operation is one thing that all ranks do together: a step, an evaluation, an exchange of bytes.
 All ranks number them alike. Each has three parts:
@@ -15,16 +15,16 @@ All ranks number them alike. Each has three parts:
     rank 1   prepare n ──── lost: reports n, not prepared ──── told to repeat n: undo, prepare n
     rank 2   prepare n ── SIGKILL
 
-So where any rank has committed n, every rank can, and the launcher, which gets the reports of
-all that are left, tells those which have not to commit it; otherwise all repeat it
+If any rank has committed n, every rank can commit it. The launcher gets the reports of all
+surviving ranks and tells the others to commit n; if no rank has committed n, all repeat it
 (`round_plan.py`). A period with fixed members is a round. At its end a rank leaves the group at
-once, so that those that still wait for it notice, and joins that of the next round:
+once, so that ranks that still wait for it notice, and joins the group of the next round:
 
     rank       leaves the group ── round_over ──┐             ┌── round ── joins the new group
     launcher                                    └─ all, dead ─┘
 
-A newcomer is alone until the first call of its trainer; then it says that it is ready, joins a
-round that begins at a safe point of all others, and gets the state from one of them.
+A newcomer is alone until the first call of its trainer. Then it reports that it is ready, joins
+a round that begins at a safe point of all others, and gets the state from one of them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ REFUSAL = (
 )
 
 ATTEMPTS = 3
-"""How often a rank tries to connect to others of which none has died."""
+"""Number of attempts to connect to the other ranks while none of them has died."""
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
@@ -83,20 +83,20 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Round:
-    """A round, as the launcher has decided on it.
+    """A round, as decided by the launcher.
 
     Attributes:
         number: Its number, from 0.
         rank: This process's rank in it.
         world_size: The number of ranks.
         store: The address of the run's private store.
-        operation: The operation that it begins with, or that some members have to commit.
-        commit: Whether members that prepared that operation commit it; else they repeat it.
+        operation: The operation at which it begins, or which some members have to commit first.
+        commit: Whether members that prepared that operation commit it; otherwise they repeat it.
         lost: The members that died, and the signals: [{"member": 2, "signal": 9}].
         joined: The members that are new.
         left: The members that had to leave.
-        noticed: When the launcher noticed that the round before was over, in Unix time.
-        pids: The processes by rank; empty if the launcher does not say.
+        noticed: When the launcher noticed the end of the previous round, in Unix time.
+        pids: The process ids by rank; empty if the launcher does not send them.
     """
 
     number: int
@@ -113,7 +113,7 @@ class Round:
 
     @classmethod
     def from_message(cls, message: Message) -> Round:
-        """Return what the launcher's message says."""
+        """Parse the launcher's message."""
         return cls(
             number=message["round"],
             rank=message["rank"],
@@ -134,9 +134,9 @@ class HandOverOrder:
     """The order to write the state for a process that replaces this one.
 
     Attributes:
-        operation: As of a round.
-        commit: As of a round; then the state is written at the next safe point.
-        folder: Where to.
+        operation: As for `Round`.
+        commit: As for `Round`; if True, the state is written at the next safe point.
+        folder: The folder to write to.
     """
 
     operation: int
@@ -148,11 +148,11 @@ Decision = Round | HandOverOrder
 
 
 class Participant(Protocol):
-    """What takes part in the rounds: a trainer."""
+    """An object that takes part in the rounds: a trainer."""
 
     @property
     def can_stay(self) -> bool:
-        """Whether this process can go on in the next round with what it has."""
+        """Whether this process can continue in the next round."""
 
     @property
     def can_hand_over(self) -> bool:
@@ -175,7 +175,7 @@ class Participant(Protocol):
         """Give up what is being written, before this process ends."""
 
     def continue_round(self, new: Round, undone: float) -> None:
-        """Take in that the round goes on, and repeats what had taken `undone` seconds."""
+        """Continue in a round that repeats `undone` seconds of work."""
 
 
 class _RoundFailed(Exception):
@@ -186,17 +186,17 @@ class Membership:
     """This process as a member of an elastic run.
 
     Args:
-        number: The member's number, which no other process of the run ever has.
-        is_newcomer: Whether the process joins a run that is going on.
+        number: The member's number, which is unique in the run.
+        is_newcomer: Whether the process joins a run that has already started.
 
     Attributes:
         operation: The number of the current operation, or of the next one.
         round: The number of the current round.
-        newcomers: How many newcomers wait; known to rank 0.
+        newcomers: The number of newcomers that wait; known to rank 0 only.
         has_state: Whether this process has the state of the training.
-        hand_over_folder: Where to write the state at the next safe point, before the process
-            ends; None where it goes on.
-        has_left: Whether this process is ending, and others go on with the run.
+        hand_over_folder: The folder to which the state is written at the next safe point, before
+            the process ends; None if the process continues.
+        has_left: Whether this process is ending while others continue the run.
     """
 
     def __init__(self, number: int, first_round: int = 0, is_newcomer: bool = False) -> None:
@@ -209,7 +209,7 @@ class Membership:
         self._participants: list[Participant] = []
         self._is_inside, self._is_repeatable, self._has_ended = False, True, False
         self._current: Round | None = None
-        self._interrupted = 0.0  # when the loss of a rank was noticed here, in Unix time
+        self._interrupted = 0.0  # when this process noticed the loss of a rank, in Unix time
 
     @property
     def is_waiting(self) -> bool:
@@ -221,7 +221,7 @@ class Membership:
         return len(self._participants) == 1 and self._participants[0].can_stay
 
     def enroll(self, participant: Participant) -> None:
-        """Let a trainer take part in the rounds; only a single one can go on in place."""
+        """Let a trainer take part in the rounds; only a single trainer can continue in place."""
         self._participants.append(participant)
 
     # --- operations -------------------------------------------------------------------------
@@ -237,14 +237,14 @@ class Membership:
         commit: Callable[[Value], Result],
         undo: Callable[[], None] | None = None,
     ) -> Result:
-        """Do one operation, repeated as often as peers are lost before it can be committed.
+        """Run an operation, and repeat it if a peer is lost before it can be committed.
 
-        An operation inside another one's `prepare` or `commit` is a part of that one.
+        An operation inside the `prepare` or `commit` of another one is part of that one.
 
         Args:
-            prepare: Computes; collective, and without lasting effects other than `undo` undoes.
-            commit: Makes the effects last; local.
-            undo: Undoes what `prepare` has done, completely or in part.
+            prepare: Computes. Collective, without lasting effects except those that `undo` undoes.
+            commit: Makes the effects permanent. Local.
+            undo: Undoes the effects of `prepare`, which may not have finished.
         """
         if self._is_inside:
             return commit(prepare())
@@ -267,13 +267,13 @@ class Membership:
                 self.go_on(decision, time.monotonic() - begun)
 
     def inside(self, is_repeatable: bool = True) -> ExitStack:
-        """Return the context of an operation, in which others are parts of it.
+        """Return the context of an operation; operations inside it are part of it.
 
         Args:
             is_repeatable: Whether this process can repeat it.
         """
         if self.hand_over_folder is not None:
-            self.leave()  # no safe point has come before: what was saved last is used instead
+            self.leave()  # no safe point so far: the newest saved state is used instead
         stack = ExitStack()
         before = self._is_inside, self._is_repeatable
         if not self._is_inside:
@@ -295,10 +295,10 @@ class Membership:
             dist.barrier()
 
     def recover(self, error: Exception, is_prepared: bool) -> Decision:
-        """Return what follows an error in an operation; raise `error` if no rank was lost.
+        """Return the launcher's decision after an error; raise `error` if no rank was lost.
 
         Args:
-            error: What was raised.
+            error: The exception of the operation.
             is_prepared: Whether this rank had prepared the operation.
         """
         if not is_lost_peer(error):
@@ -310,14 +310,14 @@ class Membership:
         return decision.commit and decision.operation == self.operation
 
     def go_on(self, decision: Decision | None, undone: float | None = None) -> None:
-        """Go on after an operation in which a round has ended, or hand over the state.
+        """Continue after an operation in which a round has ended, or hand over the state.
 
         Args:
-            decision: What was decided; None if no round has ended.
+            decision: The launcher's decision; None if no round has ended.
             undone: Seconds since the attempt began that was undone; None if it was committed.
         """
         if isinstance(decision, Round):
-            # What came after the loss is the pause between the rounds, and not repeated.
+            # The time after the loss is the pause between the rounds, not repeated work.
             pause = time.time() - min(self._interrupted, decision.noticed)
             for each in self._participants:
                 each.continue_round(decision, max(0.0, (undone or 0.0) - pause))
@@ -362,7 +362,7 @@ class Membership:
             self.has_state = True
 
     def _begin_round(self, reason: str, is_prepared: bool) -> Decision:
-        """Leave the round that is over, and return the next one that could be formed."""
+        """Leave the round that has ended, and return the launcher's decision on the next one."""
         self._interrupted = time.time()
         leave_round()
         return self._form(self._report(reason, is_prepared), reason, is_prepared)
@@ -415,10 +415,10 @@ class Membership:
         return self._wait_for_decision(get_timeout())
 
     def _wait_for_decision(self, timeout: float | None) -> Decision:
-        """Wait for the launcher's decision; does not return where the process has to leave.
+        """Wait for the launcher's decision; does not return if the process has to leave.
 
         Args:
-            timeout: Seconds; None waits without limit, as newcomers do for a safe point.
+            timeout: In seconds. None: no limit, for newcomers, which wait for a safe point.
         """
         begun = time.monotonic()
         while True:
@@ -445,10 +445,10 @@ class Membership:
                     return HandOverOrder(message["operation"], message["commit"], folder)
 
     def _join_group(self, new: Round) -> None:
-        """Join the group of a round, once all of its members have come.
+        """Join the group of a round once all of its members have arrived.
 
         Raises:
-            _RoundFailed: A member died before.
+            _RoundFailed: A member died before that.
         """
         with ExitStack() as stack:
             watched = select.poll()
@@ -477,7 +477,7 @@ class Membership:
                         f"rank {new.rank}: rank {missing[0].partition('/')[2]} did not come to "
                         f"round {new.number} within {get_timeout():g} s"
                     )
-            # torch puts the second part in front of a backend's keys.
+            # torch prefixes the keys of a backend with the second part.
             keys = PrefixStore(f"round-{new.number}/0//cpu/", self._store)
             with _giving_up_on_death(watched, keys):
                 rejoin(store, new.rank, new.world_size)
@@ -485,11 +485,11 @@ class Membership:
 
 @contextmanager
 def _giving_up_on_death(watched: select.poll, keys: Store) -> Iterator[None]:
-    """End the creation of a group in the body when a member dies: its waits do not notice that.
+    """Abort the creation of a group in the body if a member dies, which its waits do not notice.
 
     Args:
-        watched: The descriptors of the members.
-        keys: Where ranks tell each other that they could not create the group.
+        watched: Polls the pidfds of the members.
+        keys: The store in which ranks announce that they could not create the group.
 
     Raises:
         _RoundFailed: A member died.
@@ -541,7 +541,7 @@ def operate(
     commit: Callable[[Value], Result],
     undo: Callable[[], None] | None = None,
 ) -> Result:
-    """Do one operation as `Membership.run` does; outside of elastic runs simply once."""
+    """Run an operation as `Membership.run` does; outside of elastic runs, run it once."""
     member = membership()
     return commit(prepare()) if member is None else member.run(prepare, commit, undo)
 
@@ -549,10 +549,10 @@ def operate(
 def exchange(
     describe: Callable[[], bytes], about: str, group: dist.ProcessGroup | None = None
 ) -> list[bytes]:
-    """Return what all ranks say, in rank order: an operation.
+    """Gather a message from every rank, as one operation; return them in rank order.
 
     Args:
-        describe: Returns what this rank says; called again where the operation is repeated.
+        describe: Returns this rank's message; called again if the operation is repeated.
         about: As for `all_gather_bytes`.
         group: The ranks.
     """

@@ -1,9 +1,9 @@
-"""The newcomers of an elastic run: members that were started and have not joined a round.
+"""The newcomers of an elastic run: members that have started and not joined a round yet.
 
     started ── imports, runs its script alone ──> ready ──> joins at the next safe point
        └────────── killed, or an exception ─────────┴─────> the others go on without it
 
-Newcomers that end one after the other before they are ready are not replaced for ever.
+After several newcomers in a row that end before they are ready, no more are started.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MAX_DEATHS = 5  # of newcomers in a row that were not ready
 
 
 class Newcomers:
-    """The newcomers that are left, the oldest first.
+    """The newcomers, the oldest first.
 
     Args:
-        start: Starts a newcomer that would have a rank, and returns its number as a member.
+        start: Starts a newcomer for a given rank, and returns its number as a member.
     """
 
     def __init__(self, start: Callable[[int], int]) -> None:
@@ -35,7 +35,7 @@ class Newcomers:
         return iter([*self._is_ready])
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of newcomers."""
         return len(self._is_ready)
 
     def __contains__(self, member: object) -> bool:
@@ -44,7 +44,7 @@ class Newcomers:
 
     @property
     def ready(self) -> list[int]:
-        """Those that can join."""
+        """The newcomers that can join."""
         return [member for member, is_ready in self._is_ready.items() if is_ready]
 
     def start_missing(self, members: int, wanted: int) -> bool:
@@ -67,7 +67,7 @@ class Newcomers:
         self._is_ready[member], self._deaths = True, 0
 
     def remove(self, member: int) -> bool:
-        """Remove one that joins or leaves; return whether it was ready."""
+        """Remove a newcomer that joins or leaves; return whether it was ready."""
         return self._is_ready.pop(member)
 
     def note_end(self, member: int, outcome: Outcome, *, is_failure: bool) -> None:

@@ -1,4 +1,4 @@
-"""The plan of the next round: who takes part, and what becomes of the unfinished operation.
+"""The plan of the next round: who takes part, and whether the unfinished operation is repeated.
 
 Ranks that lost a peer report the operation that they were in. A rank that has passed the
 barrier of operation n and committed it is at n + 1, while a slower one may still be at n:
@@ -6,9 +6,9 @@ barrier of operation n and committed it is at n + 1, while a slower one may stil
     prepare n ──> barrier n ──> commit n ──> prepare n + 1        reports (n + 1, not prepared)
     prepare n ──> barrier n: a peer is lost                       reports (n, prepared)
 
-A rank passes a barrier only when every rank has prepared. So if any survivor is at n + 1,
-or all at n have prepared, those at n commit, and else they undo it and repeat it. Then all
-are at the same place. Everything here is a pure function of plain values.
+A rank passes a barrier only when every rank has prepared. So if any survivor is at n + 1, or
+all survivors at n have prepared, those at n commit; otherwise they undo n and repeat it. Then
+all are at the same operation. All functions here are pure functions of plain values.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Report:
-    """What a member reported at the end of a round.
+    """The report of a member at the end of a round.
 
     Attributes:
         member: The member's number.
-        operation: The number of the operation that it was in, or that comes next.
+        operation: The number of the operation that it was in, or of the next one.
         is_prepared: Whether it had prepared that operation.
         is_admission: Whether it reported at a safe point, to admit newcomers or let members
             leave, and not because it lost a peer.
         can_stay: Whether its process can take part in the next round.
         can_hand_over: Whether it can write its state, for processes that replace the round's.
         position: The part of a replica that it holds, from 0 to `stages` - 1.
-        stages: Number of parts of a replica.
+        stages: The number of parts of a replica.
         has_state: Whether it has the state of the training; a newcomer gets it in its first
             round.
     """
@@ -61,7 +61,7 @@ class Report:
 
     @classmethod
     def from_message(cls, member: int, message: Mapping[str, Any]) -> Report:
-        """Return what a member's message "round_over" says."""
+        """Parse the message "round_over" of a member."""
         return cls(
             member,
             int(message["operation"]),
@@ -77,15 +77,15 @@ class Report:
 
 @dataclass(frozen=True)
 class Continue:
-    """The members go on in their processes.
+    """The members continue in their processes.
 
     Attributes:
         operation: The lowest operation that a member was in.
-        commit: Whether members that were in it commit it. Otherwise, and members that were in
-            the next one, undo what they have prepared.
+        commit: Whether members that were in it commit it; otherwise they undo it. Members that
+            were in the next operation undo that one.
         members: The members of the next round, by rank.
-        joined: Those that are new.
-        left: Those of the last round that have to leave.
+        joined: The members that are new.
+        left: The members of the last round that have to leave.
     """
 
     operation: int
@@ -107,13 +107,13 @@ class Continue:
 
 @dataclass(frozen=True)
 class HandOver:
-    """New processes replace those of the round, and continue from what these write.
+    """New processes replace those of the round, and continue from the state that these write.
 
     Attributes:
         operation: As for `Continue`.
         commit: As for `Continue`, before the state is written.
-        writers: For each position, the members that can write its part, the preferred first.
-        world_size: Number of ranks of the next round.
+        writers: For each position, the members that can write its part, in order of preference.
+        world_size: The number of ranks of the next round.
     """
 
     operation: int
@@ -142,13 +142,13 @@ def plan_round(
     """Return the plan of the next round.
 
     Args:
-        reports: What each member that is left reported, in the order of their ranks.
+        reports: The reports of the surviving members, in the order of their ranks.
         newcomers: The members that wait to join, the oldest first.
         wanted: The number of ranks that the run should have.
         at_least: The number of ranks that the run must have.
 
     Returns:
-        None while members that could go on have to wait for more newcomers.
+        None if the members have to wait for more newcomers.
     """
     stages = max((report.stages for report in reports), default=1)
     restart = Restart(choose_world_size(wanted, stages))
@@ -174,7 +174,7 @@ def plan_round(
 
 
 def has_to_be_replaced(reports: Iterable[Report]) -> bool:
-    """Return whether members cannot go on in their processes, other than new ones."""
+    """Return whether members other than newcomers cannot continue in their processes."""
     return any(report.has_state and not report.can_stay for report in reports)
 
 

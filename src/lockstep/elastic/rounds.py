@@ -1,4 +1,4 @@
-"""The rounds of an elastic run, as its launcher forms them.
+"""The rounds of an elastic run, formed by its launcher.
 
 A *member* is a process; its number is never used again. In a *round* the members are fixed, and
 have ranks. A round ends when a member is killed, or when rank 0 admits newcomers:
@@ -27,8 +27,8 @@ After `Continue`, newcomers are started for the members that are missing. A newc
                       hand_over    {folder, operation, commit}: write the state there and exit
                       leave        exit with status 0
 
-A member that exits with status 0 has come to the end of its script. Only a signal begins a new
-round; another failure ends the run.
+A member that exits with status 0 has finished its script. Only a death by a signal begins a new
+round; any other failure ends the run.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ from lockstep.messages import say
 
 __all__ = ["Rounds", "StartMember"]
 
-LEAVE_TIMEOUT = 5.0  # seconds that a member has to exit when it was told to
-# Seconds that members have to report before they are replaced: a backend whose connections cannot
-# be closed keeps ranks waiting for one that has reported. The first is for those that are not
-# needed, because others can hand over the state.
+LEAVE_TIMEOUT = 5.0  # seconds that a member has to exit after the message "leave"
+# Seconds that members have to report before they are replaced: with a backend whose connections
+# cannot be closed, ranks go on waiting for a rank that has reported. The first is for members that
+# are not needed, because others can hand over the state.
 REPORT_SETTLE, REPORT_TIMEOUT = 0.5, 10.0
 SETTLE = 2.0  # seconds in which the death of a member explains that others lost a connection
-MAX_ROUNDS = 5  # in a row that saved nothing, or ended though nobody had died
+MAX_ROUNDS = 5  # in a row that saved nothing, or ended although no member had died
 
 StartMember = Callable[[int, int, dict[str, str]], None]
 """Starts a process: its number as a member, its rank, and variables for its environment."""
@@ -81,11 +81,11 @@ class Rounds:
     """Forms the rounds of a run, and starts its members.
 
     Args:
-        ranks: Supervises the members; their numbers are its ranks.
+        ranks: The supervisor of the members, whose numbers are its ranks.
         start: Starts a member.
         environment: The variables of the first round.
-        wanted: Number of ranks that the run should have.
-        at_least: Number of ranks that it must have.
+        wanted: The number of ranks that the run should have.
+        at_least: The number of ranks that the run must have.
         folder: The run's folder.
     """
 
@@ -108,13 +108,13 @@ class Rounds:
         self._newcomers = Newcomers(self._start_newcomer)
         self._leaving: dict[int, float] = {}  # when they are killed
         self._interrupted: float | None = None  # unix time; until new processes train again
-        self._told = (-1, 0, False)  # which member, in which round, and whether anybody waits
+        self._told = (-1, 0, False)  # member, round, and whether newcomers waited
         self._can_stay, self._stages = True, 1  # as last reported
         self._states = StateFolder(folder)
         ranks.remove_at_end(str(self._states.path))
         self._replacement: RoundOrigin | None = None  # of the next round, once all have exited
         self._handover: RunningHandOver | None = None
-        self._unexplained = 0  # rounds that ended although nobody had died
+        self._unexplained = 0  # rounds in a row that ended although no member had died
         self._resumed: set[int] = set()
         self._error: RankError | None = None
         self._has_ended = False
@@ -138,23 +138,23 @@ class Rounds:
         self._start_members(self._wanted, {})
 
     def close(self) -> None:
-        """Remove mirrors, and what was handed over."""
+        """Remove mirrors and handed-over states."""
         self._states.remove()
 
     # --- what happens -------------------------------------------------------------------------
 
     def advance(self) -> RankError | None:
-        """Notice what has happened, and form the next round as soon as it can be.
+        """Process what has happened, and form the next round as soon as possible.
 
         Returns:
-            Why the run cannot go on, if so.
+            The reason why the run cannot continue; None if it can.
         """
         if self._ranks.has_fork_server:
             self._advance()
         return self._error
 
     def dismiss_waiting(self) -> None:
-        """Let the members exit that wait for a message: SIGTERM does not wake them."""
+        """Let the members exit that wait for a message, since SIGTERM does not wake them."""
         self._has_ended = True
         for member in [*self._round.reports, *self._newcomers]:
             self._ranks.send(member, {"kind": "leave"})
@@ -183,7 +183,7 @@ class Rounds:
 
     @property
     def _alive(self) -> list[int]:
-        """The members of this round that run, by rank."""
+        """The running members of this round, by rank."""
         return [
             member
             for member in self.members
@@ -213,9 +213,9 @@ class Rounds:
         return kind in ("waiting", "ready", "round_over", "handed_over", "resumed")
 
     def _notice_end(self, member: int, outcome: Outcome) -> None:
-        """Notice that a member has ended, or is about to because it lost another one."""
+        """Record that a member has ended, or is about to because it lost another one."""
         if outcome.error is not None and member in self.members:
-            # A lost connection is a failure after all if no member turns out to be dead.
+            # If no member turns out to be dead, a lost connection counts as a failure later.
             outcome.is_replaced |= is_consequence(outcome) or self._is_writing(member)
         if outcome.status is None:
             outcome.is_replaced |= outcome.error is not None and member in self._newcomers
@@ -299,12 +299,12 @@ class Rounds:
             self._replace_silent_members([*self._round.reports.values()])
 
     def _has_not_begun(self, member: int) -> bool:
-        """Return whether a member has nothing to report: it may wait for a dead one in init."""
+        """Return whether a member has no operation to report yet: it may be waiting in `init`."""
         is_silent = self._ranks.probes.read_activity(member).number == 0
         return is_silent and member not in self._round.reports
 
     def _replace_silent_members(self, reports: Sequence[Report]) -> None:
-        """Stop waiting for the others; those that reported have prepared what these committed."""
+        """Stop waiting for members that do not report, if the others have waited long enough."""
         plan = plan_round(reports, wanted=self._wanted)
         waited = self._round.seconds_since_report
         if isinstance(plan, HandOver) and waited >= REPORT_SETTLE:
@@ -313,7 +313,7 @@ class Rounds:
             self._restart()
 
     def _follow_last_member(self) -> None:
-        """Go on after every member of the round has ended, and some were killed."""
+        """Restart if every member of the round has ended and some were killed."""
         if self._round.lost and self.members[0] not in self._round.done and not self._is_stopping:
             self._restart()
 
@@ -387,7 +387,7 @@ class Rounds:
         self._notify(max(0, count))
 
     def _notify(self, count: int) -> None:
-        """Tell rank 0 how many newcomers wait, or members have to leave, once in each round."""
+        """Send rank 0 the number of newcomers that wait, or of members to leave, once per round."""
         first = self.members[0]
         was_told = self._told[0] == first and self._told[2]
         if (count and self._told != (first, self.number, True)) or (not count and was_told):
@@ -395,7 +395,7 @@ class Rounds:
             self._ranks.send(first, {"kind": "newcomers", "round": self.number, "count": count})
 
     def _start_newcomers(self, members: int) -> bool:
-        """Start the newcomers that so many members lack; return whether any will join."""
+        """Start the newcomers that are missing beside `members`; return whether any will join."""
         return self._newcomers.start_missing(members, self._wanted)
 
     def _start_newcomer(self, rank: int) -> int:
@@ -430,7 +430,7 @@ class Rounds:
         return self._handover is not None and member in self._handover.writers
 
     def _follow_handover(self, handover: RunningHandOver) -> None:
-        """Start new processes as soon as the state is written, or cannot be any more."""
+        """Start new processes as soon as the state is written, or can no longer be written."""
         is_complete = handover.follow(self._alive)
         if is_complete is None:
             return
@@ -442,7 +442,7 @@ class Rounds:
         self._restart(handover.world_size)
 
     def _restart(self, world_size: int | None = None) -> None:
-        """End all processes, to start others (or as many as are wanted) from the newest state."""
+        """End all processes, to start new ones (by default `wanted`) from the newest state."""
         if self._states.count_fruitless() > MAX_ROUNDS:
             self._fail(f"{MAX_ROUNDS} rounds in a row were replaced before they had saved a state")
             return
@@ -453,7 +453,7 @@ class Rounds:
             **end,
             interrupted=self._interrupted,
             joined=[*range(self._next_member, self._next_member + world_size)],
-            # Also those that have ended by themselves, after they had handed over their state.
+            # Including members that exited by themselves after they had handed over their state.
             left=[member for member in self.members if member not in self._round.lost],
             writers=self._states.writers,
             state=self._states.handed_over,
@@ -467,7 +467,7 @@ class Rounds:
         self._replace(origin)
 
     def _replace(self, origin: RoundOrigin) -> None:
-        """Start the new processes as soon as those that they replace have exited."""
+        """Start the new processes as soon as the old ones have exited."""
         if self._leaving or self._is_stopping:
             return
         self._replacement = None

@@ -3,7 +3,7 @@
     launcher ──"hand_over"──> one member of each position ──"handed_over"──> launcher
                                   └ killed: the next one that can write this part
 
-What a member writes, and when it can: `training/hand_over.py`.
+`training/hand_over.py` describes what a member writes, and when it can.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ TIMEOUT = 120.0  # seconds that members have to write their state
 
 
 class RunningHandOver:
-    """A hand-over that members are asked for.
+    """A hand-over in progress.
 
     Args:
-        plan: Who can write what.
-        folder: Where it is written.
+        plan: The members that can write each part.
+        folder: The folder that is written to.
         send: Sends a message to a member.
 
     Attributes:
-        folder: Where it is written.
-        world_size: Number of ranks of the next round.
+        folder: The folder that is written to.
+        world_size: The number of ranks of the next round.
         checkpoints: The folder of the trainer's checkpoints; None for a trainer without.
     """
 
@@ -56,19 +56,19 @@ class RunningHandOver:
 
     @property
     def writers(self) -> list[int]:
-        """The members that write the state."""
+        """The members that are writing the state."""
         return sorted(self._writing.values())
 
     def note_written(self, member: int, checkpoints: str) -> None:
-        """Note that a member has written its part, and where its checkpoints are ("": nowhere)."""
+        """Record that a member has written its part, and the folder of its checkpoints, or ""."""
         self._written.add(member)
         self.checkpoints = Path(checkpoints) if checkpoints else None
 
     def follow(self, alive: Sequence[int]) -> bool | None:
-        """Let another member write what a killed one could not.
+        """Ask another member for each part whose writer was killed.
 
         Args:
-            alive: The members that run.
+            alive: The running members.
 
         Returns:
             Whether the state is complete; None while it is being written.

@@ -17,7 +17,7 @@ SCALE_FILE = "scale.json"
 
 
 def request_ranks(folder: Path, ranks: int) -> Path:
-    """Write the request; its file is there until the launcher has read it.
+    """Write the request to a file, which the launcher removes when it reads it.
 
     Raises:
         OSError: The file cannot be written.
@@ -29,7 +29,7 @@ def request_ranks(folder: Path, ranks: int) -> Path:
 
 
 def take_request(folder: Path) -> int | None:
-    """Return the number of ranks that was asked for, and remove the request; None if none was."""
+    """Read and remove the request; return the number of ranks, or None without a request."""
     path = folder / SCALE_FILE
     try:
         content = path.read_bytes()
