@@ -4,9 +4,13 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+# `make tidy CLANG_TIDY=clang-tidy-18` takes another one.
+CLANG_TIDY ?= $(BIN)/clang-tidy
+CLANG_TIDY_VERSION := 23.1.4
+CPP := $(shell git ls-files 'src/lockstep/csrc/*' 'tests/csrc/*.cpp' 'tests/csrc/*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak check docs format bench wheels core sanitize clean
+.PHONY: help install demo test soak check docs format tidy bench wheels core sanitize clean
 
 help: ## say what can be made here
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
@@ -43,12 +47,22 @@ docs: install ## build the documentation into site/; a broken link is an error
 check: install docs ## format, lint, types, documentation
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@git ls-files -z | xargs -0 $(BIN)/python tools/check_files.py
 	@$(BIN)/mypy
 	@$(BIN)/basedpyright --project pyproject.toml --pythonpath $(BIN)/python --warnings
 
 format: install ## put the code into its form
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+	@$(BIN)/clang-format -i $(CPP)
+
+# The core and its tests. The binding is left out: each of its files reads all headers of torch.
+tidy: ## run clang-tidy on the C++ core and its tests
+	@command -v $(CLANG_TIDY) >/dev/null || { \
+		echo "make tidy: there is no $(CLANG_TIDY): pip install clang-tidy==$(CLANG_TIDY_VERSION), or set CLANG_TIDY" >&2; \
+		exit 1; }
+	@$(CLANG_TIDY) --quiet $(filter-out %_avx2.cpp %_avx512.cpp,$(filter src/lockstep/csrc/core/%.cpp tests/csrc/%.cpp,$(CPP))) -- \
+		-std=c++20 -Isrc/lockstep/csrc/core -Itests/csrc
 
 bench: install ## measure, and write the results into benchmarks/
 	@$(BIN)/python benchmarks/replicas.py
