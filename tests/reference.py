@@ -1,7 +1,7 @@
 """The determinism guarantee in plain PyTorch on one process, without a line of Lockstep.
 
 `train` computes what Lockstep must compute in every layout, bit for bit; `epoch` gives
-the batches that its loader must give. Read DESIGN section 1 beside it.
+the batches that its loader must give. Read docs/concepts/guarantee.md beside it.
 """
 
 import copy

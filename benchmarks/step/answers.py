@@ -1,8 +1,8 @@
 """The right answers: the parameters of one process that trained on the same global batches.
 
 Plain PyTorch: a backward for every micro-batch of every rank, the gradients added
-along the tree of DESIGN section 1. What guarantees bits must hit them to the last
-one; who adds in another order may differ by rounding.
+along the tree of docs/concepts/guarantee.md. A contender that guarantees bits must have
+every one of them; one that adds in another order may differ by rounding.
 """
 
 from __future__ import annotations

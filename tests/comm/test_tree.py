@@ -17,7 +17,7 @@ def test_split_is_at_the_largest_power_of_two_below() -> None:
     assert split(4, 7) == 6
 
 
-def test_eight_leaves_on_three_ranks_as_drawn_in_the_design() -> None:
+def test_eight_leaves_on_three_ranks_as_the_page_about_the_guarantee_says() -> None:
     assert [nodes_of(owned, 8) for owned in split_evenly(8, 3)] == [
         [(0, 2), (2, 3)],
         [(3, 4), (4, 6)],

@@ -58,5 +58,5 @@ SMALL_PIECES = {
     "LOCKSTEP_BOUNCE_BYTES": "512",
 }
 
-# Backends whose sums are those of the design's tree, on every rank and in every run.
+# Backends whose sums are those of the tree, on every rank and in every run.
 GUARANTEE_TREE = ("lockstep",)

@@ -1,6 +1,6 @@
 """Sums that round: near the true sum, the same bits on every rank and from run to run.
 
-A backend that guarantees the tree adds rank r as leaf r of the design's tree;
+A backend that guarantees the tree adds rank r as leaf r of the tree;
 16-bit floats are added in float32 and rounded once, at the end.
 """
 

@@ -3,7 +3,8 @@
     {"lr": 0.1, "betas": (0.9, 0.999)}     {"lr": 0.1, "betas": {"$tuple": [0.9, 0.999]}}
     {"exp_avg": tensor}                    {"exp_avg": {"$tensor": "optimizer/w/exp_avg"}}
 
-Reading a checkpoint therefore runs no code from it, unlike unpickling. Types are preserved:
+Reading a checkpoint therefore runs no code from it, unlike unpickling, which
+`torch.distributed.checkpoint.load` does with `.metadata`. Types are preserved:
 tuples stay tuples, dicts keep their order and the types of their keys, non-finite floats and
 strides of tensors survive.
 """

@@ -27,6 +27,9 @@ __all__ = [
 ]
 
 NAME = "lockstep"
+"""Never "cpu:lockstep": torch 2.13 then has no default backend, and DistributedDataParallel does
+not ask for memory for its buckets. Two custom backends in one group would be mistaken for each
+other."""
 
 MIN_FILE_SIZE = 1 << 30
 """Bytes. The limit of the size of files (ulimit -f) also applies to shared memory."""

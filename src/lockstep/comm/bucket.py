@@ -17,7 +17,8 @@ import torch
 __all__ = ["ALIGNMENT", "Bucket", "Member", "Piece", "parts", "pieces", "plan", "slice_length"]
 
 ALIGNMENT = 64
-"""Bytes. Kernels select their code path by alignment, so all offsets are multiples of this."""
+"""Bytes. Kernels select their code path by alignment, and may round the elements after the last
+whole vector in another way than those before, so all offsets are multiples of this."""
 
 
 @dataclass(frozen=True)

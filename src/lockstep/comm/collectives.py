@@ -1,7 +1,8 @@
 """Collectives of small messages and of lists of tensors.
 
 Data are sent as `uint8`, so that any dtype works on any backend, and in contiguous buffers:
-Gloo broadcasts non-contiguous tensors incorrectly, without an error.
+Gloo broadcasts non-contiguous tensors incorrectly, without an error. torch's own collectives of
+objects unpickle what they receive.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The commands of `lockstep`, one a file; each docstring is the help text."""
+"""The commands of `lockstep`, one per file; each docstring is the help text."""

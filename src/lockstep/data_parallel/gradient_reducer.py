@@ -151,7 +151,8 @@ class GradientReducer:
         for _, parameter in self._parameters:
             parameter.grad = None
         # Launched and never finished: other ranks may still write to the memory. Or user code,
-        # such as an optimizer that compares gradients, refers to those of the step before.
+        # such as an optimizer that compares gradients, refers to those of the step before (the
+        # variable of a finished loop counts, too).
         if self._launched or [each.uses() for each in self._bucket_sums] != self._own_references:
             self._planned_for, self._destinations = (), {}
             self._bucket_sums, self._own_references = [], []

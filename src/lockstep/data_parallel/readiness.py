@@ -180,6 +180,9 @@ class GradientReadiness:
         self._arrived.add(index)
         if index in self._complete:
             return GradientState.LATE
+        # In a callback at the end of a backward, torch still returns the id of that backward,
+        # nested or not, and runs a callback that is queued there at once: so an inner backward
+        # is recognized here, by the id of the outermost one.
         is_inner = torch._C._current_graph_task_id() != self._outermost
         if not self._counts_complete or is_inner or index in self._split:
             return GradientState.INCOMPLETE

@@ -116,7 +116,11 @@ class Units:
             self._seed_unit(BEFORE)
 
     def begin_loss(self, last_call: int | None = None) -> None:
-        """Seed the generators for the loss, after the given call of the first unit."""
+        """Seed the generators for the loss, after the given call of the first unit.
+
+        Each call of the model has its own seed here. Otherwise every call of a unit could begin
+        from the same state, and a recomputation could not tell which call it repeats.
+        """
         if self._now is not None:
             self._seed_unit(len(self.modules), self._now.last if last_call is None else last_call)
 

@@ -224,6 +224,7 @@ class ShardedOptimizer:
             twin.__dict__.update(self._optimizer.__dict__)
             twin.state = defaultdict(dict)
             for key, value in made.get(index, {}).items():
+                # Copied: `copy.copy` shares memory, and the probe's step would count.
                 whole = isinstance(value, torch.Tensor) and value.shape == parameter.shape
                 part = in_memory_order(value)[:3].clone() if whole else copy.deepcopy(value)
                 twin.state[probe][key] = part
