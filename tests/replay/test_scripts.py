@@ -230,17 +230,8 @@ PAGE = Path(__file__).parents[2] / "docs/guides/replay.md"
 
 def blocks(page: str) -> dict[str, list[str]]:
     """Return the lines below each command of a page, by the command."""
-    found: dict[str, list[str]] = {}
-    command = ""
-    for line in page.splitlines():
-        if line.startswith("    $ "):
-            command = line.removeprefix("    $ ")
-            found[command] = []
-        elif line and not line.startswith("    "):
-            command = ""
-        elif command:
-            found[command].append(line[4:])
-    return found
+    shown = [each.splitlines() for each in re.findall(r"```console\n(.*?)```", page, re.DOTALL)]
+    return {command.removeprefix("$ "): lines for command, *lines in shown}
 
 
 def without_numbers(lines: list[str]) -> str:
@@ -255,7 +246,7 @@ def without_numbers(lines: list[str]) -> str:
 
 def test_the_page_about_replays_does_what_it_says(tmp_path):
     page = PAGE.read_text()
-    script, commands = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], blocks(page)
+    script, commands = re.findall(r"```python[^\n]*\n(.*?)```", page, re.DOTALL)[0], blocks(page)
     launch, replay, dump, debug = (each.split()[1:] for each in commands)
     shown = [without_numbers(each) for each in commands.values()]
     (tmp_path / "train.py").write_text(script)
