@@ -10,7 +10,7 @@ CLANG_TIDY_VERSION := 23.1.4
 CPP := $(shell git ls-files 'src/lockstep/csrc/*' 'tests/csrc/*.cpp' 'tests/csrc/*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak check docs format tidy bench wheels core sanitize clean
+.PHONY: help install demo test soak check docs drawings format tidy bench wheels core sanitize clean
 
 help: ## say what can be made here
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
@@ -43,6 +43,9 @@ soak: install ## run the long tests: races, sanitizers, random trainings (up to 
 
 docs: install ## build the documentation into site/; a broken link is an error
 	@$(BIN)/zensical build --strict --clean
+
+drawings: install ## draw docs/pictures/*.svg anew from schedules, trees and examples
+	@$(BIN)/python -m tools.drawings
 
 check: install docs ## format, lint, types, documentation
 	@$(BIN)/ruff format --check .

@@ -1,0 +1,123 @@
+"""The parts that all drawings share: a card, its colors, cells of data, arrows, lanes of time.
+
+A card is 400 points wide, about the width of a phone, so that its text is legible there. It
+has a background of its own, since a page may be light or dark and an image is not told which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from lockstep.report.picture import Area, Box, Label, Line, Picture
+
+__all__ = [
+    "EDGE", "HEAVY", "INK", "LEFT", "MUTED", "PAPER", "RANKS", "RIGHT", "SOFT", "SUM", "WASH",
+    "WIDTH", "add_arrow", "add_cell", "add_head", "add_lane", "add_lines", "add_text", "make_card",
+]  # fmt: skip
+
+WIDTH = 400
+LEFT, RIGHT = 16, WIDTH - 16
+INK, SOFT, MUTED, EDGE, WASH, PAPER = (
+    "#16202e", "#4c5868", "#7c8796", "#cdd5df", "#e3e8ef", "#f5f7fa",
+)  # fmt: skip
+WHITE = "#ffffff"
+RANKS = ("#0b6bb8", "#b8500a", "#14825a", "#8347ad")
+"""The color of each rank, and of the values that come from it."""
+SUM = "#303c52"
+"""The color of values that come from several ranks."""
+HEAVY = 2.0
+BASELINE = 0.36  # of the size of a text: from its middle to its baseline
+
+
+def make_card(height: int, title: str) -> Picture:
+    """Return an empty card; `title` is its text for screen readers."""
+    picture = Picture(WIDTH, height, "none", title)
+    picture.add(
+        Box(0, 0, WIDTH, height, EDGE, 10),
+        Box(1, 1, WIDTH - 2, height - 2, PAPER, 9),
+    )
+    return picture
+
+
+def add_text(
+    picture: Picture,
+    x: float,
+    y: float,
+    text: str,
+    size: float = 12,
+    fill: str = INK,
+    anchor: Literal["start", "middle", "end"] = "start",
+    bold: bool = False,
+) -> None:
+    """Add a line of text whose middle is at `y`."""
+    picture.add(Label(x, y + size * BASELINE, text, size, fill, anchor, bold))
+
+
+def add_lines(
+    picture: Picture, x: float, y: float, lines: Iterable[str], size: float = 12, fill: str = SOFT
+) -> None:
+    """Add lines of text below each other; the middle of the first is at `y`."""
+    for number, line in enumerate(lines):
+        add_text(picture, x, y + number * size * 1.35, line, size, fill)
+
+
+def add_cell(
+    picture: Picture,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    text: str = "",
+    fill: str = RANKS[0],
+    ink: str = WHITE,
+    size: float = 12,
+    corner: float = 3,
+) -> None:
+    """Add a filled box with a text in its middle."""
+    picture.add(Box(x, y, width, height, fill, corner))
+    if text:
+        add_text(picture, x + width / 2, y + height / 2, text, size, ink, "middle")
+
+
+def add_arrow(
+    picture: Picture,
+    begin: tuple[float, float],
+    end: tuple[float, float],
+    color: str = MUTED,
+    width: float = 1.5,
+) -> None:
+    """Add a straight arrow."""
+    (x0, y0), (x1, y1) = begin, end
+    length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
+    dx, dy = (x1 - x0) / length, (y1 - y0) / length
+    picture.add(Line([begin, (x1 - 5 * dx, y1 - 5 * dy)], color, width))
+    add_head(picture, end, (dx, dy), color)
+
+
+def add_head(
+    picture: Picture,
+    tip: tuple[float, float],
+    direction: tuple[float, float] = (1, 0),
+    color: str = MUTED,
+) -> None:
+    """Add the head of an arrow."""
+    (x, y), (dx, dy) = tip, direction
+    base = (x - 7 * dx, y - 7 * dy)
+    corners = [(base[0] - 4 * dy, base[1] + 4 * dx), (base[0] + 4 * dy, base[1] - 4 * dx)]
+    picture.add(Area([tip, *corners], color))
+
+
+def add_lane(
+    picture: Picture,
+    y: float,
+    height: float,
+    name: str,
+    spans: Sequence[tuple[float, float, str, str, str]],
+    left: float = 70,
+) -> None:
+    """Add a lane of time: its name, and its spans (begin, end, text, fill, ink) in points."""
+    add_text(picture, LEFT, y + height / 2, name, 12, SOFT)
+    picture.add(Box(left, y, RIGHT - left, height, WASH, 3))
+    for begin, end, text, fill, ink in spans:
+        add_cell(picture, begin, y, end - begin - 1, height, text, fill, ink, 11)
