@@ -19,7 +19,8 @@ CALL = OperatorCall(
 )  # fmt: skip
 
 FINDING = Finding(
-    7, "forward", "arguments", "aten.add.Tensor is called with other arguments: 1 and <b>two</b>",
+    7, "forward", "arguments", "aten.add.Tensor is called with different arguments: 1 and "
+                               "<b>two</b>",
     2, MODULE, None, CALL, replace(CALL, arguments="alpha=<b>two</b>"),
     ElementDifference((3, 12), 0.25, 0.5, 8388608, 17),
 )  # fmt: skip

@@ -220,7 +220,7 @@ def read_training(folder: Path, output: str, errors: str) -> Training:
             steps[line["step"]] = line
     return Training(
         set(re.findall(r"DIGEST (.*)", output)),
-        [line for line in errors.splitlines() if "goes on from" in line or "killed by" in line],
+        [line for line in errors.splitlines() if "continues from" in line or "killed by" in line],
         [line for line in lines if line["kind"] == "round"],
         repeated,
         list(steps),

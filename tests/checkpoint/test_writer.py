@@ -310,7 +310,10 @@ def test_waiting_for_a_slow_disk_is_said(tmp_path, monkeypatch, capfd):
     said = threading.Event()
 
     def say(sentence):
-        assert sentence == f"still writing a checkpoint to {tmp_path}; is the disk slow or gone?"
+        assert sentence == (
+            f"still writing a checkpoint to {tmp_path}; check that the disk is reachable and not "
+            "too slow"
+        )
         said.set()
         gate.opened.set()
 

@@ -85,7 +85,7 @@ def test_another_training_is_found_to_differ(chaos, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("digits", "-n", 1), "nobody is left when the only rank is killed"),
+        (("digits", "-n", 1), "no rank is left when the only one is killed"),
         (("missing.py",), "there is no script 'missing.py'"),
         (("train.py", "--reference", "night"), "there is no run at night"),
     ],

@@ -181,8 +181,8 @@ def test_what_training_refuses_is_compared_all_the_same(check):
     assert result.exit_code == 1
     assert [each["verdict"] for each in found["layouts"]] == ["failed", "different"]
     assert [each["equal"] for each in found["layouts"]] == [False, False]
-    assert "the generator 1.generator was drawn from" in found["layouts"][0]["failure"]
-    assert result.stderr.count("the generator 1.generator was drawn from") == 1
+    assert "the generator 1.generator was used" in found["layouts"][0]["failure"]
+    assert result.stderr.count("the generator 1.generator was used") == 1
     assert len(found["layouts"][0]["digest"]) == 64
     first = found["first_difference"]
     assert (first["step"], first["module"], first["parameter"]) == (0, "1", None)
@@ -618,7 +618,7 @@ def test_a_layout_has_a_deadline(check):
         ("print('nothing')", "train.py constructs no ls.Trainer, so there is nothing to check"),
         (
             "ls.Trainer(nn.Linear(6, 4), nn.CrossEntropyLoss(), sgd)",
-            "train.py constructs an ls.Trainer but ends without a step of it",
+            "train.py constructs an ls.Trainer but ends without taking a step with it",
         ),
     ],
 )

@@ -161,14 +161,14 @@ WITH_DISTRIBUTED = DistributedSampler(NOISY, num_replicas=2, rank=0)
         (
             DataLoader(NOISY, 8),
             {"batch_size": 16},
-            "^batch_size=16 is given beside a DataLoader with batch_size=8: pass the DataLoader "
-            "alone, or its dataset with all options$",
+            "^batch_size=16 is passed together with a DataLoader that has batch_size=8: pass the "
+            "DataLoader alone, or its dataset with all options$",
         ),
         (DataLoader(NOISY, 8), {"shuffle": True}, "^shuffle=True .* DataLoader with shuffle=False"),
         (
             DataLoader(NOISY, 8, sampler=REVERSED),
             {"shuffle": False},
-            "^shuffle=False is given beside a DataLoader with its own shuffle",
+            "^shuffle=False is passed together with a DataLoader that has its own shuffle",
         ),
         (DataLoader(NOISY, 8), {"collate_fn": negate}, "^collate_fn=function .* its own collate"),
         (
@@ -188,8 +188,8 @@ WITH_DISTRIBUTED = DistributedSampler(NOISY, num_replicas=2, rank=0)
             {},
             "has a multiprocessing_context: leave it out, because workers are started by Lockstep",
         ),
-        (DataLoader(NOISY, batch_size=None), {}, "^the DataLoader has batch_size=None, so it"),
-        (Looped(NOISY, 8), {}, "^a Looped has an __iter__ of its own"),
+        (DataLoader(NOISY, batch_size=None), {}, "^the DataLoader has batch_size=None, so each"),
+        (Looped(NOISY, 8), {}, "^a Looped overrides __iter__"),
         (Prefetcher(), {"batch_size": 8}, "^a Prefetcher yields batches, not samples: pass a data"),
         (iter(DataLoader(NOISY, 8)), {}, "^the iterator _SingleProcessDataLoaderIter can be read"),
         ((each for each in DataLoader(NOISY, 8)), {"batch_size": 8}, "^a generator can be read on"),

@@ -227,7 +227,7 @@ def test_a_second_backward_after_the_only_one_is_a_failure_of_that_step(is_watch
         else:
             parameter.sum().backward()
         reducer.accumulate(1)
-        assert "the gradient of a came in two parts" in reducer.failure
+        assert "the gradient of a arrived in two parts" in reducer.failure
         reducer.begin(2)
         assert not reducer.failure
     finally:

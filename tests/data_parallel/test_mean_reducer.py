@@ -194,7 +194,7 @@ def a_graph_of_the_backward_is_refused(rank: int) -> list[bool]:
             loss.backward(create_graph=True)
         except GradientError as error:
             return [
-                "backward(create_graph=True) cannot go through DistributedDataParallel"
+                "backward(create_graph=True) is not supported by DistributedDataParallel"
                 in str(error)
             ]
     return [False]

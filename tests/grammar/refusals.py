@@ -29,7 +29,7 @@ def possible_refusals(case: Case, layout: Layout) -> list[str]:
     if has_alias and (layout.stages > 1 or layout.recompute):
         return [
             *overflow,
-            "that it was given and that shares its memory with another one",
+            "writes in place into an input that shares its memory with another one",
             "writes into an input that shares its memory with another one",
             "a tensor that backward needs was overwritten in place",
         ]
@@ -42,10 +42,10 @@ def _of_layout(case: Case, layout: Layout) -> Iterator[str]:
     if layout.replicas > case.microbatches:
         yield "so some would have none"
     if layout.recompute and not case.model.is_chain:
-        yield "names no blocks"
+        yield "does not name its blocks"
     if layout.stages > 1:
         if layout.shared:
-            yield 'storage="shared" is for whole models'
+            yield 'storage="shared" needs the whole model'
         if not case.model.is_chain:
             yield "does not define how to split it into"
         if layout.loop:
@@ -71,7 +71,7 @@ def _of_sharing(case: Case, layout: Layout) -> Iterator[str]:
     if not layout.shared:
         return
     if not case.optimization.is_elementwise:
-        yield "is not known to treat each element of a parameter by itself"
+        yield "is not known to update each element of a parameter independently"
     if "sparse=True" in str(case.model):
         yield "whose gradient is sparse"
     if layout.replicas > 1:

@@ -144,7 +144,7 @@ def test_the_report_marks_user_code_and_says_who_does_not_answer():
         "rank 1 (process 101): stopped by a signal for 1 min 10 s; continue it with kill -CONT "
         "101; last operation: all_reduce, call 3",
         "rank 2 (process 102): has waited 1 min 1 s in all_reduce, call 4",
-        "    does not answer (it runs no Python, or holds up all signals)",
+        "    does not answer (it is not executing Python code, or blocks all signals)",
         "rank 3: has returned",
         "(most recent call first; > marks your code)",
     ]

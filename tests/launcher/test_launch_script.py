@@ -410,7 +410,7 @@ def test_a_syntax_error_is_reported_once_and_nothing_starts(run, source, start):
         ("--max 2 --nnodes 2 --node-rank 0 --master-addr a", "--min and --max: with --nnodes 2"),
         ("--hang-timeout -1", "--hang-timeout -1: expected a number of seconds, or 0"),
         ("--hang-timeout nan", "--hang-timeout nan: expected a number of seconds"),
-        ("-m --no-python", "--module and --no-python exclude each other"),
+        ("-m --no-python", "--module and --no-python cannot be combined"),
         ("--name a/b", "--name a/b: expected a name without a slash"),
         ("--name a --resume auto", "--name names a new run"),
     ],

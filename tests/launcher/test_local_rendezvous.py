@@ -112,7 +112,9 @@ def test_ranks_of_srun_do_not_wait_for_files_of_another_user(tmp_path, kind):
     os.chown(planted, 1, 1)
     for rank, (name, sentence) in enumerate(ls.launch(join, nprocs=2, timeout=60)):
         assert name == "RendezvousError"
-        assert sentence.startswith(f"rank {rank}: the ranks of this host meet through {planted},")
+        assert sentence.startswith(
+            f"rank {rank}: the ranks of this host connect through {planted},"
+        )
 
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="no private stores")

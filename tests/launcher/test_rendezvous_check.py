@@ -42,7 +42,7 @@ def test_all_ranks_are_found():
 def test_waiting_at_a_port_prints_nothing(capfd, address):
     deadline = time.monotonic() + 1.2
     store = rendezvous._serve(listen(address, 0), deadline)
-    with pytest.raises(RendezvousError, match=r"^rank 1 of 2 did not come within 1 s"):
+    with pytest.raises(RendezvousError, match=r"^rank 1 of 2 did not join within 1 s"):
         check_ranks(store, RANK_0, deadline)
     assert capfd.readouterr().err == ""
 

@@ -217,7 +217,7 @@ def test_another_world_size_is_an_error_on_every_rank():
 def test_missing_ranks_are_named_while_waiting_and_at_the_timeout(capfd):
     told = attempts(2, lambda rank: {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, timeout=1.5)
     assert all(kind == "RendezvousError" for kind, _ in told)
-    words = "ranks 2 and 3 of 4 did not come within"
+    words = "ranks 2 and 3 of 4 did not join within"
     assert all(sentence.startswith(words) for _, sentence in told)
     assert all("with its own RANK (--node-rank)" in sentence for _, sentence in told)
     notes = [line for line in capfd.readouterr().err.splitlines() if "has waited" in line]

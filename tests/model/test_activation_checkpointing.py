@@ -304,7 +304,11 @@ class Spoiling(nn.Module):
 @pytest.mark.parametrize(
     ("layers", "passing", "sentence"),
     [
-        ([nn.Tanh(), Alternating()], 0, "block 1 computed something else when it was recomputed"),
+        (
+            [nn.Tanh(), Alternating()],
+            0,
+            "block 1 produced a different result when it was recomputed",
+        ),
         ([nn.Tanh(), Seldom()], 1, "block 1 writes into an input that its first call did not"),
         ([Viewing(), Aliased()], 0, "block 1 writes into an input that shares its memory"),
         ([Handing(), Spoiling()], 1, "a tensor that backward needs was overwritten in place"),
@@ -341,8 +345,8 @@ def test_a_model_without_blocks_is_refused():
     ls.init()
     try:
         for model, said in [
-            (Opaque(6, 6), "Opaque names no blocks"),
-            (compiled, "a compiled model is one piece"),
+            (Opaque(6, 6), "Opaque does not name its blocks"),
+            (compiled, "a compiled model is a single block"),
         ]:
             with pytest.raises(LayoutError, match=said):
                 ls.Trainer(model, nn.CrossEntropyLoss(), SGD, activation_checkpointing=True)

@@ -233,4 +233,4 @@ def test_weights_that_one_rank_changed_by_itself_are_named(ranks, over):
     said = set(ranks(train, 4))
     assert len(said) == 1
     name = "1.running_mean" if over else "0.bias"
-    assert f"{name} holds other values on rank 3 than on rank {1 if over else 0}" in said.pop()
+    assert f"{name} has other values on rank 3 than on rank {1 if over else 0}" in said.pop()

@@ -515,7 +515,7 @@ def test_what_cannot_be_cut_is_refused_by_name(ranks):
         "a traced or exported model is one graph, which is not split into 2 stages",
         "calling the blocks of Sequential one after another does not give the output of its",
         "stages_per_rank=2 needs schedule",
-        "cannot be cut into stages: train them with stages=1",
+        "cannot be split into stages: train them with stages=1",
         "a manual step needs the whole model on every rank",
         "a block draws from Python's or numpy's random numbers",
     ]

@@ -548,7 +548,9 @@ def flat(h):
     return h.view(-1)
 
 
-WRITTEN = "shares its memory with another one; a stage has copies, of which only one changes"
+WRITTEN = (
+    "shares its memory with another one; a stage has copies of both, of which only one would change"
+)
 
 
 def test_what_is_written_behind_a_boundary_is_seen_or_refused_by_name(ranks):

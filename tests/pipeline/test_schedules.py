@@ -143,7 +143,7 @@ def test_an_action_done_twice_is_named() -> None:
 
 def test_ranks_that_wait_for_each_other_are_named() -> None:
     first, second = one_f_one_b(2, 2)
-    with pytest.raises(LayoutError, match="never ends: rank 0 waits at its action 0, the backward"):
+    with pytest.raises(LayoutError, match="deadlocks: rank 0 waits at its action 0, the backward"):
         validate((tuple(sorted(first, key=lambda action: action.kind)), second))
 
 

@@ -116,7 +116,7 @@ def test_a_run_that_a_value_stopped(recorded, folder):
         assert finding.operator is not None
         assert found.is_replayed
         text = " ".join(list_sentences(found))
-        assert "nan stopped in step 4, micro-batch 2 (the loss is nan); plain went on." in text
+        assert "nan stopped in step 4, micro-batch 2 (the loss is nan); plain continued." in text
 
 
 def finding_without_fingerprints(a, b):

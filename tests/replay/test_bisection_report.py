@@ -25,8 +25,8 @@ def found(tmp_path):
 
 def test_the_text_says_where_what_and_how_sure(found):
     assert describe_finding(found) == (
-        f"night-a and night-b differ first in step 7, micro-batch 2, forward pass, module "
-        f"`{MODULE}`: aten.add.Tensor is called with other arguments: 1 and <b>two</b>."
+        "night-a and night-b differ first in step 7, micro-batch 2, forward pass, module "
+        f"`{MODULE}`: aten.add.Tensor is called with different arguments: 1 and <b>two</b>."
     )
     assert dict((name, values) for name, *values in list_facts(found)) == {
         "operator": ["aten.add.Tensor"] * 2,
@@ -64,7 +64,7 @@ def test_the_model_itself_other_samples_and_parameters_are_named(found):
     )
     data = replace(FINDING, direction="data", what="data", sentence="the data differ")
     batch = RecordDifference(7, "batch", None, "x", "y")
-    assert "the batches hold other samples" in describe_finding(
+    assert "the batches have different samples" in describe_finding(
         replace(found, finding=data, recorded=batch)
     )
     assert "the data differ" in describe_finding(replace(found, finding=data))
@@ -106,7 +106,7 @@ def test_where_a_run_stopped_is_said_also_without_a_difference(found):
         assert (a.stop.step, a.stop.is_value) == (20, is_value)
         text = list_sentences(replace(found, a=a, finding=None))
         what = "step 20, micro-batch 3 (the loss is nan)" if is_value else "step 20 (KeyError)"
-        assert f"night-a stopped in {what}; night-b went on." in text
+        assert f"night-a stopped in {what}; night-b continued." in text
 
 
 def test_commands_look_further(found, tmp_path, monkeypatch):

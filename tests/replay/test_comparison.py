@@ -64,7 +64,7 @@ def test_other_samples_digests_and_micro_batches_are_named():
         replayed=replace(REPLAYED, batch="cd", losses=(0.25, 0.5, 0.5)), digest="another"
     )
     assert found.differences == (
-        "losses of the micro-batches: other ones in 1, 2",
+        "losses of micro-batches 1, 2",
         "samples of the batch: recorded ab, replayed cd",
         "digest of the weights: recorded another, replayed d1",
     )

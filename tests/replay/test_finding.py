@@ -116,7 +116,7 @@ def test_nothing_is_claimed_of_the_steps_before_those_compared():
     assert limited is not None
     assert limited.direction == "state"
     assert "changed" not in limited.sentence
-    assert "before the step already" in limited.sentence
+    assert "already differs before" in limited.sentence
 
 
 def test_no_micro_batch_is_missing_from_a_step_that_was_not_finished():
@@ -165,20 +165,21 @@ def add(kind, a=CALL, b=CALL, found=FOUND, position=0):
 def test_operators_name_themselves_and_the_line():
     found = add("output")
     assert (found.operator, found.source) == ("aten.mm", "a.py:3 in forward")
-    assert found.sentence == "aten.mm computes another result from the same inputs"
+    assert found.sentence == "aten.mm computes a different result from the same inputs"
     assert found.step == 4
     other = replace(CALL, arguments="alpha=2")
     assert add("arguments", replace(CALL, arguments="alpha=1"), other).sentence == (
-        "aten.mm is called with other arguments: alpha=1 and alpha=2"
+        "aten.mm is called with different arguments: alpha=1 and alpha=2"
     )
     assert add("call", None).sentence == "aten.mm is called in the second run only"
     assert add("call", b=None).sentence == "aten.mm is called in the first run only"
     other = replace(CALL, operator="aten.bmm")
     assert add("call", b=other).sentence == "the first run calls aten.mm, and the second aten.bmm"
-    assert "generator is in another state" in add("generator").sentence
+    assert "generator is in a different state" in add("generator").sentence
     constant = replace(CALL, operator="aten.lift_fresh", inputs=(), input_types=())
     assert add("output", constant, constant).sentence == (
-        "aten.lift_fresh makes a tensor of other values (numbers in the source, or an array)"
+        "aten.lift_fresh creates a tensor with different values (numbers in the source, or an "
+        "array)"
     )
     unknown = replace(CALL, inputs=(0, 2))
     assert "agree as far as they are known" in add("output", b=unknown).sentence
@@ -244,7 +245,7 @@ def test_where_the_first_element_is_found():
          "only one of the runs"),
         (RecordDifference(4, "norm", None, "2.0", "3.0"), None, None, "the losses agree"),
         (RecordDifference(4, "stop", 2, "", "the loss is nan"), None, 2,
-         "the first run went on, and the second stopped there (the loss is nan)"),
+         "the first run continued, and the second stopped there (the loss is nan)"),
         (None, None, None, "in one of the steps 3 to 4"),
     ],
 )  # fmt: skip

@@ -68,8 +68,8 @@ def test_inputs_that_are_not_finite_are_named_with_their_samples():
     which = f"rows 2, 4 (samples {samples[2]}, {samples[4]})"
     assert found.remarks[:2] == (
         f"In the data, {which} of the input `0` are not finite",
-        "In forward, 0 (Linear) returned the first values that are not finite, from inputs that "
-        f"are not finite either: {which}",
+        "In forward, 0 (Linear) returned the first non-finite values, from inputs that are "
+        f"non-finite, too: {which}",
     )
     assert found.remarks[2].startswith("In backward, Function ")
 
@@ -84,16 +84,14 @@ def test_a_sample_that_overflows_in_the_model_is_named(monkeypatch):
     inputs[samples[3], 0] = 0
     found = replayed(TensorDataset(inputs, SAMPLES.tensors[1]), anomaly=True)
     assert (
-        "In forward, the model itself (Halved) returned the first values that are not finite, from "
-        f"finite inputs: row 3 (sample {samples[3]})"
+        "In forward, the model itself (Halved) returned the first non-finite values, from finite "
+        f"inputs: row 3 (sample {samples[3]})"
     ) in found.remarks
 
 
 def test_of_a_finite_micro_batch_it_is_said_and_its_dump_is_complete(tmp_path):
     found = replayed(SAMPLES, anomaly=True, dump=tmp_path / "tensors")
-    assert found.remarks == (
-        "No module returned a value that is not finite, and no gradient is nan",
-    )
+    assert found.remarks == ("No module returned a non-finite value, and no gradient is NaN",)
     index = json.loads((tmp_path / "tensors" / "index.json").read_text())
     assert found.losses[1] is not None
     assert index["loss_hex"] == found.losses[1].hex()

@@ -106,7 +106,7 @@ def test_what_differs_here_is_said_before(tmp_path):
         f"torch is {here['torch']}, it was 1.0: the bits may differ",
         f"instructions is {here['instructions']}, it was NEON: the bits may differ",
         f"the data {data} has changed since the run: the bits may differ",
-        f"the data {gone} is not there any more",
+        f"the data {gone} no longer exists",
     ]
 
 

@@ -52,7 +52,7 @@ def test_the_same_training_has_no_differences():
 @pytest.mark.parametrize(
     ("entry", "value", "words"),
     [
-        ("seed", 1, "was saved with seed=0, this trainer has seed=1; the bits would not go on"),
+        ("seed", 1, "was saved with seed=0, this trainer has seed=1; resuming would give"),
         ("microbatches", 4, "was saved with microbatches=8, this trainer has microbatches=4"),
         (
             "model",

@@ -126,7 +126,9 @@ def test_what_is_handed_over_continues_with_the_same_bits(
     digest, optimizer, count, seen, drawn = train(tmp_path / "run", Member())
     assert (digest, optimizer, count, seen) == expected[:4]
     assert drawn == {step: expected[4][step] for step in range(steps, 8)}
-    assert f"round 2 goes on from step {steps}, handed over by member 0" in capsys.readouterr().err
+    assert (
+        f"round 2 continues from step {steps}, handed over by member 0" in capsys.readouterr().err
+    )
     run = read_run(tmp_path / "run")
     assert [line["step"] for line in run.rounds] == [steps]
     assert run.rounds[0]["lost"] == [{"member": 1, "signal": 9}]
@@ -230,7 +232,7 @@ def test_mirrors_are_saved_in_an_elastic_run_and_the_newest_is_used(
 
     set_origin(monkeypatch)
     assert train(tmp_path / "run", Member(), checkpoint=config)[:4] == expected[:4]
-    assert "round 2 goes on from the mirror of step 4" in capsys.readouterr().err
+    assert "round 2 continues from the mirror of step 4" in capsys.readouterr().err
     run = read_run(tmp_path / "run")
     assert [line["step"] for line in run.rounds] == [4]
     assert [path.name for path in find_checkpoints(tmp_path / "run/checkpoints")] == ["step-9"]
@@ -251,7 +253,7 @@ def test_without_a_state_a_round_begins_again(world_of_one, tmp_path, monkeypatc
             set_origin(patch)
             assert train(tmp_path / name, Member(), checkpoint=each) == expected
         said = capsys.readouterr().err
-        assert "round 2 goes on from the beginning: no checkpoint" in said
+        assert "round 2 continues from the beginning: no checkpoint" in said
         assert ("pass checkpoint=" in said) == (each is None)
         run = read_run(tmp_path / name)
         assert [line["step"] for line in run.rounds] == [0]

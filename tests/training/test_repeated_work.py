@@ -18,7 +18,7 @@ def new_round(noticed, continued, undone):
     ("rounds", "seconds"),
     [
         ([], 10.0),
-        ([new_round(3.0, 4.0, 0.5)], 8.5),  # went on in place, and repeated half a second
+        ([new_round(3.0, 4.0, 0.5)], 8.5),  # continued in place, and repeated half a second
         ([new_round(8.0, 9.0, 8.0)], 1.0),  # from the same state as this one
         ([new_round(8.0, 9.0, 8.0), new_round(9.5, 9.75, 0.25)], 0.5),
         ([new_round(-5.0, -3.0, 2.0)], 10.0),  # over before the state was saved

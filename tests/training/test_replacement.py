@@ -33,7 +33,7 @@ def require_repeated_work(found: Training) -> None:
 
 def sources(found: Training) -> list[str]:
     """Return from what each round went on, as rank 0 said."""
-    lines = [line.partition("goes on from ")[2] for line in found.said]
+    lines = [line.partition("continues from ")[2] for line in found.said]
     return [line for line in lines if line]
 
 

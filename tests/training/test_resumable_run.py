@@ -114,7 +114,7 @@ def test_an_object_that_differs_between_ranks_is_named(tmp_path, ranks, capfd):
     ranks(save_with_objects, 2, tmp_path)
     said = [line for line in capfd.readouterr().err.splitlines() if "another state" in line]
     assert len(said) == 1
-    assert "stateful['different'] has another state on rank 1 than on rank 0" in said[0]
+    assert "stateful['different'] has a different state on rank 1 than on rank 0" in said[0]
 
 
 def test_what_cannot_be_resumed_is_named_on_every_rank(ranks, tmp_path):
@@ -151,16 +151,16 @@ def test_what_cannot_be_resumed_is_named_on_every_rank(ranks, tmp_path):
         ),
         "raw": (lambda f: raw(build(f)), "the script calls trainer.step(batch) with batches of"),
         "other batches": (lambda f: train(build(f), size=8), "had batch size 16, these batches"),
-        "too early": (lambda f: build(f).finish(), "UsageError: the script ended before it came"),
+        "too early": (lambda f: build(f).finish(), "UsageError: the script ended before the point"),
         "late": (resume_late, "UsageError: resume before the first call of batches()"),
         "nowhere": (lambda f: build(f, place="no/where"), "there is no run and no checkpoint at"),
-        "in turns": (in_turns, "UsageError: two trainers with checkpoint= train in turns"),
+        "in turns": (in_turns, "UsageError: two trainers with checkpoint= take turns"),
         "unsaved": (
             lambda f: build(f / "new", resume=False, stateful={"odd": Odd()}),
             "UsageError: stateful.odd.parts.0 is a builtins.object, which a checkpoint cannot",
         ),
         "in the way": (
-            lambda f: build(f).save_checkpoint(f / "checkpoints"), "something else than a chec"
+            lambda f: build(f).save_checkpoint(f / "checkpoints"), "this exists and is not a chec"
         ),
         "no folder": (
             lambda f: build(f).save_checkpoint(f / "new" / "mine"), "FileError: save_checkpoint("

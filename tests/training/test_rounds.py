@@ -80,7 +80,7 @@ def test_the_only_rank_with_the_state_may_die_while_it_sends_it(
         [{"member": 0, "signal": 9}],
     ]
     assert (second["left"], second["joined"]) == ([2], [3, 4])
-    assert f"goes on from the checkpoint of step {second['step']}" in disturbed.output
+    assert f"continues from the checkpoint of step {second['step']}" in disturbed.output
     assert second["undone"] > 0.0
 
 

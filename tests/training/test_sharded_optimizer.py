@@ -327,7 +327,7 @@ def test_what_cannot_be_shared_is_refused_by_name(ranks):
         turning.step(labelled(16).tensors)
         with pytest.raises(WorkError, match=r"Turning keeps 'rate' as 0\.5, and kept torch\.int64"):
             turning.step(labelled(16).tensors)
-        with pytest.raises(LayoutError, match='storage="shared" is for whole models'):
+        with pytest.raises(LayoutError, match='storage="shared" needs the whole model'):
             trainer_of(True, pipeline=ls.PipelineConfig(stages=2))
         return told
 

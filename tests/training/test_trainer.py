@@ -634,7 +634,7 @@ def test_without_init_the_trainer_says_so():
             '"step", "epoch" or "manual"',
         ),
         ({"storage": "sharded"}, UsageError, '"replicated" or "shared", not'),
-        ({"callbacks": [1]}, UsageError, "a int is neither a function of a StepResult"),
+        ({"callbacks": [1]}, UsageError, "a int is neither a function that takes a StepResult"),
         (
             {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1)},
             UsageError,

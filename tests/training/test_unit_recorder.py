@@ -209,7 +209,9 @@ def test_steps_are_selected(text, steps, monkeypatch):
 
 @pytest.mark.parametrize("text", ["units", "unit:", "unit:%0", "unit:a", "unit:1-2-3", "step:4"])
 def test_another_form_is_one_sentence(text, monkeypatch):
-    with pytest.raises(UsageError, match=r"fingerprints='.*' is none of \"unit\" \(every step\)"):
+    with pytest.raises(
+        UsageError, match=r"fingerprints='.*' is not one of \"unit\" \(every step\)"
+    ):
         read_selection(text)
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(UsageError, match=VARIABLE):

@@ -124,7 +124,7 @@ def refused():
         ({"model": Graph(SPARSE)}, "the buffer model.matrix is a sparse tensor (torch.sparse_coo)"),
         (
             {"model": with_buffer(TwoTensor(torch.ones(2), torch.ones(2)))},
-            "the buffer model.table is a TwoTensor, which is made of other tensors",
+            "the buffer model.table is a TwoTensor, which consists of other tensors",
         ),
         ({"model": with_buffer(quantized)}, "the buffer model.table is a quantized tensor"),
         ({"model": torch.jit.script(nn.Linear(6, 4))}, "model is compiled by TorchScript"),

@@ -59,8 +59,8 @@ def read_baseline(folder: Path) -> Baseline:
     digest = _digest(run)
     if digest is None or not len(run.steps):
         raise UsageError(
-            f"{run.folder} has no digest of its weights to compare with: it must have trained "
-            f"with ls.Trainer, recorded its steps, and come to its end"
+            f"{run.folder} has no digest of its weights to compare with: it must have trained with "
+            "ls.Trainer, recorded its steps, and finished"
         )
     seconds = as_float((run.end or {}).get("t"))
     return Baseline(run.folder, digest, np.diff(run.steps.t, prepend=0.0), seconds)

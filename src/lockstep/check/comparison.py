@@ -165,7 +165,9 @@ def _require_training(script: str, reference: Run) -> None:
             "compares the training steps of ls.Trainer, in the processes that it starts"
         )
     if not first.steps:
-        raise UsageError(f"{script} constructs an ls.Trainer but ends without a step of it")
+        raise UsageError(
+            f"{script} constructs an ls.Trainer but ends without taking a step with it"
+        )
 
 
 def _verdict(run: Run, reference: Run) -> Verdict:

@@ -137,7 +137,10 @@ class CheckpointWriter:
             return
         self._thread.join(REMARK_AFTER)
         while self._thread.is_alive():
-            say(f"still writing a checkpoint to {self.folder}; is the disk slow or gone?")
+            say(
+                f"still writing a checkpoint to {self.folder}; check that the disk is reachable "
+                "and not too slow"
+            )
             self._thread.join(REMARK_AFTER)
         self._thread = None
 

@@ -71,13 +71,16 @@ def options(collective: Collective) -> list[Any]:
             help="Backends to compare with: gloo,mpi.  [default: none]",
         ),
         click.option(
-            "--seconds", default=0.4, show_default=True, help="Seconds per backend and size."
+            "--seconds",
+            default=0.4,
+            show_default=True,
+            help="Seconds of measurement per backend and size.",
         ),
         click.option(
             "--timeout",
             default=120.0,
             show_default=True,
-            help="Longest wait for an answer, in seconds.",
+            help="Longest wait for an answer of a rank, in seconds.",
         ),
         click.option("--bind", is_flag=True, help="Bind each rank to one core, round-robin."),
         click.option(
@@ -121,7 +124,8 @@ def options(collective: Collective) -> list[Any]:
                 help="Factor from one size to the next.",
             ),
             click.option(
-                "--sizes", help="List of sizes: 4,64K,1M.  [default: from --begin to --end]"
+                "--sizes",
+                help="List of sizes in bytes: 4,64K,1M.  [default: from --begin to --end]",
             ),
             click.option(
                 "--dtype",
@@ -139,7 +143,7 @@ def options(collective: Collective) -> list[Any]:
             )
         )
     if collective.can_alias:
-        text = "Make the smaller buffer a part of the larger one."
+        text = "Call it in place: the smaller buffer is a part of the larger one."
         chosen.append(click.option("--in-place", is_flag=True, help=text))
     return chosen
 

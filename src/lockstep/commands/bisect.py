@@ -29,12 +29,12 @@ __all__ = ["command"]
 @click.option("--html", metavar="FILE", help="Also write the result as an HTML page to this file.")
 @click.option(
     "--export", metavar="FILE",
-    help="Write what identifies the steps of the one run A to this file, to compare it on "
-    "another machine. Nothing is compared.",
+    help="Export the fingerprints of the run A to this file, to compare them on another machine; "
+    "compares nothing.",
 )  # fmt: skip
 @click.option(
     "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
-    help="End each replay after this time.  [default: no limit]",
+    help="End each replay after this many seconds.  [default: no limit]",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def command(

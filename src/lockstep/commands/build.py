@@ -113,8 +113,8 @@ def _build(cache: Path, verbose: bool) -> None:
                 say(f"built for torch {key.torch} in {seconds}, and tested: {module} ({size})")
                 return
     say(
-        f"nothing to build: {found} ({format_bytes(found.stat().st_size)}) fits torch {key.torch}, "
-        "and works"
+        f"nothing to build: {found} ({format_bytes(found.stat().st_size)}) was built for torch "
+        f"{key.torch}, and it works"
     )
 
 

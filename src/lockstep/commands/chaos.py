@@ -35,7 +35,7 @@ COLUMNS = ("kill", "member", "rank", "step", "round", "to repeated step", "repea
 )  # fmt: skip
 @click.option(
     "--kills", default=3, show_default=True, type=click.IntRange(min=1),
-    help="Number of ranks that are killed.",
+    help="Number of ranks to kill.",
 )  # fmt: skip
 @click.option(
     "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
@@ -80,7 +80,7 @@ def command(
     from lockstep.launcher.launch_script import Interrupted
 
     if nprocs < 2:
-        raise UsageError("-n 1: nobody is left when the only rank is killed; give -n 2 or more")
+        raise UsageError("-n 1: no rank is left when the only one is killed; use -n 2 or more")
     config = make_config(target, arguments, nprocs, runs)
     try:
         if reference is not None:

@@ -65,7 +65,7 @@ INTERVAL = 30.0  # seconds between two lines of progress where there is no termi
 )  # fmt: skip
 @click.option(
     "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
-    help="End the replay after this time; not with --pdb.  [default: no limit]",
+    help="End the replay after this many seconds; not with --pdb.  [default: no limit]",
 )  # fmt: skip
 @click.option(
     "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."

@@ -71,15 +71,16 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     metavar="A",
     type=int,
     default=None,
-    help="Elastic run: go on with the other ranks when one is killed, as long as there are A; a "
-    "new one takes its place. Default with --max: 1.",
+    help="Elastic run: continue with the remaining ranks when one is killed, as long as at least "
+    "A are left; a new rank replaces it. Default with --max: 1.",
 )
 @option(
     "max",
     metavar="B",
     type=int,
     default=None,
-    help="Elastic run: number of ranks to begin with and to return to, as -n.",
+    help="Elastic run: number of ranks to start with, and to return to after one is killed. "
+    "Default with --min: -n.",
 )
 @option("nnodes", metavar="N", default="1", help="Number of hosts. Default: 1.")
 @option(
@@ -105,8 +106,7 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
 @option(
     "standalone",
     is_flag=True,
-    help="Run on a single host at a free port, and ignore the options and variables that say "
-    "otherwise.",
+    help="Run on a single host at a free port, and ignore options and variables for several hosts.",
 )
 @option("module", "-m", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @option("no-python", is_flag=True, help="SCRIPT is a program to execute without Python.")
@@ -172,8 +172,8 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     metavar="SECONDS",
     type=float,
     default=HangPolicy.timeout,
-    help="Report ranks that hang once a rank has waited this long in one operation, or has been "
-    f"stopped this long; 0: never. Default: {HangPolicy.timeout:g}.",
+    help="Seconds after which a rank that waits in one operation, or is stopped, is reported with "
+    f"the state of all ranks; 0: never. Default: {HangPolicy.timeout:g}.",
 )
 @option(
     "on-hang",
@@ -182,13 +182,18 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     help="report: print where every rank is, and wait on; end: print it and end the launch with "
     "status 1. Default: report.",
 )
-@option("role", metavar="NAME", default="default", help="Value of ROLE_NAME. Default: default.")
+@option(
+    "role",
+    metavar="NAME",
+    default="default",
+    help="Value of the variable ROLE_NAME in the ranks. Default: default.",
+)
 @option("rdzv-id", metavar="NAME", default="", help="Name of this launch. Default: a random name.")
 @option(
     "rdzv-endpoint",
     metavar="HOST:PORT",
     default="",
-    help="Same as --master-addr HOST --master-port PORT; without a port 29500.",
+    help="Same as --master-addr HOST --master-port PORT; the default port is 29500.",
 )
 @option("rdzv-backend", type=click.Choice(["static", "c10d"]), default="static", hidden=True)
 @option("rdzv-conf", default="", hidden=True)
@@ -273,7 +278,7 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
         UsageError: The options contradict each other, or a value is not valid.
     """
     if options["module"] and options["no_python"]:
-        raise UsageError("--module and --no-python exclude each other")
+        raise UsageError("--module and --no-python cannot be combined")
     if options["max_restarts"]:
         raise UsageError(
             f"--max-restarts {options['max_restarts']}: lockstep run does not restart all ranks; "

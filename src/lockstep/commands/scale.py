@@ -24,7 +24,7 @@ POLL = 0.02  # seconds between two looks whether it has
 @click.argument("run")
 @click.argument("ranks", type=int)
 @click.option(
-    "--runs", "parent", metavar="DIR", default=RUNS, help=f"Folder of the runs. Default: {RUNS}."
+    "--runs", "parent", metavar="DIR", default=RUNS, help=f"Folder of runs. Default: {RUNS}."
 )
 def command(run: str, ranks: int, parent: str) -> None:
     """Change the number of ranks of RUN, which `lockstep run --min A --max B` has started.

@@ -56,10 +56,10 @@ def cost_option(name: str, text: str) -> Callable[[Callable[..., None]], Callabl
 @click.option("--stages-per-rank", type=int, help="Stages per rank for interleaved.  [default: 2]")
 @click.option("--compare", is_flag=True, help="Draw all other schedules as well.")
 @click.option("--costs", "file", type=click.Path(), help="Measured costs: a run or a JSON file.")
-@cost_option("--forward", "Time of forward, per stage or block.  [default: 1]")
-@cost_option("--backward", "Time of backward.  [default: twice forward]")
-@cost_option("--weight", "Part of backward for weight gradients.  [default: half]")
-@cost_option("--transfer", "Time of the transfer at each stage boundary.  [default: 0]")
+@cost_option("--forward", "Time of forward per stage or block, in any unit.  [default: 1]")
+@cost_option("--backward", "Time of backward, in the same unit.  [default: twice forward]")
+@cost_option("--weight", "Time of the weight-gradient part of backward.  [default: half]")
+@cost_option("--transfer", "Transfer time at each stage boundary.  [default: 0]")
 @click.option(
     "--svg", type=click.Path(), help="Write the drawing to this SVG file; '-' prints only the SVG."
 )

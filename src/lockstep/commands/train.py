@@ -49,11 +49,12 @@ RECIPE_FILE = "recipe.json"  # of a run: what was asked for, until the record ha
 )
 @click.option(
     "--min", "least", metavar="A", type=POSITIVE,
-    help="Go on without killed ranks while A are left.  [default: all are needed; with --max: 1]",
+    help="Continue without killed ranks while at least A are left.  [default: all are needed; "
+    "with --max: 1]",
 )  # fmt: skip
 @click.option(
     "--max", "most", metavar="B", type=POSITIVE,
-    help="Begin with B ranks instead of -n, and replace killed ones.  [default with --min: -n]",
+    help="Start with B ranks instead of -n, and replace killed ones.  [default with --min: -n]",
 )  # fmt: skip
 @click.option(
     "--microbatches", default=8, show_default=True, type=POSITIVE,
@@ -127,7 +128,8 @@ RECIPE_FILE = "recipe.json"  # of a run: what was asked for, until the record ha
 @click.option("--download", is_flag=True, help="Download missing data from a public mirror.")
 @click.option(
     "--checkpoint-every", metavar="N", type=POSITIVE,
-    help="Steps between two checkpoints.  [default: as many as take 10 to 300 s, by their cost]",
+    help="Steps between two checkpoints.  [default: as many as take 10 to 300 s, depending on the "
+    "cost of a checkpoint]",
 )  # fmt: skip
 @click.option(
     "--resume", metavar="RUN",

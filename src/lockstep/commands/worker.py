@@ -17,7 +17,7 @@ __all__ = ["command"]
     "--connect",
     metavar="HOST:PORT",
     required=True,
-    help="Where the driver listens; without a port 29500.",
+    help="Address at which the driver listens; the default port is 29500.",
 )
 @click.option(
     "--nprocs", "-n", metavar="N", default=1, help="Number of workers on this host. Default: 1."

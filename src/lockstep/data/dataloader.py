@@ -80,8 +80,8 @@ def resolve_data(
         if given.get(name) is not None:
             theirs = "its own " + name if own.get(name) is None else f"{name}={_show(own[name])}"
             raise DatasetError(
-                f"{name}={_show(given[name])} is given beside a DataLoader with {theirs}: "
-                "pass the DataLoader alone, or its dataset with all options"
+                f"{name}={_show(given[name])} is passed together with a DataLoader that has "
+                f"{theirs}: pass the DataLoader alone, or its dataset with all options"
             )
     return {name: value for name, value in given.items() if value is not None} | own
 
@@ -91,8 +91,8 @@ def _take_apart(loader: DataLoader[Any]) -> dict[str, Any]:
     instead = "pass its dataset, batch_size= (over all ranks) and the other options instead"
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise DatasetError(
-            f"a {type(loader).__name__} has an __iter__ of its own, so it cannot be split over the "
-            f"ranks: {instead}"
+            f"a {type(loader).__name__} overrides __iter__, so it cannot be split over the ranks: "
+            f"{instead}"
         )
     if any(isinstance(each, DistributedSampler) for each in sampler_chain(loader)):
         raise DatasetError(
@@ -116,9 +116,8 @@ def _take_apart(loader: DataLoader[Any]) -> dict[str, Any]:
         return own | {"drop_last": loader.drop_last} | _order(loader)
     if loader.batch_sampler is None:
         raise DatasetError(
-            "the DataLoader has batch_size=None, so it takes its dataset's samples for whole "
-            "batches, which cannot be split over the ranks: give it a batch size and a dataset of "
-            "samples"
+            "the DataLoader has batch_size=None, so each item of its dataset is a whole batch, "
+            "which cannot be split over the ranks: give it a batch size and a dataset of samples"
         )
     return own
 
@@ -150,7 +149,7 @@ def _require_samples(dataset: Any, batch_size: int | None) -> None:
         kind = "a generator" if inspect.isgenerator(dataset) else f"the iterator {name}"
         raise DatasetError(
             f"{kind} can be read only once, and every rank reads its data in every epoch: "
-            f"{instead}; whole batches of your own go to trainer.step(batch)"
+            f"{instead}; to train on your own whole batches, call trainer.step(batch)"
         )
     if isinstance(dataset, Mapping) and 0 not in dataset:
         raise DatasetError(

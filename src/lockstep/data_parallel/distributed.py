@@ -218,9 +218,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         if self._reducer.shares_group:
             raise UsageError(
-                "Join supports one DistributedDataParallel per process group, and there was "
-                "another one when this one was made: give it a group of its own, "
-                "process_group=torch.distributed.new_group()"
+                "Join supports one DistributedDataParallel per process group, and the group of "
+                "this one already had another: pass process_group=torch.distributed.new_group()"
             )
         self._divides_by_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
         return DDPJoinHook(self._take_part, self._leave_join)

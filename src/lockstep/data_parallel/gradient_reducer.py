@@ -291,8 +291,8 @@ class GradientReducer:
                 if self._readiness.has_late_callback:
                     self._failure = (
                         "a callback was queued for the end of backward (queue_callback), for the "
-                        "first time since training began, when gradients had left .grad already; "
-                        "queue it from the first step on"
+                        "first time since training began, after gradients had already been moved "
+                        "out of .grad; queue it from the first step on"
                     )
 
     def _on_gradient(self, index: int) -> None:
@@ -307,8 +307,8 @@ class GradientReducer:
 
     def _fail_late(self, index: int) -> None:
         self._failure = (
-            f"the gradient of {self._parameters[index][0]} came in two parts, and not in the "
-            "steps before; if a part of the model is checkpointed, do it with "
+            f"the gradient of {self._parameters[index][0]} arrived in two parts, unlike in the "
+            "steps before; if a part of the model uses torch.utils.checkpoint, pass "
             "use_reentrant=False, and call backward(final=True) once per micro-batch"
         )
 
@@ -438,7 +438,7 @@ class GradientReducer:
                 if native_backend(parameter.device, parameter.dtype, self._group) is None:
                     raise LayoutError(
                         f"parameter {name} ({parameter.dtype}) was frozen when the Trainer was "
-                        'made and has a gradient now, which storage="shared" cannot step: train '
+                        'made and has a gradient now, which storage="shared" cannot update: train '
                         'with storage="replicated"'
                     )
             return self._shards.cover(indices)

@@ -62,8 +62,8 @@ def exchange_iteration(
     for rank in working:
         if everyone[rank] != first:
             raise DisagreementError(
-                f"rank {rank} does not average as rank {working[0]} does in this iteration: use "
-                "no_sync() and train() alike on every rank"
+                f"rank {rank} averages gradients differently from rank {working[0]} in this "
+                "iteration: use no_sync() and train() in the same way on every rank"
             )
     return Iteration(working[0], len(working), *first)
 

@@ -190,10 +190,10 @@ class MeanReducer:
         gradient = self._parameters[index].grad
         if gradient is not None and gradient.requires_grad:
             raise GradientError(
-                "backward(create_graph=True) cannot go through DistributedDataParallel: the mean "
-                f"in the gradient of {self._names[index]} would have the graph of this rank's part "
-                "only; call torch.autograd.grad(..., create_graph=True), and backward on what you "
-                "compute from its result"
+                "backward(create_graph=True) is not supported by DistributedDataParallel: the "
+                f"averaged gradient of {self._names[index]} would carry the graph of this rank's "
+                "part only; call torch.autograd.grad(..., create_graph=True), and backward() on "
+                "the value that you compute from its result"
             )
 
     def _require_not_launched(self, index: int) -> None:

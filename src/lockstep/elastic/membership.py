@@ -69,9 +69,9 @@ __all__ = [
 ]
 
 REFUSAL = (
-    "an elastic run cannot repeat a script's own communication where a rank is lost: leave it to "
-    "the trainer, do it before the trainer is made or after trainer.finish(), or run without --min "
-    "and --max"
+    "an elastic run cannot repeat a script's own collective calls after a rank is lost: leave "
+    "communication to the trainer, make these calls before the trainer is made or after "
+    "trainer.finish(), or run without --min and --max"
 )
 
 ATTEMPTS = 3
@@ -428,7 +428,7 @@ class Membership:
                 raise WorkError(
                     f"member {self.number}: round {self.round} is over, and there was no next one "
                     f"within {time.monotonic() - begun:.0f} s: the launcher waits for a rank that "
-                    "neither ends nor comes to its next collective operation; see where the ranks "
+                    "neither exits nor reaches its next collective operation; see where the ranks "
                     "are with `kill -USR1` of the launcher, or pass a longer timeout to "
                     "lockstep.init()"
                 )
@@ -474,8 +474,8 @@ class Membership:
                     raise _RoundFailed
                 if time.monotonic() > deadline:
                     raise RendezvousError(
-                        f"rank {new.rank}: rank {missing[0].partition('/')[2]} did not come to "
-                        f"round {new.number} within {get_timeout():g} s"
+                        f"rank {new.rank}: rank {missing[0].partition('/')[2]} did not join round "
+                        f"{new.number} within {get_timeout():g} s"
                     )
             # torch prefixes the keys of a backend with the second part.
             keys = PrefixStore(f"round-{new.number}/0//cpu/", self._store)

@@ -330,8 +330,8 @@ class Rounds:
         if plan is None and not self._start_newcomers(len(reports)):
             self._fail(
                 f"{format_quantity(len(reports), 'rank')} left, fewer than --min "
-                f"{self._at_least}, and those that were started to replace the others did not live "
-                f"long enough to join",
+                f"{self._at_least}, and the processes that were started to replace the others "
+                "ended before they joined",
             )
         elif plan is not None:
             self._execute(plan)

@@ -274,7 +274,9 @@ def format_report(
             mark = ">" if is_user_code(file) else " "
             lines.append(f"  {mark} {shorten_path(file)}:{line} in {function}")
         if not frames and each.stopped_for is None:
-            lines.append("    does not answer (it runs no Python, or holds up all signals)")
+            lines.append(
+                "    does not answer (it is not executing Python code, or blocks all signals)"
+            )
     noun = snapshots[0].noun if snapshots else "rank"
     lines += [f"{noun} {rank}: has returned" for rank in returned]
     if any(line.startswith("  >") for line in lines):
@@ -330,7 +332,7 @@ class HangMonitor:
         hang = self._find_hang(self._view(), timeout)
         if hang is None or (self._hang is not None and hang.identity == self._hang.identity):
             if hang is None and self._hang is not None:
-                say("the ranks go on: none of them hangs any more")
+                say("the ranks continue: none of them hangs any more")
             self._hang = hang
             return None
         self._hang = hang

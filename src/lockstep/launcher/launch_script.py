@@ -97,7 +97,7 @@ class LaunchConfig:
         master_addr: Address of host 0.
         master_port: Port on host 0; 0 selects a free one.
         run_id: Name of the launch; empty for a random one.
-        role: Value of ROLE_NAME.
+        role: Value of the variable ROLE_NAME in the ranks.
         spawn: Start each rank in a new interpreter.
         log_dir: Folder that gets this run's folder; None for "runs".
         name: Name of this run's folder; None for the target's name with date and time.
@@ -196,7 +196,7 @@ class LaunchConfig:
             )
         if self.kind == "program":
             raise UsageError(
-                "--min and --max: a program that runs without Python (--no-python) cannot go on "
+                "--min and --max: a program that runs without Python (--no-python) cannot continue "
                 "without a killed rank"
             )
 

@@ -81,7 +81,7 @@ def listen(address: str, port: int, *, is_single_host: bool = True) -> socket.so
         if error.errno == errno.EADDRINUSE:
             raise UsageError(
                 f"port {port} at {address} is in use by another program: choose another with "
-                f"--master-port (MASTER_PORT), or on a single host none, to use a free one"
+                "--master-port (MASTER_PORT), or on a single host omit it, to use a free one"
                 if is_single_host
                 else f"port {port} at {address} is in use, by another program or by a launcher "
                 f"with the same --node-rank: give each host its own --node-rank (RANK), or choose "

@@ -151,8 +151,8 @@ class RendezvousFile:
 
     def _foreign(self, path: Path, reason: str) -> RendezvousError:
         return RendezvousError(
-            f"rank {self._rank}: the ranks of this host meet through {path}, which is not safe to "
-            f"use ({reason}): remove it, or set TMPDIR to a folder that others cannot write to"
+            f"rank {self._rank}: the ranks of this host connect through {path}, which is not safe "
+            f"to use ({reason}): remove it, or set TMPDIR to a folder that others cannot write to"
         )
 
 

@@ -250,7 +250,7 @@ def _open_local_store(rank_info: RankInfo, deadline: float) -> Store:
         waited = time.monotonic() - started
         if time.monotonic() >= deadline:
             raise RendezvousError(
-                f"rank {rank_info.rank}: rank 0 did not come within {waited:.0f} s; check that it "
+                f"rank {rank_info.rank}: rank 0 did not join within {waited:.0f} s; check that it "
                 f"was started on this host by the same {rank_info.launcher}"
             )
         if waited >= rendezvous_check.NOTE_AFTER and not has_noted:

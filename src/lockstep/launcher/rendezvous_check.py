@@ -204,11 +204,11 @@ def _print_note(rank_info: RankInfo, missing: list[int], waited: float, left: fl
 
 def _describe_timeout(rank_info: RankInfo, missing: list[int], waited: float) -> str:
     if not missing:
-        return f"rank {rank_info.rank}: all ranks came, but too late, after {waited:.0f} s"
+        return f"rank {rank_info.rank}: all ranks joined, but too late, after {waited:.0f} s"
     who = format_numbered("rank", missing)
     return (
-        f"{who} of {rank_info.world_size} did not come within {waited:.0f} s "
-        f"(rank {rank_info.rank} waited at {rank_info.store_location}): check that every host was "
-        f"started with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE and with its own RANK "
-        f"(--node-rank), or increase init(timeout=...)"
+        f"{who} of {rank_info.world_size} did not join within {waited:.0f} s (rank "
+        f"{rank_info.rank} waited at {rank_info.store_location}): check that every host was "
+        "started with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE and with its own RANK "
+        "(--node-rank), or increase init(timeout=...)"
     )

@@ -261,8 +261,8 @@ def _wait_alone(backend: str, timeout: float) -> None:
         backend, store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=timeout)
     )
     comm.refuse_calls(
-        "this process joins an elastic run that is going on, and is alone until the first call of "
-        "its trainer: leave communication to the trainer, or run without --min and --max"
+        "this process joins a running elastic run, and has no peers before the first call of its "
+        "trainer: leave communication to the trainer, or run without --min and --max"
     )
 
 
@@ -387,7 +387,7 @@ def _join(rank_info: RankInfo, backend: str, timeout: float, device: torch.devic
         said = escape_control(str(error).partition("\n")[0])
         seconds = round(time.monotonic() - started)
         raise RendezvousError(
-            f"rank {rank_info.rank}: all {rank_info.world_size} ranks came, but {backend} could "
+            f"rank {rank_info.rank}: all {rank_info.world_size} ranks joined, but {backend} could "
             f"not connect them{f' in {seconds} s' if seconds else ''}: {said}"
         ) from error
 

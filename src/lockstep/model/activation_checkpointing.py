@@ -65,10 +65,10 @@ class ActivationCheckpointing:
         except RuntimeError as error:
             if self._names and isinstance(error, CheckpointError):
                 raise UsageError(
-                    f"{self._describe_block(self._repeated)} computed something else when it was "
-                    "recomputed: its forward must depend only on its inputs, parameters, buffers "
-                    "and random numbers, not on counters of its own; change that, or train without "
-                    "activation_checkpointing=True"
+                    f"{self._describe_block(self._repeated)} produced a different result when it "
+                    "was recomputed: its forward must depend only on its inputs, parameters, "
+                    "buffers and random numbers, not on a counter that it keeps itself; change "
+                    "that, or train without activation_checkpointing=True"
                 ) from error
             if self._names and "modified by an inplace operation" in str(error):
                 raise UsageError(
@@ -145,14 +145,14 @@ def check_blocks(model: nn.Module, names: Sequence[str]) -> None:
     """Raise LayoutError for a model whose blocks cannot be recomputed one by one."""
     if hasattr(model, "_orig_mod"):
         raise LayoutError(
-            "activation_checkpointing=True recomputes block by block, and a compiled model is one "
-            "piece: compile its blocks one by one instead"
+            "activation_checkpointing=True recomputes block by block, and a compiled model is a "
+            "single block: compile its blocks one by one instead"
         )
     if not names:
         raise LayoutError(
             f"activation_checkpointing=True recomputes block by block, and {type(model).__name__} "
-            "names no blocks: pass a torch.nn.Sequential, define a method blocks(), or pass "
-            "PipelineConfig(blocks=[...]) with the modules that its forward calls"
+            "does not name its blocks: pass a torch.nn.Sequential, define a method blocks(), or "
+            "pass PipelineConfig(blocks=[...]) with the modules that its forward calls"
         )
 
 

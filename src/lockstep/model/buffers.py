@@ -279,7 +279,7 @@ class Buffers:
         if slot.overlaps:
             raise BufferMismatchError(
                 f"buffer {slot.name} shares its memory with another buffer and was written in a "
-                "training step: make it a buffer of its own (.clone())"
+                "training step: give it separate memory (.clone())"
             )
         slot.copy = None
         return result.detach()

@@ -176,7 +176,7 @@ def describe_optimizer(
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             entry = f"{path}.param_groups[{number}].params[{index}]"
-            found[entry] = names.get(parameter, "a tensor that is no parameter of the model")
+            found[entry] = names.get(parameter, "a tensor that is not a parameter of the model")
     return found
 
 

@@ -99,17 +99,17 @@ def allocate_repeated(modules: Mapping[str, nn.Module]) -> None:
         name, tensor = names[number], tensors[number]
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and 0 in tensor.stride():
             raise UsageError(
-                f"the parameter {name} is an expanded tensor, of which an optimizer cannot step "
-                "the elements one by one: make the tensor before expand() the parameter, and "
+                f"the parameter {name} is an expanded tensor, whose elements an optimizer cannot "
+                "update one by one: register the tensor before expand() as the parameter, and "
                 "expand it in forward"
             )
         for pair in overlaps:
             others = {names[each] for each in pair if tensors[each] is not tensor}
             if number in pair and others:
                 raise UsageError(
-                    f"{name} is an expanded tensor over the memory of {min(others)}, and would "
-                    "no longer change with it: expand it in forward, or give it memory of its "
-                    "own (.contiguous())"
+                    f"{name} is an expanded tensor over the memory of {min(others)}, and would no "
+                    "longer change with it: expand it in forward, or give it separate memory "
+                    "(.contiguous())"
                 )
         tensor.data = tensor.data.resolve_conj().resolve_neg().contiguous()
 

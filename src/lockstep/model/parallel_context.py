@@ -79,8 +79,8 @@ class ParallelContext:
         _check(world.world_size // stages, microbatches, autocast_dtype)
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
             raise UsageError(
-                f"the loss {type(loss).__name__} has parameters, which nobody would train: make it "
-                "a part of the model, which then returns its loss (loss=None)"
+                f"the loss {type(loss).__name__} has parameters, which would not be trained: make "
+                "it a part of the model, which then returns its loss (loss=None)"
             )
         option = "" if loss_weight is not None else find_hidden_weights(loss)
         if option and world.rank == 0:
@@ -186,7 +186,7 @@ class ParallelContext:
 
 def _check(replicas: int, microbatches: int, autocast_dtype: torch.dtype | None) -> None:
     if microbatches < 1:
-        raise LayoutError(f"microbatches={microbatches}: a batch is cut into at least one")
+        raise LayoutError(f"microbatches={microbatches}: a batch is split into at least one")
     if replicas > microbatches:
         raise LayoutError(
             f"{replicas} replicas share {microbatches} micro-batches, so some would have none: "
@@ -195,14 +195,14 @@ def _check(replicas: int, microbatches: int, autocast_dtype: torch.dtype | None)
         )
     if autocast_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
         raise UsageError(
-            "autocast_dtype is torch.bfloat16, torch.float16 or torch.float32, not "
+            "autocast_dtype must be torch.bfloat16, torch.float16 or torch.float32, not "
             f"{autocast_dtype}"
         )
 
 
 def _check_stages(ranks: int, stages: int, extra_modules: Sequence[nn.Module]) -> None:
     if stages < 1:
-        raise LayoutError(f"stages={stages}: a model is one stage, or several")
+        raise LayoutError(f"stages={stages}: expected at least one")
     if ranks % stages:
         raise LayoutError(
             f"{ranks} rank(s) cannot hold replicas of {stages} stages, one rank each: start "
@@ -210,8 +210,8 @@ def _check_stages(ranks: int, stages: int, extra_modules: Sequence[nn.Module]) -
         )
     if stages > 1 and extra_modules:
         raise LayoutError(
-            "extra_modules, which a manual step calls besides the model, cannot be cut into "
-            "stages: train them with stages=1"
+            "extra_modules, which a manual step calls in addition to the model, cannot be split "
+            "into stages: train them with stages=1"
         )
 
 

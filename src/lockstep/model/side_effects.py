@@ -183,7 +183,7 @@ def require_same_weights(
         if others:
             rank = next(rank for rank in holders if everyone[rank][name] == common)
             raise DisagreementError(
-                f"{name} holds other values on rank {others[0]} than on rank {rank} {about}, "
+                f"{name} has other values on rank {others[0]} than on rank {rank} {about}, "
                 "although all ranks began with the same: something wrote into it on some ranks "
                 "only; make every change on all ranks alike"
             )
@@ -199,8 +199,8 @@ def _failure(before: Snapshot, after: Snapshot) -> str:
         )
     for name in _differing(before.generators, after.generators):
         return (
-            f"the generator {name} was drawn from; it goes on from micro-batch to micro-batch, so "
-            "its numbers depend on the number of ranks: draw from torch's default generator "
+            f"the generator {name} was used; its state continues from one micro-batch to the next, "
+            "so its numbers depend on the number of ranks: draw from torch's default generator "
             "(leave generator= out), which is seeded for each micro-batch"
         )
     return ""
@@ -209,8 +209,8 @@ def _failure(before: Snapshot, after: Snapshot) -> str:
 def _warning(name: str) -> str:
     return (
         f"the attribute {name} changes from step to step; if forward also reads it, the bits "
-        "depend on the number of ranks: register a buffer for it, and see what `lockstep check` "
-        "says of the script"
+        "depend on the number of ranks: register a buffer for it, and run `lockstep check` on the "
+        "script"
     )
 
 

@@ -66,10 +66,9 @@ class ReceivedTensors:
             if written.intersection(pair):
                 other = "a buffer, or the targets" if LOCAL in pair else "another one"
                 raise UsageError(
-                    f"{place}: a block writes in place into a tensor that it was given and that "
-                    f"shares its memory with {other}; a stage has copies, of which only one "
-                    "changes: let the block before return a copy (.clone()), or do not write in "
-                    "place"
+                    f"{place}: a block writes in place into an input that shares its memory with "
+                    f"{other}; a stage has copies of both, of which only one would change: let the "
+                    "previous block return a copy (.clone()), or do not write in place"
                 )
 
     def find_aliases(self, tensors: Sequence[torch.Tensor], local: Iterable[int] = ()) -> Aliases:
@@ -105,9 +104,9 @@ class SentTensors:
         """
         if any(_version(tensor) != version for tensor, version in self._sent):
             raise UsageError(
-                f"{place}: a block wrote into a tensor that it had returned for this "
-                "micro-batch, when it computed another one: with stages several are under way, so "
-                "return a tensor that nobody writes into again (.clone())"
+                f"{place}: a block wrote into a tensor that it had returned for this micro-batch, "
+                "while it computed another one: with stages, several micro-batches are in flight, "
+                "so return a tensor that is not written again (.clone())"
             )
 
 

@@ -236,8 +236,8 @@ def iterate_in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         if at[rank] < len(actions):
             stuck = actions[at[rank]]
             raise LayoutError(
-                f"the schedule never ends: rank {rank} waits at its action {at[rank]}, the "
-                f"{stuck} on stage {stuck.stage}, for what is made later or never"
+                f"the schedule deadlocks: rank {rank} waits at its action {at[rank]}, the {stuck} "
+                f"on stage {stuck.stage}, for a result that is computed later or never"
             )
 
 
@@ -254,12 +254,14 @@ def validate(schedule: Schedule) -> None:
     if stages == 0:
         raise LayoutError("the schedule has no actions")
     if stages % ranks:
-        raise LayoutError(f"the schedule has {stages} stages on {ranks} ranks; give all alike")
+        raise LayoutError(
+            f"the schedule has {stages} stages on {ranks} ranks; give each rank the same number"
+        )
     for rank, actions in enumerate(schedule):
         for action in actions:
             if action.stage % ranks != rank:
                 raise LayoutError(
-                    f"the schedule has stage {action.stage} on rank {rank}, where it does not lie"
+                    f"the schedule has stage {action.stage} on rank {rank}, which does not hold it"
                 )
     _check_counts(schedule, stages)
     for rank, actions in enumerate(schedule):
@@ -295,7 +297,8 @@ def _check_order(rank: int, actions: Sequence[Action]) -> None:
         if action.microbatch < before:
             raise LayoutError(
                 f"the schedule has on rank {rank} the {action} on stage {action.stage} after that "
-                f"of micro-batch {before}; gradients come in the order of the micro-batches"
+                f"of micro-batch {before}; gradients must be computed in the order of the "
+                "micro-batches"
             )
         last[action.stage, action.kind] = action.microbatch
 

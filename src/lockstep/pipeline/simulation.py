@@ -98,8 +98,8 @@ class Costs:
         values: Sequence[float] = getattr(self, name)
         if len(values) != expected or not len(self.forward):
             raise LayoutError(
-                f"costs: {name} has {len(values)} numbers, but {len(self.forward)} pieces "
-                f"(those of forward) need {expected}"
+                f"costs: {name} has {len(values)} numbers, but {len(self.forward)} blocks (as many "
+                f"as forward has) need {expected}"
             )
         for number in values:
             if not (math.isfinite(number) and number >= 0):

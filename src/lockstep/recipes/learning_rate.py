@@ -46,7 +46,7 @@ class WarmupSchedule:
         """
         if warmup > epochs:
             raise UsageError(
-                f"--warmup {warmup:g} is longer than the training of {epochs} epochs, so the "
+                f"--warmup {warmup:g} is longer than the training of {epochs} epochs, so the full "
                 "learning rate would never be reached"
             )
         rate = cls(epochs * steps, math.ceil(warmup * steps), decay == "cosine")

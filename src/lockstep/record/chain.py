@@ -121,8 +121,8 @@ def find_missing_end(folder: Path, last: float) -> str:
         launched = None
     if launched is not None and launched.exit_status == 0:
         return (
-            "Lines are missing at the end of the record: the launch ended with exit status 0, "
-            "and a run that ends so writes a last line."
+            "Lines are missing at the end of the record: the launch ended with exit status 0, and "
+            "such a run writes a last line."
         )
     return ""
 

@@ -172,8 +172,8 @@ class RemoteObject:
     def __reduce__(self) -> Any:
         """Raise UsageError: only `serialization` can pickle a reference."""
         raise UsageError(
-            f"a reference to {self._address.name} can only be sent as an argument or a result of "
-            "a call through the driver: otherwise its owner would not know who holds it"
+            f"a reference to {self._address.name} can only be sent as an argument or a result of a "
+            "call through the driver: otherwise its owner could not track this reference"
         )
 
     def __copy__(self) -> RemoteObject:

@@ -66,7 +66,7 @@ def describe_finding(found: Bisection) -> str:
     where = describe_place(finding, found.modules[:1])
     sentence = finding.sentence
     if finding.what == "data" and found.recorded is not None and found.recorded.what == "batch":
-        sentence = "the batches hold other samples"
+        sentence = "the batches have different samples"
     return f"{a} and {b} differ first in {where}: {sentence}."
 
 
@@ -197,7 +197,7 @@ def _stop_sentence(found: Bisection) -> Iterator[str]:
                 at += f", micro-batch {run.stop.microbatch}"
             parts.append(f"{run.name} stopped in {at} ({run.stop.what})")
             if other.stop is None and any(each.step == run.stop.step for each in other.steps):
-                parts.append(f"{other.name} went on")
+                parts.append(f"{other.name} continued")
     if parts:
         yield f"{'; '.join(parts)}."
 

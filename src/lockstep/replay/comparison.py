@@ -188,7 +188,7 @@ def _losses(step: RecordedStep, replayed: ReplayedStep) -> list[str]:
     if not other:
         return []
     more = f" and {len(other) - MOST_NAMED} more" if len(other) > MOST_NAMED else ""
-    return [f"losses of the micro-batches: other ones in {', '.join(other[:MOST_NAMED])}{more}"]
+    return [f"losses of micro-batches {', '.join(other[:MOST_NAMED])}{more}"]
 
 
 def _find_stops(

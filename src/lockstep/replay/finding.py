@@ -49,7 +49,7 @@ SENTENCES = {
     "initial": "`{parameter}` differs before the first step",
     "between": "`{parameter}` was changed after the step before, outside of the training step",
     "data": "the data of the micro-batch differ",
-    "input": "module `{module}` gets other inputs, although all modules before it agree",
+    "input": "module `{module}` gets different inputs, although all modules before it agree",
     "output": "module `{module}` computes different outputs from the same inputs",
     "forward": "module `{module}` computes different values from the same inputs",
     "loss": "the loss differs, although the model computes the same",
@@ -221,9 +221,7 @@ def limit_place(found: Finding | None, first: int) -> Finding | None:
     """
     if found is None or found.what != "between" or found.step > first:
         return found
-    sentence = (
-        f"`{found.parameter}` differs before the step already; the steps before it are not known"
-    )
+    sentence = f"`{found.parameter}` already differs before the step; earlier steps are not known"
     return replace(found, sentence=sentence)
 
 
@@ -242,7 +240,7 @@ def compare_microbatches(
         0 if recorded is None else recorded.step,
         "data" if has_other_samples else None,
         "microbatches",
-        f"the first run cuts its batches into {a} micro-batches and the second into {b}, so the "
+        f"the first run splits its batches into {a} micro-batches and the second into {b}, so the "
         "order of additions differs from the first step on",
     )
 
@@ -272,7 +270,10 @@ def _place_gradient(
             if yours.get(name) != mine[name]:
                 owner = name.rpartition(".")[0] or None
                 return replace(found, microbatch=leaf, unit=owner, parameter=name)
-    sentence = f"the sum of the gradients of `{found.parameter}` differs, and no micro-batch's"
+    sentence = (
+        f"the sum of the gradients of `{found.parameter}` differs, although those of all "
+        "micro-batches agree"
+    )
     return replace(found, direction="reduction", sentence=sentence)
 
 
@@ -332,10 +333,10 @@ def add_operator(
     arguments = [each.arguments for each in (ours, theirs) if each is not None]
     only = "second" if ours is None else "first"
     sentences = {
-        "output": f"{names[0]} computes another result from the same inputs",
-        "arguments": f"{names[0]} is called with other arguments: {' and '.join(arguments)}",
-        "generator": f"{names[0]} draws other random numbers, because the generator is in another "
-        "state before it",
+        "output": f"{names[0]} computes a different result from the same inputs",
+        "arguments": f"{names[0]} is called with different arguments: {' and '.join(arguments)}",
+        "generator": f"{names[0]} draws different random numbers, because the generator is in a "
+        "different state before the call",
         "call": f"{names[0]} is called in the {only} run only",
         "input": f"{names[0]} reads a value that no operator of the step wrote: it was made before "
         "the step, or by a library other than torch",
@@ -350,12 +351,13 @@ def add_operator(
         )
     if not call.inputs:
         sentences["output"] = (
-            f"{names[0]} makes a tensor of other values (numbers in the source, or an array)"
+            f"{names[0]} creates a tensor with different values (numbers in the source, or an "
+            "array)"
         )
     elif any(0 in each.inputs for each in (ours, theirs) if each is not None):
         sentences["output"] = (
-            f"{names[0]} computes another result from inputs that agree as far as they are known "
-            "(some of their memory was not written by operators as a whole)"
+            f"{names[0]} computes a different result from inputs that agree as far as they are "
+            "known (some of their memory was not written by operators as a whole)"
         )
     if difference.kind == "call" and len(names) == 2:
         sentences["call"] = f"the first run calls {names[0]}, and the second {names[1]}"

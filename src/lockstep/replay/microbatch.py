@@ -165,7 +165,7 @@ class LoneMicrobatch:
                     yield
             if not self._has_found:
                 self._remarks.append(
-                    "No module returned a value that is not finite, and no gradient is nan"
+                    "No module returned a non-finite value, and no gradient is NaN"
                 )
         except RuntimeError as error:
             if "returned nan values" not in str(error):
@@ -190,11 +190,11 @@ class LoneMicrobatch:
         self._has_found = True
         rows, inputs = self._name_rows(output), "finite inputs"
         if not _is_finite(args):
-            rows, inputs = self._name_rows(args) or rows, "inputs that are not finite either"
+            rows, inputs = self._name_rows(args) or rows, "inputs that are non-finite, too"
         kind = type(module).__name__
         who = f"the model itself ({kind})" if module is self._called else f"{name} ({kind})"
         self._remarks.append(
-            f"In forward, {who} returned the first values that are not finite, from {inputs}"
+            f"In forward, {who} returned the first non-finite values, from {inputs}"
             + (f": {rows}" if rows else "")
         )
 

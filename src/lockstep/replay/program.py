@@ -221,7 +221,7 @@ def _changed_files(files: Any) -> Iterator[str]:
         try:
             status = os.stat(path)
         except (OSError, ValueError):
-            yield f"the data {path} is not there any more"
+            yield f"the data {path} no longer exists"
             continue
         size = None if os.path.isdir(path) else status.st_size
         if (size, status.st_mtime_ns) != (file.get("size"), file.get("mtime_ns")):

@@ -57,7 +57,7 @@ def require_same_training(saved: Mapping[str, Any], here: Mapping[str, Any]) -> 
         if saved[name] != here[name]:
             raise UsageError(
                 f"the checkpoint was saved with {name}={saved[name]}, this trainer has "
-                f"{name}={here[name]}; the bits would not go on as they were"
+                f"{name}={here[name]}; resuming would give different bits"
             )
     theirs, ours = saved["settings"], here["settings"]
     for entry in {**ours, **theirs}:
@@ -130,7 +130,7 @@ def say_continued(
         mirror = find_mirror()
         is_mirror = mirror is not None and path.is_relative_to(mirror)
         source = f"the {'mirror' if is_mirror else 'checkpoint'} of step {steps}"
-    say(f"round {origin.round} goes on from {source}")
+    say(f"round {origin.round} continues from {source}")
 
 
 def _has_other_state(origin: RoundOrigin) -> bool:
@@ -144,7 +144,7 @@ def _has_other_state(origin: RoundOrigin) -> bool:
 def say_resumed(path: Path | None, steps: int, differences: Sequence[str]) -> None:
     """Say from where a run is resumed, and what differs."""
     if path is None:
-        say("the run has not saved a checkpoint: it begins again")
+        say("the run has not saved a checkpoint: it starts from the beginning")
         return
     say(f"resumed after step {steps} from {os.path.relpath(path)}")
     for each in differences[:SHOWN]:

@@ -338,8 +338,8 @@ def _split_callbacks(callbacks: Callback | Sequence[Callback]) -> tuple[list[Any
         methods = getattr(each, "on_step", None), getattr(each, "on_epoch", None)
         if methods == (None, None) and not callable(each):
             raise UsageError(
-                f"callbacks: a {type(each).__name__} is neither a function of a StepResult nor an "
-                "object with a method on_step(result) or on_epoch(result)"
+                f"callbacks: a {type(each).__name__} is neither a function that takes a StepResult "
+                "nor an object with a method on_step(result) or on_epoch(result)"
             )
         on_step += [methods[0] or each] if methods[0] or methods[1] is None else []
         on_epoch += [methods[1]] if methods[1] else []

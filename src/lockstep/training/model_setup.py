@@ -45,13 +45,13 @@ Storage = Literal["replicated", "shared"]
 def check_options(max_grad_norm: float | None, storage: str, pipeline: PipelineConfig) -> None:
     """Raise UsageError or LayoutError for options that cannot work."""
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise UsageError(f"max_grad_norm={max_grad_norm}: the largest norm is a positive number")
+        raise UsageError(f"max_grad_norm={max_grad_norm}: expected a positive number")
     if storage not in get_args(Storage):
-        raise UsageError(f'storage is "replicated" or "shared", not {storage!r}')
+        raise UsageError(f'storage must be "replicated" or "shared", not {storage!r}')
     if storage == "shared" and pipeline.stages > 1:
         raise LayoutError(
-            'storage="shared" is for whole models: train without pipeline=, or with '
-            'storage="replicated"'
+            'storage="shared" needs the whole model on every rank: train without pipeline=, or '
+            'with storage="replicated"'
         )
 
 
@@ -214,9 +214,9 @@ def _check_memory(
     if shared or parallel.stages > 1:
         option = 'storage="shared"' if shared else f"stages={parallel.stages}"
         raise LayoutError(
-            f"{first} and {second} are different tensors over the same memory, and would have "
-            f"memory of their own with {option}: make them one parameter ({second} = {first}), or "
-            "let one be a copy (.clone())"
+            f"{first} and {second} are different tensors over the same memory, and would get "
+            f"separate memory with {option}: make them one parameter ({second} = {first}), or let "
+            "one be a copy (.clone())"
         )
     for rank, theirs in enumerate(everyone):
         for first, second in [pair for pair in found if pair not in theirs]:

@@ -76,13 +76,15 @@ class Optimization:
                 "partial(torch.optim.SGD, lr=0.1), not as an optimizer that exists already"
             )
         if interval not in ("step", "epoch", "manual", None):
-            raise UsageError(f'scheduler_interval is "step", "epoch" or "manual", not {interval!r}')
+            raise UsageError(
+                f'scheduler_interval must be "step", "epoch" or "manual", not {interval!r}'
+            )
         if ema_decay is not None and not 0 <= ema_decay < 1:
-            raise UsageError(f"ema_decay={ema_decay}: the decay of an average is in [0, 1)")
+            raise UsageError(f"ema_decay={ema_decay}: expected a decay in [0, 1)")
         self.optimizer = factory(_grouped(module.named_parameters(), config.parameter_groups))
         if isinstance(self.optimizer, LBFGS):
             raise UsageError(
-                "LBFGS computes the loss several times a step, which a trainer cannot repeat; "
+                "LBFGS computes the loss several times per step, which a trainer cannot repeat; "
                 "choose an optimizer that steps once"
             )
         _check_fused(self.optimizer)
@@ -95,7 +97,7 @@ class Optimization:
         is_maximum = getattr(self.scheduler, "mode", "min") == "max"
         if is_plateau and (self._interval == "step" or (is_maximum and self._interval == "epoch")):
             raise UsageError(
-                "ReduceLROnPlateau is given the mean training loss of each epoch: leave "
+                "ReduceLROnPlateau receives the mean training loss of each epoch: leave "
                 'scheduler_interval="step" and mode="max" out, or write '
                 'scheduler_interval="manual" and call trainer.scheduler.step(value) yourself'
             )

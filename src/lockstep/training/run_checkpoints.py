@@ -200,8 +200,8 @@ class RunCheckpoints:
                 )
             if path.exists() and not (path / MANIFEST).is_file():
                 raise UsageError(
-                    f"save_checkpoint({str(path)!r}): there is something else than a checkpoint; "
-                    "give the name of a new folder"
+                    f"save_checkpoint({str(path)!r}): this exists and is not a checkpoint; give "
+                    "the name of a new folder"
                 )
             remove_incomplete(path.parent, path.name)
             return ""
@@ -223,8 +223,8 @@ class RunCheckpoints:
         """
         if _latest is not self:
             raise UsageError(
-                "two trainers with checkpoint= train in turns, and no checkpoint would hold both: "
-                "give it to one, and register the other there: "
+                "two trainers with checkpoint= take turns, and no checkpoint would contain both: "
+                "pass checkpoint= to one of them, and register the other there: "
                 "CheckpointConfig(stateful={'other': trainer})"
             )
         if self._parallel.rank != 0 or self.writer.is_busy:
@@ -391,7 +391,7 @@ class RunCheckpoints:
             if rank is not None and name not in self._told and self._parallel.rank == 0:
                 self._told.add(name)
                 say(
-                    f"stateful[{name!r}] has another state on rank {rank} than on rank 0: a "
+                    f"stateful[{name!r}] has a different state on rank {rank} than on rank 0: a "
                     "checkpoint holds rank 0's, for every rank"
                 )
 
@@ -400,8 +400,8 @@ class RunCheckpoints:
         for each in self.writer.take_saved():
             if each.failure:
                 message = (
-                    f"no checkpoint after step {each.step} ({each.failure}); the training "
-                    f"continues, and the one before it stays in {each.path.parent}"
+                    f"no checkpoint after step {each.step} ({each.failure}); training continues, "
+                    f"and the previous one is kept in {each.path.parent}"
                 )
                 say(f"rank {self._parallel.rank}: {message}")
                 history.write("warning", rank=self._parallel.rank, message=message)
@@ -536,7 +536,10 @@ def restore_objects(
         if name in state["stateful"]:
             each.load_state_dict(state["stateful"][name])
         elif dist.get_rank() == 0:
-            say(f"the checkpoint has no state of stateful[{name!r}]; it begins anew")
+            say(
+                f"the checkpoint has no state of stateful[{name!r}]; it starts from its initial "
+                "state"
+            )
     set_global_states(state["generators"], device)
 
 

@@ -248,7 +248,7 @@ class ScriptLog:
         """Raise UsageError if the script ends before it came to where the other run was."""
         if self._answers:
             raise UsageError(
-                f"the script ended before it came to where the interrupted run was, which "
+                "the script ended before the point of the interruption; the interrupted run "
                 f"{_describe(self._answers[0])} next: resume with at least as many epochs"
             )
 

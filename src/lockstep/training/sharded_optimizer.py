@@ -244,9 +244,9 @@ class ShardedOptimizer:
         if type(value) in NUMBERS:
             return _Entry("number", NUMBERS[type(value)])
         raise UsageError(
-            f"{type(self._optimizer).__name__} keeps {key!r} for each parameter, neither a value "
-            "for each element nor a number, so it cannot step pieces: train with "
-            'storage="replicated"'
+            f"{type(self._optimizer).__name__} keeps {key!r} for each parameter, which is neither "
+            "one value per element nor a scalar, so it cannot update slices of parameters: train "
+            'with storage="replicated"'
         )
 
     def _extend(self) -> None:
@@ -323,8 +323,8 @@ class ShardedOptimizer:
             place = self._places[piece].get(key)
             if place is None:
                 raise UsageError(
-                    f"{type(self._optimizer).__name__} began to keep {key!r} in the middle of the "
-                    'training, which cannot be shared: train with storage="replicated"'
+                    f"{type(self._optimizer).__name__} added {key!r} to its state after its "
+                    'first step, which cannot be shared: train with storage="replicated"'
                 )
             if value is place:
                 continue

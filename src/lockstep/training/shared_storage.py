@@ -40,8 +40,9 @@ def require_elementwise(optimizer: Optimizer) -> None:
         return
     name = type(optimizer).__name__
     raise UsageError(
-        f"{name} is not known to treat each element of a parameter by itself, so it cannot step "
-        f"pieces of shared parameters: if it does, set {name}.lockstep_elementwise = True, and "
+        f"{name} is not known to update each element of a parameter independently, so it cannot "
+        f"update slices of shared parameters: if it does, set {name}.lockstep_elementwise = True, "
+        "and "
         'otherwise train with storage="replicated"'
     )
 
@@ -111,7 +112,7 @@ def _require_plain_layout(name: str, parameter: nn.Parameter) -> None:
         return
     how = "does not begin on a 64-byte boundary" if dense else "has gaps between its elements"
     raise LayoutError(
-        f"{name} {how}, because it is a view of another tensor; in shared memory it would lie "
-        f"otherwise, which may change the bits: make it a tensor of its own with "
+        f"{name} {how}, because it is a view of another tensor; in shared memory its layout would "
+        "differ, which may change the bits: make it a separate tensor with "
         f'torch.nn.Parameter({name}.detach().clone()), or train with storage="replicated"'
     )

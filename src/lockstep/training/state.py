@@ -188,7 +188,7 @@ class TrainingState:
             if state[name] != here[name]:
                 raise UsageError(
                     f"the state was saved with {name}={state[name]}, this trainer has "
-                    f"{name}={here[name]}; the bits would not go on as they were"
+                    f"{name}={here[name]}; resuming would give different bits"
                 )
         self._load_tensors(state)
         self.load_position(state)

@@ -62,8 +62,8 @@ CHUNKS = 1 << 32
 """More chunks than a rank has: chunk c of step t is the number t * CHUNKS + c."""
 
 TORN = (
-    "the shared parameters are in the middle of a step of the optimizer, or of loading a state: "
-    "load a saved state (trainer.load_state_dict), or run again with --resume"
+    "the shared parameters are only partly updated by a step of the optimizer, or by loading a "
+    "state: load a saved state (trainer.load_state_dict), or run again with --resume"
 )
 
 POLL_SECONDS = 0.01

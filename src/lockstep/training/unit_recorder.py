@@ -75,8 +75,9 @@ def read_selection(given: str | None) -> StepSelection | None:
     parts = [PART.fullmatch(part.strip()) for part in steps.split(",")] if steps else []
     if level != "unit" or text.endswith(":") or None in parts:
         raise UsageError(
-            f'{source}={text!r} is none of "unit" (every step), "unit:100-110" (steps 100 to 110) '
-            'and "unit:%50" (every 50th step); several are separated by commas: "unit:0-9,%50"'
+            f'{source}={text!r} is not one of "unit" (every step), "unit:100-110" (steps '
+            '100 to 110) and "unit:%50" (every 50th step); separate several by commas: '
+            '"unit:0-9,%50"'
         )
     found = [part for part in parts if part is not None]
     ranges = [

@@ -69,15 +69,15 @@ def _reject_tensor(path: str, tensor: Any, part: nn.Module) -> None:
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     if is_lazy(tensor):
         raise UsageError(
-            f"the {kind} {path} has no shape yet, because {type(part).__name__} takes it from "
-            "its first input: call the model with one batch before you make the Trainer, or use "
-            "a module that is given its sizes"
+            f"the {kind} {path} has no shape yet, because {type(part).__name__} takes it from its "
+            "first input: call the model with one batch before you make the Trainer, or use a "
+            "module with explicit sizes"
         )
     if is_traceable_wrapper_subclass(tensor):
         raise UsageError(
-            f"the {kind} {path} is a {type(tensor).__name__}, which is made of other tensors, and "
-            "the Trainer does not keep it equal on all ranks: register the tensors that it is "
-            "made of, and build it from them in forward"
+            f"the {kind} {path} is a {type(tensor).__name__}, which consists of other tensors, and "
+            "the Trainer does not keep it equal on all ranks: register the tensors that it is made "
+            "of, and build it from them in forward"
         )
     if tensor.layout is not torch.strided:
         raise UsageError(
