@@ -164,7 +164,7 @@ WITH_DISTRIBUTED = DistributedSampler(NOISY, num_replicas=2, rank=0)
             "^batch_size=16 is passed together with a DataLoader that has batch_size=8: pass the "
             "DataLoader alone, or its dataset with all options$",
         ),
-        (DataLoader(NOISY, 8), {"shuffle": True}, "^shuffle=True .* DataLoader with shuffle=False"),
+        (DataLoader(NOISY, 8), {"shuffle": True}, "^shuffle=True .* that has shuffle=False"),
         (
             DataLoader(NOISY, 8, sampler=REVERSED),
             {"shuffle": False},

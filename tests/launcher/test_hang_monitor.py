@@ -132,6 +132,13 @@ def test_members_of_an_elastic_run_are_not_called_ranks():
     assert "rank" not in f"{hang}{busy}{busy.advice}{report}"
 
 
+def test_a_rank_that_has_not_been_started_is_not_said_to_be_silent():
+    assert format_report([RankSnapshot(1), waits(0, 5)], {0: DUMP}).splitlines()[-2:] == [
+        "rank 1: has not been started yet",
+        "(most recent call first; > marks your code)",
+    ]
+
+
 def test_the_report_marks_user_code_and_says_who_does_not_answer():
     stopped = replace(computes(1), stopped_for=70.0)
     text = format_report([waits(2, 61), stopped, waits(0, 61)], {0: DUMP, 2: ""}, returned=[3])

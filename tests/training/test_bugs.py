@@ -566,7 +566,7 @@ def test_autocast_ends_with_the_step_even_if_the_iteration_is_kept():
     ("wrong", "sentence"),
     [
         ({"max_grad_norm": -1.0}, "expected a positive number"),
-        ({"ema_decay": 2.0}, r"ema_decay=2.0.* is in \[0, 1\)"),
+        ({"ema_decay": 2.0}, r"ema_decay=2.0: expected a decay in \[0, 1\)"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss several times"),
     ],
 )

@@ -112,7 +112,7 @@ def save_with_objects(folder):
 def test_an_object_that_differs_between_ranks_is_named(tmp_path, ranks, capfd):
     """The times that a registered trainer has measured may differ."""
     ranks(save_with_objects, 2, tmp_path)
-    said = [line for line in capfd.readouterr().err.splitlines() if "another state" in line]
+    said = [line for line in capfd.readouterr().err.splitlines() if "a different state" in line]
     assert len(said) == 1
     assert "stateful['different'] has a different state on rank 1 than on rank 0" in said[0]
 
@@ -326,7 +326,7 @@ def test_a_full_disk_ends_no_training(ranks, tmp_path):
     assert [each.name for each in find_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-3"]
     lines = map(json.loads, (tmp_path / "run" / "record.jsonl").read_text().splitlines())
     (warning,) = [line["message"] for line in lines if line["kind"] == "warning"]
-    assert warning.startswith("no checkpoint after step 2 (File too large); the training continues")
+    assert warning.startswith("no checkpoint after step 2 (File too large); training continues")
     assert read_run(tmp_path / "run").state == "done"
     for said in ranks(fill, 2):  # the last one is an error on every rank, once all is recorded
         assert said.startswith(

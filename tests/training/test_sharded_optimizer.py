@@ -611,7 +611,7 @@ def test_an_error_of_the_optimizer_is_told_until_a_state_is_loaded(ranks, tmp_pa
             trainer.optimizer_digest,
             lambda: trainer.save_weights(tmp_path / "weights.safetensors"),
         ]:
-            with pytest.raises(WorkError, match="in the middle of a step") as raised:
+            with pytest.raises(WorkError, match="only partly updated by a step") as raised:
                 act()
             told.append(str(raised.value))
         assert not trainer._state.is_whole()

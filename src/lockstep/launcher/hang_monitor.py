@@ -111,7 +111,7 @@ class RankSnapshot:
 
     Attributes:
         rank: The rank.
-        pid: Its process.
+        pid: Its process; 0 if it has not been started yet.
         operation: What it waits in, or what it did last; "" if unknown.
         age: For how long, or how long ago that began; None if unknown.
         is_waiting: Whether it waits for other ranks.
@@ -268,6 +268,9 @@ def format_report(
     """Return a table of all ranks: their last operations and stacks, the user's lines marked."""
     lines = []
     for each in sorted(snapshots, key=lambda each: each.rank):
+        if each.pid == 0:
+            lines.append(f"{each.noun} {each.rank}: has not been started yet")
+            continue
         lines.append(f"{each.name}: {describe_state(each)}")
         frames = parse_frames(stacks.get(each.rank, ""))
         for file, line, function in frames:

@@ -188,7 +188,9 @@ def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> 
     values = f"{recorded.a} in the first run and {recorded.b} in the second"
     place = f" {recorded.microbatch}" if recorded.microbatch is not None else ""
     if recorded.what == "stop":
-        whys = [f"stopped there ({why})" if why else "went on" for why in (recorded.a, recorded.b)]
+        whys = [
+            f"stopped there ({why})" if why else "continued" for why in (recorded.a, recorded.b)
+        ]
         sentence = f"the first run {whys[0]}, and the second {whys[1]}"
         return Finding(recorded.step, None, "stop", sentence, recorded.microbatch)
     if recorded.what == "batch":

@@ -1,0 +1,185 @@
+"""The page of error messages quotes them as they are printed, and that of hangs their reports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+import warm
+
+ROOT = Path(__file__).parent.parent
+MESSAGES = ROOT / "docs" / "reference" / "troubleshooting.md"
+HANGS = ROOT / "docs" / "guides" / "hangs.md"
+SOURCES = ("src/lockstep/**/*.py", "pytest-lockstep/src/**/*.py")
+CORE = ("src/lockstep/csrc/**/*.cpp", "src/lockstep/csrc/**/*.h")
+LAUNCH = [sys.executable, "-c", "from lockstep.cli import main; main()"]
+ANYTHING = "\0"  # a value that a message contains
+MARK = "*Printed by "  # begins the paragraph below a message that is not ours
+
+
+# --- headings are messages --------------------------------------------------------------------
+
+
+@cache
+def python_texts() -> tuple[str, ...]:
+    """Return every string of the sources, with `ANYTHING` for values of f-strings."""
+    return tuple(
+        text
+        for pattern in SOURCES
+        for path in ROOT.glob(pattern)
+        for text in strings(ast.parse(path.read_text()))
+    )
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else ANYTHING
+                for part in node.values
+            )
+
+
+@cache
+def core_texts() -> tuple[str, ...]:
+    """Return the strings of each C++ file, those of one statement joined with `ANYTHING`."""
+    found = []
+    for pattern in CORE:
+        for path in ROOT.glob(pattern):
+            for statement in re.split(r"[;{}]\s*\n", path.read_text()):
+                found.append(ANYTHING.join(re.findall(r'"((?:[^"\\\n]|\\.)*)"', statement)))
+    return tuple(found)
+
+
+def occurs(quoted: str, text: str) -> bool:
+    """Return whether the parts of a message between "..." occur in a text, in this order."""
+    at = 0
+    for part in quoted.split("..."):
+        at = text.find(part.strip(), at)
+        if at < 0:
+            return False
+        at += len(part.strip())
+    return True
+
+
+def is_example(quoted: str, text: str) -> bool:
+    """Return whether a message is a clause of a text, with words of its own for its values."""
+    for clause in re.split(r"[;:] ", text):
+        literals = re.sub(ANYTHING, " ", clause).split()
+        pattern = ".+".join(map(re.escape, clause.split(ANYTHING)))
+        if len(literals) > 3 and re.fullmatch(pattern, quoted, re.DOTALL):
+            return True
+    return False
+
+
+def headings() -> list[tuple[str, bool]]:
+    """Return the messages of the page, and whether each is one of ours."""
+    tokens = MarkdownIt().parse(MESSAGES.read_text())
+    found = []
+    for number, token in enumerate(tokens):
+        if token.type == "heading_open" and token.tag == "h3":
+            below = next(
+                tokens[n + 1]
+                for n in range(number, len(tokens))
+                if tokens[n].type == "paragraph_open"
+            )
+            messages = [
+                child.content
+                for child in tokens[number + 1].children or []
+                if child.type == "code_inline"
+            ]
+            assert messages, tokens[number + 1].content
+            is_ours = not below.content.startswith(MARK)
+            found += [(message, is_ours) for message in messages]
+    return found
+
+
+@pytest.mark.parametrize("message", [text for text, is_ours in headings() if is_ours])
+def test_a_message_of_the_page_is_in_the_sources(message):
+    texts = (*python_texts(), *core_texts())
+    assert any(occurs(message, text) for text in texts) or any(
+        is_example(message, text) for text in texts
+    )
+
+
+def test_messages_of_others_are_marked():
+    """They are not looked up in the sources, so the mark must be true."""
+    for message, is_ours in headings():
+        if not is_ours:
+            assert not any(occurs(message, text) for text in python_texts()), message
+
+
+def test_no_message_is_listed_twice():
+    messages = [message for message, _ in headings()]
+    assert len(messages) == len(set(messages))
+
+
+def test_a_message_that_nobody_prints_is_noticed():
+    text = f"rank {ANYTHING} did not join within {ANYTHING} s; {ANYTHING} is {ANYTHING}, not a port"
+    assert occurs("did not join within ... s", text)
+    assert not occurs("did not arrive within ... s", text)
+    assert not occurs("within ... s ... did not join", text)
+    assert is_example("MASTER_PORT is x, not a port", text)
+    assert not is_example("MASTER_PORT was x, not a port", text)
+
+
+# --- reports of hangs -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Example:
+    """A script of the page, the options that it is run with, and what that prints."""
+
+    file: str
+    source: str
+    options: tuple[str, ...]
+    output: str
+
+
+def examples() -> list[Example]:
+    found, script = [], None
+    for token in MarkdownIt().parse(HANGS.read_text()):
+        if token.type != "fence":
+            continue
+        if title := re.search(r'python title="([^"]+)"', token.info):
+            script = (title[1], token.content)
+        elif script and token.info == "console":
+            command, _, output = token.content.partition("\n")
+            words = command.removeprefix("$ ").split()
+            assert words[0] == "lockstep", command
+            assert words[-1] == script[0], command
+            found.append(Example(*script, tuple(words[1:]), output))
+            script = None
+    return found
+
+
+def normalize(output: str) -> str:
+    """Return a report without what differs from run to run, on one line."""
+    output = re.sub(
+        r"\n    (?!torch/)\S+:\d+ in \S+", "", output
+    )  # what starts a program in a test
+    output = re.sub(r"process \d+|-CONT \d+", "process N", output)
+    output = re.sub(r"(?<=-)\d{4}-\d\d-\d\d-\d{4}(-\d+)?", "DATE", output)
+    output = re.sub(r"\d+ s\b", "T s", output)
+    output = re.sub(r"(?<=torch/)(\S+):\d+", r"\1:N", output)
+    return " ".join(output.split())
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda each: each.file)
+def test_a_script_of_the_page_gets_the_report_of_the_page(example, tmp_path):
+    (tmp_path / example.file).write_text(example.source)
+    done = warm.run([*LAUNCH, *example.options], cwd=tmp_path, timeout=60, text=True)
+    printed = normalize(done.stdout + done.stderr)
+    assert done.returncode == 1
+    for part in example.output.split("\n..."):
+        assert normalize(part) in printed
