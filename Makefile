@@ -10,7 +10,7 @@ CLANG_TIDY_VERSION := 23.1.4
 CPP := $(shell git ls-files 'src/lockstep/csrc/*' 'tests/csrc/*.cpp' 'tests/csrc/*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak check docs drawings format tidy bench wheels core sanitize clean
+.PHONY: help install demo test soak check docs drawings pictures format tidy bench wheels core sanitize clean
 
 help: ## say what can be made here
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
@@ -46,6 +46,9 @@ docs: install ## build the documentation into site/; a broken link is an error
 
 drawings: install ## draw docs/pictures/*.svg anew from schedules, trees and examples
 	@$(BIN)/python -m tools.drawings
+
+pictures: install ## make the pictures of the documentation from real runs; needs Chromium
+	@$(BIN)/python tools/pictures.py
 
 check: install docs ## format, lint, types, documentation
 	@$(BIN)/ruff format --check .
