@@ -79,13 +79,13 @@ def page(records: list[Record], load: float) -> str:
         f"{machine['processor']}, {machine['cores']} cores, Python {machine['python']}; "
         + "; ".join(f"{name}: {library}" for name, library in libraries.items())
         + f". Load before the start: {load:.1f}"
-        + (" (other programs were running: compare columns, not days)." if load > 0.5 else "."),
+        + (" (other programs were running: compare columns only)." if load > 0.5 else "."),
         "",
-        "Microseconds: **median** (p10-p90) over calls of the slowest rank's time. Inputs are "
-        "written anew before each call, ranks begin together, backends take turns block by block, "
-        "`memcpy` is one thread that copies as many bytes in the same run. send_recv is half a "
-        "round trip. torch's calls are timed at `torch.distributed`, MPI's at mpi4py. Elements "
-        f"wrong in all checked calls: {wrong}.",
+        "Values are microseconds, **median** (10th to 90th percentile) over calls, of the slowest "
+        "rank. Inputs are rewritten before each call, ranks start together, and backends alternate "
+        "in blocks of calls. `memcpy` is one thread that copies the same number of bytes. "
+        "`send_recv` is half a round trip. Calls are timed in `torch.distributed`, or in mpi4py "
+        f"for MPI. Wrong elements in all checked calls: {wrong}.",
     ]
     for collective in dict.fromkeys(record["collective"] for record in records):
         command = next(r["command"] for r in records if r["collective"] == collective)

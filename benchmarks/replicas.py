@@ -90,16 +90,16 @@ def told(result: dict[str, Any]) -> str:
     ratios = sorted(result["ratios"])
     return f"""# Two replicas against one process
 
-A compute-bound convolutional network (0.4 M parameters, 64x64 pictures), global batch {BATCH},
-{MICROBATCHES} micro-batches, one thread a rank, backend {result["backend"]}.
+A compute-bound convolutional network (0.4 M parameters, images of 64x64), global batch {BATCH},
+{MICROBATCHES} micro-batches, one thread per rank, backend {result["backend"]}.
 
 | ranks | samples/s (median of {MIN_ROUNDS} rounds) |
 |---|---|
 | 1 | {one:.1f} |
 | 2 | {two:.1f} |
 
-Ratio, pair by pair: median **{result["ratio"]:.2f}**, from {ratios[0]:.2f} to {ratios[-1]:.2f}.
-Digests seen: {len(result["digests"])}.
+Speedup in each pair: median **{result["ratio"]:.2f}**, from {ratios[0]:.2f} to {ratios[-1]:.2f}.
+Different digests: {len(result["digests"])} (1: all runs agree).
 
 Machine: {machine["processor"]}, {machine["cores"]} cores, torch {machine["torch"]}.
 Command: `{result["command"]}`
