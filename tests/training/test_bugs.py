@@ -566,15 +566,17 @@ def test_autocast_ends_with_the_step_even_if_the_iteration_is_kept():
     ("wrong", "sentence"),
     [
         ({"max_grad_norm": -1.0}, "expected a positive number"),
+        ({"loss": None, "metrics": {"accuracy": ls.accuracy}}, r"metrics=\['accuracy'\]: metrics"),
         ({"ema_decay": 2.0}, r"ema_decay=2.0: expected a decay in \[0, 1\)"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss several times"),
     ],
 )
 def test_settings_that_cannot_work_get_one_sentence(wrong, sentence):
+    given = {"loss": nn.CrossEntropyLoss(), "optimizer": SGD} | wrong
     ls.init()
     try:
         with pytest.raises(UsageError, match=sentence):
-            ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), **({"optimizer": SGD} | wrong))
+            ls.Trainer(nn.Linear(6, 3), **given)
     finally:
         ls.shutdown()
 

@@ -73,8 +73,8 @@ def split_targets(data: Any, place: str) -> tuple[list[Any], Any]:
     if not isinstance(data, (tuple, list)) or len(data) < 2:
         raise UsageError(
             f"{place}: a batch for a loss function is a pair (inputs, targets), not a "
-            f"{type(data).__name__}; for anything else write your own loop: "
-            "with trainer.manual_step() as step"
+            f"{type(data).__name__}; pass loss=None if the model returns its loss, or write your "
+            "own loop: with trainer.manual_step() as step"
         )
     *inputs, targets = data
     return inputs, targets

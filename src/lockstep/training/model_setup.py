@@ -42,8 +42,20 @@ __all__ = ["Storage", "build_executor", "build_model", "check_options", "distrib
 Storage = Literal["replicated", "shared"]
 
 
-def check_options(max_grad_norm: float | None, storage: str, pipeline: PipelineConfig) -> None:
+def check_options(
+    loss: object,
+    metrics: Mapping[str, Metric] | None,
+    max_grad_norm: float | None,
+    storage: str,
+    pipeline: PipelineConfig,
+) -> None:
     """Raise UsageError or LayoutError for options that cannot work."""
+    if loss is None and metrics:
+        raise UsageError(
+            f"metrics={[*metrics]}: metrics are functions of (outputs, targets), which a model "
+            "that returns its loss (loss=None) does not separate; compute them in your own loop "
+            "and pass them to step.backward(loss, metrics={...})"
+        )
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise UsageError(f"max_grad_norm={max_grad_norm}: expected a positive number")
     if storage not in get_args(Storage):

@@ -99,7 +99,7 @@ class Trainer:
             that is not a mean over samples. Found automatically for `CrossEntropyLoss` and
             `NLLLoss` with class weights or a non-default `ignore_index`.
         metrics: Functions of (outputs, targets) by name, each returning a mean over the samples
-            as a number or a tensor with one element.
+            as a number or a tensor with one element. Not with `loss=None`.
         max_grad_norm: The largest 2-norm of the whole gradient. None: gradients are not clipped.
         ema_decay: The decay, in [0, 1), of an exponential moving average of the weights, which
             is available as `ema_model`. None: no average.
@@ -184,7 +184,7 @@ class Trainer:
             description |= describe(name, value)
         require_same_settings(description, "give every rank the same arguments and settings")
         settings = dict(description)
-        check_options(max_grad_norm, storage, stages)
+        check_options(loss, metrics, max_grad_norm, storage, stages)
         session, restored = current_session(), checkpoint
         if session is not None:
             stages, is_shared = session.options(model, stages)
