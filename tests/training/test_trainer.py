@@ -260,6 +260,23 @@ def test_evaluation_counts_every_sample_once_and_keeps_modes(ranks):
             assert each.metrics["accuracy"] == pytest.approx(accuracy)
 
 
+def test_evaluation_adds_losses_and_metrics_exactly(ranks):
+    """A sum in any order of its own would have other last bits in another layout."""
+
+    def evaluate():
+        values = torch.tensor([1e16, 1.0, -1e16, 1.0, 1e16, -1e16, 0.5, 0.25], dtype=torch.float64)
+
+        def mean(outputs, targets):
+            return targets.mean()
+
+        trainer = ls.Trainer(small_model(), mean, SGD, microbatches=4, metrics={"mean": mean})
+        found = trainer.evaluate(TensorDataset(torch.zeros(8, 6), values), 4)
+        return found.loss, found.metrics["mean"]
+
+    outcomes = ranks(evaluate, 1) + ranks(evaluate, 3)
+    assert set(outcomes) == {(2.75 / 8, 2.75 / 8)}
+
+
 def test_training_goes_on_at_another_width_from_any_batch(ranks, tmp_path):
     def start(stop):
         trainer = ls.Trainer(
