@@ -14,6 +14,7 @@ from pathlib import Path
 from lockstep.pipeline.schedules import NAMES
 from lockstep.report.picture import Picture
 from tools.drawings import batches, memory, messages, schedules
+from tools.drawings.shapes import render_svg
 
 __all__ = ["FOLDER", "PAGE", "draw_all"]
 
@@ -57,7 +58,7 @@ def main() -> None:
     """Write all pictures."""
     FOLDER.mkdir(exist_ok=True)
     for name, picture in draw_all().items():
-        (FOLDER / name).write_text(picture.svg())
+        (FOLDER / name).write_text(render_svg(picture))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The parts that all drawings share: a card, its colors, cells of data, arrows, lanes of time.
 
-A card is 400 points wide, about the width of a phone, so that its text is legible there. It
-has a background of its own, since a page may be light or dark and an image is not told which.
+A card is 400 points wide, about the width of a phone, so that its text is legible there; where
+there is room, it is drawn larger. It has a background of its own, because a reader can switch a
+page to dark colors, and an image does not follow the switch.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from lockstep.report.picture import Area, Box, Label, Line, Picture
 __all__ = [
     "EDGE", "HEAVY", "INK", "LEFT", "MUTED", "PAPER", "RANKS", "RIGHT", "SOFT", "SUM", "WASH",
     "WIDTH", "add_arrow", "add_cell", "add_head", "add_lane", "add_lines", "add_text", "make_card",
+    "render_svg",
 ]  # fmt: skip
 
 WIDTH = 400
+ENLARGED = 1.25
 LEFT, RIGHT = 16, WIDTH - 16
 INK, SOFT, MUTED, EDGE, WASH, PAPER = (
     "#16202e", "#4c5868", "#7c8796", "#cdd5df", "#e3e8ef", "#f5f7fa",
@@ -38,6 +41,16 @@ def make_card(height: int, title: str) -> Picture:
         Box(1, 1, WIDTH - 2, height - 2, PAPER, 9),
     )
     return picture
+
+
+def render_svg(picture: Picture) -> str:
+    """Return the card as an SVG document that a page shows at `ENLARGED` times its size."""
+    width, height = picture.width, picture.height
+    size = f'width="{width}" height="{height}"'
+    larger = f'width="{width * ENLARGED:g}" height="{height * ENLARGED:g}"'
+    svg = picture.svg()
+    assert svg.count(size) == 1
+    return svg.replace(size, larger, 1)
 
 
 def add_text(
