@@ -38,7 +38,7 @@ def test_a_run_that_no_launcher_serves(run_folder, monkeypatch):
 def test_what_cannot_be_scaled(run_folder):
     with pytest.raises(UsageError, match=r"lockstep scale mnist: there is no run runs/mnist"):
         scale_run("mnist", "3")
-    with pytest.raises(UsageError, match=r"cannot go on with 1 rank: it was started with --min 2"):
+    with pytest.raises(UsageError, match=r"continue with 1 rank: it was started with --min 2"):
         scale_run("digits", "1")
     description = json.loads((run_folder / "launch.json").read_text())
     (run_folder / "launch.json").write_text(json.dumps({**description, "exit_status": 0}))

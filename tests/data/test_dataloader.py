@@ -175,18 +175,18 @@ WITH_DISTRIBUTED = DistributedSampler(NOISY, num_replicas=2, rank=0)
             DataLoader(NOISY, 8, sampler=WITH_DISTRIBUTED),
             {},
             "^the DataLoader has a DistributedSampler, but Lockstep splits every batch over the "
-            "ranks itself: leave the sampler out and pass shuffle=True",
+            "ranks itself: remove the sampler and pass shuffle=True",
         ),
         (
             DataLoader(NOISY, batch_sampler=BatchSampler(WITH_DISTRIBUTED, 2, False)),
             {},
             "^the DataLoader has a DistributedSampler",
         ),
-        (DataLoader(NOISY, 8, worker_init_fn=ignore), {}, "has a worker_init_fn: leave it out"),
+        (DataLoader(NOISY, 8, worker_init_fn=ignore), {}, "has a worker_init_fn: omit it"),
         (
             DataLoader(NOISY, 8, num_workers=1, multiprocessing_context="spawn"),
             {},
-            "has a multiprocessing_context: leave it out, because workers are started by Lockstep",
+            "has a multiprocessing_context: omit it, because workers are started by Lockstep",
         ),
         (DataLoader(NOISY, batch_size=None), {}, "^the DataLoader has batch_size=None, so each"),
         (Looped(NOISY, 8), {}, "^a Looped overrides __iter__"),

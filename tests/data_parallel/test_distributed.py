@@ -236,7 +236,7 @@ def test_a_sparse_gradient_that_nobody_declared_is_refused_by_name(ranks):
 @pytest.mark.parametrize("option", [{"device_ids": [0]}, {"find_unused_parameters": True}])
 def test_an_option_of_torchs_class_that_has_no_use_is_named(option):
     (name,) = option
-    with pytest.raises(UsageError, match=f"has no option {name}: leave it out, because"):
+    with pytest.raises(UsageError, match=f"has no option {name}: omit it, because"):
         ls.DistributedDataParallel(nn.Linear(2, 2), **option)
 
 

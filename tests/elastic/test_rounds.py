@@ -364,7 +364,7 @@ def test_an_exception_of_a_newcomer_does_not_end_the_run(run):
     kills = {"KILLS": "1:3:prepare", "RAISES": "2:0:start"}
     done = run("--max", "2", watch=ask, RANKS="2", **kills)
     require_success(done, 2)
-    assert "member 2 did not join the others, which go on without it: it raised" in done.stderr
+    assert "member 2 did not join the others, which continue without it: it raised" in done.stderr
     assert done.stderr.count("no more are started until you run: lockstep scale") == 1
     assert "member 3 joined" in done.stderr
 

@@ -111,7 +111,7 @@ def test_variables_of_lockstep_take_precedence_over_those_of_srun():
         ({"LOCAL_RANK": "1"}, ["LOCAL_RANK is '1'", "RANK is not set"]),
         ({"RANK": "4", "WORLD_SIZE": "4"}, ["RANK is 4", "WORLD_SIZE is 4", "from 0 to 3"]),
         ({"RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE is 0"]),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK is '-1'", "whole number"]),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK is '-1'", "integer of at least 0"]),
         ({"RANK": "one", "WORLD_SIZE": "2"}, ["RANK is 'one'", "torchrun and lockstep run set it"]),
         ({"RANK": "1", "WORLD_SIZE": "2"}, ["MASTER_ADDR is not set"]),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ["MASTER_PORT is not set"]),

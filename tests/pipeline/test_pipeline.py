@@ -511,7 +511,7 @@ def test_what_cannot_be_cut_is_refused_by_name(ranks):
         "there is no schedule '2f2b'",
         "balance=[1, 1] must hold the number of blocks of each of 2 stages, 5 blocks in total",
         "1 blocks cannot be split into 2 stages",
-        "Doubled has a forward of its own and does not define how to split it into 2 stages",
+        "Doubled overrides forward and does not define how to split it into 2 stages",
         "a traced or exported model is one graph, which is not split into 2 stages",
         "calling the blocks of Sequential one after another does not give the output of its",
         "stages_per_rank=2 needs schedule",

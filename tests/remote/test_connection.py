@@ -78,7 +78,9 @@ def test_a_silent_listener(serve, monkeypatch):
 
 
 def test_a_busy_listener(serve):
-    with pytest.raises(RendezvousError, match="it is busy with connections that have not proven"):
+    with pytest.raises(
+        RendezvousError, match="it is busy with connections that are not authenticated"
+    ):
         connected(serve(lambda end: end.sendall(bytes([Status.BUSY]))))
 
 

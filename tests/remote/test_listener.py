@@ -191,7 +191,7 @@ def test_a_caller_that_sends_too_little_is_refused_in_time(door, strangers, monk
     slow.sendall(b"lockstep")
     until(lambda: told(silent) == told(slow) == b"", "not closed")
     until(lambda: door.lines, "nothing was said")
-    assert "it did not prove its key within 0.05 s" in door.lines[0]
+    assert "it was not authenticated within 0.05 s" in door.lines[0]
 
 
 def test_a_stranger_that_sends_without_end_is_refused(door, strangers):

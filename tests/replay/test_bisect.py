@@ -95,7 +95,7 @@ def test_a_bit_that_only_the_recorded_run_had_flipped(recorded, folder):
     assert "Replays of plain compute what was recorded, bit for bit." in text
     assert "The replay of loose does not compute what was recorded: step 4, micro-batch 2" in text
     assert "Two replays agree with each other" in text
-    assert "a fault of its machine" in text
+    assert "a hardware fault" in text
     assert bisection_json(found)["reproduced"] == [True, False]
     assert finding_without_fingerprints(a, b) == (STEP, MICROBATCH, None)
 

@@ -72,7 +72,7 @@ def test_the_model_itself_other_samples_and_parameters_are_named(found):
 
 def test_replays_that_do_not_compute_what_was_recorded(found):
     difference = RecordDifference(7, "norm", None, "0.5", "0.25")
-    for is_repeatable, words in ((True, "a fault of its machine"), (False, "not deterministic")):
+    for is_repeatable, words in ((True, "a hardware fault"), (False, "not deterministic")):
         both = Reproduction(True), Reproduction(False, difference, is_repeatable)
         text = " ".join(list_sentences(replace(found, reproductions=both)))
         assert "Replays of night-a compute what was recorded" in text

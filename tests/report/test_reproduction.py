@@ -64,7 +64,7 @@ def test_fingerprints_sources_and_replays_are_shown(tmp_path):
     found = summarize_reproduction(run)
     assert found.remarks == []
     assert found.sentences == [
-        "The program's own files, as they were, are in sources-2.",
+        "Copies of the program's own files are in sources-2.",
         "Hashes of what each unit computed in 4 steps (0 to 15, 2 ranks) are in fingerprints.",
         "2 replays of its steps, all with the same bits.",
     ]

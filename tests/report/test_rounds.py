@@ -123,8 +123,8 @@ def test_what_chaos_found_is_part_of_the_report(run):
     summary = summarize_rounds(run)
     assert summary.kills == [["1", "1", "6", "1", "260 ms", "4.00 ms"]]
     assert summary.sentences[-1] == (
-        "`lockstep chaos` killed 1 rank with SIGKILL of 2 planned (seed 7); the bits of the "
-        "weights are not those of the undisturbed run."
+        "`lockstep chaos` killed 1 rank with SIGKILL of 2 planned (seed 7); the final "
+        "weights are different from those of the undisturbed run."
     )
     assert "260 ms" in report_html(run)
     (run.folder / CHAOS_FILE).write_text("oops")

@@ -249,4 +249,4 @@ def test_parameters_over_one_memory_on_some_ranks_alone_are_a_disagreement(ranks
         return str(raised.value)
 
     for said in ranks(rank, 3):
-        assert "0.weight and 2.weight lie in the same memory on rank 0 and not on rank 1" in said
+        assert "0.weight and 2.weight share memory on rank 0 but not on rank 1" in said

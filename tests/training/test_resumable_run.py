@@ -149,7 +149,7 @@ def test_what_cannot_be_resumed_is_named_on_every_rank(ranks, tmp_path):
             lambda f: evaluate_first(build(f)),
             "the script evaluates on 16 samples where the interrupted run iterates over batches",
         ),
-        "raw": (lambda f: raw(build(f)), "the script calls trainer.step(batch) with batches of"),
+        "raw": (lambda f: raw(build(f)), "the script calls trainer.step(batch) with its own"),
         "other batches": (lambda f: train(build(f), size=8), "had batch size 16, these batches"),
         "too early": (lambda f: build(f).finish(), "UsageError: the script ended before the point"),
         "late": (resume_late, "UsageError: resume before the first call of batches()"),

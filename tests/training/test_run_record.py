@@ -249,7 +249,10 @@ def test_a_resumed_launch_without_a_name(launch, monkeypatch, capfd):
     monkeypatch.setattr(module, "_uses", module.Counter())
     monkeypatch.setenv("LOCKSTEP_RESUME", "1")
     assert Run.begun().loggers == []
-    assert "it begins again, and is not recorded; pass checkpoint=" in capfd.readouterr().err
+    assert (
+        "it starts from the beginning, and is not recorded; pass checkpoint="
+        in capfd.readouterr().err
+    )
     again = Run(None, CONFIG)
     again.folder.select_launch()
     again.folder.open_resumed()

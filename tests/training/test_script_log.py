@@ -291,7 +291,7 @@ def trained():
     ("call", "words"),
     [
         (lambda s: s.log.answer("save"), "the script saves weights where"),
-        (lambda s: s.log.answer_step("x"), "the script calls trainer.step(batch) with batches of"),
+        (lambda s: s.log.answer_step("x"), "the script calls trainer.step(batch) with its own"),
         (lambda s: s.begin(1), "the script iterates over batches of epoch 1"),
         (
             lambda s: s.log.answer("evaluation", samples=30, ema=False),
@@ -303,7 +303,7 @@ def trained():
         (lambda s: s.begin(0, seed=1), "seed 0, these batches have 1"),
         (lambda s: s.begin(0, shuffle=False), "shuffle True, these batches have False"),
         (lambda s: s.begin(0, drop_last=True), "drop last False, these batches have True"),
-        (lambda s: s.log.require_finished(), "which iterates over batches of epoch 0 next: resume"),
+        (lambda s: s.log.require_finished(), "run iterates over batches of epoch 0 next: resume"),
     ],
 )  # fmt: skip
 def test_another_call_is_named(call, words):

@@ -589,7 +589,7 @@ def test_a_rank_that_stops_and_goes_on_is_not_taken_over(
         assert claims == 0
         if is_unfinished and rank != "1":
             assert parameters == "torn"
-            assert "rank 1 does not go on" in told
+            assert "rank 1 does not continue" in told
         else:
             assert (parameters, state) == expected, (rank, told)
     for parameters, state, _, _ in read_notes(tmp_path, [f"{rank} at the end" for rank in "012"]):

@@ -655,7 +655,7 @@ def test_without_init_the_trainer_says_so():
         (
             {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1)},
             UsageError,
-            "given as a factory",
+            "pass a factory",
         ),
     ],
 )

@@ -58,7 +58,7 @@ class Benchmarks(click.Group):
 @click.group(cls=Benchmarks)
 @click.pass_context
 def command(ctx: click.Context) -> None:
-    """Measure the backends of this machine against each other in one run."""
+    """Compare the backends of this machine with each other in one run."""
     if threading.current_thread() is threading.main_thread():
         former = signal.signal(signal.SIGTERM, exit_on_signal)
         ctx.call_on_close(lambda: signal.signal(signal.SIGTERM, former))

@@ -62,11 +62,11 @@ def command(
 ) -> None:
     """Train RECIPE_OR_SCRIPT twice on N ranks, kill ranks in the second run, compare the bits.
 
-    The first run is undisturbed. In the second one, an elastic run as of `lockstep run --min 1
-    --max N`, ranks are killed with SIGKILL at random moments; the others go on and new ranks
-    join. Both digests must be equal. The table shows for each kill how long it took until the
-    step was repeated, and how much work was repeated. A rank is never killed while no other one
-    has the state of the training.
+    No rank is killed in the first run. In the second one, an elastic run as started by
+    `lockstep run --min 1 --max N`, ranks are killed with SIGKILL at random moments; the others
+    continue and new ranks join. Both digests must be equal. The table shows for each kill how
+    long it took until the step was repeated, and how much work was repeated. A rank is never
+    killed while no other one has the state of the training.
 
     ARGUMENTS are those of `lockstep train RECIPE` or of the script. Options of this command may
     be placed before or after RECIPE_OR_SCRIPT; after "--", all options are passed on.

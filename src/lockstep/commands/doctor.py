@@ -27,7 +27,7 @@ def command(ranks: int, threads: int, as_json: bool) -> None:
 
     Starts ranks and reduces a tensor with each backend, measures memory and the
     loopback interface, and compiles a program. The exit status is 1 if a run would
-    fail. The output ends with a block for an issue.
+    fail. The output ends with a block to paste into an issue.
     """
     if ranks < 1 or threads < 1:
         raise UsageError(f"doctor: --nprocs ({ranks}) and --threads ({threads}) must be at least 1")

@@ -106,7 +106,7 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
 @option(
     "standalone",
     is_flag=True,
-    help="Run on a single host at a free port, and ignore options and variables for several hosts.",
+    help="Run on a single host at a free port; ignore options and variables for several hosts.",
 )
 @option("module", "-m", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @option("no-python", is_flag=True, help="SCRIPT is a program to execute without Python.")
@@ -282,7 +282,7 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
     if options["max_restarts"]:
         raise UsageError(
             f"--max-restarts {options['max_restarts']}: lockstep run does not restart all ranks; "
-            f"leave this option out, or give --min 1 to go on when a rank is killed"
+            "omit this option, or use --min 1 to continue when a rank is killed"
         )
     nprocs, min_nprocs = _choose_nprocs(options)
     nnodes = 1 if options["standalone"] else parse_nnodes(options["nnodes"])

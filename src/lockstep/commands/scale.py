@@ -32,7 +32,7 @@ def command(run: str, ranks: int, parent: str) -> None:
     RUN is its folder or its name in --runs. New ranks join, or the last ones leave, between two
     steps. From then on the run keeps RANKS ranks.
 
-    Exit status: 0 the run has got the request, 2 usage error.
+    Exit status: 0 the run has accepted the request, 2 usage error.
     """
     folder = find_run(run, Path(parent), "lockstep scale")
     _check(folder, ranks)
@@ -63,6 +63,6 @@ def _check(folder: Path, ranks: int) -> None:
         )
     if ranks < found.min_nprocs:
         raise UsageError(
-            f"{folder} cannot go on with {format_quantity(ranks, 'rank')}: it was started "
-            f"with --min {found.min_nprocs}"
+            f"{folder} cannot continue with {format_quantity(ranks, 'rank')}: it was started with "
+            f"--min {found.min_nprocs}"
         )

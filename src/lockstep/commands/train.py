@@ -169,7 +169,8 @@ def command(
     --schedule, --activation-checkpointing, --workers, --logger and --checkpoint-every
     may differ.
 
-    --min A --max B makes an elastic run: a killed rank costs neither the run nor a bit.
+    --min A --max B makes an elastic run: when a rank is killed, the run continues, with the same
+    bits.
 
     In a rank of `lockstep run -m lockstep train RECIPE ...` this process trains as that rank, and
     the run is that of the launch.

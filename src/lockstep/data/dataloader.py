@@ -97,12 +97,12 @@ def _take_apart(loader: DataLoader[Any]) -> dict[str, Any]:
     if any(isinstance(each, DistributedSampler) for each in sampler_chain(loader)):
         raise DatasetError(
             "the DataLoader has a DistributedSampler, but Lockstep splits every batch over the "
-            "ranks itself: leave the sampler out and pass shuffle=True; batch_size then counts "
-            "the samples of all ranks"
+            "ranks itself: remove the sampler and pass shuffle=True; batch_size then counts the "
+            "samples of all ranks"
         )
     for name, reason in UNUSED.items():
         if getattr(loader, name, None) is not None:
-            raise DatasetError(f"the DataLoader has a {name}: leave it out, because {reason}")
+            raise DatasetError(f"the DataLoader has a {name}: omit it, because {reason}")
     own = {
         "dataset": loader.dataset,
         "batch_size": loader.batch_size,

@@ -86,7 +86,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             why = UNUSED.get(name)
             raise UsageError(
                 f"DistributedDataParallel has no option {name}"
-                + (f": leave it out, because {why}" if why else "")
+                + (f": omit it, because {why}" if why else "")
             )
         nn.Module.__init__(self)
         Joinable.__init__(self)

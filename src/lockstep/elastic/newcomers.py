@@ -82,7 +82,7 @@ class Newcomers:
         self._deaths += MAX_DEATHS if is_failure else not is_ready
         what = f"member {member} {how} before it joined the others"
         if is_failure:
-            what = f"member {member} did not join the others, which go on without it: it {how}"
+            what = f"member {member} did not join the others, which continue without it: it {how}"
         elif self._deaths >= MAX_DEATHS:
             what += f", as {MAX_DEATHS - 1} before it"
         is_last = self._deaths >= MAX_DEATHS

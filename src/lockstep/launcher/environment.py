@@ -218,8 +218,8 @@ def _number(names: VariableNames, name: str, environ: Mapping[str, str]) -> int 
         return None
     if not re.fullmatch(r"\s*\d+\s*", text, re.ASCII):
         raise LaunchEnvironmentError(
-            f"{name} is {text!r}, which is not a whole number from 0; {names.setter} set it: "
-            f"unset it to run alone, or start the program with lockstep run"
+            f"{name} is {text!r}, which is not an integer of at least 0; {names.setter} set it: "
+            "unset it to run alone, or start the program with lockstep run"
         )
     return int(text)
 
@@ -289,9 +289,9 @@ def _master(
         return None, None  # one host: its ranks meet through a rendezvous file
     missing = "MASTER_ADDR" if addr is None else "MASTER_PORT"
     raise LaunchEnvironmentError(
-        f"{names.world_size} is {world_size}, but {missing} is not set, so the ranks cannot meet; "
-        f"torchrun and lockstep run set it: set MASTER_ADDR to the address of rank 0's host and "
-        f"MASTER_PORT to a free port there"
+        f"{names.world_size} is {world_size}, but {missing} is not set, so the ranks cannot find "
+        "each other; torchrun and lockstep run set it: set MASTER_ADDR to the address of rank 0's "
+        "host and MASTER_PORT to a free port there"
     )
 
 

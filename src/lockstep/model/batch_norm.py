@@ -99,7 +99,7 @@ def explain_batch_norm(error: BaseException, place: str) -> UsageError | None:
     return UsageError(
         f"{place} holds one sample, and batch norm cannot train on one: pass drop_last=True to "
         "trainer.batches, or choose the batch size and the number of micro-batches so that each "
-        "holds at least two, in the last, short batch of an epoch too"
+        "holds at least two, also in the short last batch of an epoch"
     )
 
 

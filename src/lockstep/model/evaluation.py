@@ -152,8 +152,8 @@ def combine_scores(
     whole = math.fsum(each[1] for each in gathered)
     if whole == 0:
         raise LossError(
-            f"the weights of the {samples} samples add up to 0, so their loss has no mean; are "
-            "all targets ignored?"
+            f"the weights of the {samples} samples add up to 0, so their loss has no mean: check "
+            "whether all targets are ignored"
         )
     return Evaluation(
         loss=loss if is_sum(parallel.loss) else loss / whole,

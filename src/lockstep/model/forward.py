@@ -180,9 +180,9 @@ def _find_loss(value: Any, place: str) -> Any:
         return value
     if loss is None:
         raise LossError(
-            f"{place}: a {type(value).__name__} has the loss None: put the targets into the "
-            "batch under the name by which the model takes them (such as labels), or pass a loss "
-            "function of (outputs, targets) to the Trainer"
+            f"{place}: a {type(value).__name__} has the loss None: put the targets into the batch "
+            "under the name of the argument of the model (such as labels), or pass a loss function "
+            "of (outputs, targets) to the Trainer"
         )
     return loss
 

@@ -88,8 +88,8 @@ class ParallelContext:
                 f"the loss {loss_name(loss)} uses {option}=, so it may not be a mean over the "
                 "samples, and micro-batches may count too much or too little: pass "
                 "loss_weight=ls.target_weight(...) of the loss in it, or a function that counts "
-                "the targets of a micro-batch (len of its last entry if it is a mean over the "
-                "samples after all)"
+                "the targets of a micro-batch (the length of its last entry, if the loss is a mean "
+                "over the samples)"
             )
         return cls(
             microbatches=microbatches,

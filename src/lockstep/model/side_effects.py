@@ -185,7 +185,7 @@ def require_same_weights(
             raise DisagreementError(
                 f"{name} has other values on rank {others[0]} than on rank {rank} {about}, "
                 "although all ranks began with the same: something wrote into it on some ranks "
-                "only; make every change on all ranks alike"
+                "only; make every change on all ranks"
             )
 
 

@@ -353,8 +353,8 @@ class StepContext:
         if not sum(weights.values()) > 0:
             raise LossError(
                 f"rank {parallel.rank}, step {self.number}: the weights of the batch's "
-                f"{batch.leaves} micro-batches sum to {sum(weights.values())}; does every sample "
-                "of the batch have its target ignored?"
+                f"{batch.leaves} micro-batches sum to {sum(weights.values())}; check whether the "
+                "targets of all samples in the batch are ignored"
             )
         found = compute_shares(weights)
         return found, sum(sizes[leaf] for leaf in found)

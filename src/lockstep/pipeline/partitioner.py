@@ -121,7 +121,7 @@ class Partitioner:
                     "pipeline="
                 )
             is_own = isinstance(model, nn.Sequential)
-            reason = "has a forward of its own and does not" if is_own else "does not"
+            reason = "overrides forward and does not" if is_own else "does not"
             raise LayoutError(
                 f"{kind} {reason} define how to split it into {parallel.stages} stages: pass a "
                 "torch.nn.Sequential, define a method blocks(), pass blocks=[...] with the modules "

@@ -159,7 +159,7 @@ def _require_accepted(said: bytes) -> None:
         raise Refused("it is not a process of this version of Lockstep")
     status = Status(said[0])
     if status is Status.BUSY:
-        raise Refused("it is busy with connections that have not proven the key", status)
+        raise Refused("it is busy with connections that are not authenticated yet", status)
     if status is Status.OTHER_KEY:
         raise Refused("it holds another key", status)
     if status is Status.MISDIRECTED:

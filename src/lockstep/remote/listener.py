@@ -170,7 +170,7 @@ class Listener:
             for each in list(self._pending.values()):
                 if each.deadline > time.monotonic():
                     break
-                self._refuse(each, f"it did not prove its key within {HANDSHAKE_TIMEOUT:g} s")
+                self._refuse(each, f"it was not authenticated within {HANDSHAKE_TIMEOUT:g} s")
             self._report()
 
     def _timeout(self) -> float | None:
@@ -208,7 +208,7 @@ class Listener:
         counts = Counter(each.network for each in candidates)
         # max returns the first of several: the oldest.
         victim = max(candidates, key=lambda each: counts[each.network])
-        self._refuse(victim, "its slot was needed for another one", Status.BUSY)
+        self._refuse(victim, "its slot was given to a newer connection", Status.BUSY)
         return True
 
     def _read(self, each: Pending) -> None:
@@ -220,7 +220,7 @@ class Listener:
         except Refused as error:
             self._refuse(each, str(error), error.status)
         except (OSError, EOFError):
-            self._refuse(each, "it closed the connection before it had proven its key")
+            self._refuse(each, "it closed the connection before it was authenticated")
         else:
             self._remove(each)
             self._accept(frames, agreement.other)

@@ -262,8 +262,8 @@ def _deviation(reproduction: Reproduction) -> str:
         )
     return (
         f"{what}Two replays agree with each other, so the program is deterministic here, and the "
-        "recorded run had something that a replay has not: another processor or version of torch, "
-        "data files that have changed since, or a fault of its machine."
+        "recorded run differed in something else: another processor or version of torch, data "
+        "files that have changed since, or a hardware fault."
     )
 
 

@@ -71,7 +71,7 @@ def summarize_reproduction(run: Run) -> ReproductionSummary:
     """Return what a run left to repeat it."""
     sentences: list[str] = []
     if sources := as_text(run.latest("sources")):
-        sentences.append(f"The program's own files, as they were, are in {sources}.")
+        sentences.append(f"Copies of the program's own files are in {sources}.")
     try:
         found = list_unit_fingerprints(run.folder)
         remarks = list(found.remarks)

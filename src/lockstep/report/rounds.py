@@ -209,8 +209,8 @@ def _describe_chaos(chaos: dict[str, Any]) -> Iterator[str]:
     sentence += f" of {planned:,.0f} planned" if planned > fired else ""
     seed = number_or(chaos.get("seed"))
     sentence += f" (seed {seed:.0f})" if math.isfinite(seed) else ""
-    same = "those" if chaos.get("equal") is True else "not those"
-    yield f"{sentence}; the bits of the weights are {same} of the undisturbed run."
+    same = "equal to" if chaos.get("equal") is True else "different from"
+    yield f"{sentence}; the final weights are {same} those of the undisturbed run."
 
 
 def _kill_row(number: int, kill: dict[str, Any]) -> list[str]:

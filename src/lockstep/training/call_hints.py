@@ -40,7 +40,7 @@ INSTEAD = {
     "parameters": "write `trainer.model.parameters()`",
     "backward": f"`trainer.step(batch)` runs it; for a loop of your own write `{MANUAL_STEP}` and "
     "`step.backward(loss)`",
-    "zero_grad": "gradients of a step are cleared by the next one; leave it out",
+    "zero_grad": "gradients of a step are cleared by the next one; remove this call",
     "save": "write `trainer.save_weights(path)`, or `trainer.save_checkpoint(path)` to resume",
     "load": "write `trainer.resume(path)` for a checkpoint, or load weights into the model before "
     "the trainer is made",

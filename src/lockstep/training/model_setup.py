@@ -234,7 +234,7 @@ def _check_memory(
         for first, second in [pair for pair in found if pair not in theirs]:
             other = next(r for r, each in enumerate(everyone) if (first, second) in each)
             raise DisagreementError(
-                f"{first} and {second} lie in the same memory on rank {other} and not on rank "
-                f"{rank}: build the model in the same way on every rank, or make them one "
-                f"parameter ({second} = {first})"
+                f"{first} and {second} share memory on rank {other} but not on rank {rank}: build "
+                f"the model in the same way on every rank, or make them one parameter ({second} = "
+                f"{first})"
             )

@@ -72,8 +72,8 @@ class Optimization:
         factory, interval = config.factory, config.scheduler_interval
         if isinstance(factory, Optimizer) or not callable(factory):
             raise UsageError(
-                "the optimizer is given as a factory, such as "
-                "partial(torch.optim.SGD, lr=0.1), not as an optimizer that exists already"
+                "pass a factory of the optimizer, such as partial(torch.optim.SGD, lr=0.1), not an "
+                "optimizer object"
             )
         if interval not in ("step", "epoch", "manual", None):
             raise UsageError(
@@ -284,8 +284,8 @@ class _StepGuard:
         if id(optimizer) == self.optimizer and not self.is_open:
             raise UsageError(
                 "trainer.step(batch) and trainer.manual_step() step the optimizer themselves, and "
-                "trainer.optimizer.step() would step it once more with the same gradients: leave "
-                "it out"
+                "trainer.optimizer.step() would step it once more with the same gradients: remove "
+                "this call"
             )
 
 

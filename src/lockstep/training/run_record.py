@@ -162,8 +162,8 @@ class RunRecord:
         if (self.path / RECORD_FILE).exists():
             if is_resuming() and not _uses:
                 say(
-                    f"{self.path} is resumed, but its trainer has no checkpoints: it begins again, "
-                    "and is not recorded; pass checkpoint=ls.CheckpointConfig()"
+                    f"{self.path} is resumed, but its trainer has no checkpoints: it starts from "
+                    "the beginning, and is not recorded; pass checkpoint=ls.CheckpointConfig()"
                 )
             return None
         metadata = {} if self._saves_checkpoints else {CANNOT_RESUME: True}
@@ -349,8 +349,8 @@ def _list_loggers(given: LoggerLike | Sequence[LoggerLike] | None) -> list[Logge
 
 def _cannot_resume(folder: Path) -> UsageError:
     return UsageError(
-        f"{folder} is resumed, but its trainer has no checkpoints and would begin again: pass "
-        "checkpoint=ls.CheckpointConfig(), or start a new run"
+        f"{folder} is resumed, but its trainer has no checkpoints and would start from the "
+        "beginning: pass checkpoint=ls.CheckpointConfig(), or start a new run"
     )
 
 

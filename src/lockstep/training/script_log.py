@@ -32,7 +32,7 @@ Entry = dict[str, Any]
 KINDS = {
     "epoch": "iterates over batches of epoch {epoch}",
     "evaluation": "evaluates on {samples} samples",
-    "steps": "calls trainer.step(batch) with batches of its own",
+    "steps": "calls trainer.step(batch) with its own batches",
     "save": "saves weights",
     "manual": "takes a manual step outside of a loop over batches",
 }

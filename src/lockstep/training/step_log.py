@@ -202,9 +202,9 @@ class StepLog:
                 yield claimed
             elif time.monotonic() > deadline:
                 raise WorkError(
-                    f"rank {self._holder(unfinished[0])} does not go on {about}, and has written "
-                    "its part of the parameters and of the optimizer's state only in part: they "
-                    "are complete if it goes on, and otherwise go on from a saved state"
+                    f"rank {self._holder(unfinished[0])} does not continue {about}, and has "
+                    "updated only some of its part of the parameters and optimizer state: they are "
+                    "complete if it continues; otherwise load a saved state"
                 )
             else:
                 self._await_death([self._holder(rank) for rank in unfinished])

@@ -59,9 +59,9 @@ def reject_unsupported_modules(values: Mapping[str, Any]) -> None:
 def _reject_torchscript(path: str, part: object) -> None:
     if isinstance(part, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         raise UsageError(
-            f"{path} is compiled by TorchScript, which optimizes a graph after its first calls, "
-            "so the bits of a gradient would depend on the number of ranks: pass the module as "
-            "it was before torch.jit.script or torch.jit.trace, or use torch.compile"
+            f"{path} is compiled by TorchScript, which optimizes a graph after its first calls, so "
+            "the bits of a gradient would depend on the number of ranks: pass the original module, "
+            "without torch.jit.script or torch.jit.trace, or use torch.compile"
         )
 
 

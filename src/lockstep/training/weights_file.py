@@ -49,8 +49,8 @@ def save_weights(path: Path, state: Mapping[str, Any]) -> None:
             file.write(_serialize(values, path.suffix))
     except OSError as error:
         raise FileError(
-            f"{path}: the weights could not be written ({error.strerror}); "
-            "a file that was there before is as it was"
+            f"{path}: the weights could not be written ({error.strerror}); an existing file is "
+            "unchanged"
         ) from error
 
 
