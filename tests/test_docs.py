@@ -175,3 +175,9 @@ def test_code_is_not_hidden_from_these_tests():
         for token in tokens(page.path):
             if token.type == "code_block":
                 assert "```" not in token.content, f"{name}:{token.map[0] + 1}"
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    pages = [str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")]
+    assert sorted(listed) == sorted(pages)
