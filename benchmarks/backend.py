@@ -1,4 +1,4 @@
-"""The backend "lockstep" beside gloo, call by call: python benchmarks/backend.py [RANKS] [SECONDS].
+"""The backend "lockstep" compared with Gloo: python benchmarks/backend.py [RANKS] [SECONDS].
 
 All contenders take turns in one run; inputs are rewritten before each call and
 answers checked after it. `lockstep bench` measures more carefully; this is for a

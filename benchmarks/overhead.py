@@ -1,4 +1,4 @@
-"""What a trainer costs beside the computation: a step of a tiny network in micro-batches.
+"""Overhead of a trainer: a step of a tiny network in micro-batches.
 
     python benchmarks/overhead.py [--ranks 1 2 4] [--microbatches 8 64] [--rounds 250]
 

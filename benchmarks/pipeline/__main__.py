@@ -1,4 +1,4 @@
-"""`python -m benchmarks.pipeline`: a model in two stages, beside the peers."""
+"""`python -m benchmarks.pipeline`: a model in two stages, compared with other libraries."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ START = 3.0  # seconds until a contender's ranks are there, about
 @click.command()
 @click.option(
     "--model", default="resnet50", show_default=True, type=click.Choice(["resnet50", "tiny"]),
-    help="tiny shows what a micro-batch costs besides computing.",
+    help="tiny shows the overhead of a micro-batch.",
 )  # fmt: skip
-@click.option("--splits", default="1,2,4,8", show_default=True, help="Micro-batches of a batch.")
-@click.option("--batch", default=32, show_default=True, type=POSITIVE, help="Samples of a batch.")
+@click.option("--splits", default="1,2,4,8", show_default=True, help="Micro-batches per batch.")
+@click.option("--batch", default=32, show_default=True, type=POSITIVE, help="Samples per batch.")
 @click.option(
     "--size", default=128, show_default=True, type=click.IntRange(min=32),
-    help="Width and height of the pictures.",
+    help="Width and height of the images.",
 )  # fmt: skip
 @click.option(
     "--vs", default=EVERYBODY, show_default=True, metavar="NAMES",
-    help="Contenders beside the copies: rpc,lockstep-zb.",
+    help="Contenders besides the copies: rpc,lockstep-zb.",
 )  # fmt: skip
 @click.option(
     "--repeats", default=3, show_default=True, type=POSITIVE,

@@ -66,7 +66,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model by name, `samples` a batch in `splits` micro-batches, pictures of `size` pixels."""
+    """A model by name, `samples` per batch in `splits` micro-batches, images of `size` pixels."""
 
     model: str
     splits: int

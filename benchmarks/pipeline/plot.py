@@ -93,7 +93,7 @@ def frame(picture: Picture, scale: Scale, splits: list[int]) -> None:
     for number in splits:
         x, _ = scale.point(number, scale.low)
         picture.add(Label(x, BOTTOM + 24, f"{number}", 14, SOFT, "middle"))
-    picture.add(Label(LEFT, BOTTOM + 48, "micro-batches of a batch", 14, SOFT))
+    picture.add(Label(LEFT, BOTTOM + 48, "micro-batches per batch", 14, SOFT))
     picture.add(
         Label(LEFT, TOP - 14, "times faster than one process of two side by side", 14, SOFT)
     )

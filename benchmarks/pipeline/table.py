@@ -84,15 +84,15 @@ def overhead_lines(everything: list[list[Outcome]]) -> list[str]:
 
 
 def caption(outcomes: list[Outcome]) -> str:
-    """Return what stands under the tables."""
+    """Return the explanation that is shown under the tables."""
     case = outcomes[0].case
-    what = f"{case.samples} samples a batch" + (
-        f", pictures of {case.size}x{case.size}" if case.net.pictures else ""
+    what = f"{case.samples} samples per batch" + (
+        f", images of {case.size}x{case.size}" if case.net.pictures else ""
     )
     return (
-        f"# {case.net.sentence}; {what}; {STAGES} stages of one thread. Times of the slowest rank, "
-        "copies side by side are the single process that speedup and ideal are measured by: "
-        "p m / (m + p - 1). right: the losses of one process; a digest: the same bits"
+        f"# {case.net.sentence}; {what}; {STAGES} stages with one thread each. Times are those of "
+        "the slowest rank. Speedup and ideal, p m / (m + p - 1), are relative to one of the "
+        "copies. Answers: right for the losses of one process; equal digests for equal bits"
     )
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.step`: a whole training step, beside PyTorch's own methods."""
+"""`python -m benchmarks.step`: whole training steps, compared with PyTorch's."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ COPIES = "copies"
 @click.option("-n", "--nprocs", default="2", show_default=True, help=RANKS_HELP)
 @click.option(
     "--models", default=MODELS, show_default=True,
-    help="Of tiny, 1m, 25m, 100m, transformer, resnet50.",
+    help="Some of tiny, 1m, 25m, 100m, transformer, resnet50.",
 )  # fmt: skip
 @click.option("--optimizers", default=OPTIMIZERS, show_default=True)
 @click.option(
     "--vs", default=EVERYBODY, show_default=True, metavar="NAMES",
-    help="Contenders beside the copies: ddp-gloo,trainer.",
+    help="Contenders besides the copies: ddp-gloo,trainer.",
 )  # fmt: skip
-@click.option("--batch", default=32, show_default=True, help="Samples of a rank.")
-@click.option("--microbatches", default=1, show_default=True, help="Of a rank; divides its batch.")
-@click.option("--seconds", default=1.0, show_default=True, help="For each contender, at least.")
+@click.option("--batch", default=32, show_default=True, help="Samples per rank.")
+@click.option("--microbatches", default=1, show_default=True, help="Micro-batches per rank.")
+@click.option("--seconds", default=1.0, show_default=True, help="Least time per contender.")
 @click.option("--widths", default="1,2,3,4", show_default=True, help="Ranks to compare digests on.")
-@click.option("--timeout", default=120.0, show_default=True, help="Longest wait, seconds.")
+@click.option("--timeout", default=120.0, show_default=True, help="Longest wait in seconds.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write results.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw a .svg or a .png.")
 def command(**flags: Any) -> None:
@@ -209,7 +209,7 @@ def exactness(
     from benchmarks.step import table
     from benchmarks.step.exactness import exactness as measure
 
-    click.echo("\n# what exactness costs")
+    click.echo("\n# cost of exactness")
     for case in {case.network: case for case in cases}.values():
         for ranks in counts:
             say.subject = f"{case.network}, {ranks} ranks: "

@@ -1,4 +1,4 @@
-"""The tables of whole steps: a line a contender, then the digests and what exactness costs."""
+"""The tables of whole steps: one line per contender, then digests and the cost of exactness."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def heading(outcomes: list[Outcome]) -> str:
     passes = f"{case.microbatches} micro-batch" + ("es" if case.microbatches > 1 else "")
     return (
         f"# {case.network}, {case.optimizer}: {case.net.sentence}; {ranks} ranks, "
-        f"{case.samples} samples a rank in {passes}\n{line(COLUMNS)}"
+        f"{case.samples} samples per rank in {passes}\n{line(COLUMNS)}"
     )
 
 
@@ -114,21 +114,20 @@ def speedup(outcome: Outcome, outcomes: list[Outcome]) -> float | None:
 
 
 def caption(ranks: int) -> str:
-    """Return what a reader has to know, under the tables."""
+    """Return the explanation of the columns, shown under the tables."""
     return (
-        "step, p10, p90, beyond: milliseconds; the median step of the slowest rank, a tenth was "
-        f"faster, a tenth slower\nbeyond: more than {ranks} simultaneous copies that exchange "
-        f"nothing ({STOCK}*: than {STOCK}copies); faster: {PEER}'s step over this one\n"
-        "MB: most that was held while training, beyond an idle rank; what ranks share counts once\n"
-        "digest: of the parameters after two steps, = where all bits are those of one process of "
-        "plain PyTorch\nerror: their distance from those, as a share of the distance\n"
-        "that those moved\n"
-        f"freed memory is kept in the process (lockstep.init does that) by all but {STOCK}*"
+        "step, p10, p90, beyond: milliseconds; median, 10th and 90th percentile of the step of the "
+        f"slowest rank\nbeyond: minus the step of {ranks} simultaneous copies without "
+        f"communication ({STOCK}*: of {STOCK}copies); faster: the step of {PEER} divided by this "
+        "one\nMB: peak memory while training, minus that of an idle rank; shared memory counts "
+        "once\ndigest: of the parameters after two steps; =: the bits of one process of plain "
+        "PyTorch\nerror: distance of the parameters from those of plain PyTorch, relative to the "
+        f"distance that those moved\nall but {STOCK}* keep freed memory, as lockstep.init does"
     )
 
 
 def exactness_line(result: Exactness) -> str:
-    """Return what the tree costs in one case."""
+    """Return the cost of adding along the tree in one case."""
     exact, any_order = map(statistics.median, (result.exact, result.any_order))
     return (
         f"{result.case.network}: gradients added along the tree {milliseconds(exact)} ms, in any "

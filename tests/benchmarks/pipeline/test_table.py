@@ -76,6 +76,6 @@ def test_the_picture_has_a_curve_for_each_pipeline():
 
 
 def test_the_caption_says_what_was_measured():
-    assert "32 samples a batch; 2 stages" in caption(MANY)
+    assert "32 samples per batch; 2 stages" in caption(MANY)
     pictures = Outcome("copies", Case("resnet50", 2, 32, 128))
-    assert "pictures of 128x128" in caption([pictures])
+    assert "images of 128x128" in caption([pictures])

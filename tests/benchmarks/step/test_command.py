@@ -29,7 +29,7 @@ def test_a_measurement_from_flags_to_files(tmp_path):
                str(file), "--plot", str(picture))  # fmt: skip
     assert done.exit_code == 0, (done.output, done.exception)
     assert "# 1 cases, 4 contenders, 2 ranks: about a minute" in done.output
-    assert "6 samples a rank in 3 micro-batches" in done.output
+    assert "6 samples per rank in 3 micro-batches" in done.output
     records = json.loads(file.read_text())
     steps = [each for each in records if each["benchmark"] == "step"]
     assert [each["contender"] for each in steps] == ["alone", "copies", "ddp-gloo", "shared"]

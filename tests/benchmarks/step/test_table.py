@@ -45,7 +45,7 @@ def test_a_line_says_what_comes_beyond_the_copies():
 def test_columns_stand_under_their_names():
     heading = table.heading(FIELD).splitlines()[-1]
     assert all(len(line) <= len(heading) for line in table.rows(FIELD))
-    assert "25.2 M parameters; 2 ranks, 32 samples a rank in 1 micro-batch\n" in table.heading(
+    assert "25.2 M parameters; 2 ranks, 32 samples per rank in 1 micro-batch\n" in table.heading(
         FIELD
     )
 
