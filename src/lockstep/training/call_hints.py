@@ -1,4 +1,4 @@
-"""What a trainer answers to calls that do not fit: one sentence that says what to write."""
+"""Errors for wrong calls of a trainer; each names the correct call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALLS = {
     "evaluate": "trainer.evaluate takes a dataset and the batch size over all ranks, or a "
     "DataLoader: write `trainer.evaluate(dataset, batch_size)`",
 }
-"""What to write where the arguments of a method do not fit."""
+"""The messages for wrong arguments, by method."""
 
 INSTEAD = {
     "train": f"write `{LOOP}`; the model is in training mode in a step",
@@ -50,7 +50,7 @@ INSTEAD = {
     "read `step.result.loss`",
     "lr": "write `trainer.optimizer.param_groups[0]['lr']`",
 }
-"""What to write instead of names that other libraries have."""
+"""The correct call, by the name of a method or attribute in other libraries."""
 
 
 ARGUMENTS = {
@@ -72,14 +72,14 @@ ARGUMENTS = {
     "scheduler": "ls.OptimizerConfig(factory, scheduler=...)",
     "stages": "pipeline=ls.PipelineConfig(stages=2)",
 }
-"""What to write instead of arguments of a Trainer that other libraries have."""
+"""The correct argument of Trainer, by the name of an argument in other libraries."""
 
 
 def explain_calls(trainer: type[Class]) -> type[Class]:
-    """Let the methods and wrong names of a trainer's class raise errors that say what to write.
+    """Make a trainer class answer wrong calls and unknown names with the correct call.
 
-    Signatures and types stay as they are. Arguments that do not fit raise UsageError, which
-    TypeError would be otherwise; a name that does not exist stays an AttributeError.
+    Signatures and types stay as they are. Wrong arguments raise UsageError instead of TypeError;
+    an unknown name still raises AttributeError.
     """
     methods: dict[str, Callable[..., Any]] = {
         name: _explain_arguments(getattr(trainer, name), sentence)
@@ -87,7 +87,7 @@ def explain_calls(trainer: type[Class]) -> type[Class]:
     }
     methods["__init__"] = _explain_construction(trainer)
     for name, method in (methods | {"__getattr__": _refuse_name}).items():
-        setattr(trainer, name, method)  # type checkers do not see it: to them, no name exists
+        setattr(trainer, name, method)  # type checkers do not see __getattr__
     return trainer
 
 
@@ -98,7 +98,7 @@ def _explain_arguments(method: Callable[..., Any], sentence: str) -> Callable[..
             return method(*args, **options)
         except TypeError as error:
             traceback = error.__traceback__
-            if traceback is not None and traceback.tb_next is None:  # the method did not begin
+            if traceback is not None and traceback.tb_next is None:  # raised by the call
                 raise UsageError(sentence) from None
             raise
 

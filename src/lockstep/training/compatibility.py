@@ -1,10 +1,10 @@
 """Compatibility: whether a training can continue from a checkpoint with the same bits.
 
     must be equal     seed, micro-batches, the model's modules and tensors, the optimizer
-    is mentioned      torch, processor, other settings, source files: the bits may differ
+    is reported       torch, processor, other settings, source files: the bits may differ
     may differ        ranks, stages, storage, backend, loader workers
 
-Settings are compared as the descriptions that ranks compare with each other.
+Settings are compared in the same text form in which ranks compare them with each other.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = [
     "say_resumed",
 ]
 
-FREE = ("pipeline.", "storage", "checkpoint", "fingerprints")  # settings that decide no bit
+FREE = ("pipeline.", "storage", "checkpoint", "fingerprints")  # settings without effect on the bits
 SHOWN = 5  # differences that are printed
 
 
 def describe_sources() -> dict[str, str]:
-    """Return a hash of the program and of each module of its own, by file name."""
+    """Return a hash of the program and of each of its own modules, by file name."""
     return {
         os.path.relpath(path): xxhash.xxh3_64_hexdigest(content)
         for path, content in find_sources().items()
@@ -62,7 +62,7 @@ def require_same_training(saved: Mapping[str, Any], here: Mapping[str, Any]) -> 
     theirs, ours = saved["settings"], here["settings"]
     for entry in {**ours, **theirs}:
         before, now = theirs.get(entry), ours.get(entry)
-        if entry == "ema_decay":  # another decay is a difference, an average or none is a structure
+        if entry == "ema_decay":  # compare only whether there is an average
             before, now = str(before == "None"), str(now == "None")
         if _is_structure(entry) and before != now:
             raise UsageError(
@@ -72,7 +72,7 @@ def require_same_training(saved: Mapping[str, Any], here: Mapping[str, Any]) -> 
 
 
 def find_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return what else differs from the training that saved a checkpoint, in sentences."""
+    """Return the other differences from the training that saved a checkpoint, as sentences."""
     found = []
     names = ("torch", "python", "processor", "instructions", "lockstep", "gpus")
     for name in names:
@@ -92,7 +92,7 @@ def find_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[
 
 
 def describe_training(settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a checkpoint says of the training that saved it."""
+    """Return the description of a training that its checkpoints contain."""
     return {
         "settings": dict(settings),
         "environment": describe_environment(),
@@ -101,7 +101,7 @@ def describe_training(settings: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_structure(entry: str) -> bool:
-    """Return whether an entry of the settings decides what a state consists of."""
+    """Return whether an entry of the settings decides which tensors a state has."""
     if entry == "optimizer" or entry == "ema_decay" or ".params[" in entry:
         return True
     is_attribute = "(" in entry or entry.endswith("requires_grad")
@@ -111,16 +111,16 @@ def _is_structure(entry: str) -> bool:
 def say_continued(
     origin: RoundOrigin, path: Path | None, steps: int, has_checkpoints: bool
 ) -> None:
-    """Say from where the processes of a new round go on.
+    """Print from where the processes of a new round continue.
 
     Args:
-        origin: What the launcher said.
-        path: The state that they continue from; None for none.
+        origin: The origin of the round, as reported by the launcher.
+        path: The state that they continue from; None: they start from the beginning.
         steps: The number of steps in it.
         has_checkpoints: Whether the trainer saves checkpoints.
     """
     if path is None and not has_checkpoints and _has_other_state(origin):
-        return  # of the trainer that this one is registered with, or comes after
+        return  # the state of a trainer that this one is registered with or comes after
     if path is None:
         advice = "" if has_checkpoints else "; pass checkpoint=ls.CheckpointConfig() to the trainer"
         source = f"the beginning: no checkpoint{advice}"
@@ -142,7 +142,7 @@ def _has_other_state(origin: RoundOrigin) -> bool:
 
 
 def say_resumed(path: Path | None, steps: int, differences: Sequence[str]) -> None:
-    """Say from where a run is resumed, and what differs."""
+    """Print from where a run is resumed, and the differences."""
     if path is None:
         say("the run has not saved a checkpoint: it starts from the beginning")
         return

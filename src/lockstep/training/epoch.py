@@ -1,4 +1,4 @@
-"""An epoch of a trainer: its batches, which a resumed script continues where they were left."""
+"""The batches of one epoch of a trainer; a resumed script continues in the middle of them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["Epoch"]
 class Epoch(Batches):
     """The global batches of one epoch; begins and ends it in the history and the schedule.
 
-    If no epoch is given, every iteration takes the next one, as iterating over a DataLoader again
-    shuffles again.
+    If no epoch is given, every iteration takes the next one, just as a DataLoader shuffles anew
+    in every iteration.
 
     Args:
-        run: Answers for what was trained before; saves checkpoints between two batches.
-        history: Collects the steps of the epoch.
-        optimization: Has the schedule.
-        position: Knows which epoch is next.
-        finish: Ends the training, if it stops on request.
-        epoch: The epoch, from 0; None for the next one.
-        options: Those of `Batches`.
+        run: The run, which skips what was trained before and saves checkpoints between batches.
+        history: The history that collects the steps of the epoch.
+        optimization: The optimizer and its schedule.
+        position: The position of the training, which has the number of the next epoch.
+        finish: The function that ends the training if it stops on request.
+        epoch: The epoch, from 0; None: the next one.
+        options: The other options of `Batches`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Epoch(Batches):
         self._is_given, self._is_loaded = epoch is not None, False
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterate over what is left of the epoch."""
+        """Iterate over the remaining batches of the epoch."""
         with stopping(self._finish, self._run.abandon):
             if not (self._is_given or self._is_loaded):
                 self.epoch = self._position.next_epoch
@@ -62,7 +62,7 @@ class Epoch(Batches):
             try:
                 self._history.begin_epoch(self.epoch, self._count_batches(), self._start)
                 if is_caught_up:
-                    self.agree = None  # the others have compared their data before
+                    self.agree = None  # the other ranks have already compared their data
                 else:
                     self._run.reach_safe_point(epoch, ask=True)
                 for batch in super().__iter__():
@@ -84,11 +84,11 @@ class Epoch(Batches):
     def _count_batches(self) -> int | None:
         try:
             return len(self)
-        except TypeError:  # of a dataset or sampler without a length
+        except TypeError:  # the dataset or sampler has no length
             return None
 
     def _end(self) -> None:
         result = self._history.end_epoch(self.epoch)
         if result is not None:
-            self._optimization.end_epoch(result.loss)  # first: a callback may save the state
+            self._optimization.end_epoch(result.loss)  # before callbacks, which may save the state
             self._history.notify(result)

@@ -1,15 +1,15 @@
-"""Hand-over: a rank that is left writes its state, for new processes that replace the round's.
+"""Hand-over: the surviving ranks write their state for the processes that replace them.
 
     script                          safe point     a peer is lost in the step; the launcher orders
     for batch in trainer.batches:   <─ position M
         meter.start()                              to undo:    writes the state at M, at once
         trainer.step(batch)
-        print(...)                                 to commit:  goes on, to the end of the body
+        print(...)                                 to commit:  continues to the end of the body
                                     <─ M + 1       ... and writes the state here
 
-No collective call: the peers are gone. A step that is undone is undone together with what the
-body has done before it, because the new processes execute the whole body. What the trainer knows
-nothing of must therefore be as it was at the safe point, and else nothing can be handed over.
+It makes no collective call, since peers may be gone. Undoing a step also undoes what the loop body
+has done before it, because the new processes execute the whole body. A rank therefore hands over
+only if the objects that the script can change are as they were at the safe point.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _made = 0
 
 
 class HandOver:
-    """What a trainer of an elastic run notes at each safe point, and writes on order.
+    """The hand-over of a trainer in an elastic run: notes safe points, and writes the state.
 
     Args:
         member: This process in the run.
         state: The state of the trainer.
-        stateful: The objects that are registered with the trainer.
-        run: What a registered trainer has as its run, to find it among those objects.
+        stateful: The objects that are registered with the trainer, by name.
+        run: The trainer's run, by which it is found among the registered objects of others.
         device: The device of the trainer.
     """
 
@@ -81,12 +81,12 @@ class HandOver:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether ranks have done something together since the latest safe point."""
+        """Whether the ranks have completed an operation since the latest safe point."""
         return self.member.operation != self._operation
 
     @property
     def is_possible(self) -> bool:
-        """Whether the state at the latest safe point is what this rank has, and all it takes."""
+        """Whether this rank still has the state of the latest safe point, and it is complete."""
         return (
             self._is_alone()
             and not self.is_outdated
@@ -100,13 +100,13 @@ class HandOver:
         """Write this rank's part of the state into a folder.
 
         Args:
-            folder: The folder, which gets "step-N".
-            common: What all ranks have alike, and the log of the script.
-            part: The number of this rank's part, and the number of parts; None for no part.
-            is_now: Whether the script is at a safe point; else it has passed the latest one.
+            folder: The folder, in which a folder "step-N" is created.
+            common: The state that is equal on all ranks, and the script log.
+            part: The number of this rank's part, and the number of parts; None: nothing is written.
+            is_now: Whether the script is at a safe point now; False: it has passed the latest one.
 
         Raises:
-            FileError: It could not be written.
+            FileError: The state could not be written.
         """
         if part is None:
             return
@@ -125,20 +125,20 @@ class HandOver:
             raise FileError(f"{writer.latest.path}: {writer.latest.failure}")
 
     def _is_alone(self) -> bool:
-        """Return whether the state of the program is that of this trainer.
+        """Return whether this trainer, with the trainers registered with it, is the only one.
 
-        Registered trainers are part of it. The calls of others would have to be answered, too.
+        Calls of any other trainer would have to be answered in the new processes, too.
         """
         registered = {id(each) for each in self._registered}
         others = [each for each in _known if each is not self]
         is_complete = all(id(each._run()) in registered for each in others)
-        # A trainer that the script has dropped cannot answer for what it has done.
+        # The calls of a trainer that the script has deleted cannot be answered.
         is_known = len(others) + 1 == _made
         has_whole_models = self._state.placement is None or not registered
         return is_complete and is_known and has_whole_models
 
     def _describe_objects(self) -> str:
-        """Return a text that changes with what the script itself may have changed."""
+        """Return a text that changes if the script changes a registered object or the model."""
         tensors: dict[str, torch.Tensor] = {}
         try:
             plain = [encode(each.state_dict(), tensors, "") for each in self._watched]
@@ -151,16 +151,17 @@ class HandOver:
 def read_newest_state(
     origin: RoundOrigin, checkpoints: RunCheckpoints | None, trainer: int
 ) -> tuple[Path | None, dict[str, Any] | None]:
-    """Return what a trainer of a new round continues from; called on every rank.
+    """Return the state that a trainer of a new round continues from; called on every rank.
 
     Args:
         origin: The origin of the round.
         checkpoints: The checkpoints of the trainer; None for a trainer without them.
-        trainer: The trainer's number.
+        trainer: The trainer's number in the program.
 
     Returns:
-        The path of a state and the state, with "is_in_memory" where it is no checkpoint; or None
-        twice, if the trainer begins again or is registered with the one that was handed over.
+        The path of the state, and the state. Its entry "is_in_memory" is true if it is not one of
+        the trainer's checkpoints. (None, None) if the trainer starts from the beginning, or is
+        registered with the trainer that was handed over.
     """
     if origin.state is not None:
         path = find_checkpoints(origin.state)[0]

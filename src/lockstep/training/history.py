@@ -40,24 +40,36 @@ __all__ = [
     "describe_run",
 ]
 
-NUMBERS = ("step", "epoch", "timeline")  # lines that hold nothing but numbers
-TAIL_BYTES = 1 << 17  # of the record, in which lines of the dead rank 0 are looked for
+NUMBERS = ("step", "epoch", "timeline")  # lines that hold only numbers, and so no secret
+TAIL_BYTES = 1 << 17  # of the record, searched for lines that the lost rank 0 wrote
 
 IDENTITIES = {"step": "step", "epoch": "epoch", "warning": "message"}
-"""Kinds of lines that a new rank 0 writes if they are missing, and what identifies one."""
-BACKLOG = 16  # lines that it keeps
+"""Kinds of lines that a new rank 0 writes if they are missing, and the field that identifies one.
+"""
+BACKLOG = 16  # lines that each rank keeps for this
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step. Times in seconds; `ranks` as `compute_rank_times` gives them.
+    """The result of one optimizer step.
 
-    `loss` is the batch's loss before the step, `metrics` means over its samples,
-    `norm` the whole gradient's 2-norm before clipping. `loss_scale` is the scale of the
-    loss, and `is_skipped` whether gradients overflowed, so that the weights did not change;
-    None without float16 autocast. `losses` are those of the micro-batches; None for one that
-    has no weight and was not computed. `batch` is a hash of the batch's sample indices, or of its
-    content if it does not come from `trainer.batches`; None where neither is known.
+    Attributes:
+        step: The number of the step, from 0.
+        epoch: The epoch, from 0.
+        loss: The loss of the batch before the step.
+        samples: The number of samples of the batch.
+        metrics: The means of the metrics over the samples of the batch.
+        lr: The learning rate of the step.
+        seconds: The duration of the step, in seconds.
+        ranks: [compute, communication, waiting, data] of every rank, in seconds.
+        norm: The 2-norm of the whole gradient before clipping.
+        loss_scale: The scale of the loss; None without float16 autocast.
+        is_skipped: Whether gradients overflowed, so that the weights did not change; None without
+            float16 autocast.
+        losses: The losses of the micro-batches; None for a micro-batch of weight 0, which is not
+            computed.
+        batch: A hash of the batch's sample indices, or of its content if it does not come from
+            `trainer.batches`; None if neither is known.
     """
 
     step: int
@@ -77,7 +89,16 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EpochResult:
-    """One epoch: means over its samples, as they were during training."""
+    """The result of one epoch.
+
+    Attributes:
+        epoch: The epoch, from 0.
+        loss: The mean over the samples of the losses during training.
+        metrics: The means over the samples of the metrics during training.
+        samples: The number of samples trained on.
+        seconds: The sum of the durations of its steps, in seconds.
+        evaluation: The evaluation that followed the epoch; None if there was none.
+    """
 
     epoch: int
     loss: float
@@ -90,13 +111,19 @@ class EpochResult:
 def compute_rank_times(
     statuses: Sequence[RankStatus], exchanged: float, reduced: float, updated: float
 ) -> list[list[float]]:
-    """Return [compute, communication, waiting, data] of a step for every rank.
+    """Return [compute, communication, waiting, data] of a step for every rank, in seconds.
 
-    Ranks begin a step together, since the previous one ended with an exchange. Each
-    reports the time of its data and of its forward and backward; the time until the
-    last rank arrived is waiting. The rest of this rank's time in the exchange, and the
-    reduction after it, is communication, taken to be the same for all ranks.
-    A stage also waits for its neighbours.
+    Ranks begin a step together, since the previous one ended with an exchange. Each rank
+    reports its time for loading data and for forward and backward; its waiting time is the time
+    until the last rank arrived, and the time that a pipeline stage waited for its neighbours.
+    Communication is this rank's measured time in the exchange, less a rank's waiting, and in the
+    reduction.
+
+    Args:
+        statuses: The statuses of all ranks.
+        exchanged: This rank's time in the exchange of the statuses, in seconds.
+        reduced: This rank's time in the reduction of the gradients, in seconds.
+        updated: This rank's time in the optimizer, in seconds.
     """
     arrivals = [each.data + each.compute + each.idle for each in statuses]
     last = max(arrivals)
@@ -109,17 +136,17 @@ def compute_rank_times(
 
 
 class OnStep(Protocol):
-    """A callback with a method for every step."""
+    """A callback that is called after every step."""
 
     def on_step(self, result: StepResult, /) -> None:
-        """Take in a step that was committed."""
+        """Handle the result of a committed step."""
 
 
 class OnEpoch(Protocol):
-    """A callback with a method for every epoch."""
+    """A callback that is called after every epoch."""
 
     def on_epoch(self, result: EpochResult, /) -> None:
-        """Take in an epoch whose last batch was trained."""
+        """Handle the result of an epoch whose last batch was trained."""
 
 
 Callback = Callable[[StepResult], None] | OnStep | OnEpoch
@@ -127,10 +154,10 @@ Callback = Callable[[StepResult], None] | OnStep | OnEpoch
 
 
 class History:
-    """Collects steps into epochs, and tells callbacks and loggers.
+    """The history of a training: sums steps up into epochs, and calls callbacks and loggers.
 
-    An epoch's line waits for its evaluation: it is written when the next step,
-    evaluation or the end comes.
+    The line of an epoch contains its evaluation. It is therefore written only at the next
+    evaluation, the next step or the end of the training.
     """
 
     def __init__(
@@ -149,14 +176,14 @@ class History:
         self._data: list[list[dict[str, Any]]] = []  # files of the datasets that were used
         self.samples = 0
         self.epochs = 0
-        """How many epochs the record has."""
+        """The number of epochs in the record."""
         self.last: StepResult | None = None
         self.failures: list[str] = []
-        """How the latest step failed; empty if it did not."""
+        """The failures of the latest step; empty if it succeeded."""
         self._backlog: deque[tuple[str, dict[str, Any]]] | None = None
 
     def keep_backlog(self) -> None:
-        """Keep the last lines on a rank that may have to write them for a rank 0 that is lost.
+        """Keep the last lines, which this rank may have to write if rank 0 is lost.
 
         No rank is more than one operation ahead of another, so a few lines are enough.
         """
@@ -173,7 +200,7 @@ class History:
         return list(self._backlog or ())
 
     def write_missing(self, lines: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """Write those of some lines that a rank 0 which is lost did not come to write."""
+        """Write those of the given lines that the lost rank 0 has not written."""
         folder = self.find_run_folder()
         if folder is None:
             return
@@ -188,7 +215,7 @@ class History:
         return next((each.folder.absolute() for each in recorders), None)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Give one line to every logger, without the secrets that it may hold."""
+        """Pass one line to every logger, with secrets redacted."""
         if self._backlog is not None and kind in IDENTITIES:
             self._backlog.append((kind, fields))
         if kind not in NUMBERS:
@@ -198,7 +225,7 @@ class History:
 
     @property
     def steps(self) -> int:
-        """How many steps the record has."""
+        """The number of steps in the record."""
         return 0 if self.last is None else self.last.step + 1
 
     @property
@@ -206,7 +233,7 @@ class History:
         return bool(self.loggers) or self._backlog is not None
 
     def step(self, result: StepResult, memory: Sequence[int]) -> None:
-        """Take one step, and each rank's peak memory in bytes."""
+        """Add one step, and the peak memory of each rank in bytes."""
         self.flush()
         self.failures.clear()
         self._memory = list(memory)
@@ -230,9 +257,13 @@ class History:
             self.write("data", dataset=type(dataset).__name__, files=files)
 
     def begin_epoch(self, epoch: int, steps: int | None, done: int = 0) -> None:
-        """Begin an epoch of `steps` steps, and forget one that was broken off.
+        """Begin an epoch, and discard the sums of an epoch that was not completed.
 
-        If the epoch is resumed, `done` of its steps were taken before, and still count.
+        Args:
+            epoch: The epoch, from 0.
+            steps: The number of its steps; None if it is not known.
+            done: The number of steps that were taken before the epoch was resumed. Above 0, the
+                sums of those steps are kept.
         """
         if not done:
             self._open = _Sums()
@@ -245,7 +276,7 @@ class History:
         return self._open.samples > 0
 
     def end_epoch(self, epoch: int) -> EpochResult | None:
-        """Close the epoch; None if it had no step. Callbacks are told by `notify`."""
+        """Return the result of the epoch; None if it had no step. `notify` calls the callbacks."""
         steps, self._open = self._open, _Sums()
         if not steps.samples:
             return None
@@ -268,10 +299,10 @@ class History:
             callback(result)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the history goes on from, as plain numbers and texts.
+        """Return the state of the history, as plain numbers and texts.
 
-        That is the sums of the open epoch, the epoch that waits for its evaluation, the last
-        step, and the numbers of samples and of epochs in the record.
+        It has the sums of the current epoch, the ended epoch that waits for its evaluation, the
+        last step, and the numbers of samples and of epochs in the record.
         """
         return {
             "open": self._open.state_dict(),
@@ -282,7 +313,7 @@ class History:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Load a state that `state_dict` returned."""
         self._open = _Sums.from_state(state["open"])
         pending, last = state.get("pending"), state.get("last")
         if pending is not None and pending["evaluation"] is not None:
@@ -300,7 +331,7 @@ class History:
             self.flush()
 
     def flush(self) -> None:
-        """Write the epoch's line, if one waits."""
+        """Write the line of the ended epoch, if it has not been written."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -309,7 +340,13 @@ class History:
             self.write("epoch", **_without_none(asdict(pending)), memory_bytes=self._memory)
 
     def warn(self, rank: int, message: str, show: bool) -> None:
-        """Write a warning to the record, and show it, once whatever its place."""
+        """Write a warning to the record, and show it if `show`; once per sentence, from any place.
+
+        Args:
+            rank: The rank that warns.
+            message: The place and the sentence: "PLACE: SENTENCE".
+            show: Whether to call `warnings.warn`.
+        """
         place, _, sentence = message.partition(": ")
         if sentence not in self._warned:
             self._warned.add(sentence)
@@ -331,7 +368,7 @@ class History:
 
 
 def _split_callbacks(callbacks: Callback | Sequence[Callback]) -> tuple[list[Any], list[Any]]:
-    """Return what is called after every step, and after every epoch."""
+    """Return the functions to call after every step, and those to call after every epoch."""
     given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
     on_step, on_epoch = [], []
     for each in given:
@@ -349,13 +386,13 @@ def _split_callbacks(callbacks: Callback | Sequence[Callback]) -> tuple[list[Any
 def describe_run(
     world: World, parallel: ParallelContext, optimization: Optimization, seed: int, trainer: int
 ) -> dict[str, Any]:
-    """Return the fields of the first line; `trainer` is the trainer's number in the program."""
+    """Return the fields of the record's first line; `trainer` is its number in the program."""
     module = optimization.module
     return {
         "command": command_words(os.environ, sys.argv),
         "program": describe_program(),
         "seed": seed,
-        "torch_seed": torch.initial_seed(),  # a random one where the program sets none
+        "torch_seed": torch.initial_seed(),  # a random one if the program sets none
         "trainer": trainer,
         "layout": {
             "world_size": world.world_size,
@@ -382,7 +419,7 @@ def describe_run(
 
 @dataclass
 class _Sums:
-    """What an epoch has added up so far, exactly, so that resuming changes no bit."""
+    """The exact sums of an epoch so far; exact so that resuming changes no bit."""
 
     loss: Fraction = Fraction(0)
     metrics: dict[str, tuple[Fraction, int]] = field(default_factory=dict)
@@ -426,7 +463,7 @@ def _identify(kind: str, fields: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def _read_identities(path: Path) -> set[tuple[str, Any]]:
-    """Return what identifies the last lines of a record."""
+    """Return the identities of the last lines of a record."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = file.read().splitlines()
@@ -434,7 +471,7 @@ def _read_identities(path: Path) -> set[tuple[str, Any]]:
     for line in lines:
         try:
             fields = orjson.loads(line)
-        except ValueError:  # the first one is cut
+        except ValueError:  # the first line is incomplete
             continue
         found.add(_identify(str(fields.get("kind")), fields))
     return found

@@ -5,11 +5,11 @@
     model[1].eval()                                      its mode
     model[0].weight.requires_grad_(False)                a frozen parameter
 
-A change that one rank makes alone would pass unnoticed: the sums are the same on all ranks, but
-not those of one process. A hash of these settings travels with the status of every step.
-Attributes that a step or an evaluation itself changes (a counter, a cache) may differ, as each
-rank computes other micro-batches: `lockstep.model.side_effects` warns of them, and they are left
-out here from the first time that ranks differ in one.
+A change on one rank alone would pass unnoticed: all ranks would get the same sums, but not those
+of a single process. The status of every step therefore contains a hash of these settings.
+Attributes that a step or an evaluation itself changes (a counter, a cache) may differ, because
+the ranks compute different micro-batches. `lockstep.model.side_effects` warns of them; here they
+are ignored from the first time that ranks differ in one.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from lockstep.model.description import (
 __all__ = ["LiveSettings"]
 
 LARGEST = 64
-"""Members of a container up to which its changes are looked for."""
+"""The largest container whose changes are detected, in members."""
 
 VALUES = PLAIN | {str, tuple}
-"""Types that need no text to be compared: their values cannot be changed in place."""
+"""Types whose values are compared directly, since they cannot be changed in place."""
 
 
 DELETED = object()
 
 
 class Text(str):
-    """The text of a value of another type, as it was when it was read."""
+    """The text of a value of another type, made when the value was read."""
 
 
 class LiveSettings:
     """Reads the settings of modules and an optimizer around each step, and compares them.
 
     Args:
-        modules: What a step calls, by the name that messages use.
-        foreign: Those of them that another trainer may train, whose steps change attributes:
-            only their modes and frozen parameters are compared.
-        optimizer: The trainer's.
-        group: The ranks of the training.
+        modules: The modules that a step calls, by the name that messages use.
+        foreign: The names of the modules that another trainer may train. Its steps change their
+            attributes, so only their modes and frozen parameters are compared.
+        optimizer: The optimizer of the trainer.
+        group: The group of the training's ranks.
     """
 
     def __init__(
@@ -93,16 +93,16 @@ class LiveSettings:
 
     def begin(self) -> None:
         """Read the settings before the micro-batches of a step."""
-        if self._before is not None:  # that step was left by an exception
+        if self._before is not None:  # the previous step was left by an exception
             self._note_changes(self._before)
         self._before = self._read()
 
     def finish(self) -> str:
-        """Read them again afterwards, to know what the step itself has changed.
+        """Read the settings after the micro-batches, to find those that the step has changed.
 
         Returns:
-            A hash of the settings that the step began with, and of the optimizer's options
-            now; "" where there is nobody to compare with.
+            A hash of the settings at the beginning of the step and of the optimizer's current
+            options; "" if there is only one rank.
         """
         if self._is_alone:
             return ""
@@ -121,17 +121,17 @@ class LiveSettings:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Take what changes in the body for a side effect of calling the model."""
+        """Treat the changes made in the body as side effects of calling the model."""
         before = self._read()
         yield
         self._note_changes(before)
 
     def require_same(self, step: int) -> None:
-        """Find what differs, after a step in which the hashes did; call it on every rank.
+        """Find the difference after a step in which hashes differed; call it on every rank.
 
         Raises:
-            DisagreementError: On every rank alike, with the entry, the rank and both values,
-                unless ranks differ only in what steps change by themselves.
+            DisagreementError: Ranks differ in a setting that no step has changed. Raised on every
+                rank, with the entry, the rank and both values.
         """
         values = (each if type(each) is Text else describe_value(each) for each in self._hashed[0])
         settings = dict(zip(self._entries(), values, strict=True))
@@ -170,7 +170,7 @@ def _text(value: Any) -> Text:
 
 
 def _is_comparable(value: Any) -> bool:
-    """Tell whether changes of an attribute are looked for, by its value at the beginning."""
+    """Return whether changes of an attribute are detected, given its initial value."""
     if type(value) in (list, dict, set):
         return len(value) <= LARGEST
     return type(value) in VALUES and describe_value(value) == repr(value)

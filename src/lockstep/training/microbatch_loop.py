@@ -1,4 +1,4 @@
-"""The micro-batches of this rank, forward and backward, one after another, on a whole model.
+"""Forward and backward of this rank's micro-batches, one after another, on a whole model.
 
     with trainer.manual_step() as step:
         for inputs, targets in step.microbatches(batch):
@@ -7,7 +7,7 @@
 
     before micro-batch m    fresh buffers, generators seeded with (seed, step, m)
     backward                the loss scaled by the micro-batch's share
-    after it                gradients become leaf m of the tree, buffers are set aside
+    after it                gradients become leaf m of the tree, buffers are collected
 
 `trainer.step(batch)` runs the same loop with the trainer's own model and loss.
 """
@@ -57,12 +57,12 @@ class MicrobatchLoop:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a batch was given and each of its micro-batches computed."""
+        """Whether a batch was given, and all its micro-batches on this rank are computed."""
         return self.step.batch is not None and self._current is None
 
     @property
     def position(self) -> tuple[int, int] | None:
-        """The micro-batch that is being computed, and its stage: the only one."""
+        """The index of the micro-batch that is being computed, and its stage, which is 0."""
         return (self._current.microbatch.index, 0) if self._current else None
 
     @property
@@ -75,7 +75,7 @@ class MicrobatchLoop:
 
         Args:
             batch: The batch of the step.
-            is_manual: Whether a loop of the user's own takes them.
+            is_manual: Whether the loop is in the user's script.
         """
         if self._iteration is not None:
             raise UsageError("one step takes one batch: begin another step for the next batch")
@@ -144,10 +144,10 @@ class MicrobatchLoop:
                 root.backward(gradient, retain_graph=retain_graph)
 
     def close(self, error: BaseException | None) -> None:
-        """Leave the loop; an error in a micro-batch gets a note that names it.
+        """Leave the loop; add a note that names the micro-batch to its error.
 
         Raises:
-            UsageError: Instead of torch's, where batch norm got one sample.
+            UsageError: Batch norm got a single sample; it replaces the error of torch.
         """
         if isinstance(self._iteration, Generator):
             self._iteration.close()  # leaves autocast, even if the user keeps the generator
@@ -161,11 +161,11 @@ class MicrobatchLoop:
             error.add_note(f"in {self.place}")
 
     def _watch_backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
-        """Return a context that launches buckets early, in this rank's last micro-batch."""
+        """Return a context that launches gradient buckets during this rank's last backward."""
         assert self.step.batch is not None
         assert self._current is not None
         leaf = self._current.microbatch.index
-        if self.step.observe_microbatch is not None:  # it looks at gradients after the backward
+        if self.step.observe_microbatch is not None:  # it reads gradients after backward
             return nullcontext()
         if not self.gradients.can_launch_early or leaf != self.step.batch.microbatches[-1].index:
             return nullcontext()
@@ -173,13 +173,14 @@ class MicrobatchLoop:
 
 
 class ManualStep:
-    """One optimizer step whose micro-batches a loop of the user's own computes.
+    """One optimizer step whose micro-batches are computed by a loop in your script.
 
     Returned by `Trainer.manual_step`. Use it in a `with` statement; on exit the step is
     finished on every rank. An exception inside leaves weights and buffers unchanged.
 
     Attributes:
-        was_interrupted: Whether a rank of an elastic run was lost in it, so that it is repeated.
+        was_interrupted: Whether a rank of an elastic run was lost in the step, so that it is
+            repeated.
     """
 
     def __init__(self, opened: AbstractContextManager[MicrobatchLoop], batch: Any = None) -> None:
@@ -225,11 +226,11 @@ class ManualStep:
         Call `backward` for each micro-batch before requesting the next one.
 
         Args:
-            batch: From `Trainer.batches`, or a whole global batch of tensors, the same on
-                every rank, which is cut here. None: that of `Trainer.attempts(batch)`.
+            batch: A batch from `Trainer.batches`, or a whole global batch of tensors, the same
+                on every rank, which is split here. None: the batch of `Trainer.attempts(batch)`.
 
         Raises:
-            UsageError: The step has a batch already, or its context was not entered.
+            UsageError: The step already has a batch, or its context was not entered.
         """
         given = self._batch if batch is None else batch
         return self._entered().microbatches(given, is_manual=True)
@@ -249,10 +250,9 @@ class ManualStep:
         Args:
             loss: A scalar, the mean over the samples of the micro-batch.
             metrics: Means over the samples of the micro-batch, for the record.
-            retain_graph: As of `torch.Tensor.backward`.
-            final: States that this is the only backward of the micro-batch. On the backend
-                "lockstep" the gradients of the last micro-batch are then exchanged while
-                it runs.
+            retain_graph: As in `torch.Tensor.backward`.
+            final: Whether this is the only backward of the micro-batch. If so, the backend
+                "lockstep" exchanges the gradients of the last micro-batch during its backward.
 
         Raises:
             LossError: The loss is not a scalar that depends on a trainable parameter.
@@ -267,7 +267,7 @@ class ManualStep:
 
     @property
     def place(self) -> str:
-        """Rank, step and micro-batch, for messages."""
+        """The rank, step and micro-batch, for messages."""
         return self._entered().place
 
     @property
@@ -289,7 +289,7 @@ class ManualStep:
     def _entered(self) -> MicrobatchLoop:
         if self._loop is None:
             state = "has ended" if self._was_entered else "was not entered"
-            self._was_entered = True  # said once is enough
+            self._was_entered = True  # __del__ need not warn as well
             raise UsageError(
                 f"the context of trainer.manual_step() {state}: write "
                 "`with trainer.manual_step() as step:` and use step inside"

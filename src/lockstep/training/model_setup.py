@@ -1,12 +1,12 @@
-"""The beginning: a trainer's model on this rank, with the blocks alive that are held here.
+"""The setup of a trainer's model: build this rank's blocks, and broadcast the weights.
 
-    a module             moved to the rank's device, and agreed on as it is
-    a list of blocks     balance, or one block a stage?
-                           yes   this rank's blocks come to life, the rest is on the meta device
-                           no    all do, until the first batch has decided on the cut
+    a module             moved to the rank's device
+    a list of blocks     is the partition known (`balance`, or one block per stage)?
+                           yes   this rank's blocks are built, the rest stays on the meta device
+                           no    all blocks are built, until the first batch decides the partition
 
-Then every tensor's first holder gives it to the others that need it. Parameters that are
-tied by their memory alone stay so only where all of them stay where they are.
+Then the first rank that holds a tensor broadcasts it to the other ranks that need it. Different
+parameters over the same memory are refused where they would get separate memory.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def build_model(
     seed: int,
     config: PipelineConfig,
 ) -> tuple[nn.Module, Partitioner]:
-    """Return the model, with this rank's blocks at least, and its stages as requested.
+    """Return the model, with at least this rank's blocks built, and its partitioner.
 
     Raises:
-        UsageError: The model is none, or on every rank, where a block cannot be built on one.
+        UsageError: The argument is not a model, or another rank could not build its blocks.
         LayoutError: The model cannot be partitioned as requested.
     """
     _check_is_model(model)
@@ -86,7 +86,7 @@ def build_model(
         whole = model if isinstance(model, nn.Module) else build(model, seed, parallel.device)
         check_static(whole)
         whole = move_to_device(whole, parallel.device)
-        # A compiled model is a wrapper, whose name is in front of every parameter's.
+        # A compiled model is a wrapper that prefixes the name of every parameter.
         names = [] if hasattr(whole, "_orig_mod") else find_block_names(whole, config.blocks)
         return whole, Partitioner.from_config(parallel, whole, names, config)
     numbers = [str(number) for number in range(len(model))]
@@ -102,14 +102,14 @@ def _check_is_model(model: object) -> None:
 
 
 def _build_blocks(blocks: Sequence[BlockLike], seed: int, partitioner: Partitioner) -> nn.Module:
-    """Build this rank's blocks; where that fails on one rank, no other waits for it."""
+    """Build this rank's blocks; if that fails on one rank, raise an error on every rank."""
     failure: Exception | None = None
     said = ""
     try:
         model = build_sequence(
             blocks, partitioner.find_local_blocks(), seed, partitioner.parallel.device
         )
-    except Exception as error:  # whatever it is, the other ranks wait for the outcome
+    except Exception as error:  # any error: the other ranks wait for the outcome
         failure = error
         said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     everyone = all_gather_bytes(said.encode(), "building the blocks", partitioner.parallel.group)
@@ -133,17 +133,17 @@ def build_executor(
     seed: int,
     shared: bool,
 ) -> WholeModelExecutor | PipelineExecutor:
-    """Return what computes the micro-batches of a step in this layout.
+    """Return the executor that computes the micro-batches of a step in this layout.
 
     Args:
         parallel: The layout.
-        model: The model as it is called, maybe compiled.
+        model: The model as it is called, possibly compiled.
         module: The model without the compiler's wrapper.
-        partitioner: Decides how the model is partitioned into stages.
-        optimization: The optimizer, whose parameters and state are shared here if `shared`.
+        partitioner: The partitioner of the model into stages.
+        optimization: The optimizer. If `shared`, its parameters and state move to shared memory.
         metrics: Functions of (outputs, targets) by name.
         seed: The trainer's seed.
-        shared: Whether the ranks hold the parameters once.
+        shared: Whether the ranks share one copy of the parameters.
     """
     if parallel.stages > 1:
         average = optimization.average
@@ -165,18 +165,18 @@ def build_executor(
 def distribute_weights(
     module: nn.Module, parallel: ParallelContext, partitioner: Partitioner, shared: bool = False
 ) -> None:
-    """Give this rank what it needs of the model, and of what else a step calls.
+    """Broadcast the weights of the model and of the other modules that a step calls.
 
     Args:
         module: The model.
         parallel: The layout.
-        partitioner: Decides how the model is partitioned into stages.
-        shared: Whether the ranks will hold the parameters once.
+        partitioner: The partitioner of the model into stages.
+        shared: Whether the ranks will share one copy of the parameters.
 
     Raises:
-        DisagreementError: Parameters have memory in common on some ranks only.
-        LayoutError: Parameters have memory in common, which this layout does not keep.
-        UsageError: An expanded tensor cannot have memory of its own, or a parameter has a dtype
+        DisagreementError: Parameters overlap in memory on some ranks only.
+        LayoutError: Parameters overlap in memory, and would not in this layout.
+        UsageError: An expanded tensor cannot be given separate memory, or a parameter has a dtype
             that cannot be trained.
     """
     plan = partitioner.plan_without_data() if parallel.stages > 1 else None
@@ -207,10 +207,10 @@ def _check_dtypes(module: nn.Module, parallel: ParallelContext) -> None:
 def _check_memory(
     modules: Mapping[str, nn.Module], parallel: ParallelContext, shared: bool
 ) -> None:
-    """Refuse parameters that have memory in common where they would not keep it.
+    """Refuse parameters that overlap in memory if this layout would separate them.
 
-    An optimizer of whole parameters on every rank steps that memory once for each of them,
-    with the same bits on any number of ranks.
+    Without stages and shared storage, the optimizer steps the memory once for each parameter,
+    which gives the same bits on any number of ranks.
     """
     pairs = find_parameter_overlaps(modules, attributes=shared)
     everyone = [

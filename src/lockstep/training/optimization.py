@@ -1,4 +1,4 @@
-"""Optimization: the optimizer, its parameter groups, the schedule, the average of the weights."""
+"""The optimizer, its parameter groups, its learning-rate scheduler, and the weight average."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 OptimizerFactory = Callable[..., Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 ParameterGroups = Callable[[str, nn.Parameter], Mapping[str, Any]]
-"""Returns the options of a parameter from its name and the parameter."""
+"""A function of a parameter's name and the parameter that returns its optimizer options."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class OptimizerConfig:
 
 
 class Optimization:
-    """Turns gradients into new weights: the same element-wise work on every rank.
+    """The optimizer, the scheduler and the weight average of a trainer; equal on every rank.
 
     Args:
         module: The model.
         config: The optimizer with its groups and scheduler.
-        ema_decay: The decay of the exponential moving average of the weights; None for none.
+        ema_decay: The decay of the exponential moving average of the weights; None: no average.
     """
 
     def __init__(self, module: nn.Module, config: OptimizerConfig, ema_decay: float | None) -> None:
@@ -111,7 +111,7 @@ class Optimization:
     def options(self) -> dict[str, Any]:
         """Return the class of the optimizer and its default options, without the learning rate.
 
-        The learning rate is part of every step.
+        The record has the learning rate of every step.
         """
         schedule = {} if self.scheduler is None else {"scheduler": type(self.scheduler).__name__}
         plain = {
@@ -122,7 +122,7 @@ class Optimization:
         return {"class": type(self.optimizer).__name__, **schedule, **plain}
 
     def describe(self) -> Description:
-        """Describe the optimizer and the schedule."""
+        """Describe the optimizer and the scheduler."""
         names: dict[torch.Tensor, str] = {
             each: name for name, each in self.module.named_parameters()
         }
@@ -133,7 +133,7 @@ class Optimization:
 
     @property
     def stateful(self) -> Optimizer | ShardedOptimizer:
-        """What has the optimizer's state dict: the optimizer, or what holds its pieces together."""
+        """The object with the optimizer's state dict: the optimizer, or the sharded optimizer."""
         return self.sharded or self.optimizer
 
     @property
@@ -144,13 +144,16 @@ class Optimization:
         return [each for group in self.optimizer.param_groups for each in group["params"]]
 
     def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-        """Name the optimizer's state after its parameters: "conv.weight/exp_avg" and so on."""
+        """Return the optimizer's tensors by name, such as "conv.weight/exp_avg"."""
         if self.sharded is not None:
             return self.sharded.tensors(names)
         return name_optimizer_tensors(self.optimizer, names)
 
     def local_state(self) -> dict[str, Any]:
-        """Return the state of the parameters on this rank: "conv.weight/exp_avg", "/average"."""
+        """Return the state of this rank's parameters, by names such as "conv.weight/exp_avg".
+
+        The average of a parameter is named "conv.weight/average".
+        """
         names: dict[torch.Tensor, str] = {
             each: name for name, each in self.module.named_parameters()
         }
@@ -171,14 +174,15 @@ class Optimization:
     def step_shared(self, about: str) -> None:
         """Step the optimizer on parameters that all ranks share: a collective call.
 
-        `about` says what it is part of.
+        Args:
+            about: The operation that the call is part of, for messages.
         """
         assert self.sharded is not None
         with self._guard.opened():
             self.sharded.step(about)
 
     def step(self) -> None:
-        """Step the optimizer unless parameters are shared, the average, and the schedule."""
+        """Step the optimizer (unless parameters are shared), the average and the scheduler."""
         if self.sharded is None:
             with self._guard.opened():
                 self.optimizer.step()
@@ -188,11 +192,11 @@ class Optimization:
             self.scheduler.step()
 
     def end_epoch(self, loss: float) -> None:
-        """Move a schedule that moves each epoch; one that watches a plateau gets the loss."""
+        """Step a scheduler of interval "epoch"; `ReduceLROnPlateau` gets the loss."""
         if self.scheduler is None or self._interval != "epoch":
             return
         with warnings.catch_warnings():
-            # The optimizer has stepped, if only before the state was saved that this goes on from.
+            # In a resumed run the optimizer may have stepped only before the state was saved.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             if isinstance(self.scheduler, ReduceLROnPlateau):
                 self.scheduler.step(loss)
@@ -200,7 +204,7 @@ class Optimization:
                 self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all three."""
+        """Return the states of the optimizer, the scheduler and the average."""
         return {
             "optimizer": self.stateful.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
@@ -208,13 +212,13 @@ class Optimization:
         }
 
     def loading(self) -> AbstractContextManager[None]:
-        """Return the context in which what all ranks share may be written."""
+        """Return the context in which parameters and state that ranks share may be written."""
         if self.sharded is None:
             return nullcontext()
         return self.sharded.loading()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; what either side lacks is left as it is."""
+        """Load a state that `state_dict` returned, except parts that are None or missing here."""
         self.stateful.load_state_dict(state["optimizer"])
         if self.sharded is None:
             _restore_scalars(self.optimizer, state["optimizer"])
@@ -225,9 +229,10 @@ class Optimization:
 
 
 def _make_average(module: nn.Module, decay: float) -> AveragedModel:
-    """Return a copy of a module whose parameters follow those of the module.
+    """Return a copy of a module that averages the module's parameters exponentially.
 
-    Integers and 8-bit floats, which are frozen and have no mean in their own dtype, are copied.
+    Parameters of integers and 8-bit floats are copied: they are frozen, and cannot be averaged in
+    their dtype.
     """
     update = get_ema_multi_avg_fn(decay)
 
@@ -240,7 +245,7 @@ def _make_average(module: nn.Module, decay: float) -> AveragedModel:
             for copy, parameter in zip(averaged, current, strict=True):
                 copy.copy_(parameter)
 
-    # What forward computes and keeps in an attribute, such as the weight of
+    # A tensor that forward has computed and kept in an attribute, such as the weight of
     # torch.nn.utils.weight_norm, cannot be copied with its graph.
     computed = [
         (vars(part), name, value)
@@ -259,13 +264,13 @@ def _make_average(module: nn.Module, decay: float) -> AveragedModel:
 
 @dataclass
 class _StepGuard:
-    """A hook of an optimizer that refuses steps of the script's own.
+    """An optimizer hook that refuses steps made by the script.
 
-    It refers to nothing, so that an optimizer is freed with its trainer.
+    It holds no reference, so that an optimizer is freed with its trainer.
 
     Attributes:
-        optimizer: The `id` of the optimizer; the hooks of one may be called for its copies.
-        is_open: Whether the trainer steps it.
+        optimizer: The `id` of the optimizer; its hooks may also be called for its copies.
+        is_open: Whether the trainer is stepping the optimizer.
     """
 
     optimizer: int
@@ -290,7 +295,7 @@ class _StepGuard:
 
 
 def _restore_scalars(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give the scalars of a loaded state the dtype and value that they were saved with.
+    """Give the scalar tensors of a loaded state the dtype and value that they were saved with.
 
     torch converts all but "step" to the parameter's dtype, so NAdam's product of momenta and
     ASGD's averaging coefficients would be rounded for bfloat16 parameters.
@@ -307,8 +312,8 @@ def _restore_scalars(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 def _check_fused(optimizer: Optimizer) -> None:
     """Raise UsageError for a fused SGD of 16-bit parameters on the CPU.
 
-    Up to torch 2.13 it updates the last few elements of a tensor only, and its momentum is
-    whatever was in memory (pytorch/pytorch#191763).
+    Up to torch 2.13 it updates only the last few elements of a tensor, and leaves its momentum
+    uninitialized (pytorch/pytorch#191763).
     """
     for group in optimizer.param_groups if type(optimizer) is SGD else ():
         for parameter in group["params"]:
@@ -324,7 +329,10 @@ def _check_fused(optimizer: Optimizer) -> None:
 def _grouped(
     parameters: Iterable[tuple[str, nn.Parameter]], groups: ParameterGroups | None
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """Return the parameters, or groups of those with equal options in order of appearance."""
+    """Return the parameters, grouped by equal options if `groups` is given.
+
+    Groups are in the order of their first parameters.
+    """
     if groups is None:
         return [parameter for _, parameter in parameters]
     found: list[dict[str, Any]] = []

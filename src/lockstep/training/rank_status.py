@@ -1,8 +1,8 @@
-"""The status of a rank in a step: what the ranks report to each other, in one small message.
+"""The status of a rank in a step, which the ranks exchange in one small message.
 
-Each rank reports on the micro-batches that it computed; then every rank holds the status of
-all and draws the same conclusions: the loss, whether it is finite, the metrics, which buffers
-to merge. The messages are JSON: floats keep every bit, and nothing is unpickled.
+Each rank reports on the micro-batches that it computed. Every rank then has all statuses and
+derives the same values from them: the loss, whether it is finite, the metrics, which buffers to
+merge. The messages are JSON: floats keep every bit, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank reports of its part of a step.
+    """The report of one rank on its part of a step.
 
     Attributes:
-        microbatches: The results of the micro-batches that it computed.
-        buffers: What it found in the buffers of each part of the model that it holds: the
+        microbatches: The results of the micro-batches that the rank computed.
+        buffers: The hashes of the buffers, for each part of the model that the rank holds: the
             whole model, or its stages.
         compute: Seconds of forward and backward.
         data: Seconds of loading the batch.
         memory: Peak resident memory in bytes.
         gradients: The parameters of each part that have a gradient here, as a bit mask in hex.
         warnings: Sentences for the record.
-        failure: What stops the step on every rank; "" for nothing.
-        side_effect: What forward wrote that no rank may write: it stops the step, too.
-        weights: A hash of the parameters and buffers before the step, where it was checked.
+        failure: The error that stops the step on every rank; "" for none.
+        side_effect: The forbidden write of forward, which stops the step, too; "" for none.
+        weights: A hash of the parameters and buffers before the step; "" if not checked.
         settings: A hash of the settings of the step; see `lockstep.training.live_settings`.
-        stopped: Why a stage could not continue, with its place.
+        stopped: The reason why a stage could not continue, with its place; "" for none.
         idle: Seconds that a stage waited for its neighbours; not part of `compute`.
-        spans: When the rank worked on what, as in the record, where the step is traced.
-        begun: When the step began, by rank 0's clock; only with `spans`.
-        batch: Which batch the rank trained on; see `lockstep.data.consistency`.
+        spans: The rows of `make_span_row` for the rank's work; empty if the step is not traced.
+        begun: The time at which the step began, by rank 0's clock; only with `spans`.
+        batch: The identity of the rank's batch; see `lockstep.data.consistency`.
         is_checkpoint_due: Whether rank 0 wants a checkpoint after the step.
         stop: The signal that asked this rank to stop; "" for none.
-        admits: The round of an elastic run in which rank 0 knows that processes wait to join or
+        admits: The round of an elastic run in which, as rank 0 knows, processes wait to join or
             have to leave; -1 for none.
     """
 
@@ -130,7 +130,7 @@ def find_non_finite(statuses: Sequence[RankStatus]) -> tuple[int, MicrobatchResu
 
 
 def list_losses(statuses: Iterable[RankStatus], leaves: int) -> list[float | None]:
-    """Return the loss of each micro-batch; None for one without weight, which is not computed."""
+    """Return the loss of each micro-batch; None for one of weight 0, which is not computed."""
     found: list[float | None] = [None] * leaves
     for status in statuses:
         for each in status.microbatches:
@@ -139,7 +139,10 @@ def list_losses(statuses: Iterable[RankStatus], leaves: int) -> list[float | Non
 
 
 def sum_losses(statuses: Iterable[RankStatus], leaves: int) -> float:
-    """Return the batch's loss: each micro-batch's by its share, added in float64 along the tree."""
+    """Return the loss of the batch.
+
+    The losses of the micro-batches, times their shares, are added in float64 along the tree.
+    """
     terms = dict.fromkeys(((leaf, leaf + 1) for leaf in range(leaves)), 0.0)
     for each in _microbatches(statuses):
         terms[each.leaf, each.leaf + 1] = each.loss * each.share
@@ -160,26 +163,26 @@ def average_metrics(statuses: Iterable[RankStatus]) -> dict[str, float]:
 # --- the trace of a step -------------------------------------------------------------------------
 
 FIRST, EVERY = 10, 100
-DIGITS = 6  # of a second
+DIGITS = 6  # decimal digits of a second
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """Keeps the spans of some steps; `offset` is the `clock_offset` of this rank in seconds."""
+    """The tracing of some steps; `offset` is the `clock_offset` of this rank, in seconds."""
 
     offset: float = 0.0
 
     def covers(self, step: int) -> bool:
-        """Return whether the record keeps this step."""
+        """Return whether this step is traced."""
         return step < FIRST or step % EVERY == 0
 
     def rank0_time(self, begun: float) -> float:
-        """Return a time of this rank's `time.perf_counter` by rank 0's clock."""
+        """Convert a time of this rank's `time.perf_counter` to rank 0's clock."""
         return round(begun + self.offset, DIGITS)
 
 
 def make_span_row(span: Span, begun: float) -> list[Any]:
-    """Return a span as the record has it: it begins when the waiting is over."""
+    """Return a span as a row of the record; it begins when the waiting is over."""
     begin = span.begin + span.waited - begun
     rounded = [round(each, DIGITS) for each in (begin, span.end - begun, span.waited)]
     source = None if span.source < 0 else span.source
@@ -189,12 +192,12 @@ def make_span_row(span: Span, begun: float) -> list[Any]:
 def make_timeline_rows(
     statuses: Sequence[RankStatus], times: tuple[float, float, float]
 ) -> list[dict[str, Any]]:
-    """Return the ranks of a line "timeline"; none where the step was not traced.
+    """Return the rows of a line "timeline", one per rank; none if the step was not traced.
 
     Args:
-        statuses: Of all ranks.
-        times: When rank 0, by its own clock, had exchanged the statuses, reduced the
-            gradients and stepped the optimizer. These end together on all ranks.
+        statuses: The statuses of all ranks.
+        times: The times, by rank 0's clock, at which rank 0 had exchanged the statuses, reduced
+            the gradients and stepped the optimizer. Each of these ends together on all ranks.
     """
     if not any(status.spans for status in statuses):
         return []

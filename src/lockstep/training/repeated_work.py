@@ -5,7 +5,7 @@
        └─────────┬───────────────┘         └───────┬──────┘
         repeated by this round              repeated by the next one, from the same state
 
-What earlier rounds have lost counts once: their pauses, and what they repeated.
+The time that earlier rounds lost is not counted again: their pauses and their repeated work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.record.recorder import RECORD_FILE
 
 __all__ = ["count_work", "measure_repeated_work"]
 
-KINDS = (b'{"kind":"run"', b'{"kind":"round"')  # of the lines that are read
+KINDS = (b'{"kind":"run"', b'{"kind":"round"')  # the beginnings of the lines that are read
 
 
 def measure_repeated_work(
@@ -33,29 +33,30 @@ def measure_repeated_work(
 
     Args:
         origin: The origin of the round.
-        state: What they continue from; None for the beginning.
-        folder: The folder of the record, which has the earlier rounds; None on ranks without.
+        state: The state that they continue from; None: they start from the beginning.
+        folder: The folder of the record, which has the earlier rounds; None on ranks without it.
 
     Returns:
-        None where there is no record, or a state of an older version says not when it was saved.
+        The seconds. None if there is no record, or the state was saved by an older version and
+        does not contain its time.
     """
     if folder is None:
         return None
     lines = list(_read_lines(folder / RECORD_FILE))
     since = None if state is None else state.get("time")
-    if state is None and lines:  # whole seconds
+    if state is None and lines:  # has a resolution of one second
         since = datetime.fromisoformat(lines[0]["started"]).timestamp()
     rounds = [line for line in lines if line["kind"] == "round"]
     return None if since is None else count_work(since, origin.interrupted, rounds)
 
 
 def count_work(since: float, until: float, rounds: Sequence[Mapping[str, Any]]) -> float:
-    """Return the seconds between two moments (Unix times) in which work was done that counts.
+    """Return the seconds between two times, without those that earlier rounds lost.
 
     Args:
-        since: When the state was saved.
-        until: When the training was interrupted.
-        rounds: The lines of earlier rounds.
+        since: The Unix time at which the state was saved.
+        until: The Unix time at which the training was interrupted.
+        rounds: The record's lines of earlier rounds.
     """
     lost = sorted((line["noticed"] - (line["undone"] or 0.0), line["continued"]) for line in rounds)
     seconds = 0.0

@@ -1,14 +1,14 @@
 """The run of a script that can be interrupted at any moment and resumed.
 
-    script log        which calls the script has completed, and their answers     script_log.py
+    script log        the calls that the script has completed, and their answers  script_log.py
     state             weights, optimizer, position                                state.py
-    checkpoints       both of them together on disk                               run_checkpoints.py
+    checkpoints       the script log and the state, on disk                       run_checkpoints.py
 
                    ┌─ answered from the log ┐ state is ┌─ with effect; checkpoints are saved ─
     resumed script │ batches, evaluate, ... │ restored │ batches, step, evaluate, ...
 
 A checkpoint is saved where a script can be continued: between two batches of its outermost loop,
-or after a call outside of one.
+or after a call outside of any loop over batches.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ __all__ = ["ResumableRun"]
 
 
 class ResumableRun:
-    """What a trainer does for its script to be resumed.
+    """The run of a trainer: answers the calls of a resumed script, saves and restores the state.
 
     Args:
-        state: What is saved and restored.
-        history: Takes the lines about checkpoints.
+        state: The state that is saved and restored.
+        history: The history, to which the lines about checkpoints are written.
         settings: The description of model, optimizer and arguments.
         parallel: The layout.
-        record: Where the run is recorded.
-        checkpoints: Where checkpoints are; None for a trainer without them.
+        record: The record of the run.
+        checkpoints: The checkpoints of the run; None for a trainer without them.
 
     Attributes:
         has_begun: Whether the script has made its first call, or the run was resumed.
-        resumed_from: The step that the training was resumed from; None if it was not.
+        resumed_from: The number of steps that the training was resumed after; None if it was not.
     """
 
     def __init__(
@@ -86,18 +86,18 @@ class ResumableRun:
         self._state, self._history, self._settings = state, history, settings
         self._parallel, self._record, self._checkpoints = parallel, record, checkpoints
         self.has_begun = False
-        self._admits = -1  # the round in which rank 0 said that members join or leave
+        self._admits = -1  # the round in which rank 0 reported that members join or leave
         self._has_joined = False
         self._log, self._samplers = ScriptLog(), KnownSamplers()
         if checkpoints is not None:
             checkpoints.require_encodable(state.local_state())
         self._saves = 0
         self._saved = (-1, -1)  # steps and size of the log in the latest checkpoint
-        self._restored: dict[str, Any] | None = None  # once the script has come to it
+        self._restored: dict[str, Any] | None = None  # until the script reaches it
         self._restore_objects: Callable[[Mapping[str, Any]], None] | None = None
         self.resumed_from: int | None = None
         self._origin = find_round_origin()
-        self._round: dict[str, Any] = {}  # the line of the record that waits for the restoration
+        self._round: dict[str, Any] = {}  # its line is written after the state is restored
         self._hand_over: HandOver | None = None
 
     @cached_property
@@ -108,21 +108,21 @@ class ResumableRun:
 
     @property
     def is_resuming(self) -> bool:
-        """Whether the launch of this process continues a training."""
+        """Whether this process was launched to continue a training."""
         return self._origin is not None or (self._checkpoints is not None and is_resuming())
 
     def resume(self, place: str | Path | None, layout: Mapping[str, Any]) -> None:
-        """Find a checkpoint, load it, and answer the script's calls up to where it was saved.
+        """Find and load a checkpoint, and answer the script's calls up to where it was saved.
 
         Args:
-            place: A checkpoint, or a run; None for this run.
-            layout: What the record says of this process.
+            place: The path of a checkpoint or of a run; None: this run.
+            layout: The record's description of this process and its layout.
         """
         if self._origin is not None:
             if not self.has_begun:
                 self._continue_round(self._origin, layout)
             if self.resumed_from is not None or place is None:
-                return  # a script that resumes by itself did so in the first round
+                return  # a script that calls resume did so in the first round
         checkpoints = self._require("resume")
         checkpoints.select(place)
         differences: list[str] = []
@@ -160,8 +160,8 @@ class ResumableRun:
         """Answer the script's calls up to a checkpoint as `resume` does, and write nothing.
 
         Args:
-            path: The checkpoint.
-            stateful: The registered objects.
+            path: The path of the checkpoint.
+            stateful: The registered objects, by name.
             device: The device of the trainer.
         """
         state = read_checkpoint(path)
@@ -172,7 +172,7 @@ class ResumableRun:
             self._restore()
 
     def _continue_round(self, origin: RoundOrigin, layout: Mapping[str, Any]) -> None:
-        """Continue what the processes of the last round did; begin again if they left nothing."""
+        """Continue from the state of the last round, or from the beginning if there is none."""
         checkpoints, number = self._checkpoints, self._state.position.attempt.trainer
         path, state = read_newest_state(origin, checkpoints, number)
         steps = 0 if state is None else state["steps"]
@@ -200,7 +200,7 @@ class ResumableRun:
             self._restore()
 
     def _load(self, state: dict[str, Any]) -> list[str]:
-        """Load a checkpoint's state and its log of calls; return what differs, in sentences."""
+        """Load a checkpoint's state and its log of calls; return the differences as sentences."""
         here = self._state.position_state() | self._training
         require_same_training(state, here)
         differences = find_differences(state, here)
@@ -225,7 +225,7 @@ class ResumableRun:
     # --- members of an elastic run ----------------------------------------------------------
 
     def join(self) -> bool:
-        """Join an elastic run that is going on; return whether this process is a newcomer."""
+        """Join a running elastic run if this process is a newcomer; return whether it is one."""
         member = membership()
         if member is None or not member.is_waiting:
             return False
@@ -236,20 +236,20 @@ class ResumableRun:
         return True
 
     def is_caught_up(self, epoch: OpenEpoch) -> bool:
-        """Return whether an iteration of a newcomer goes on where those of all others are.
+        """Return whether a newcomer continues this iteration in the middle, where all others are.
 
-        They have compared its data, and are past what they do before its first batch.
+        The others have already compared the data and reached the safe point before its first batch.
         """
         return self._has_joined and epoch.resumed is not None
 
     def promote(self, loggers: Any) -> None:
-        """Take the place of a rank 0 that is lost: continue the record, save checkpoints."""
+        """Replace the lost rank 0: continue the record, and save checkpoints."""
         self._record.take_over(loggers)
         if self._checkpoints is not None:
             self._checkpoints.promote()
 
     def collect_state(self) -> dict[str, Any]:
-        """Return all that a newcomer goes on from; at a safe point."""
+        """Return the state from which a newcomer continues; called at a safe point."""
         state = self._describe_position() | self._state.local_state()
         state |= {"folder": self._record.agreed, "resumed_from": self.resumed_from}
         state |= {"saved": (self._saves, self._saved), "is_in_memory": True}
@@ -260,7 +260,7 @@ class ResumableRun:
         return state | {"stateful": self._checkpoints.collect_objects(), "plans": plans}
 
     def receive_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `collect_state` returned on another rank."""
+        """Continue from a state that `collect_state` returned on another rank."""
         self._load(state)
         self.resumed_from = state["resumed_from"]
         self._record.agreed = folder, name = state["folder"]
@@ -272,14 +272,14 @@ class ResumableRun:
 
     @property
     def is_answering(self) -> bool:
-        """Whether the script has not come to where the interrupted one was."""
+        """Whether the script has not yet reached the position of the interrupted one."""
         return self._restored is not None
 
     def _restore(self) -> None:
         state, self._restored = self._restored, None
         if state is not None:
             self._state.load_local(state)
-            # Its samplers have their states by now, or get them when they are used.
+            # Samplers have been restored already, or are when they are first used.
             self._state.load_position({**state, "samplers": []})
             if self._checkpoints is not None:
                 self._checkpoints.restore(state, state["steps"])
@@ -287,7 +287,7 @@ class ResumableRun:
                 self._restore_objects(state)
             if not state.get("is_in_memory"):
                 self._saved = state["steps"], self._log.size
-            if self._has_joined:  # attempts are counted from the beginning of the round
+            if self._has_joined:  # all ranks count attempts from the beginning of the round
                 position = self._state.position
                 position.attempt = Attempt(position.attempt.trainer, position.steps, -1)
         if self._round:
@@ -308,9 +308,9 @@ class ResumableRun:
 
         Args:
             kind: "evaluation" or "save".
-            call: Makes the call; its result is kept as it is.
-            ask: Whether ranks find out afterwards whether one was asked to stop.
-            asked: What must be the same as in the interrupted run.
+            call: The function that makes the call. Its result is logged unchanged.
+            ask: Whether the ranks then exchange whether one of them was asked to stop.
+            asked: The properties of the call that must be equal to those in the interrupted run.
         """
         self.begin()
         answer = self._log.answer(kind, **asked)
@@ -331,12 +331,12 @@ class ResumableRun:
         return self.call("evaluation", call, ask=True, samples=samples, ema=ema)
 
     def use_sampler(self, batches: Batches) -> None:
-        """Restore the state of the sampler of batches if it is used for the first time."""
+        """Restore the state of the batches' sampler if this is its first use."""
         if self._is_logged or self.resumed_from is not None:
             self._samplers.use(batches.user_sampler())
 
     def call_step(self, batch: Any, step: Callable[[], float]) -> float:
-        """Take a step, or return the loss of the interrupted run; also for batches from outside."""
+        """Take a step, or return its loss in the interrupted run; `batch` may be of any origin."""
         self.begin()
         if not (self._is_logged or self._log.is_answering) or self._log.is_inside_epoch:
             return step()
@@ -353,7 +353,7 @@ class ResumableRun:
         return loss
 
     def call_digest(self, name: str, digest: Callable[[], str]) -> str:
-        """Return a digest of now, or that of the interrupted run at this place."""
+        """Return the current digest, or the digest of the interrupted run at this place."""
         self.join()
         steps = self._state.position.steps
         value = self._log.answer_digest(name, steps) or digest()
@@ -371,7 +371,7 @@ class ResumableRun:
             )
 
     def begin_epoch(self, batches: Batches) -> OpenEpoch | None:
-        """Begin an iteration over batches; None if it was completed before."""
+        """Begin an iteration over batches; return None if the interrupted run completed it."""
         self._history.add_data(batches.dataset)
         epoch, entry = self._log.begin_epoch(batches)
         if epoch is None:
@@ -390,26 +390,26 @@ class ResumableRun:
             self._note_safe_point(epoch)
 
     def trained(self, epoch: OpenEpoch) -> None:
-        """Note that the script asks for another batch, and so is done with the last one."""
+        """Note that the script requests another batch, so the last one is completed."""
         epoch.begun_at = -1
         if self._log.is_outermost(epoch):
-            self._log.complete_batches()  # also those of iterations inside, such as zip's
+            self._log.complete_batches()  # also of inner iterations, such as those of zip
         self.reach_safe_point(epoch)
 
     def end_epoch(self, epoch: OpenEpoch) -> None:
-        """End an iteration, at its end or where the script left it."""
+        """End an iteration, completed or left by the script."""
         self._log.end_epoch(epoch, self._state.position.steps)
 
     # --- saving -------------------------------------------------------------------------------
 
     def is_due_after(self, steps: int) -> bool:
-        """Return whether this rank wants a checkpoint once `steps` steps are done."""
+        """Return whether this rank wants a checkpoint after `steps` steps."""
         return self._checkpoints is not None and self._checkpoints.is_due_after(steps)
 
     def note_step(self, statuses: Sequence[RankStatus], is_manual: bool) -> None:
-        """Take in a step, and what the ranks agreed on in it.
+        """Note a step, and the requests in its statuses: to checkpoint, stop, join or leave.
 
-        A manual step is logged, so that a resumed script does not take it again unnoticed.
+        A manual step is logged, so that a resumed script does not repeat it unnoticed.
         """
         if is_manual:
             self._log.record_manual_step(self._state.position.steps)
@@ -423,7 +423,11 @@ class ResumableRun:
             self._checkpoints.report(self._history)
 
     def reach_safe_point(self, epoch: OpenEpoch | None = None, *, ask: bool = False) -> None:
-        """Save a checkpoint if one is wanted, since the script can be continued from here.
+        """Note that the script can be continued from here, and save a checkpoint if one is due.
+
+        Args:
+            epoch: The iteration whose loop the script is in; None outside of loops over batches.
+            ask: Whether the ranks exchange whether one of them was asked to stop.
 
         Raises:
             StoppedOnRequest: On every rank, if one of them was asked to stop.
@@ -436,11 +440,11 @@ class ResumableRun:
         if self._checkpoints is not None:
             self._save_if_wanted(self._checkpoints, ask)
         member = membership()
-        if member is not None and self._admits == member.round:  # others were overtaken by a loss
+        if member is not None and self._admits == member.round:  # not outdated by a loss
             self._admits = -1
-            self._note_safe_point(epoch)  # where processes cannot stay, they hand over
+            self._note_safe_point(epoch)  # processes that cannot stay hand over
             member.admit()
-        self._note_safe_point(epoch)  # last: saving a checkpoint takes operations of its own
+        self._note_safe_point(epoch)  # last, since saving a checkpoint performs operations
 
     def _save_if_wanted(self, checkpoints: RunCheckpoints, ask: bool) -> None:
         if ask:
@@ -461,11 +465,11 @@ class ResumableRun:
             raise StoppedOnRequest(message)
 
     def _is_inside(self, epoch: OpenEpoch | None) -> bool:
-        """Return whether the script is in the body of a loop, other than that of `epoch`."""
+        """Return whether the script is in the body of a loop over batches other than `epoch`."""
         return self._log.is_inside_epoch if epoch is None else not self._log.is_outermost(epoch)
 
     def save_to(self, path: Path) -> None:
-        """Save a checkpoint to a folder of the user's own, and wait until it is complete."""
+        """Save a checkpoint to a folder that the user chose, and wait until it is complete."""
         checkpoints = self._require("save_checkpoint")
         self.begin()
         checkpoints.require_free(path)
@@ -475,7 +479,7 @@ class ResumableRun:
     def _save_and_wait(
         self, checkpoints: RunCheckpoints, path: Path | None = None
     ) -> SavedCheckpoint | None:
-        """Save a checkpoint, once more if the rank that wrote it is lost; return it on rank 0."""
+        """Save a checkpoint, again if the rank that writes it is lost; return it on rank 0."""
         is_there = False
         while not is_there:
             self._save(checkpoints, path)
@@ -483,7 +487,7 @@ class ResumableRun:
         return saved
 
     def abandon(self) -> None:
-        """Give up the checkpoint that is being written, because a failure was diagnosed."""
+        """Abandon the checkpoint that is being written."""
         if self._checkpoints is not None:
             self._checkpoints.abandon()
             self._saved = (-1, -1)
@@ -492,8 +496,8 @@ class ResumableRun:
         """Save the last checkpoint of a training that is done; called on every rank.
 
         Returns:
-            On every rank, why it could not be saved, or that a resumed script ended before it
-            came to where the other one was.
+            On every rank, the error if it could not be saved, or if a resumed script ended before
+            it reached the position of the interrupted one.
         """
         checkpoints = self._checkpoints
         if checkpoints is None:
@@ -515,7 +519,7 @@ class ResumableRun:
         return None
 
     def report_saved(self) -> None:
-        """Write the checkpoints that were completed to the record."""
+        """Write the completed checkpoints to the record."""
         if self._checkpoints is not None:
             self._checkpoints.report(self._history)
 
@@ -536,7 +540,7 @@ class ResumableRun:
         checkpoints.save(*arguments, is_mirror=is_mirror)
 
     def _describe_position(self) -> dict[str, Any]:
-        """Return what all ranks have alike: where training and script are."""
+        """Return the state that is equal on all ranks: the positions of training and script."""
         position = self._state.position_state()
         position |= {"script": self._log.state_dict(position["steps"]), **self._training}
         position |= {"trainer": self._state.position.attempt.trainer, "time": time.time()}
@@ -556,15 +560,16 @@ class ResumableRun:
 
     @property
     def can_hand_over(self) -> bool:
-        """Whether this rank can write the state before the operation that the script is in."""
+        """Whether this rank can write the state from before the operation that the script is in."""
         return self._hand_over is not None and not self.is_answering and self._hand_over.is_possible
 
     def hand_over(self, folder: Path, *, is_now: bool = False) -> None:
         """Write this rank's part of the state, for a process of the next round.
 
         Args:
-            folder: Where to.
-            is_now: Whether the script is at a safe point; else in the first operation after it.
+            folder: The folder to write to.
+            is_now: Whether the script is at a safe point now; False: it is in the first operation
+                after one.
         """
         assert self._hand_over is not None, "only members of an elastic run hand over"
         self.abandon()

@@ -1,8 +1,8 @@
-"""What a trainer does when a round of an elastic run begins.
+"""The work of a trainer when a round of an elastic run begins.
 
-every rank      the new layout; the shares of its batches; attempts are counted anew
-a new rank 0    continues the record: the lines that the dead one did not come to write,
-                loggers, display, checkpoints
+every rank      takes the new layout and its new share of the batches; counts attempts anew
+a new rank 0    continues the record (the lines that the dead rank 0 has not written), the
+                loggers, the display and the checkpoints
 a newcomer      gets the state from rank 0, and answers its script's calls from the log
 """
 
@@ -34,17 +34,17 @@ __all__ = ["RoundEntry"]
 
 
 class RoundEntry:
-    """Enters the rounds of an elastic run with a trainer.
+    """A trainer's part in the rounds of an elastic run.
 
     Args:
         member: This process.
         parallel: The layout.
-        executor: Computes the steps.
+        executor: The executor of the steps.
         optimization: The optimizer, which may be shared by the ranks.
-        position: Where the training is.
-        history: Takes the line of the round.
-        run: Has the state and the script log.
-        promote: Makes this rank the one that writes: loggers, display.
+        position: The position of the training.
+        history: The history, to which the lines of rounds are written.
+        run: The run, with the state and the script log.
+        promote: The function that makes this rank the writer of loggers and display.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class RoundEntry:
         member.enroll(self)
 
     def follow(self, batches: Batches) -> None:
-        """Give batches the new share in each round."""
+        """Update the share of these batches in each round."""
         self._batches.add(batches)
 
     @property
     def can_stay(self) -> bool:
-        """Whether this process can go on in the next round with what it has."""
+        """Whether this process can continue in the next round with the state that it has."""
         return self._executor is not None and self._run.has_begun
 
     @property
@@ -92,11 +92,11 @@ class RoundEntry:
         self._run.hand_over(folder)
 
     def leave(self) -> None:
-        """Give up what is being written, before this process ends."""
+        """Abandon the checkpoint that is being written, before this process ends."""
         self._run.abandon()
 
     def enter_round(self, new: Round) -> None:
-        """Take the layout of a round, whose group this process has joined."""
+        """Apply the layout of a round whose group this process has joined."""
         assert isinstance(self._executor, WholeModelExecutor), "others are replaced"
         was_rank0, parallel = self._parallel.rank == 0, self._parallel
         parallel.enter(new.rank, new.world_size)
@@ -112,10 +112,10 @@ class RoundEntry:
             self._share_state(new)
 
     def continue_round(self, new: Round, undone: float) -> None:
-        """Write the line of the round, which goes on now.
+        """Write the record's line of the round, which continues now.
 
-        It rewinds the record to what this rank has reported: a rank 0 that is lost may have
-        written the step which this one commits and reports next.
+        The line rewinds the record to the steps that this rank has written: the lost rank 0 may
+        have written a step that this rank has yet to commit and write.
         """
         self._history.write(
             "round",
@@ -134,7 +134,7 @@ class RoundEntry:
     # --- the state for newcomers ----------------------------------------------------------
 
     def _share_state(self, new: Round) -> None:
-        """Give newcomers, which have the last ranks, the state of rank 0."""
+        """Send the state of rank 0 to the newcomers, which have the last ranks."""
         group, about = self._parallel.group, f"letting members join round {new.number}"
         first = new.world_size - len(new.joined)
         tensors: dict[str, torch.Tensor] = {}

@@ -1,14 +1,14 @@
-"""The checkpoints of a run: where they are, what is in one, and when the next one is due.
+"""The checkpoints of a run: their folder, their content, and when the next one is due.
 
     every rank            the tensors that it owns        ──┐ one state: a dict of plain values
     rank 0 also           positions, logs, generators,    ──┘ and tensors, encoded without pickle
                           registered objects, settings
 
 A state is saved only where a script can be continued: between two batches of its outermost loop,
-or after a call that is outside of one.
+or after a call outside of any loop over batches.
 
-A mirror is a checkpoint in shared memory, for the processes that replace those of an elastic run;
-only the newest one is kept.
+A mirror is a checkpoint in shared memory, for the processes that replace those of an elastic run.
+Only the newest mirror is kept.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class RunCheckpoints:
     """The checkpoints of one trainer.
 
     Args:
-        config: When and where they are saved.
+        config: The settings of the checkpoints.
         parallel: The layout.
-        run: Decides on the folder, on rank 0.
+        run: The record of the run, which on rank 0 decides the folder.
 
     Attributes:
-        is_open: Whether the folder is decided. If it holds an earlier run, it is not before the
-            trainer is resumed or begins.
+        is_open: Whether the folder is decided. If the named folder has an earlier run, it is only
+            decided when the trainer is resumed or begins.
 
     Raises:
         UsageError: Another process uses the folder.
@@ -80,7 +80,7 @@ class RunCheckpoints:
         self._parallel, self._config, self._run = parallel, config, run
         self._has_name = False
         self.is_open = self._is_selected = False
-        self._is_successor = False  # of a rank 0 that is lost, with what it was writing
+        self._is_successor = False  # whether this rank replaced a rank 0 that was lost
         self.run_folder = self.folder = Path()
         self.writer = CheckpointWriter(self.folder, config.keep)
         self.mirrors: CheckpointWriter | None = None
@@ -90,13 +90,13 @@ class RunCheckpoints:
         self.is_mirror_wanted = False
         self.stop = StopRequest()
         self.is_stopping = False
-        """The signal that some rank received, once all ranks know of it."""
+        """Whether a rank was asked to stop; true once all ranks know of it."""
         self._schedule = CheckpointSchedule(config, time.monotonic())
         self._due_since: int | None = None
         self._told: set[str] = set()
         member = membership()
         if member is not None and member.is_waiting:
-            pass  # the folder is decided; this process learns of it when it joins
+            pass  # the folder is decided; this process receives it when it joins
         elif is_resuming():
             self._open(run.select_launch)
         else:
@@ -109,11 +109,11 @@ class RunCheckpoints:
             self._open(self._run.begin)
 
     def collect_plans(self) -> tuple[int | None, bool, int, bool]:
-        """Return what all ranks know alike of the checkpoints that come next."""
+        """Return the plans for the next checkpoints, which are equal on all ranks."""
         return self._due_since, self.is_stopping, self._mirrored, self.is_mirror_wanted
 
     def adopt(self, folder: Path, name: str, plans: tuple[int | None, bool, int, bool]) -> None:
-        """Take the folder and the plans that the others of an elastic run have."""
+        """Use the folder and the plans of the other ranks of an elastic run."""
         self._due_since, self.is_stopping, self._mirrored, self.is_mirror_wanted = plans
         self.is_open, self.run_folder = True, folder
         self.folder = self.writer.folder = folder / name
@@ -122,7 +122,7 @@ class RunCheckpoints:
         hold_run(folder)
 
     def promote(self) -> None:
-        """Save the checkpoints from now on, instead of a rank 0 that is lost."""
+        """Save the checkpoints from now on, instead of the lost rank 0."""
         self._is_successor = True
         for writer in self._writers:
             remove_incomplete(writer.folder)
@@ -132,7 +132,7 @@ class RunCheckpoints:
         return {name: each.state_dict() for name, each in self._config.stateful.items()}
 
     def select(self, place: str | Path | None) -> None:
-        """Take the folder of the run that `place` belongs to; called on every rank.
+        """Use the folder of the run that `place` belongs to; called on every rank.
 
         Raises:
             UsageError: There is no run at `place`, or another process uses it.
@@ -158,7 +158,7 @@ class RunCheckpoints:
         self._is_selected = False
 
     def _open(self, decide: Callable[[], None]) -> None:
-        """Let rank 0 decide on the folder, and use it on every rank."""
+        """Decide the folder on rank 0, and use it on every rank."""
 
         def prepare() -> str:
             run = self._run
@@ -189,7 +189,7 @@ class RunCheckpoints:
 
         Raises:
             UsageError: Something other than a checkpoint is there.
-            FileError: The folder that it would be in does not exist.
+            FileError: The parent folder does not exist.
         """
 
         def check() -> str:
@@ -216,10 +216,11 @@ class RunCheckpoints:
     # --- when -----------------------------------------------------------------------------
 
     def is_due_after(self, steps: int) -> bool:
-        """Return whether rank 0 wants a checkpoint once `steps` steps are done.
+        """Return whether this rank is rank 0 and wants a checkpoint after `steps` steps.
 
         Raises:
-            UsageError: Another trainer has been made: no checkpoint would hold both.
+            UsageError: Another trainer with checkpoints was made later; no checkpoint would
+                contain both.
         """
         if _latest is not self:
             raise UsageError(
@@ -234,10 +235,10 @@ class RunCheckpoints:
         return self._schedule.is_due(steps, time.monotonic(), cost)
 
     def note_step(self, is_due: bool, stop: str, steps: int) -> None:
-        """Take in what the ranks agreed on in a step: a checkpoint is due, or they stop."""
+        """Note the requests that the ranks exchanged in a step: to save a checkpoint, to stop."""
         self.is_stopping |= bool(stop)
         every = self._config.mirror_every_steps
-        if self.mirrors is not None and every is not None:  # all ranks find the same
+        if self.mirrors is not None and every is not None:  # equal on all ranks
             self.is_mirror_wanted = steps // every > self._mirrored // every
         if is_due and self._due_since is None:
             self._due_since = steps
@@ -249,7 +250,7 @@ class RunCheckpoints:
             )
 
     def agree_to_stop(self) -> None:
-        """Let all ranks know whether one of them was asked to stop, outside of steps."""
+        """Exchange between the ranks, outside of steps, whether one of them was asked to stop."""
         said = exchange(
             lambda: self.stop.signal.encode(), "looking for a request to stop", self._parallel.group
         )
@@ -257,14 +258,14 @@ class RunCheckpoints:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a checkpoint is to be saved at the next place where a script can continue."""
+        """Whether to save a checkpoint at the next place where the script can be continued."""
         return self._due_since is not None or self.is_stopping
 
     def require_encodable(self, local: Mapping[str, Any]) -> None:
-        """Raise UsageError if a checkpoint cannot hold a state, before hours of training.
+        """Raise UsageError if the state cannot be saved; called before any training.
 
         Args:
-            local: What this rank has of the model and the optimizer.
+            local: This rank's state of the model and the optimizer.
         """
         stateful = self.collect_objects()
         for name, value in {**local, "stateful": stateful}.items():
@@ -287,14 +288,14 @@ class RunCheckpoints:
         """Copy the state and begin to write it; called on every rank.
 
         Args:
-            local: What this rank has of the model and the optimizer.
-            common: What all ranks have alike; rank 0's is saved.
+            local: This rank's state of the model and the optimizer.
+            common: The state that is equal on all ranks, saved by rank 0.
             steps: The number of finished steps.
             attempt: A number that no other checkpoint of the trainer has.
             is_sharded: Whether the ranks of a replica have different parts of the state.
-            path: The folder to create, for a checkpoint of the user's own.
-            begun: When training began to wait, by `time.perf_counter`.
-            is_mirror: Write it to shared memory.
+            path: The folder that `save_checkpoint` names; None: a new one in the run's folder.
+            begun: The time of `time.perf_counter` at which training began to wait.
+            is_mirror: Whether to write a mirror, to shared memory.
         """
         group, stateful = self._parallel.group, self.collect_objects()
         writer = self.mirrors if is_mirror and self.mirrors is not None else self.writer
@@ -309,9 +310,9 @@ class RunCheckpoints:
             "is_busy": is_mirror and writer.is_busy,
         }
         said = [json.loads(each) for each in exchange(lambda: _pack(hashes), about, group)]
-        rank = self._parallel.rank  # which may be another one than before
+        rank = self._parallel.rank  # may have changed during the exchange
         if is_mirror and any(each["is_busy"] for each in said):
-            return  # with the last mirror; asked again at the next safe point
+            return  # still writing the last mirror; tried again at the next safe point
         if is_mirror:
             self.is_mirror_wanted, self._mirrored = False, steps
         elif path is None:
@@ -322,7 +323,7 @@ class RunCheckpoints:
             return
         state = dict(local)
         if rank == 0:
-            # Generators that ranks never seeded alike have no state to continue from on all ranks.
+            # A generator whose state differs between ranks has no state that all could restore.
             state["generators"] = {
                 name: value
                 for name, value in generators.items()
@@ -337,7 +338,7 @@ class RunCheckpoints:
         return [self.writer] if self.mirrors is None else [self.writer, self.mirrors]
 
     def abandon(self) -> None:
-        """Give up what is being written."""
+        """Abandon the checkpoint and the mirror that are being written."""
         for writer in self._writers:
             writer.abandon()
 
@@ -345,10 +346,11 @@ class RunCheckpoints:
         """Wait until the latest checkpoint is complete on every rank.
 
         Returns:
-            Whether it is there: not if the rank that wrote it was lost. On rank 0 also itself.
+            Whether the checkpoint exists, which it does not if the rank that wrote it was lost;
+            and the checkpoint, on the ranks that wrote it.
 
         Raises:
-            FileError: On every rank, if it could not be written.
+            FileError: A rank could not write it. Raised on every rank.
         """
         self.writer.wait()
 
@@ -380,7 +382,10 @@ class RunCheckpoints:
         self.stop.close()
 
     def _without_times(self, name: str, state: Any) -> Any:
-        """Return the state of a registered object as all ranks should have it."""
+        """Return the part of a registered object's state that should be equal on all ranks.
+
+        The history of a trainer contains measured times.
+        """
         if not hasattr(self._config.stateful[name], "_run"):  # not a trainer
             return state
         return {key: value for key, value in state.items() if key != "history"}
@@ -396,7 +401,7 @@ class RunCheckpoints:
                 )
 
     def report(self, history: History) -> None:
-        """Write the checkpoints that were completed to the record; say which failed."""
+        """Write the completed checkpoints to the record, and warn of those that failed."""
         for each in self.writer.take_saved():
             if each.failure:
                 message = (
@@ -422,10 +427,10 @@ class RunCheckpoints:
         """Return the checkpoint to resume from, the same on every rank.
 
         Args:
-            place: A checkpoint, or a run; None for this run.
+            place: The path of a checkpoint or of a run; None: this run.
 
         Returns:
-            Its folder; None if the run has not saved one.
+            The checkpoint's folder; None if the run has not saved one.
 
         Raises:
             UsageError: There is no run at `place`.
@@ -437,7 +442,7 @@ class RunCheckpoints:
         """Return the newest mirror or checkpoint of this run, the same on every rank.
 
         Returns:
-            Its folder; None if there is none.
+            The folder of the mirror or checkpoint; None if there is none.
 
         Raises:
             FileError: Every checkpoint of the run is damaged, and there is no mirror.
@@ -488,7 +493,7 @@ class RunCheckpoints:
         return read_checkpoint(path)
 
     def set_aside_newer(self, used: Path, steps: int) -> None:
-        """Rename the checkpoints of this run after the one that it continues from."""
+        """Rename the checkpoints of this run that are newer than the one it continues from."""
         if self._parallel.rank != 0:
             return
         renamed = set_aside_newer(self.folder, used, steps)
@@ -531,7 +536,7 @@ class RunCheckpoints:
 def restore_objects(
     stateful: Mapping[str, Stateful], state: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Give registered objects and the generators their states in a checkpoint."""
+    """Restore the registered objects and the generators from a checkpoint."""
     for name, each in stateful.items():
         if name in state["stateful"]:
             each.load_state_dict(state["stateful"][name])

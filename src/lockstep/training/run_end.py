@@ -1,14 +1,14 @@
-"""The end of a run, also of one whose script calls no `finish()` and has no `with trainer:`.
+"""The end of a run, including a script that has neither `finish()` nor `with trainer:`.
 
     the process ends                            state
     normally                                    done
-    by an exception that nobody catches         failed, with the exception
-    by sys.exit(N), under a launcher of ours    failed, with N
+    by an uncaught exception                    failed, with the exception
+    by sys.exit(N), under Lockstep's launcher   failed, with N
     by a signal that has no handler             died: nothing is written
-    because others go on with an elastic run    running: nothing is written
+    because others continue an elastic run      running: nothing is written
 
-When the process ends, other ranks may have ended already, so nothing is done together with them:
-with pipeline stages the line has no digests, and no checkpoint is saved.
+When the process ends, other ranks may have ended already, so no collective call is made: with
+pipeline stages the line has no digests, and no checkpoint is saved.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from lockstep.training.state import TrainingState
 __all__ = ["RunEnd"]
 
 _unfinished: weakref.WeakSet[RunEnd] = weakref.WeakSet()
-_newest: RunEnd | None = None  # kept, since a script's last function may drop its trainer
+_newest: RunEnd | None = None  # kept alive: a script's function may return before exit
 _owner = 0
 
 
 class RunEnd:
-    """Ends the run of one trainer.
+    """The end of the run of one trainer.
 
     Args:
-        state: Has the digests.
-        history: Writes the last line.
-        has_stages: Whether the digests are made by all ranks together.
+        state: The state of the trainer, which computes the digests.
+        history: The history, which writes the last line.
+        has_stages: Whether the model has stages, so that computing a digest is a collective call.
     """
 
     def __init__(self, state: TrainingState, history: History, has_stages: bool) -> None:
@@ -58,17 +58,17 @@ class RunEnd:
         self._dropped: weakref.finalize[..., RunEnd] | None = None
 
     def begin(self, run: ResumableRun, is_recorded: bool) -> None:
-        """Take in what saves the last checkpoint, and whether the last line has digests.
+        """Set the run, which saves the last checkpoint, and whether the last line has digests.
 
-        With stages the latter is the same on every rank; without, a rank that has loggers writes
-        them, which in an elastic run may not be the first rank 0.
+        `is_recorded` only matters with stages, where it must be the same on every rank. Without
+        stages, each rank that has loggers writes the digests.
         """
         self._run, self._is_recorded = run, is_recorded
 
     def end_at_exit(self, loggers: Sequence[Logger]) -> None:
-        """End the run when the process ends, or when nobody holds the trainer any more.
+        """End the run when the process ends, or when the trainer is garbage collected.
 
-        Of several trainers the newest one is kept for that, so that its last line has the digests.
+        The newest trainer is kept alive until the process ends, so that its last line has digests.
         """
         global _newest, _owner
         _newest, _owner = self, os.getpid()
@@ -76,14 +76,14 @@ class RunEnd:
         self._dropped = weakref.finalize(self, _end_dropped, loggers, self._history.failures)
         self._dropped.atexit = False
         atexit.unregister(_end_all)
-        atexit.register(_end_all)  # LIFO: runs before the process leaves its world
+        atexit.register(_end_all)  # LIFO: before the process group is destroyed
 
     def finish(self, state: str, message: str | None) -> None:
         """End the run on every rank.
 
         Raises:
             FileError: The record, or the last checkpoint, could not be written.
-            UsageError: A resumed script ended before it came to where the other run was.
+            UsageError: A resumed script ended before it reached the position of the other run.
         """
         if self._is_finished or self._run is None:
             return
@@ -99,7 +99,7 @@ class RunEnd:
             raise failure
 
     def _write_on_rank0(self, state: str, message: str | None) -> None:
-        """Write the last line; in an elastic run, rank 0 is still there when it is written."""
+        """Write the last line; in an elastic run, ensure that a surviving rank 0 writes it."""
         has_digests = not self._has_stages or (self._is_recorded and state == "done")
         self._write(state, message, has_digests)
         member = membership()
@@ -108,11 +108,11 @@ class RunEnd:
         before = member.round
         member.run(lambda: None, lambda _: None)
         member.permit_calls()
-        if member.round != before and self._history.loggers:  # this rank has taken its place
+        if member.round != before and self._history.loggers:  # this rank is the new rank 0
             self._write(state, message, has_digests=True)
 
     def finish_alone(self, state: str, message: str | None) -> None:
-        """End the run on this rank, without the others."""
+        """End the run on this rank, without a collective call."""
         if self._is_finished or self._run is None:
             return
         self._is_finished = True
@@ -167,6 +167,6 @@ def _describe_exit() -> tuple[str, str | None]:
         return "stopped", None
     if code not in (None, 0):
         return "failed", f"the script called sys.exit({code!r})"
-    if error is None or hasattr(sys, "ps1"):  # a notebook goes on after an exception
+    if error is None or hasattr(sys, "ps1"):  # a notebook continues after an exception
         return "done", None
     return "failed", f"{type(error).__name__}: {error}"

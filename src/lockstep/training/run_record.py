@@ -1,16 +1,16 @@
-"""Where a trainer's run is recorded: its folder, and the loggers that write there.
+"""The record of a trainer's run: its folder, and the loggers that write to it.
 
     loggers=, CheckpointConfig(folder=)   folder
     "runs/mine"                           runs/mine; if it holds an earlier run, runs/mine-2, ...
-                                          `lockstep run`: the folder of the launch, renamed to that
+                                          `lockstep run`: renames the folder of the launch to that
     none, under `lockstep run`            the folder of the launch
     none, with checkpoint=                a new one, runs/SCRIPT-DATE
     none                                  no folder: nothing is recorded
 
-A trainer with checkpoints whose folder holds an earlier run may still be resumed, so its folder is
-decided by its first call: `resume` continues the newest run of the name, any other call begins
-the next one. A trainer with neither a name nor checkpoints gets its folder with its first call too,
-so that the record of a launch is that of a trainer which can be resumed, if there is one.
+A trainer with checkpoints may still be resumed if its folder holds an earlier run. Its folder is
+therefore decided by its first call: `resume` continues the newest run of the name, any other call
+begins the next one. A trainer with neither a name nor checkpoints also gets its folder with its
+first call, so that the launch's folder is left to a trainer that can be resumed, if there is one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from lockstep.record.recorder import RECORD_FILE, Recorder
 __all__ = ["LoggerLike", "RunRecord"]
 
 LoggerLike = str | Path | Logger
-"""Where a run is recorded: its folder, or an object that takes the lines."""
+"""A folder to record a run in, or a logger object."""
 
 REQUESTED = "requested_name"  # in the first line of a record: the name without its number
 CANNOT_RESUME = "cannot_resume"  # in the first line of a record: its trainer has no checkpoints
@@ -60,20 +60,21 @@ _uses: Counter[Path] = Counter()  # trainers of this process by the folder of th
 
 
 class RunRecord:
-    """The folder and the loggers of one trainer's run. Only those of rank 0 decide anything.
+    """The folder and the loggers of one trainer's run; rank 0 makes all decisions.
 
     Args:
-        loggers: The trainer's `loggers=`; None for the default.
-        config: When checkpoints are saved; None for never.
-        start: Called with the loggers when they are open.
+        loggers: The trainer's `loggers=`; None: the default.
+        config: The settings of checkpoints; None: none are saved.
+        start: The function that is called with the loggers when they are open.
 
     Attributes:
-        path: The folder; None while it is not decided, and if there is none.
-        checkpoints: The name of the folder of checkpoints in it.
-        agreed: Both, as rank 0 has told all ranks of an elastic run; "" for no folder.
+        path: The folder; None if it is not decided yet, or if there is none.
+        checkpoints: The name of the subfolder of checkpoints.
+        agreed: `path` and `checkpoints` of rank 0, sent to all ranks of an elastic run; the path is
+            "" if there is no folder.
 
     Raises:
-        UsageError: A run is resumed by a trainer without checkpoints.
+        UsageError: A run would be resumed by a trainer without checkpoints.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class RunRecord:
 
     @property
     def has_name(self) -> bool:
-        """Whether the run is found again by a script that is started again."""
+        """Whether the same script, started again, would find the run."""
         return bool(self._named or self._fixed or find_launch_folder())
 
     @property
@@ -121,13 +122,13 @@ class RunRecord:
 
     @property
     def has_earlier_run(self) -> bool:
-        """Whether the folder that was named holds a run that could be resumed."""
+        """Whether the named folder holds a run that could be resumed."""
         return self._named is not None and bool(_find_family(self._named))
 
     # --- a run that begins ----------------------------------------------------------------
 
     def begin(self) -> None:
-        """Decide on the folder of a run that begins, and open its loggers.
+        """Decide the folder of a new run, and open its loggers.
 
         Raises:
             UsageError: The folder of a recorder holds the checkpoints of another run.
@@ -156,7 +157,7 @@ class RunRecord:
         return isinstance(given, (str, Path)) and Path(given).absolute() == self._named
 
     def _record_unnamed(self) -> Recorder | None:
-        """Return a recorder for a folder that nobody named; None if it has a record already."""
+        """Return a recorder for an unnamed folder; None if it already has a record."""
         if self.path is None:
             return None
         if (self.path / RECORD_FILE).exists():
@@ -176,7 +177,7 @@ class RunRecord:
             return None
 
     def _require_no_checkpoints(self) -> None:
-        """Raise UsageError if the folder of a recorder of the user's holds another run."""
+        """Raise UsageError if the folder of the user's Recorder holds another run."""
         assert self._fixed is not None
         folder = self._fixed.folder
         if self._saves_checkpoints and (
@@ -188,7 +189,7 @@ class RunRecord:
             )
 
     def _require_checkpoints(self, named: Path) -> None:
-        """Raise UsageError if a launch resumes the run of that name, and no trainer can."""
+        """Raise UsageError if the launch resumes the run of that name and no trainer can."""
         launch = find_launch_folder()
         if not is_resuming() or launch is None or self._saves_checkpoints or _uses:
             return
@@ -198,7 +199,7 @@ class RunRecord:
     # --- a run that continues ---------------------------------------------------------------
 
     def select_launch(self) -> None:
-        """Take the folder of the run that the launch continues."""
+        """Use the folder of the run that the launch continues."""
         launch = find_launch_folder()
         if self._named is not None:
             self.path = _find_resumed(self._named, launch)
@@ -211,10 +212,10 @@ class RunRecord:
             self._use_folder()
 
     def select_resumed(self, place: str | Path | None) -> None:
-        """Take the folder of the run that `trainer.resume(place)` continues.
+        """Use the folder of the run that `trainer.resume(place)` continues.
 
-        That is the newest run of the name, or the one that `place` belongs to. If that is
-        a run of another name, this one begins in a folder of its own.
+        Without `place`, that is the newest run of the name. If `place` belongs to a run of another
+        name, this run begins in a new folder.
 
         Raises:
             UsageError: There is no run at `place`.
@@ -235,13 +236,13 @@ class RunRecord:
             self._use_folder()
 
     def deselect(self) -> None:
-        """Undo `select_resumed`, if the loggers are not open."""
+        """Undo `select_resumed`, unless the loggers are open."""
         if self._has_begun and not self.is_open and self.path is not None:
             _uses[self.path.resolve()] -= 1
             self._has_begun, self.path = False, None
 
     def open_resumed(self) -> None:
-        """Open the loggers of a run that continues, once it is known that it can."""
+        """Open the loggers of a run that continues, after its state has been loaded."""
         if self.is_open:
             return
         if self.path is not None and not is_resuming():
@@ -256,7 +257,7 @@ class RunRecord:
         """Open the loggers of a trainer without checkpoints that replaces one of the last round.
 
         Args:
-            trainer: Its number in the program, which is in the first line of its record.
+            trainer: The trainer's number in the program, which is in the record's first line.
 
         Raises:
             FileError: The record cannot be continued.
@@ -277,17 +278,17 @@ class RunRecord:
         self._open(recorder, resume=True)
 
     def agree_on_folder(self, group: dist.ProcessGroup | None) -> None:
-        """Tell all ranks where the run is, so that any of them can take the place of rank 0."""
+        """Send the folder of the run to all ranks, so that any of them can replace rank 0."""
         path = "" if self.path is None else str(self.path)
         said = json.dumps([path, self.checkpoints]).encode()
         path, name = json.loads(all_gather_bytes(said, "beginning the run", group)[0])
         self.agreed = path, name
 
     def take_over(self, given: LoggerLike | Sequence[LoggerLike] | None) -> None:
-        """Continue the record of a rank 0 that is lost, on the rank that takes its place.
+        """Continue the record of the lost rank 0, on the rank that replaces it.
 
         Args:
-            given: The trainer's `loggers=`; None for the default.
+            given: The trainer's `loggers=`; None: the default.
         """
         path = Path(self.agreed[0]) if self.agreed[0] else None
         self._is_default = given is None
@@ -302,7 +303,7 @@ class RunRecord:
         self._open(recorder, resume=True)
 
     def describe_replay(self, step: int, microbatch: int | None) -> str:
-        """Return the command that replays a step, as the end of a sentence; "" if none can."""
+        """Return the command that replays a step, as the end of a sentence; "" if there is none."""
         program = describe_program()
         is_stored = program["kind"] in REPLAYABLE and "ipykernel" not in program["target"]
         if self._recorded is None or not is_stored:
@@ -323,7 +324,7 @@ class RunRecord:
     # --- loggers ------------------------------------------------------------------------------
 
     def _open(self, recorder: Recorder | None, *, resume: bool) -> None:
-        """Open the loggers; `recorder` is that of the run's folder, if it is open already."""
+        """Open the loggers; `recorder` is the run folder's recorder if it is already open."""
         self.is_open = True
         loggers: list[Logger] = [recorder] if self._is_default and recorder is not None else []
         for each in self._given:
@@ -355,7 +356,7 @@ def _cannot_resume(folder: Path) -> UsageError:
 
 
 def _begin_named(base: Path, is_recorded: bool) -> tuple[Path, Recorder | None]:
-    """Return the folder of a run of that name which begins, and the recorder there."""
+    """Return the folder of a new run of that name, and its recorder."""
     while True:
         numbers = _find_family(base, of_any=True)
         number = max(numbers) + 1 if 1 in numbers else 1
@@ -383,7 +384,7 @@ def _begin_named(base: Path, is_recorded: bool) -> tuple[Path, Recorder | None]:
 
 
 def _open_another(base: Path, resume: bool) -> Recorder:
-    """Return the recorder of another folder than that of the run."""
+    """Return the recorder of a folder other than the run's."""
     family = _find_family(base)
     if resume and family:
         return Recorder(max(family.values(), key=_last_written), resume=True)
@@ -397,7 +398,7 @@ def _find_family(base: Path, of_any: bool = False) -> dict[int, Path]:
 
     Args:
         base: The folder NAME.
-        of_any: Also those that were named so by themselves, which are no runs of NAME.
+        of_any: Whether to include folders whose runs were given the name NAME-2 by the user.
     """
     pattern = re.compile(rf"{re.escape(base.name)}(?:-([1-9]\d*))?")
     found = {}
@@ -418,7 +419,7 @@ def _holds_run(folder: Path) -> bool:
 
 
 def _is_run_of(name: str, folder: Path) -> bool:
-    """Return whether a folder with a number holds a run that was to have this name."""
+    """Return whether a numbered folder holds a run for which this name was requested."""
     if not (folder / RECORD_FILE).exists():
         return True
     return bool(_read_header(folder).get(REQUESTED) == name)
@@ -435,7 +436,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
 
 
 def _last_written(folder: Path) -> float:
-    """Return when a run was written to last."""
+    """Return the Unix time at which a run was last written to; 0 if it was not."""
     times = [0.0]
     for path in (folder / RECORD_FILE, folder / CHECKPOINTS):
         if path.exists():
@@ -446,8 +447,8 @@ def _last_written(folder: Path) -> float:
 def _find_resumed(base: Path, launch: Path | None) -> Path | None:
     """Return the run of that name which a launch continues; None if there is none.
 
-    A script may name its run anew at every start, by the time for instance: then it is
-    the run of the launch, if that has checkpoints.
+    If a script gives its run a new name at every start, such as the time, the launch's run is
+    returned, provided that it has checkpoints.
     """
     family = {number: folder.resolve() for number, folder in _find_family(base).items()}
     if launch is not None and launch in family.values():
@@ -462,7 +463,7 @@ def _find_resumed(base: Path, launch: Path | None) -> Path | None:
 
 
 def _shorten(path: Path) -> Path:
-    """Return a path as it is seen from the working directory, if it is in there."""
+    """Return a path relative to the working directory if it is inside it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

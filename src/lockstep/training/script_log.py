@@ -1,4 +1,4 @@
-"""The script log: what a script has asked of its trainer, so that it can run again from its start.
+"""The script log: a script's calls of its trainer and their results, which a rerun gets again.
 
     script                            log                       resumed after step 70
     for epoch in range(3):
@@ -7,12 +7,12 @@
         trainer.evaluate(...)         evaluation 0.31           returns 0.31
                                       epoch 1, at batch 25      yields batch 25, 26, ...
 
-A resumed script begins at its first line. Every call that the interrupted run had completed gets
-its recorded answer, so the script takes the same branches, until it comes to the call where that
-run was: there the training's state is restored, and calls have their effects again.
+A resumed script begins at its first line. Every call that the interrupted run had completed
+returns its logged result, so the script takes the same branches. At the call where the run was
+interrupted, the training's state is restored, and calls have their effects again.
 
-What happens inside a loop over `trainer.batches(...)` is not logged: the bodies of batches
-that were trained are not executed again. Of several loops at once (`zip`) the first one counts.
+Calls inside a loop over `trainer.batches(...)` are not logged: the loop body is not executed again
+for batches that were trained. Of several simultaneous loops (`zip`) only the first one is logged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS = {
 }
 
 IDENTITY = ("samples", "batch_size", "seed", "shuffle", "drop_last")
-"""What batches are resumed with must have been their own; entries of their state."""
+"""The entries of a batches' state that must be the same when it is resumed."""
 
 
 class OpenEpoch:
@@ -46,7 +46,7 @@ class OpenEpoch:
 
     Attributes:
         batches: The batches; `state_dict()` has their position.
-        resumed: The state to resume from; None from the beginning.
+        resumed: The state to resume from; None: the beginning.
         begun_at: The number of finished steps when the latest batch was yielded; -1 before.
     """
 
@@ -54,7 +54,7 @@ class OpenEpoch:
         self.batches, self.resumed, self.begun_at = batches, resumed, -1
 
     def entry(self, steps: int) -> Entry:
-        """Return the entry of the iteration as it is; a batch without a step is not done."""
+        """Return the entry of the iteration; its latest batch is not done if no step was taken."""
         state = self.batches.state_dict()
         if self.begun_at == steps and state["position"] > 0:
             state["position"] -= 1
@@ -62,7 +62,7 @@ class OpenEpoch:
 
 
 class ScriptLog:
-    """The calls of a script, and after resuming the answers to those that it made before."""
+    """The calls of a script; after resuming, also the results of those to be made again."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -70,7 +70,7 @@ class ScriptLog:
         self._open: list[OpenEpoch] = []
         self._answers: list[Entry] = []
         self._answered = 0
-        self._steps_answered = 0  # of the entry "steps" at the front
+        self._steps_answered = 0  # losses returned of the first answer, of kind "steps"
         self._batches = ""  # the chained identity of their batches
 
     # --- recording ------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class ScriptLog:
         return len(self._entries)
 
     def is_outermost(self, epoch: OpenEpoch) -> bool:
-        """Return whether an iteration is the one in whose body all others are."""
+        """Return whether an iteration is the outermost one."""
         return bool(self._open) and self._open[0] is epoch
 
     def record(self, kind: str, steps: int, **fields: Any) -> None:
@@ -95,7 +95,7 @@ class ScriptLog:
             self._entries.append({"kind": kind, "steps": steps, **fields})
 
     def record_step(self, steps: int, loss: float, batch: str) -> None:
-        """Log a step on a batch of the script's own; `batch` identifies its content."""
+        """Log a step outside of loops over batches; `batch` identifies the content of its batch."""
         if self._open:
             return
         last = self._entries[-1] if self._entries else {}
@@ -114,22 +114,22 @@ class ScriptLog:
             self.record("manual", steps)
 
     def record_digest(self, name: str, value: str, steps: int) -> None:
-        """Log a digest after `steps` steps, which may be asked for on some ranks only."""
+        """Log a digest after `steps` steps, which may be computed on some ranks only."""
         if not self._open:
             self._digests[self._place(name, steps)] = value
 
     def complete_batches(self) -> None:
-        """Note that the script is done with every batch that it has got."""
+        """Note that the script is done with every batch that was yielded to it."""
         for epoch in self._open:
             epoch.begun_at = -1
 
     def end_epoch(self, epoch: OpenEpoch, steps: int) -> None:
         """Log the end of an iteration, complete or left by the script."""
         if epoch not in self._open:
-            return  # it was inside another one that has ended
+            return  # it was inside an iteration that has ended
         if self.is_outermost(epoch):
             self._open = []
-            self._answers = []  # of iterations inside, which the script did not begin again
+            self._answers = []  # inner iterations that the script did not begin again
             state = epoch.batches.state_dict()
             kept = {name: state[name] for name in IDENTITY}
             entry = {"kind": "epoch", "epoch": state["epoch"], "complete": True, "state": kept}
@@ -138,7 +138,7 @@ class ScriptLog:
             self._open.remove(epoch)
 
     def state_dict(self, steps: int) -> dict[str, Any]:
-        """Return the log as of now: completed calls, then the iterations that are going on."""
+        """Return the current log: the completed calls, then the open iterations."""
         going = [each.entry(steps) | {"steps": steps} for each in self._open]
         entries = [dict(each) for each in self._entries]
         return {"entries": entries + going, "digests": dict(self._digests)}
@@ -146,7 +146,7 @@ class ScriptLog:
     # --- answering ------------------------------------------------------------------------
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Answer the calls of a script that begins again.
+        """Load a log, whose results the calls of the script return from now on.
 
         Raises:
             UsageError: The script has made calls already.
@@ -165,7 +165,7 @@ class ScriptLog:
 
     @property
     def is_answering(self) -> bool:
-        """Whether there are calls of the interrupted run that the script has not made again."""
+        """Whether the script has yet to repeat calls of the interrupted run."""
         return bool(self._answers)
 
     def answer(self, kind: str, **asked: Any) -> Entry | None:
@@ -181,13 +181,13 @@ class ScriptLog:
         return entry
 
     def answer_step(self, batch: str) -> tuple[float, int] | None:
-        """Return the loss of a step that was completed before, with the number of steps then.
+        """Return the loss of a step that was completed before, and the number of steps after it.
 
         Args:
-            batch: Identifies the content of the batch.
+            batch: The identity of the batch's content.
 
         Returns:
-            The loss, and the number of steps finished after it; None for a new step.
+            The loss, and the number of finished steps including it; None for a new step.
 
         Raises:
             UsageError: The batches are not those of the interrupted run.
@@ -214,21 +214,21 @@ class ScriptLog:
         return loss, steps
 
     def answer_digest(self, name: str, steps: int) -> str | None:
-        """Return a digest of the interrupted run, if it was asked for at this place."""
+        """Return the digest that the interrupted run computed at this place; None if it did not."""
         if self._open or not self._answers:
             return None
         return self._digests.get(self._place(name, steps))
 
     def _place(self, name: str, steps: int) -> str:
-        """Name a place between two calls; `steps` tells those between raw steps apart."""
+        """Return a name for the current place between two calls, after `steps` steps."""
         return f"{len(self._entries) + (self._steps_answered > 0)}/{steps}/{name}"
 
     def begin_epoch(self, batches: Any) -> tuple[OpenEpoch | None, Entry | None]:
         """Begin an iteration over batches.
 
         Returns:
-            The iteration, or None if it was complete before and yields nothing; and the
-            entry that it continues or that answers it, or None for a new iteration.
+            The iteration, or None if it was completed before and yields nothing; and its entry in
+            the log of the interrupted run, or None for a new iteration.
 
         Raises:
             UsageError: The interrupted run made another call here.
@@ -245,7 +245,7 @@ class ScriptLog:
         return epoch, entry
 
     def require_finished(self) -> None:
-        """Raise UsageError if the script ends before it came to where the other run was."""
+        """Raise UsageError if the script ends before the position of the interrupted run."""
         if self._answers:
             raise UsageError(
                 "the script ended before the point of the interruption; the interrupted run "

@@ -1,11 +1,11 @@
-"""Sessions: how a command reaches the trainers of an unchanged script.
+"""Sessions: the access of a command to the trainers of an unchanged script.
 
     rank starts     the command opens a session in the process, then the script runs
-    Trainer()       asks for it: layout from the session, no record, no files, no progress
-    a step          its observer sees what is computed, and the committed step
-    enough seen     SessionComplete unwinds the script, which ends the rank successfully
+    Trainer()       gets its layout from the session; writes no record, no files, no progress
+    a step          the session's observer gets its tensors and the committed step
+    command done    SessionComplete unwinds the script, which ends the rank successfully
 
-`lockstep check` and `lockstep replay` have one each. Without a session, a trainer works as usual.
+`lockstep check` and `lockstep replay` each have a session. Without one, a trainer works as usual.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ __all__ = [
 
 
 class SessionComplete(BaseException):
-    """The command has seen all it needs; no `except Exception` of a script stops this."""
+    """Raised to end a script when the command is done; `except Exception` does not catch it."""
 
 
 @dataclass(frozen=True)
 class ObservedTrainer:
-    """What a session gets of a trainer that has just been constructed.
+    """The parts of a newly constructed trainer that a session observes.
 
     Attributes:
         backend: The backend of the ranks.
         parallel: The layout, the loss and other modules.
-        called: What the trainer calls: the model, or what compiled it.
+        called: The module that the trainer calls: the model, or its compiled wrapper.
         module: The model.
         has_whole_gradients: Whether `.grad` holds whole gradients after the reduction.
-        digest: Returns the digest of the model; a collective call with stages.
-        optimizer_state: Returns the optimizer's state on this rank, as "weight/exp_avg".
+        digest: The function that returns the digest of the model; a collective call with stages.
+        optimizer_state: The function that returns the optimizer's state on this rank, by names
+            such as "weight/exp_avg".
     """
 
     backend: str
@@ -61,29 +62,29 @@ class ObservedTrainer:
 
 
 class TrainerObserver(Protocol):
-    """What a session does with one trainer."""
+    """The interface through which a session observes one trainer."""
 
     @property
     def checkpoint(self) -> Path | None:
-        """The checkpoint from which the trainer continues; None for its beginning."""
+        """The checkpoint from which the trainer continues; None: it starts from the beginning."""
 
     def begin_step(self, step: int) -> StepObserver | None:
-        """Return what observes a step that begins; None if nothing does."""
+        """Return the observer of a step that begins; None: it is not observed."""
 
     def commit(self, committed: CommittedStep) -> None:
-        """Take in a committed step; may raise SessionComplete, on every rank alike."""
+        """Handle a committed step; may raise SessionComplete, then on every rank."""
 
 
 class Session(Protocol):
-    """What a command does with the trainers of a script."""
+    """The interface of a command to the trainers of a script."""
 
     def options(
         self, model: nn.Module | Sequence[Any], given: PipelineConfig
     ) -> tuple[PipelineConfig, bool]:
-        """Return the stages of a trainer of `model`, and whether it shares parameters."""
+        """Return the pipeline settings of a trainer of `model`, and whether storage is shared."""
 
     def attach(self, trainer: ObservedTrainer) -> TrainerObserver:
-        """Return what observes a trainer that has just been constructed."""
+        """Return the observer of a newly constructed trainer."""
 
 
 AnySession = TypeVar("AnySession", bound=Session)
@@ -92,7 +93,7 @@ _current: Session | None = None
 
 
 def current_session() -> Session | None:
-    """Return the session of this process; None where no command opened one."""
+    """Return the session of this process; None if no command opened one."""
     return _current
 
 

@@ -7,9 +7,9 @@
                              optimizer.step(), in place
     its state                once per host, in shared memory, visible to every rank
 
-Since the state is in shared memory, state dicts are whole without an exchange, in the optimizer's
-own format, and can be loaded with any storage and number of ranks. For the same reason a rank can
-finish the chunks of one that was killed (`step_log.py`).
+Since the state is in shared memory, every rank has the whole state dict without an exchange. It is
+in the optimizer's own format, and can be loaded with any storage and number of ranks. For the same
+reason a rank can finish the chunks of a rank that was killed (`step_log.py`).
 """
 
 from __future__ import annotations
@@ -47,17 +47,22 @@ NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 @dataclass(frozen=True)
 class _Entry:
-    """What an optimizer keeps under one key: a tensor of elements, a scalar, or a number."""
+    """The kind and dtype of an optimizer's state under one key.
+
+    The kind is "elements" (one value per element of the parameter), "scalar" (a tensor of dim 0)
+    or "number" (a Python number).
+    """
 
     kind: str
     dtype: torch.dtype
 
 
 class ShardedOptimizer:
-    """Steps `optimizer` on this rank's pieces of `parameters`; its params become the pieces.
+    """An optimizer that steps this rank's pieces of parameters that all ranks share.
 
-    Made on every rank alike, before a schedule. Raises UsageError for an optimizer
-    that cannot be followed.
+    Construct it on every rank, before the scheduler. The parameters in the groups of `optimizer`
+    are replaced by this rank's pieces. Raises UsageError for an optimizer that cannot update
+    slices of parameters.
     """
 
     def __init__(
@@ -80,24 +85,24 @@ class ShardedOptimizer:
         for each in optimizer.param_groups:
             each["params"] = []
         self.shared, self.log = SharedParameters(self._parameters, group), StepLog(group)
-        self._homes: dict[tuple[int, str], torch.Tensor] = {}  # of a parameter's state
-        self._places: dict[Piece, dict[str, torch.Tensor]] = {}  # of a piece's, views of homes
-        self._pieces: dict[Piece, nn.Parameter] = {}  # this rank's
+        self._homes: dict[tuple[int, str], torch.Tensor] = {}  # by parameter and key of its state
+        self._places: dict[Piece, dict[str, torch.Tensor]] = {}  # views of _homes, by piece
+        self._pieces: dict[Piece, nn.Parameter] = {}  # those of this rank
         self._in_group: list[list[nn.Parameter]] = [[] for _ in self._groups]
-        # Of each rank: a parameter group, and pieces of up to PIECE elements together.
+        # For each rank, its chunks: a parameter group, and pieces of up to PIECE elements in total.
         self._chunks: list[list[tuple[int, list[Piece]]]] = [
             [] for _ in range(dist.get_world_size(group))
         ]
-        self._tensors: dict[tuple[int, int], list[torch.Tensor]] = {}  # of a rank's chunk
-        self._known = 0  # of all ranks' pieces, those that have a place
-        self._kept = made  # of parameters without pieces
-        self.stepped = {*made}  # those that the optimizer keeps something for
+        self._tensors: dict[tuple[int, int], list[torch.Tensor]] = {}  # by rank and chunk
+        self._known = 0  # the number of pieces, of all ranks, that have a place
+        self._kept = made  # the states of parameters without pieces
+        self.stepped = {*made}  # the parameters for which the optimizer has state
         self._extend()
 
     # --- a step --------------------------------------------------------------------------------
 
     def local_gradients(self) -> list[torch.Tensor]:
-        """Return this rank's parts of the gradients, whole blocks each but the last of a tensor."""
+        """Return this rank's slices of the gradients: whole blocks, except at a tensor's end."""
         pass_point("summed")
         sums = self._gradients.sums
         return [
@@ -107,9 +112,9 @@ class ShardedOptimizer:
         ]
 
     def step(self, about: str) -> None:
-        """Step every parameter that has a sum, on all ranks or on none.
+        """Step every parameter that has a gradient sum, on all ranks or on none.
 
-        A collective call. Raises WorkError on every rank where the optimizer raised.
+        A collective call. Raises WorkError on every rank if the optimizer raised on one.
         """
         pass_point("clipped")
         if self._known < len(self._shards.pieces):
@@ -129,7 +134,7 @@ class ShardedOptimizer:
             self.stepped |= {*self._gradients.sums}
 
     def _map_sums(self, rank: int) -> dict[int, torch.Tensor]:
-        """Return the sums in the memory of another rank, which may have died."""
+        """Return the gradient sums in the memory of another rank, which may have died."""
         found: dict[int, torch.Tensor] = {}
         for bucket, handle in zip(self._shards.buckets, self._handles[rank].tolist(), strict=True):
             vector = map_peer_tensor(handle, bucket.length, bucket.dtype, self._group)
@@ -184,7 +189,7 @@ class ShardedOptimizer:
         return self._chunks[rank] or [(0, [])]
 
     def _parameter_of(self, piece: Piece) -> nn.Parameter:
-        """Return what the optimizer steps for a piece, with its state if the piece has one."""
+        """Return the parameter that the optimizer steps for a piece, with any existing state."""
         if piece.rank == self._rank:
             return self._pieces[piece]
         parameter = nn.Parameter(self.shared.vectors[piece.index][piece.start : piece.stop])
@@ -193,7 +198,7 @@ class ShardedOptimizer:
         return parameter
 
     def _tensors_of(self, rank: int, chunk: int) -> list[torch.Tensor]:
-        """Return all that a step changes of a chunk: parameters, and their state."""
+        """Return all tensors of a chunk that a step changes: parameters, and their state."""
         found = self._tensors.get((rank, chunk))
         if found is None:
             found = self._tensors[rank, chunk] = []
@@ -203,16 +208,16 @@ class ShardedOptimizer:
         return found
 
     def _reset_groups(self) -> None:
-        """Give every group its pieces again: what a schedule or a state dict looks at."""
+        """Restore the pieces of every group, for schedulers and state dicts."""
         for group, pieces in zip(self._optimizer.param_groups, self._in_group, strict=True):
             group["params"] = pieces
 
-    # --- where things are ------------------------------------------------------------------------
+    # --- the places of pieces and their state ----------------------------------------------------
 
     def _probe_state(
         self, group: int, made: Mapping[int, dict[str, Any]]
     ) -> dict[torch.dtype, dict[str, _Entry]]:
-        """Return what the optimizer will keep for parameters of a group, by their dtype."""
+        """Return the state entries that the optimizer makes for a group's parameters, by dtype."""
         found: dict[torch.dtype, dict[str, _Entry]] = {}
         for index in sorted(self._groups[group], key=lambda n: not self._parameters[n].numel()):
             parameter = self._parameters[index]
@@ -224,7 +229,7 @@ class ShardedOptimizer:
             twin.__dict__.update(self._optimizer.__dict__)
             twin.state = defaultdict(dict)
             for key, value in made.get(index, {}).items():
-                # Copied: `copy.copy` shares memory, and the probe's step would count.
+                # Cloned, so that the step on the probe does not change the real state.
                 whole = isinstance(value, torch.Tensor) and value.shape == parameter.shape
                 part = in_memory_order(value)[:3].clone() if whole else copy.deepcopy(value)
                 twin.state[probe][key] = part
@@ -250,10 +255,10 @@ class ShardedOptimizer:
         )
 
     def _extend(self) -> None:
-        """Give the pieces that are new a parameter to step, and their state a place.
+        """Make parameters for the new pieces, and places in shared memory for their state.
 
-        A collective call. What was kept for them is dropped when all ranks have written their
-        pieces of it to the places: a rank that is killed before takes nothing with it.
+        A collective call. State that was kept for them is dropped only after all ranks have written
+        their pieces of it to the places, so that none is lost if a rank is killed before.
         """
         new = self._shards.pieces[self._known :]
         self._known = len(self._shards.pieces)
@@ -299,12 +304,12 @@ class ShardedOptimizer:
             del self._kept[index]
 
     def _get_entries(self, index: int) -> dict[str, _Entry]:
-        if index not in self._group_of:  # the user's optimizer leaves it alone
+        if index not in self._group_of:  # not in the user's optimizer
             return {}
         return self._entries[self._group_of[index]][self._parameters[index].dtype]
 
     def _add_piece(self, piece: Piece) -> None:
-        """Add a piece to a chunk of its rank; this rank's are parameters of the optimizer."""
+        """Add a piece to a chunk of its rank; if that is this rank, also to the optimizer."""
         group, chunks = self._group_of[piece.index], self._chunks[piece.rank]
         if piece.rank == self._rank:
             now = self.shared.vectors[piece.index][piece.start : piece.stop]
@@ -318,7 +323,7 @@ class ShardedOptimizer:
             chunks.append((group, [piece]))
 
     def _store_state(self, piece: Piece, state: dict[str, Any]) -> None:
-        """Bring what the optimizer keeps for a piece to its place, unless it is there."""
+        """Move the optimizer's state for a piece to its place, unless it is already there."""
         for key, value in state.items():
             place = self._places[piece].get(key)
             if place is None:
@@ -341,7 +346,7 @@ class ShardedOptimizer:
                 )
 
     def _read_places(self, piece: Piece) -> dict[str, Any]:
-        """Return what the optimizer keeps for a piece."""
+        """Return the optimizer's state for a piece, from its place."""
         entries = self._get_entries(piece.index)
         return {
             key: place.item() if entries[key].kind == "number" else place
@@ -351,7 +356,7 @@ class ShardedOptimizer:
     # --- the whole state -------------------------------------------------------------------------
 
     def _read_state(self, index: int) -> dict[str, Any]:
-        """Return what is kept for a parameter, as the optimizer would keep it for all of it."""
+        """Return the state of a whole parameter, in the optimizer's format."""
         found: dict[str, Any] = dict(self._kept.get(index, {}))
         for key, entry in self._get_entries(index).items() if not found else ():
             home = self._homes[index, key]
@@ -367,7 +372,7 @@ class ShardedOptimizer:
         return [self._parameters[index] for numbers in self._groups for index in numbers]
 
     def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-        """Name the whole state after the parameters: "conv.weight/exp_avg" and so on."""
+        """Return the whole state by names such as "conv.weight/exp_avg"."""
         return {
             f"{names[self._parameters[index]]}/{key}": value
             for index in self.stepped
@@ -375,7 +380,7 @@ class ShardedOptimizer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state dict as if it had stepped whole parameters alone."""
+        """Return the state dict of the optimizer, as if it had stepped the whole parameters."""
         order = [index for numbers in self._groups for index in numbers]
         identity = {index: number for number, index in enumerate(order)}
         packed = [
@@ -391,14 +396,14 @@ class ShardedOptimizer:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Return the context in which a rank may write all of the parameters and the state."""
+        """Return the context in which a rank may write any of the parameters and the state."""
         with self.shared.exclusive("loading a state"):
             yield
-            self.log.mark_torn()  # if a rank is lost before it has written its part
+            self.log.mark_torn()  # undone below, unless a rank is lost before
         self.log.mark_whole()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a whole state dict; raises what the optimizer does where it does not fit."""
+        """Load a whole state dict; raises the optimizer's own errors if it does not fit."""
         sizes = [len(group["params"]) for group in state["param_groups"]]
         if sizes != [len(numbers) for numbers in self._groups]:
             raise UsageError(
@@ -425,7 +430,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def _write_state(self, whole: Mapping[int, Mapping[str, Any]]) -> None:
-        """Write the whole state of some parameters to its places, each rank its own pieces."""
+        """Write the whole state of some parameters to its places; each rank writes its pieces."""
         self.stepped |= {*whole}
         covered = {*self._shards.covered}
         self._kept |= {n: dict(state) for n, state in whole.items() if n not in covered}
