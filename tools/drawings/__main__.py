@@ -28,6 +28,7 @@ def draw_all() -> Mapping[str, Picture]:
     tables = messages.read_tables(PAGE)
     found: dict[str, Callable[[], Picture]] = {
         "micro-batches": batches.draw_split,
+        "accumulation": batches.draw_accumulation,
         "tree": batches.draw_tree,
         "binary-counter": batches.draw_binary_counter,
         "tree-on-ranks": batches.draw_tree_of_ranks,

@@ -21,7 +21,14 @@ from tools.drawings.shapes import (
     make_card,
 )  # fmt: skip
 
-__all__ = ["draw_binary_counter", "draw_layouts", "draw_split", "draw_tree", "draw_tree_of_ranks"]
+__all__ = [
+    "draw_accumulation",
+    "draw_binary_counter",
+    "draw_layouts",
+    "draw_split",
+    "draw_tree",
+    "draw_tree_of_ranks",
+]
 
 M = 8
 
@@ -197,4 +204,35 @@ def draw_layouts() -> Picture:
                     picture, x + 8 + place * size, top + 90, size - 2, 20, str(microbatch),
                     RANKS[rank // stages],
                 )  # fmt: skip
+    return picture
+
+
+def draw_accumulation() -> Picture:
+    """Draw one step over time on 1, 2 and 4 ranks."""
+    picture = make_card(344, "One step with 8 micro-batches on 1, 2 and 4 ranks")
+    add_text(picture, LEFT, 22, "One step of 8 micro-batches", 13, bold=True)
+    add_text(picture, RIGHT, 22, "time →", 12, SOFT, "end")
+    left, y = 66.0, 40.0
+    reduction, update, height = 36.0, 36.0, 24.0
+    unit = (RIGHT - left - update) / M
+    for ranks in (1, 2, 4):
+        parts = [owned_microbatches(64, M, ranks, rank) for rank in range(ranks)]
+        end = left + max(map(len, parts)) * unit + (reduction if ranks > 1 else 0)
+        for rank, own in enumerate(parts):
+            add_text(picture, LEFT, y + height / 2, f"rank {rank}", 12, SOFT)
+            picture.add(Box(left, y, RIGHT - left, height, WASH, 3))
+            for place, microbatch in enumerate(own):
+                x = left + place * unit
+                add_cell(picture, x, y, unit - 1, height, str(microbatch), RANKS[rank])
+            if ranks > 1:
+                x = left + len(own) * unit
+                add_cell(picture, x, y, end - x - 1, height, "sum", SUM)
+            add_cell(picture, end, y, update, height, "step", MUTED, INK)
+            y += height + 4
+        y += 16
+    add_lines(
+        picture, LEFT, y + 4,
+        ["A number is the forward and backward of a micro-batch.",
+         "step: the optimizer, once, on every rank."],
+    )  # fmt: skip
     return picture
