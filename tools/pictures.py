@@ -175,7 +175,7 @@ FILES = [*(f"{name}.svg" for name in PICTURES), "report.png"]
 
 def to_svg(rows: Screen, title: str) -> str:
     """Return a drawing of terminal rows, with its own background."""
-    columns = max(map(len, rows))
+    columns = max(len("".join(cell.text for cell in row).rstrip()) for row in rows)
     width = columns * CELL_WIDTH + 2 * MARGIN
     height = len(rows) * CELL_HEIGHT + 2 * MARGIN
     lines = [
