@@ -26,7 +26,7 @@ __all__ = ["SharedParameters", "allocate"]
 def allocate(
     sizes: Sequence[tuple[int, torch.dtype]], group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
-    """Return a vector of zeros for each (elements, dtype), shared by all ranks, 64-byte aligned."""
+    """Return a vector of zeros per (elements, dtype), shared by all ranks and 64-byte aligned."""
     found: list[torch.Tensor] = [torch.empty(0)] * len(sizes)
     for dtype in dict.fromkeys(dtype for _, dtype in sizes):
         step = ALIGNMENT // dtype.itemsize
@@ -39,9 +39,9 @@ def allocate(
 
 
 class SharedParameters:
-    """The memory of `parameters`, which become views of it.
+    """Parameters in memory that all ranks share; `parameters` become views of it.
 
-    A collective call; the parameters must be equal on all ranks.
+    Constructing it is a collective call; the parameters must be equal on all ranks.
 
     Attributes:
         vectors: The elements of each parameter, in memory order.
@@ -61,7 +61,7 @@ class SharedParameters:
 
     @contextmanager
     def exclusive(self, about: str) -> Iterator[None]:
-        """Wait until nobody uses the parameters, and after the body until all have written."""
+        """Wait for all ranks before the body, which may write, and again after it."""
         all_gather_bytes(b"", f"about to begin {about}", self._group)
         yield
         all_gather_bytes(b"", f"done with {about}", self._group)

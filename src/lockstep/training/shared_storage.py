@@ -1,8 +1,9 @@
-"""Shared storage: whether the ranks of a host can share parameters and an optimizer's state.
+"""Shared storage: whether and how ranks share parameters and an optimizer's state.
 
-An optimizer that treats each element by itself computes the same bits on pieces as on whole
-tensors: torch's by a list, others by the class attribute `lockstep_elementwise`. The ranks are on
-one host, and the parameters keep their layout in shared memory.
+The optimizer must update each element independently, since it then computes the same bits on pieces
+as on whole tensors. Those of torch that do are listed here; others declare it by the class
+attribute `lockstep_elementwise`. All ranks must be on one host, and the parameters must keep their
+layout in shared memory.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD,
     optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
 )  # fmt: skip
-"""torch's optimizers whose new element depends only on the past of that element."""
+"""The optimizers of torch that update each element of a parameter independently."""
 
 ALIGNMENT = 64
-"""Bytes at which every tensor begins in shared memory, as in memory that torch allocates."""
+"""The alignment in bytes of tensors in shared memory, as in memory that torch allocates."""
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
-    """Raise UsageError for an optimizer that may not be stepped piece by piece."""
+    """Raise UsageError for an optimizer that may not be stepped in pieces."""
     if type(optimizer) in ELEMENTWISE or getattr(optimizer, "lockstep_elementwise", False):
         return
     name = type(optimizer).__name__
@@ -53,23 +54,23 @@ def share_parameters(
     optimizer: Optimizer,
     parallel: ParallelContext,
 ) -> tuple[GradientReducer, ShardedOptimizer | None]:
-    """Let all ranks share the parameters, and shard the optimizer.
+    """Move the parameters to memory that all ranks share, and shard the optimizer.
 
-    A rank that is alone shares with nobody.
+    With one rank, nothing is shared.
 
     Args:
         named: The parameters with their names, the same on every rank.
-        modules: What a step calls: their backward hooks may look at `.grad`.
-        optimizer: Of these parameters.
+        modules: The modules that a step calls, whose backward hooks may read `.grad`.
+        optimizer: The optimizer of these parameters.
         parallel: The layout.
 
     Returns:
-        The gradients of the parameters, reduced to this rank's shards; and the sharded
-        optimizer, None for a rank that is alone.
+        The reducer of the gradients to this rank's shards, and the sharded optimizer; with one
+        rank, a reducer to whole gradients, and None.
 
     Raises:
-        LayoutError: The ranks have no memory in common, or a parameter lies in memory in a
-            way that shared memory does not keep.
+        LayoutError: The ranks cannot share memory, or a parameter's strides or alignment would
+            change in shared memory.
         UsageError: The optimizer cannot step pieces, or a parameter has sparse gradients.
     """
     require_elementwise(optimizer)
@@ -83,7 +84,7 @@ def share_parameters(
     if parallel.replicas == 1:
         return GradientReducer(named, parallel.group, modules=modules), None
     for name, parameter in named:
-        # Frozen parameters are held and not stepped, so they may have any dtype.
+        # Frozen parameters are not stepped, so they may have any dtype.
         dtype = parameter.dtype if parameter.requires_grad else torch.float32
         if native_backend(parameter.device, dtype, parallel.group) is None:
             raise LayoutError(
@@ -105,7 +106,7 @@ def share_parameters(
 def _require_plain_layout(name: str, parameter: nn.Parameter) -> None:
     """Refuse a parameter whose strides or alignment would change in shared memory.
 
-    Kernels choose their path by both, so its results could have other bits there.
+    Kernels choose their code path by both, so results could have other bits.
     """
     dense = is_dense(parameter)
     if dense and parameter.data_ptr() % ALIGNMENT == 0:

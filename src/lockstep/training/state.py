@@ -1,4 +1,4 @@
-"""The state that training continues from, whole on every rank in every layout."""
+"""The state from which training continues, in a form that every layout can load."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from lockstep.training.step import Executor
 __all__ = ["Position", "TrainingState"]
 
 AVERAGED = "module."
-"""What torch puts in front of the names of averaged weights."""
+"""The prefix that torch gives to the names of averaged weights."""
 
 
 @dataclass
 class Position:
-    """Where a training is.
+    """The position of a training.
 
     Attributes:
         attempt: The latest attempt at a step.
         seed: The trainer's seed.
         steps: The number of finished steps.
-        epoch: The latest epoch that was begun.
-        next_epoch: The epoch that is next in this program, if it does not say which.
+        epoch: The latest epoch that was begun, from 0.
+        next_epoch: The epoch of the next iteration over batches that names no epoch.
     """
 
     attempt: Attempt
@@ -46,10 +46,10 @@ class Position:
 
 
 class TrainingState:
-    """Weights, buffers, their average, the optimizer's state, and where the training is.
+    """The state of a training: weights, buffers, their average, optimizer state, and position.
 
-    With stages a rank holds a part of each; then every method that returns something
-    must be called on every rank, except `local_state`.
+    With stages a rank holds a part of each. Every method that returns a whole state or a digest
+    must then be called on every rank.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TrainingState:
 
     @property
     def placement(self) -> Placement | None:
-        """Which stages have which tensors; None while this rank has all of them."""
+        """The placement of tensors on stages; None while this rank has all of them."""
         return self._executor.placement
 
     @property
@@ -83,7 +83,7 @@ class TrainingState:
     def part(self) -> tuple[int, int] | None:
         """The number of this rank's part of the state, and the number of parts.
 
-        None where another rank has all of it, because the model is not partitioned yet.
+        None if the model is not partitioned yet, and another rank saves all of it.
         """
         position, stages = self._parallel.position, self._parallel.stages
         if self.placement is None:
@@ -100,7 +100,7 @@ class TrainingState:
         return gather_model_state(state, self._source, self._device)
 
     def select_module(self, ema: bool = True) -> nn.Module:
-        """Return the model, or the one with averaged weights; UsageError where there is none."""
+        """Return the model, or the one with averaged weights; UsageError if there is no average."""
         if not ema:
             return self._module
         if self._optimization.average is None:
@@ -118,7 +118,7 @@ class TrainingState:
         return gather_optimizer_state(optimizer, self._names, self._source, self._device)
 
     def ema_state(self) -> dict[str, Any] | None:
-        """Return the state dict of the average, with how often it was updated; or None."""
+        """Return the state dict of the average, with its number of updates; None without one."""
         average = self._optimization.average
         if average is None:
             return None
@@ -127,7 +127,7 @@ class TrainingState:
         }
 
     def buffer_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the buffers that a step may write and that no state dict of a module holds.
+        """Return the buffers that a step may write and that a module's state dict does not contain.
 
         Returns:
             Tensors by buffer name: under "model" and "average" the non-persistent buffers,
@@ -138,7 +138,7 @@ class TrainingState:
             return found
         for group in ("model", "average"):
             found[group] = gather_model_state(found[group], self._source, self._device)
-        # The loss is computed, and its buffers are written, only on the ranks of the last stage.
+        # Only the ranks of the last stage compute the loss and write its buffers.
         last = len(self.placement.partition.ranges) - 1
         source = last % self._parallel.stages
         if not self._has_last_stage:
@@ -166,7 +166,7 @@ class TrainingState:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything, for any layout."""
+        """Return the whole state, which any layout can load."""
         scheduler = self._optimization.scheduler
         return {
             "model": self.model_state(),
@@ -178,10 +178,10 @@ class TrainingState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, in this or another layout.
+        """Load a state that `state_dict` returned, in this or another layout.
 
         Raises:
-            UsageError: It was made with another seed or number of micro-batches.
+            UsageError: It was saved with another seed or number of micro-batches.
         """
         here = self.position_state()
         for name in ("seed", "microbatches"):
@@ -195,7 +195,7 @@ class TrainingState:
         self.position.next_epoch = state["epoch"] + (not self._history.is_inside_epoch)
 
     def position_state(self) -> dict[str, Any]:
-        """Return where the training is: plain values, the same on every rank."""
+        """Return the position of the training as plain values, the same on every rank."""
         scale = self._parallel.loss_scale
         return {
             "history": self._history.state_dict(),
@@ -208,7 +208,7 @@ class TrainingState:
         }
 
     def load_position(self, state: Mapping[str, Any]) -> None:
-        """Go on where `position_state` was taken; older states lack some entries."""
+        """Load a position that `position_state` returned; older states lack some entries."""
         self._history.load_state_dict(state.get("history") or {"open": state["open_epoch"]})
         self.samplers.load_state_dict(state.get("samplers", []))
         position, steps = self.position, state["steps"]
@@ -219,10 +219,11 @@ class TrainingState:
             scale.load_state_dict(saved)
 
     def local_state(self) -> dict[str, Any]:
-        """Return what this rank has of the state, for a checkpoint; not a collective call.
+        """Return this rank's part of the state, for a checkpoint; not a collective call.
 
-        With stages, the tensors that it owns; otherwise everything. The optimizer's state is by
-        parameter name, and averaged weights have the names of the model's.
+        With stages, these are the tensors that the rank owns; otherwise all tensors. The keys of
+        the optimizer's state are parameter names, and averaged weights have the names of the
+        model's weights.
         """
         self._require_whole()
         packed = self._optimization.stateful.state_dict()
@@ -248,7 +249,7 @@ class TrainingState:
         }
 
     def is_whole(self) -> bool:
-        """Return whether what all ranks share is not in the middle of a step."""
+        """Return whether shared parameters and optimizer state are not in the middle of a step."""
         sharded = self._optimization.sharded
         return sharded is None or sharded.log.has_whole_state()
 
@@ -257,13 +258,13 @@ class TrainingState:
             sharded.log.require_whole_state()
 
     def describe_changes(self) -> list[Any]:
-        """Return what changes where a script writes to parameters, or sets a learning rate."""
+        """Return values that change if a script writes to parameters or sets a learning rate."""
         groups = self._optimization.optimizer.param_groups
         options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         return [repr(options), [each._version for each in self._names]]
 
     def load_local(self, state: Mapping[str, Any]) -> None:
-        """Load the state of all ranks that `local_state` returned; a rank takes what it holds."""
+        """Load this rank's tensors from the merged `local_state` of all ranks."""
         average = None
         if state["ema"] is not None:
             average = {AVERAGED + name: value for name, value in state["ema"].items()}
@@ -279,11 +280,11 @@ class TrainingState:
         self._load_tensors({**state, "optimizer": optimizer, "average": average})
 
     def _order(self) -> list[str]:
-        """Return the names of the parameters as the optimizer numbers them."""
+        """Return the names of the parameters, in the optimizer's order."""
         return [self._names[each] for each in self._optimization.parameters]
 
     def _owned(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries that this rank owns of a state by names of parameters and buffers."""
+        """Return the entries of a state, by parameter and buffer name, that this rank owns."""
         placement = self.placement
         if placement is None:
             return dict(state)
@@ -299,7 +300,7 @@ class TrainingState:
         return len(self.placement.partition.ranges) - 1 in self.placement.stages
 
     def _load_tensors(self, state: Mapping[str, Any]) -> None:
-        """Load whole states; of each, a rank takes what it holds."""
+        """Load the tensors that this rank holds from whole states."""
         average = state["average"] and self._held(state["average"], AVERAGED)
         with self._optimization.loading():
             self._module.load_state_dict(self._held(state["model"], ""))
@@ -307,7 +308,7 @@ class TrainingState:
         self._load_buffers(state.get("buffers", {}))  # older states have none
 
     def _unsaved_buffers(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return this rank's tensors of `buffers`."""
+        """Return this rank's tensors of `buffer_state`."""
         average = self._optimization.average
         return {
             "model": _non_persistent_buffers(self._module),
@@ -338,7 +339,7 @@ class TrainingState:
         return self.placement.find_owner(name)
 
     def _held(self, state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-        """Return a state whose tensors that are not held here are on the meta device."""
+        """Return a state in which tensors that this rank does not hold are on the meta device."""
         placement = self.placement
         if placement is None:
             return state

@@ -1,19 +1,19 @@
-"""One optimizer step, from top to bottom; every rank takes it with the same outcome.
+"""One optimizer step, from top to bottom; it has the same outcome on every rank.
 
 (1) compute     this rank's micro-batches                 executor: whole model, or stages
 (2) exchange    the status of every rank                  rank_status
-(3) check       may the step go on? nothing has changed so far
+(3) check       may the step continue? nothing has changed so far
 (4) reduce      gradients along the tree, over the ranks
 (5) clip        by the norm of the whole gradient, which must be finite too
 (6) merge       buffers
-(7) update      the optimizer on shared parameters: all ranks or none (`step_log`)
-(8) commit      any other optimizer, the average of the weights, the schedule
+(7) update      the optimizer of shared parameters, on all ranks or none (`step_log`)
+(8) commit      any other optimizer, the average of the weights, the scheduler
 
-If float16 gradients overflowed, (7) and (8) do nothing. An exception before (8) leaves parameters,
-buffers and optimizer state as they were, unless the ranks have decided on the step in (7): then
-it is finished and a rank was lost, or the optimizer has raised in the middle. In an elastic run
-(1) to (7) are undone and repeated where a rank is lost (`lockstep.elastic.membership`), unless
-all have passed (7).
+If float16 gradients overflowed, (7) and (8) do not update anything. An exception before (8) leaves
+parameters, buffers and optimizer state as they were, unless the ranks have committed the step
+in (7): then either the step is finished and a rank was lost, or the optimizer raised in the middle.
+In an elastic run (1) to (7) are undone and repeated if a rank is lost
+(`lockstep.elastic.membership`), unless all ranks have passed (7).
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ __all__ = ["CommittedStep", "Executor", "OptimizerStep", "PreparedStep"]
 
 
 class Executor(Protocol):
-    """Computes the micro-batches of a step: on a whole model, or through pipeline stages."""
+    """The interface of what computes a step's micro-batches: on a whole model, or in stages."""
 
     @property
     def side_effects(self) -> SideEffects:
-        """What forward may write besides its result."""
+        """The check of the side effects of forward."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -77,40 +77,40 @@ class Executor(Protocol):
 
     @property
     def owned_parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters whose norm this rank counts."""
+        """The parameters that this rank counts in the norm of the gradient."""
 
     @property
     def placement(self) -> Placement | None:
-        """Which stages have which tensors; None while this rank has all of them."""
+        """The placement of tensors on stages; None while this rank has all of them."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether steps can be computed: not before a model has been cut into stages."""
+        """Whether steps can be computed: false until the model is partitioned into stages."""
 
     @property
     def is_complete(self) -> bool:
         """Whether every micro-batch of the current step has been computed."""
 
     def prepare(self, batch: Any) -> Any:
-        """Get ready for the first step; return the batch, of which a part may be enough."""
+        """Prepare for the first step; return the batch, or the part that this rank needs."""
 
     def open(self, step: StepContext) -> AbstractContextManager[Any]:
-        """Return the context in which a step is computed; it yields what a loop calls."""
+        """Return the context in which a step is computed; it yields the object for manual loops."""
 
     def compute(self, batch: Any) -> None:
-        """Compute this rank's part of a batch inside that context."""
+        """Compute this rank's part of a batch, inside the context of `open`."""
 
     def parts(self) -> Sequence[tuple[GradientReducer, Buffers]]:
-        """Return gradients and buffers of each part of the model on this rank."""
+        """Return the gradients and buffers of each part of the model on this rank."""
 
     def position(self) -> tuple[int, int] | None:
         """Return the micro-batch and the stage that are being computed; None between them."""
 
     def broadcast_tied_gradients(self, attempt: int) -> None:
-        """Give the sums of parameters on several stages to all of them."""
+        """Send the gradient sums of tied parameters to all stages that have them."""
 
     def reset(self) -> None:
-        """Get ready for another attempt after a failed one."""
+        """Prepare for another attempt after a failed one."""
 
     def evaluate(self, model: nn.Module | None, batches: Iterable[Batch]) -> Evaluation:
         """Return the evaluation of the model, or of a copy of it with other weights."""
@@ -120,8 +120,14 @@ class Executor(Protocol):
 class PreparedStep:
     """A step that every rank can commit: gradients and buffers are those of the whole batch.
 
-    `times` are `time.perf_counter` seconds: exchange begun, statuses exchanged, all reduced.
-    `updating` are the seconds of (7).
+    Attributes:
+        step: The context of the step.
+        status: The status of this rank.
+        statuses: The statuses of all ranks.
+        norm: The 2-norm of the whole gradient before clipping.
+        times: The times of `time.perf_counter` at which the exchange began, the statuses were
+            exchanged, and gradients and buffers were reduced.
+        updating: The duration of (7), in seconds.
     """
 
     step: StepContext
@@ -134,10 +140,14 @@ class PreparedStep:
 
 @dataclass(frozen=True)
 class CommittedStep:
-    """What a finished step leaves: its context and result, all statuses, and rank 0's times.
+    """A finished step.
 
-    `times` are `time.perf_counter` seconds: statuses exchanged, gradients reduced, optimizer
-    done.
+    Attributes:
+        step: The context of the step.
+        result: The result of the step.
+        statuses: The statuses of all ranks.
+        times: The times of this rank's `time.perf_counter` at which the statuses were exchanged,
+            the gradients reduced, and the optimizer done.
     """
 
     step: StepContext
@@ -148,17 +158,17 @@ class CommittedStep:
 
 @dataclass
 class OptimizerStep:
-    """Takes the steps of one trainer.
+    """The steps of one trainer, as functions of their phases.
 
     Attributes:
         parallel: The layout, the loss and the arithmetic.
-        model: The model, or what compiled it.
-        executor: Computes the micro-batches.
-        optimization: Turns gradients into new weights.
+        model: The model, or its compiled wrapper.
+        executor: The executor, which computes the micro-batches.
+        optimization: The optimizer, the scheduler and the average of the weights.
         settings: The settings that ranks compare in every step.
-        max_grad_norm: The largest 2-norm of the whole gradient; None for no limit.
-        trace: Keeps the spans of some steps; None where nothing is recorded.
-        stop: Notes a signal that asks the program to stop; None where none is noted.
+        max_grad_norm: The largest 2-norm of the whole gradient; None: no limit.
+        trace: The tracing of some steps; None if nothing is recorded.
+        stop: The request to stop, by a signal; None if signals are not handled.
     """
 
     parallel: ParallelContext
@@ -174,7 +184,7 @@ class OptimizerStep:
     def compute(self, step: StepContext, batch: Any) -> PreparedStep:
         """Do (1) with the trainer's own loss, and (2) to (7)."""
         batch = self.executor.prepare(batch)
-        # A micro-batch without weight is not computed, so a failure is not certain.
+        # With loss weights, a single-sample micro-batch may not be computed, and not fail.
         checked = batch if self.parallel.loss_weight is None else None
         position = self.executor.position
         with self.computing(step), check_batch_norm(self.model, checked, position):
@@ -183,7 +193,7 @@ class OptimizerStep:
 
     @contextmanager
     def computing(self, step: StepContext) -> Iterator[Any]:
-        """Compute (1) in the body; after an exception, buffers and gradients are as before."""
+        """Compute (1) in the body; after an exception, restore buffers and gradients."""
         if (sharded := self.optimization.sharded) is not None:
             sharded.log.require_whole_state()
         step.begun = time.perf_counter()
@@ -211,11 +221,11 @@ class OptimizerStep:
         """Do (2) to (7) after the micro-batches were computed.
 
         Raises:
-            LossError: On every rank, where a loss is not finite.
-            GradientError: On every rank, where the norm of the gradient is not finite.
-            StateError: On every rank, where forward wrote what no rank may write.
-            DisagreementError: On every rank, where ranks take different steps.
-            WorkError: On every rank, where the optimizer of shared parameters raised.
+            LossError: A loss is not finite.
+            GradientError: The norm of the gradient is not finite.
+            StateError: Forward made a forbidden write.
+            DisagreementError: Ranks take different steps.
+            WorkError: The optimizer of shared parameters raised. All are raised on every rank.
         """
         try:
             return self._update_shared(self._prepare(step))
@@ -234,7 +244,7 @@ class OptimizerStep:
     def undo(self) -> None:
         """Undo (1) to (6), complete or not, as if the step had not begun.
 
-        And (7), where it was not committed: it has written nothing then.
+        An uncommitted (7) has written nothing, so it needs no undoing.
         """
         self._restore_buffers()
         for gradients, _ in self.executor.parts():
@@ -322,7 +332,7 @@ class OptimizerStep:
     # --- (2) exchange --------------------------------------------------------------------------
 
     def _status(self, step: StepContext) -> RankStatus:
-        """Return what this rank has to report of its micro-batches, or of its failure."""
+        """Return the status of this rank: its micro-batches, or its failure."""
         settings = self.settings.finish()
         if step.stopped:
             return RankStatus(stopped=step.stopped, batch=step.label.batch, settings=settings)
@@ -365,7 +375,7 @@ class OptimizerStep:
     # --- (3) check -----------------------------------------------------------------------------
 
     def _check(self, step: StepContext, statuses: Sequence[RankStatus]) -> None:
-        """Raise, on every rank alike, the reason why the step cannot go on."""
+        """Raise, on every rank, the error that prevents the step, if there is one."""
         require_same_batch([status.batch for status in statuses], step.number)
         if step.error is not None and not isinstance(step.error, StoppedError):
             raise step.error
@@ -406,7 +416,7 @@ class OptimizerStep:
         nodes: Sequence[Sequence[Node]],
         peers: Sequence[RankStatus],
     ) -> None:
-        """Leave the sums over all micro-batches in `.grad`."""
+        """Reduce the gradients to sums over all micro-batches, in `.grad`."""
         for number, (gradients, _) in enumerate(self.executor.parts()):
             gradients.reduce(nodes, [each.gradients[number] for each in peers])
         self.executor.broadcast_tied_gradients(step.attempt.number)
@@ -415,9 +425,9 @@ class OptimizerStep:
             step.observer.record_reduction(losses)
 
     def _clip(self, step: StepContext) -> float:
-        """Scale the gradients down to the limit, and return their norm before.
+        """Clip the gradients to the limit, and return their norm before clipping.
 
-        It is finite, unless a smaller loss scale may make it so.
+        The norm is only non-finite if a smaller loss scale can be tried.
         """
         scale, sharded = self.parallel.loss_scale, self.optimization.sharded
         if sharded is not None:
@@ -455,7 +465,7 @@ class OptimizerStep:
             buffers.merge(findings, nodes, leaves, self.parallel.peers)
 
     def _keep_buffers(self) -> None:
-        """Copy the buffers, where a step may be undone after they were merged."""
+        """Copy the buffers, if a step can still be undone after they are merged."""
         sharded = self.optimization.sharded
         if sharded is not None:
             sharded.log.is_committed = False
@@ -467,13 +477,13 @@ class OptimizerStep:
             ]
 
     def _restore_buffers(self) -> None:
-        """Give the buffers back what they were before the merging, if that was kept."""
+        """Restore the buffers from the copies of `_keep_buffers`, if there are any."""
         for tensor, kept in self._kept_buffers:
             tensor.copy_(kept)
         self._kept_buffers = []
 
     def _nodes(self, leaves: int) -> list[list[Node]]:
-        """Return the nodes of a tree of so many leaves that each replica holds."""
+        """Return, for each replica, its nodes of the tree with this number of leaves."""
         return [nodes_of(span, leaves) for span in split_evenly(leaves, self.parallel.replicas)]
 
     def _peers(self, statuses: Sequence[RankStatus]) -> Sequence[RankStatus]:
@@ -482,6 +492,6 @@ class OptimizerStep:
 
 
 def _stored_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return the elements in memory of the gradients that there are."""
+    """Return the stored elements of the existing gradients."""
     gradients = [each.grad for each in parameters if each.grad is not None]
     return [gradient_norm.stored_values(each) for each in gradients]

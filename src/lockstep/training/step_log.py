@@ -1,34 +1,34 @@
-"""The step log: a step of the optimizer on shared parameters is finished without a killed rank.
+"""The step log: an optimizer step on shared parameters is finished even if a rank is killed.
 
 Every rank steps its own chunks of the parameters in place. Words in memory that all ranks share
-tell how far each of them is, and what they have decided:
+contain the progress of each rank, and the decision on the step:
 
-    prepare    reduce, norm, clip, merge buffers                undone where a rank is lost
+    prepare    reduce, norm, clip, merge buffers                undone if a rank is lost
     (0)        ready[r] = t                                     the gradients of r are complete
     (1)        barrier
-    (2)        decided: open -> committed                       or aborted, where a rank is lost
+    (2)        decided: open -> committed                       or aborted, if a rank is lost
                                                                 and not all are ready
     for each chunk c of rank r:
     (3)          saved area of r <- the chunk;                  saved[r] = (t, c)
     (4)          the optimizer steps the chunk in place;        progress[r] = (t, c + 1)
-    (5)        exchange: did all go well?
+    (5)        exchange: did all ranks succeed?
 
-Nothing has been written at (2), so a step that is aborted has not begun. One that is committed
-is always completed: where the exchange (5) finds that a rank was lost, a survivor takes over.
+Nothing has been written at (2), so an aborted step changes nothing. A committed step is always
+completed: if the exchange (5) finds that a rank was lost, a survivor finishes its chunks.
 
     r is killed   owner[r]: r -> survivor s, by compare-and-exchange
                   saved[r] == (t, c) == progress[r]: s restores chunk c, which r may have stepped
                   s does (4) for it, then (3) and (4) for the chunks that follow
-    s is killed   owner[r]: s -> another survivor, who goes on from the same words
+    s is killed   owner[r]: s -> another survivor, which continues from the same words
     the others    wait until all chunks are done, with the timeout of the group
 
 The gradients of r are in memory that its peers have mapped, and step t + 1 overwrites gradients
-only after (5). A rank that is stopped is not taken over, because it may go on at any moment: a
-survivor takes over only when all threads of the process have ended.
+only after (5). A survivor takes over only when all threads of the process have ended: a process
+that is only suspended (SIGSTOP) may continue at any moment.
 
-An optimizer that raises in (4) leaves the step half done, as in a single process: then `torn` is
-set, all ranks raise, and nothing is saved or handed over until a whole state has been loaded. It
-is also set where a rank is lost while they load one.
+An optimizer that raises in (4) leaves the step half done, as in a single process. Then `torn` is
+set, all ranks raise, and nothing is saved or handed over until a whole state has been loaded.
+`torn` is also set if a rank is lost while the ranks load a state.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from lockstep.launcher.world import get_timeout
 __all__ = ["StepLog", "count_saved_bytes", "pass_point"]
 
 CHUNKS = 1 << 32
-"""More chunks than a rank has: chunk c of step t is the number t * CHUNKS + c."""
+"""An upper bound of chunks per rank: chunk c of step t has the number t * CHUNKS + c."""
 
 TORN = (
     "the shared parameters are only partly updated by a step of the optimizer, or by loading a "
@@ -67,7 +67,7 @@ TORN = (
 )
 
 POLL_SECONDS = 0.01
-"""How often a rank looks how far another one is that has taken over chunks."""
+"""The interval at which a rank polls the progress of a rank that has taken over chunks."""
 
 
 def pass_point(point: str) -> None:
@@ -75,14 +75,14 @@ def pass_point(point: str) -> None:
 
 
 def count_saved_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that a tensor takes in a saved chunk."""
+    """Return the bytes that a tensor takes up in a saved chunk."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class StepLog:
-    """How far the ranks of a group are in their steps on shared parameters.
+    """The progress of the ranks of a group in their steps on shared parameters.
 
-    A collective call.
+    Constructing it is a collective call.
 
     Attributes:
         is_committed: Whether the last step was committed.
@@ -104,7 +104,7 @@ class StepLog:
         weakref.finalize(self, _close_all, opened)
 
     def reserve(self, chunk_bytes: int) -> None:
-        """Make room for saved chunks of so many bytes; a collective call."""
+        """Allocate memory for saved chunks of up to `chunk_bytes`; a collective call."""
         if self._areas.shape[1] < chunk_bytes:
             shape = self._ranks, chunk_bytes
             self._areas = create_group_tensor(shape, torch.uint8, self._group)
@@ -117,9 +117,9 @@ class StepLog:
 
         Args:
             chunks: The number of chunks of each rank.
-            about: What the step is, for messages.
+            about: A description of the step, for messages.
         """
-        # The step after the last decision, also on a rank that was interrupted in one before.
+        # Counted from the last decision, since this rank may have been interrupted before it.
         self._step = atomic_load(self._common, 0) // 2 + 1
         self._chunks, self.is_committed, self._lost = list(chunks), False, None
         atomic_store(self._ready, self._rank, self._step)
@@ -137,7 +137,7 @@ class StepLog:
             raise self._lost or WorkError(f"another rank gave up the step {about}")
 
     def find_start(self, rank: int) -> tuple[int, bool]:
-        """Return the chunk with which to go on for a rank, and whether to restore it first."""
+        """Return the chunk at which a rank has to continue, and whether to restore it first."""
         done = max(atomic_load(self._progress, rank), self._number(0))
         return done - self._number(0), atomic_load(self._saved, rank) == done
 
@@ -149,7 +149,7 @@ class StepLog:
         pass_point("saved")
 
     def restore(self, rank: int, chunk: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Give these tensors what `save` has saved of them."""
+        """Copy the values that `save` has saved back to these tensors."""
         torch._foreach_copy_(list(tensors), self._saved_chunk(rank, chunk, tensors))
         pass_point("restored")
 
@@ -160,17 +160,17 @@ class StepLog:
         pass_point("chunk")
 
     def mark_torn(self) -> None:
-        """Note that the optimizer has left a chunk half done, or a rank a loaded state."""
+        """Note that a chunk was left half updated, or a state half loaded."""
         atomic_store(self._common, 1, 1)
 
     def finish(self, failure: Exception | None, about: str) -> Iterator[int]:
         """Do (5); yield each rank whose chunks this one has to finish.
 
-        In an elastic run, the loss of a rank is no error of a step that is finished.
+        In an elastic run, a step that could be finished raises no error for the loss of a rank.
 
         Args:
-            failure: What the optimizer raised on this rank.
-            about: What the step is, for messages.
+            failure: The error of the optimizer on this rank; None: there is none.
+            about: A description of the step, for messages.
         """
         deadline, lost = time.monotonic() + get_timeout(), self._lost
         told = f"rank {self._rank}: {type(failure).__name__}: {failure}" if failure else ""
@@ -192,7 +192,7 @@ class StepLog:
             raise lost
 
     def _claim_unfinished(self, deadline: float, about: str) -> Iterator[int]:
-        """Yield ranks that are dead and not finished; return when all chunks are done."""
+        """Yield dead ranks with unfinished chunks; return when all chunks are done."""
         while unfinished := [r for r in range(self._ranks) if not self._is_finished(r)]:
             if atomic_load(self._common, 1):
                 raise WorkError(f"the optimizer failed on another rank, {about}: {TORN}")
@@ -214,7 +214,7 @@ class StepLog:
     def has_whole_state(self) -> bool:
         """Return whether parameters and optimizer state are those of a single step.
 
-        A step that is not decided is aborted, so that no rank begins to write any more.
+        An undecided step is aborted, so that no rank can begin to write.
         """
         if atomic_load(self._common, 1):
             return False
@@ -226,7 +226,7 @@ class StepLog:
             raise WorkError(TORN)
 
     def mark_whole(self) -> None:
-        """Note that all ranks have loaded a whole state; every rank does, before its next step."""
+        """Note that all ranks have loaded a whole state; every rank calls it before a step."""
         self._decide(False)
         for rank, chunks in enumerate(self._chunks):
             atomic_store(self._progress, rank, self._number(chunks))
@@ -238,7 +238,7 @@ class StepLog:
         return self._step * CHUNKS + chunk
 
     def _decide(self, can_commit: bool) -> bool:
-        """Decide on the step unless that was done, and return whether it is committed.
+        """Decide the step unless it is decided, and return whether it is committed.
 
         A later step is decided only after this one is finished or aborted.
         """
@@ -256,7 +256,7 @@ class StepLog:
     def _saved_chunk(
         self, rank: int, chunk: int, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return where a chunk is saved, tensor by tensor."""
+        """Return the memory in which a chunk is saved, as one view per tensor."""
         views = self._views.get((rank, chunk))
         if views is None:
             area, offset, views = self._areas[rank], 0, []
@@ -267,15 +267,15 @@ class StepLog:
             self._views[rank, chunk] = views
         return views
 
-    # --- who finishes what ---------------------------------------------------------------------
+    # --- taking over chunks --------------------------------------------------------------------
 
     def _holder(self, rank: int) -> int:
-        """Return the rank that finishes the chunks of `rank`: itself, or who has taken over."""
+        """Return the rank that finishes the chunks of `rank`: itself, or the one that took over."""
         taken = atomic_load(self._owner, rank)
         return taken - 1 if taken else rank
 
     def _claim(self, rank: int) -> bool:
-        """Take over the chunks of a rank whose process is dead, and with it who took them over."""
+        """Take over the chunks of a rank if the rank that has to finish them is dead."""
         before = atomic_load(self._owner, rank)
         if not self._has_died(before - 1 if before else rank):
             return False
@@ -285,7 +285,7 @@ class StepLog:
         return rank != self._rank and self._await_death([rank], 0)
 
     def _await_death(self, ranks: Sequence[int], seconds: float = POLL_SECONDS) -> bool:
-        """Wait a moment for the end of one of these processes, and return whether one has ended."""
+        """Return whether one of these processes ends within the given seconds."""
         watched = select.poll()
         for rank in {*ranks} - {self._rank}:
             process = self._processes[rank]
@@ -296,7 +296,10 @@ class StepLog:
 
 
 def _open_process(pid: int) -> int | None:
-    """Return a descriptor that can be read when all threads of a process have ended."""
+    """Return a descriptor that becomes readable when all threads of a process have ended.
+
+    None if the process has ended already.
+    """
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:

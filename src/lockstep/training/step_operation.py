@@ -1,9 +1,9 @@
-"""The steps of a trainer as operations: an attempt begins, every rank prepares it, all commit it.
+"""The steps of a trainer as operations, which every rank prepares and then commits.
 
-begin      the attempt's number; what watches the step
-prepare    (1) to (7) of `step.py`; undone and repeated where a rank is lost
-commit     (8), and the step counts
-report     the record, callbacks, what watched the step
+begin      the attempt's number, and the observer of the step
+prepare    (1) to (7) of `step.py`; undone and repeated if a rank is lost
+commit     (8), and the step is counted
+report     the record, the callbacks, the observer
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = ["StepOperation"]
 
 
 class StepOperation:
-    """Takes the steps of one trainer.
+    """The steps of one trainer, undone and repeated if a rank of an elastic run is lost.
 
     Args:
-        optimizer_step: Prepares and commits them.
+        optimizer_step: The phases of a step.
         parallel: The layout.
-        state: Has the position, and the weights that are saved where the training stops.
+        state: The state, with the position, and the weights that are saved if training fails.
         settings: The settings that ranks compare in every step.
-        run: Takes in steps, for checkpoints.
-        record: Where the run is recorded.
-        history: Takes the results.
+        run: The run, which is notified of steps, for checkpoints.
+        record: The record of the run.
+        history: The history, to which the results are reported.
         is_in_session: Whether a command such as `lockstep check` runs the script.
 
     Attributes:
-        observer: Sees what each step computes; None if nothing does.
+        observer: The observer of the trainer in a session; None if there is none.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class StepOperation:
         return committed.result.loss
 
     def open_manual(self) -> ManualStep:
-        """Return the context of a step that the script computes."""
+        """Return the context of a step whose micro-batches the script computes."""
         self._require_whole_model()
         return ManualStep(self._open(is_repeatable=False))
 
     def open_attempts(self, batch: Any) -> Iterator[ManualStep]:
-        """Yield the attempts at a step on a batch that the script computes."""
+        """Yield the attempts at a step on a batch, whose micro-batches the script computes."""
         self._require_whole_model()
         while True:
             step = ManualStep(self._open(is_repeatable=True), batch)
@@ -106,7 +106,7 @@ class StepOperation:
 
         Args:
             is_repeatable: Whether the body runs again if the loop has no result. Otherwise this
-                process is replaced where a rank is lost.
+                process is replaced if a rank is lost.
         """
         member = membership()
         with ExitStack() as stack:
@@ -172,16 +172,16 @@ class StepOperation:
 
     @contextmanager
     def _noting_failure(self, step: StepContext) -> Iterator[None]:
-        """Remember how an attempt fails, unless it is repeated because a rank was lost.
+        """Note the failure of an attempt, unless it is repeated because a rank was lost.
 
-        Where all ranks stop at a loss or a gradient that is not finite, they save the weights.
+        If all ranks stop because of a non-finite loss or gradient, they save the weights.
         """
         try:
             yield
         except (LossError, GradientError) as error:
             self._fail(step.attempt, error)
             if error is step.error or not step.is_agreed:
-                raise  # on this rank alone: no other rank would take part in saving
+                raise  # an error of this rank alone: saving is a collective call
             microbatch = getattr(error, "microbatch", None)
             advice = self._record.describe_replay(self._position.steps, microbatch)
             saved = save_last_good(

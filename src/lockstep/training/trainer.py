@@ -1,4 +1,4 @@
-"""The trainer: micro-batches, the tree, the optimizer; the same bits in every layout.
+"""The trainer: takes optimizer steps, with the same bits in every layout.
 
 batches ──> step ──> statuses ──> gradients ──> clip ──> buffers ──> optimizer ──> history
 (data)      forward   of all       added along            merged      the same      record and
@@ -177,7 +177,8 @@ class Trainer:
             **{f"pipeline.{name}": value for name, value in vars(stages).items()},
         }
         current = world()
-        # First: wrappers keep their rank in an attribute, which the comparison would name.
+        # Before the comparison, which would report an attribute of DistributedDataParallel: its
+        # rank.
         reject_unsupported_modules(compared | {"model": model})
         description = describe_environment()
         for name, value in compared.items():
@@ -203,7 +204,7 @@ class Trainer:
         self.model, partitioner = build_model(model, self.parallel, seed, stages)
         self.module: nn.Module = getattr(self.model, "_orig_mod", self.model)
         modules = {"model": self.module} | self.parallel.other_modules()
-        reject_unsupported_modules(modules)  # also those that callables made
+        reject_unsupported_modules(modules)  # also those that callables built
         description = {"torch.compile(model)": str(self.model is not self.module)}
         description |= describe_module("model", self.module)
         require_same_settings(description, "build the same model on every rank")
@@ -250,7 +251,7 @@ class Trainer:
             self._state, self.history, settings, self.parallel, self._record, checkpoints
         )
         has_stages, is_recorded = stages.stages > 1, is_rank0 and self._record.may_record
-        if has_stages:  # digests are made by all ranks together
+        if has_stages:  # all ranks must take part in computing a digest
             here = b"1" if is_recorded else b""
             is_recorded = any(all_gather_bytes(here, "opening a record", self.parallel.group))
         self._end.begin(self._run, is_recorded)
@@ -315,7 +316,7 @@ class Trainer:
         if session is None and self._run.is_resuming:
             self.resume()
 
-    # --- what a loop calls -------------------------------------------------------------
+    # --- the training loop -------------------------------------------------------------
 
     def batches(
         self,
@@ -480,7 +481,7 @@ class Trainer:
         """
         self._end.finish(state, message)
 
-    # --- what it holds ------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -626,7 +627,7 @@ class Trainer:
             self.finish("failed", f"{type(error).__name__}: {error}")
 
     def _open_record(self, loggers: list[Logger]) -> None:
-        """Begin to write to the loggers of the run."""
+        """Start to record the run with these loggers."""
         self.history.loggers = loggers
         if loggers:
             self._end.end_at_exit(loggers)
@@ -639,7 +640,7 @@ class Trainer:
     def _promote(
         self, loggers: LoggerLike | Sequence[LoggerLike] | None, progress: bool | None
     ) -> None:
-        """Write and show what a rank 0 has written and shown that is lost."""
+        """Make this rank the new rank 0: write to the loggers, and show the progress."""
         if progress is not False:
             self.history.progress = ScriptProgress(bool(progress))
         self._run.promote(loggers)

@@ -1,13 +1,14 @@
-"""The unit recorder: keeps the fingerprints of a model's units in chosen steps of a run.
+"""The unit recorder: records the fingerprints of a model's units in selected steps of a run.
 
     Trainer(fingerprints="unit")              every step
     LOCKSTEP_FINGERPRINTS=unit:100-110,%50    steps 100 to 110, and every 50th
 
-In a chosen step each rank hashes, of every micro-batch that it computes: the data; inputs, outputs
-and gradients of the outputs of each unit; the gradients of the parameters; the buffers. The ranks
-of the first replica also hash the state before and after the step and the reduced gradients. A
-unit is a block of the model (`lockstep.model.units`); a model without blocks has its modules. The
-hashes are the same in every layout. They go into RUN/fingerprints (`model/fingerprint_file.py`).
+In a selected step each rank hashes, for every micro-batch that it computes: the data; the inputs,
+the outputs and the gradients of the outputs of each unit; the gradients of the parameters; the
+buffers. The ranks of the first replica also hash the state before and after the step, and the
+reduced gradients. The units are the blocks of the model (`lockstep.model.units`), or its modules if
+it has no blocks. The hashes are the same in every layout. They are written to RUN/fingerprints
+(`model/fingerprint_file.py`).
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class StepSelection:
     """The steps whose fingerprints are recorded.
 
     Attributes:
-        text: Its form, as it was given.
-        ranges: First and last step of each range; None where it has no end.
-        every: Every N-th step is recorded, for each N.
+        text: The selection as it was given.
+        ranges: The first and the last step of each range; None: the range has no end.
+        every: The numbers N for which every N-th step is recorded.
     """
 
     text: str
@@ -62,10 +63,16 @@ class StepSelection:
 
 
 def read_selection(given: str | None) -> StepSelection | None:
-    """Return the steps of `Trainer(fingerprints=)`, or of the variable where that is None.
+    """Return the steps that `Trainer(fingerprints=)` selects.
+
+    Args:
+        given: The argument. None: the environment variable LOCKSTEP_FINGERPRINTS.
+
+    Returns:
+        The selection; None if nothing is recorded.
 
     Raises:
-        UsageError: The text is none of the forms in `docs/guides/monitoring.md`.
+        UsageError: The text has none of the forms in `docs/guides/monitoring.md`.
     """
     source = "fingerprints" if given is not None else VARIABLE
     text = os.environ.get(VARIABLE, "") if given is None else given
@@ -94,17 +101,17 @@ def _has_end(part: re.Match[str]) -> bool:
 
 
 class UnitRecorder:
-    """Records the fingerprints of one trainer on this rank.
+    """The recording of one trainer's fingerprints on this rank.
 
     Args:
-        selection: The steps.
+        selection: The steps to record.
         trainer: The trainer.
         units: The names of its model's blocks.
-        history: Knows the folder of the run, on rank 0.
-        run: Knows the step at which this process resumed it.
+        history: The history, which on rank 0 has the folder of the run.
+        run: The run, which has the step at which this process resumed it.
     """
 
-    checkpoint: Path | None = None  # a recorded trainer begins where it begins
+    checkpoint: Path | None = None  # unlike a replay, recording restores no checkpoint
 
     def __init__(
         self,
@@ -130,7 +137,7 @@ class UnitRecorder:
         self._is_open = False
 
     def begin_step(self, step: int) -> Fingerprinter | None:
-        """Return what observes a step; None if its fingerprints are not recorded.
+        """Return the observer of a step; None if its fingerprints are not recorded.
 
         A collective call in the first step that is recorded.
         """
@@ -176,9 +183,9 @@ class UnitRecorder:
             self._fail(error)
 
     def _describe_launch(self) -> str:
-        """Return the launch's name, the resumptions before it, and the folder of the run.
+        """Return the launch's name, the number of resumptions before it, and the run's folder.
 
-        "" where no fingerprints can be kept, which is said.
+        If fingerprints cannot be recorded, print the reason and return "".
         """
         folder = self._history.find_run_folder()
         if folder is None:

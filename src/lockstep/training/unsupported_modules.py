@@ -1,10 +1,10 @@
-"""Rejects modules that a Trainer cannot train, or not with the same bits in every layout.
+"""The rejection of modules that cannot be trained, or not with the same bits in every layout.
 
-wrapped        DistributedDataParallel and the like average gradients a second time, over ranks
-               that may compute different numbers of micro-batches
+wrapped        DistributedDataParallel and similar wrappers average gradients a second time, over
+               ranks that may compute different numbers of micro-batches
 TorchScript    a graph is optimized after its first calls, which changes the bits of gradients
 lazy           parameters have no shape until the first batch
-sparse,        tensors are not elements in memory, which ranks could compare, average and save
+sparse,        tensors are not plain elements in memory that ranks could compare, average and save
 quantized,
 wrappers
 """
@@ -27,14 +27,11 @@ __all__ = ["reject_unsupported_modules"]
 
 
 def reject_unsupported_modules(values: Mapping[str, Any]) -> None:
-    """Check that modules, and all modules in them, can be trained.
+    """Raise UsageError if a module or one of its submodules cannot be trained.
 
     Args:
-        values: Modules and lists of modules by the names that messages use; other values are
+        values: Modules and lists of modules, by the names that messages use; other values are
             ignored.
-
-    Raises:
-        UsageError: A module cannot be trained.
     """
     for root, module in _iterate_modules(values):
         module = getattr(module, "_orig_mod", module)
@@ -112,12 +109,12 @@ def _get_wrappers() -> tuple[type, ...]:
 
 
 def _get_sharded() -> tuple[type, ...]:
-    """Return the classes that `fully_shard` adds as a base to the classes of its modules."""
+    """Return the base classes that `fully_shard` adds to the classes of its modules."""
     return _get_fsdp_class("FSDPModule")
 
 
 def _get_fsdp_class(name: str) -> tuple[type, ...]:
-    """Return a class of FSDP; () if FSDP was never imported, because the import takes seconds."""
+    """Return a class of FSDP, or () if FSDP is not imported yet: importing it takes seconds."""
     module = sys.modules.get("torch.distributed.fsdp")
     found = getattr(module, name, None)
     return (found,) if isinstance(found, type) else ()

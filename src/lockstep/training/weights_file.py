@@ -1,4 +1,4 @@
-"""Weights in a file that is whole or not there: safetensors, or the format of `torch.load`."""
+"""Atomically written files of weights: safetensors, or the format of `torch.load`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["save_from_rank0", "save_last_good", "save_weights"]
 LAST_GOOD = "last-good.safetensors"
 SAFETENSORS = ".safetensors"
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
-"""Suffixes of files that `torch.load` reads; with any other one a file is safetensors."""
+"""The suffixes of files for `torch.load`; files with any other suffix are safetensors."""
 
 
 def save_weights(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a state dict in the format of the file's suffix; an older file stays until the end.
+    """Write a state dict, in the format of the file's suffix, replacing an older file atomically.
 
     Parameters that share memory are written under each of their names, so that
-    `model.load_state_dict` takes what `safetensors.torch.load_file(path)` or
-    `torch.load(path, weights_only=True)` returns, for any model. Extra state is left out of
-    safetensors.
+    `model.load_state_dict` accepts the result of `safetensors.torch.load_file(path)` or
+    `torch.load(path, weights_only=True)` for any model. Safetensors files contain only tensors, so
+    extra state of other types is left out.
 
     Raises:
         FileError: The file cannot be written, or its folder does not exist.
@@ -57,15 +57,15 @@ def save_weights(path: Path, state: Mapping[str, Any]) -> None:
 def _serialize(values: dict[str, Any], suffix: str) -> bytes:
     if suffix not in PICKLED:
         return save({name: each for name, each in values.items() if isinstance(each, torch.Tensor)})
-    content = io.BytesIO()  # torch's own errors of a disk that fills do not name the cause
+    content = io.BytesIO()  # torch's error messages for a full disk do not name the cause
     torch.save(values, content)
     return content.getvalue()
 
 
 def save_from_rank0(path: Path, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Let rank 0 write the file; return on all ranks when it is there, or raise on all.
+    """Write the file on rank 0; return on all ranks when it is written, or raise on all.
 
-    A suffix that names no format is no error, which could cost the weights of a long training.
+    An unknown suffix is no error, since an error could lose the weights of a long training.
     """
     failure = b""
     if dist.get_rank(group) == 0:
@@ -75,7 +75,7 @@ def save_from_rank0(path: Path, state: Mapping[str, Any], group: dist.ProcessGro
                 say(f"{path} is written as safetensors; for torch.load use the suffix .pt")
         except FileError as error:
             failure = str(error).encode()
-        except Exception as error:  # whatever it is, the other ranks wait for the outcome
+        except Exception as error:  # any error: the other ranks wait for the outcome
             failure = f"{path}: the weights could not be written: {error}".encode()
     failure = all_gather_bytes(failure, "saving weights", group)[0]
     if failure:
@@ -87,13 +87,16 @@ def save_from_rank0(path: Path, state: Mapping[str, Any], group: dist.ProcessGro
 def save_last_good(
     folder: Path | None, state: Mapping[str, Any], group: dist.ProcessGroup | None, advice: str
 ) -> str:
-    """Let rank 0 save the weights of a training that stops; return on all ranks what became of it.
+    """Save the weights of a training that stops on rank 0; return the outcome on all ranks.
 
     Args:
-        folder: That of the run; None for a new one under `runs`.
+        folder: The folder of the run; None: a new one in `runs`.
         state: The state dict.
-        group: The ranks.
-        advice: What rank 0 adds to the sentence.
+        group: The group of the ranks.
+        advice: The text that rank 0 appends to the outcome.
+
+    Returns:
+        The end of a sentence, with the path of the weights or the error.
     """
     outcome = ""
     if dist.get_rank(group) == 0:
@@ -101,6 +104,6 @@ def save_last_good(
             folder = folder or create_run_folder(Path(RUNS), "stopped")
             save_weights(folder / LAST_GOOD, state)
             outcome = f"the weights before this step are in {folder / LAST_GOOD}"
-        except Exception as error:  # whatever it is, the other ranks wait for the outcome
+        except Exception as error:  # any error: the other ranks wait for the outcome
             outcome = f"and the weights before this step could not be saved: {error}"
     return all_gather_bytes((outcome + advice).encode(), "stopping", group)[0].decode()

@@ -1,4 +1,4 @@
-"""The executor of a model that is whole on every rank: micro-batches one after another."""
+"""The executor for a whole model on every rank, which computes one micro-batch after another."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["WholeModelExecutor"]
 
 
 class WholeModelExecutor:
-    """Computes steps and evaluations on a whole model.
+    """The executor of steps and evaluations on a whole model.
 
     Args:
         parallel: The layout.
-        called: What a step calls: the `module` itself, or what compiled it.
+        called: The module that a step calls: `module` itself, or its compiled wrapper.
         module: The model.
-        gradients: Those of its parameters.
-        blocks: The names of its blocks, the units of its random numbers.
+        gradients: The reducer of the gradients of its parameters.
+        blocks: The names of its blocks, each of which has separate random numbers.
         metrics: Functions of (outputs, targets) by name.
         seed: The seed of all random numbers.
     """
@@ -60,15 +60,15 @@ class WholeModelExecutor:
         self.placement: Placement | None = None
 
     def parts(self) -> list[tuple[GradientReducer, Buffers]]:
-        """Return gradients and buffers of the model in the current step."""
+        """Return the gradients and buffers of the model in the current step."""
         return [] if self._loop is None else [(self._loop.gradients, self._loop.buffers)]
 
     def enter_group(self) -> None:
-        """Forget what was planned for the ranks of an earlier group."""
+        """Discard the plans made for the ranks of an earlier group."""
         self._gradients.enter_group()
 
     def prepare(self, batch: Any) -> Any:
-        """Return the batch: a whole model can be called at once, and the step splits it."""
+        """Return the batch unchanged: a whole model needs no preparation."""
         return batch
 
     @contextmanager
