@@ -351,7 +351,8 @@ class Attrition(threading.Thread):
 
 def measure_rounds(options):
     from lockstep.elastic.elastic_launch import launch_elastic
-    from lockstep.launcher.launch_script import Interrupted, LaunchConfig
+    from lockstep.launcher.launch_config import LaunchConfig
+    from lockstep.launcher.launch_script import Interrupted
 
     started = []
 

@@ -26,7 +26,8 @@ from lockstep.commands.train import _list_words, command
 from lockstep.data.datasets import digits
 from lockstep.errors import LockstepError, RankError
 from lockstep.launcher import fork_server, run_folder
-from lockstep.launcher.launch_script import LaunchConfig, launch_script
+from lockstep.launcher.launch_config import LaunchConfig
+from lockstep.launcher.launch_script import launch_script
 from lockstep.recipes.digits import digit_network
 from lockstep.record.reader import read_run
 

@@ -23,7 +23,8 @@ from lockstep.commands.runs import list_runs
 from lockstep.errors import FileError, RankError, UsageError
 from lockstep.launcher import hang_monitor, run_folder
 from lockstep.launcher import launch_script as launch_script_module
-from lockstep.launcher.launch_script import LaunchConfig, launch_script
+from lockstep.launcher.launch_config import LaunchConfig
+from lockstep.launcher.launch_script import launch_script
 from lockstep.launcher.listening_socket import DEFAULT_PORT
 from lockstep.record.reader import read_run
 

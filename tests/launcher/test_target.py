@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from lockstep.launcher import launch_script
-from lockstep.launcher.launch_script import LaunchConfig
+from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.target import find_source
 
 TRAINING = "import torch\noptimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)\n"

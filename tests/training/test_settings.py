@@ -3,6 +3,7 @@
 import inspect
 import re
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -191,6 +192,18 @@ def test_settings_of_torch_that_differ_are_named(ranks):
 
     with pytest.raises(RankError, match=r"torch\.get_num_threads\(\) is 2, on rank 0 it is 1"):
         ranks(threads, 2)
+
+
+def test_a_processor_with_other_instructions_is_named(ranks):
+    """Its kernels round otherwise, so bits would depend on where a micro-batch is computed."""
+
+    def build_on_another_processor():
+        name = "torch.backends.cpu.get_cpu_capability"
+        with mock.patch(name, lambda: "AVX2" if ls.rank() == 1 else "AVX512"):
+            build("model", network)
+
+    with pytest.raises(RankError, match=r"get_cpu_capability\(\) is AVX2, on rank 0 it is A"):
+        ranks(build_on_another_processor, 2)
 
 
 def test_the_rank_that_differs_from_most_is_named(ranks):

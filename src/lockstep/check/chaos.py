@@ -20,7 +20,8 @@ from lockstep.check.record_follower import RecordFollower, Report
 from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.elastic.rounds import Rounds
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launcher.launch_script import LaunchConfig, RunFolder, launch_script, start_ranks
+from lockstep.launcher.launch_config import LaunchConfig
+from lockstep.launcher.launch_script import RunFolder, launch_script, start_ranks
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.record.columns import as_float
 from lockstep.record.reader import Run, read_run

@@ -19,7 +19,7 @@ from lockstep.messages import JSON_HELP, escape_control, say
 
 if TYPE_CHECKING:
     from lockstep.check.chaos_result import ChaosResult, Kill
-    from lockstep.launcher.launch_script import LaunchConfig
+    from lockstep.launcher.launch_config import LaunchConfig
 
 __all__ = ["command"]
 
@@ -108,7 +108,7 @@ def make_config(target: str, arguments: tuple[str, ...], nprocs: int, runs: str)
         click.UsageError: The recipe has no such options.
     """
     from lockstep.commands import train
-    from lockstep.launcher.launch_script import LaunchConfig
+    from lockstep.launcher.launch_config import LaunchConfig
     from lockstep.launcher.target import check_target
 
     is_recipe = target in train.RECIPES

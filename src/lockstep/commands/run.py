@@ -14,7 +14,8 @@ import click
 from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.errors import UsageError
 from lockstep.launcher.hang_monitor import HangPolicy
-from lockstep.launcher.launch_script import Interrupted, LaunchConfig, launch_script
+from lockstep.launcher.launch_config import LaunchConfig
+from lockstep.launcher.launch_script import Interrupted, launch_script
 from lockstep.launcher.listening_socket import (
     DEFAULT_PORT,
     LOOPBACK,

@@ -293,7 +293,8 @@ def _train_elastic(
     """
     from lockstep.elastic.elastic_launch import launch_elastic
     from lockstep.elastic.rounds import Rounds
-    from lockstep.launcher.launch_script import Interrupted, LaunchConfig
+    from lockstep.launcher.launch_config import LaunchConfig
+    from lockstep.launcher.launch_script import Interrupted
     from lockstep.launcher.supervisor import RankSupervisor
 
     folders: list[Path] = []

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lockstep.elastic.rounds import Rounds
+from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import (
-    LaunchConfig,
     RunFolder,
     launch_script,
     open_store,

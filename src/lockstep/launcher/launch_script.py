@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import math
 import os
 import re
 import secrets
@@ -18,12 +17,12 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from lockstep.errors import FileError, LockstepError, RankError, UsageError
+from lockstep.errors import FileError, LockstepError, RankError
 from lockstep.formatting import format_numbered
 from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment
@@ -42,7 +41,7 @@ from lockstep.launcher.fork_server import (
     looks_like_training,
 )
 from lockstep.launcher.hang_monitor import HangPolicy
-from lockstep.launcher.listening_socket import LOOPBACK
+from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.report_request import reports_on_request
 from lockstep.launcher.run_folder import (
@@ -61,13 +60,12 @@ from lockstep.launcher.run_folder import (
     wait_until_free,
     write_description,
 )
-from lockstep.launcher.supervisor import STOP_GRACE, RankSupervisor
+from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.launcher.target import check_target, find_source
 from lockstep.messages import say
 
 __all__ = [
     "Interrupted",
-    "LaunchConfig",
     "RunFolder",
     "launch_script",
     "open_store",
@@ -81,136 +79,6 @@ STDOUT, STDERR = 1, 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OF_LAUNCH = (RUN, RESUME, *OF_ELASTIC)  # variables that say what a launch is
 TAIL = 12  # lines of the failed rank that are shown again at the end
-
-
-@dataclass(frozen=True)
-class LaunchConfig:
-    """What `lockstep run` was asked for; names and meanings are torchrun's.
-
-    Attributes:
-        target: The script, module or program.
-        arguments: Its arguments.
-        kind: "script", "module" or "program".
-        nprocs: Ranks on each host.
-        nnodes: Number of hosts.
-        node_rank: Index of this host, from 0.
-        master_addr: Address of host 0.
-        master_port: Port on host 0; 0 selects a free one.
-        run_id: Name of the launch; empty for a random one.
-        role: Value of the variable ROLE_NAME in the ranks.
-        spawn: Start each rank in a new interpreter.
-        log_dir: Folder that gets this run's folder; None for "runs".
-        name: Name of this run's folder; None for the target's name with date and time.
-        redirects: By local rank, the streams (1 stdout, 2 stderr, 3 both) that go only to
-            its log.
-        tee: By local rank, the redirected streams that are shown nevertheless.
-        shown: Local ranks whose output is shown; None for all.
-        grace: Seconds that the ranks have to stop after SIGTERM.
-        resumed_run: Folder of the run to continue; None for a new run.
-        resumes_newest: Continue the newest run of this command that did not succeed.
-        hang_timeout: Seconds after which ranks that wait or are stopped count as hanging; 0
-            for no limit.
-        on_hang: "report" to print a report and wait on, "end" to end the launch after it.
-        min_nprocs: The least number of ranks of an elastic run, which `nprocs` begin; None for
-            a run that ends when a rank is killed.
-
-    Raises:
-        UsageError: The values contradict each other; the message names the option.
-    """
-
-    target: str
-    arguments: tuple[str, ...] = ()
-    kind: str = "script"
-    nprocs: int = 1
-    nnodes: int = 1
-    node_rank: int = 0
-    master_addr: str = LOOPBACK
-    master_port: int = 0
-    run_id: str = ""
-    role: str = "default"
-    spawn: bool = False
-    log_dir: str | None = None
-    name: str | None = None
-    redirects: dict[int, int] = field(default_factory=dict)
-    tee: dict[int, int] = field(default_factory=dict)
-    shown: frozenset[int] | None = None
-    grace: float = STOP_GRACE
-    resumed_run: Path | None = None
-    resumes_newest: bool = False
-    hang_timeout: float = HangPolicy.timeout
-    on_hang: str = "report"
-    min_nprocs: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.nprocs < 1:
-            raise UsageError(f"--nproc-per-node {self.nprocs}: a host needs at least one rank")
-        if self.nnodes < 1:
-            raise UsageError(f"--nnodes {self.nnodes}: at least one host is needed")
-        if not 0 <= self.node_rank < self.nnodes:
-            raise UsageError(
-                f"--node-rank {self.node_rank}: with --nnodes {self.nnodes} it must be from 0 to "
-                f"{self.nnodes - 1}"
-            )
-        if not 0 <= self.master_port < 65536:
-            raise UsageError(f"--master-port {self.master_port}: a port is from 1 to 65535")
-        if not 0 <= self.grace < math.inf:
-            raise UsageError(f"--grace {self.grace:g}: expected a number of seconds from 0")
-        if not 0 <= self.hang_timeout < math.inf:
-            raise UsageError(
-                f"--hang-timeout {self.hang_timeout:g}: expected a number of seconds, or 0 for no "
-                f"limit"
-            )
-        if self.resumes_newest and self.nnodes > 1:
-            raise UsageError(
-                f"--resume auto: with --nnodes {self.nnodes} hosts could choose different runs; "
-                f"name the run on every host, such as --resume {RUNS}/NAME"
-            )
-        if self.name is not None and (self.name == ".." or Path(self.name).name != self.name):
-            raise UsageError(
-                f"--name {self.name}: expected a name without a slash; --log-dir DIR is the folder "
-                f"that it is put into"
-            )
-        if self.name is not None and (self.resumed_run is not None or self.resumes_newest):
-            raise UsageError("--name names a new run; a run that is resumed keeps its folder")
-        named = {"--local-ranks-filter": self.shown or (), "--redirects": self.redirects}
-        for option, local_ranks in {**named, "--tee": self.tee}.items():
-            beyond = [local_rank for local_rank in local_ranks if local_rank >= self.nprocs]
-            if beyond:
-                raise UsageError(
-                    f"{option} names local rank {beyond[0]}, but with --nproc-per-node "
-                    f"{self.nprocs} local ranks are from 0 to {self.nprocs - 1}"
-                )
-        if self.min_nprocs is not None:
-            self._check_elastic(self.min_nprocs)
-
-    def _check_elastic(self, least: int) -> None:
-        if not 1 <= least <= self.nprocs:
-            raise UsageError(
-                f"--min {least}: expected a number of ranks from 1 to --max ({self.nprocs})"
-            )
-        if self.nnodes > 1:
-            raise UsageError(
-                f"--min and --max: with --nnodes {self.nnodes} the number of ranks is fixed; an "
-                f"elastic run is on one host"
-            )
-        if self.kind == "program":
-            raise UsageError(
-                "--min and --max: a program that runs without Python (--no-python) cannot continue "
-                "without a killed rank"
-            )
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether the run goes on when a rank is killed."""
-        return self.min_nprocs is not None
-
-    def shows(self, local_rank: int, stream: int) -> bool:
-        """Return whether `stream` (1 or 2) of a local rank is shown on the terminal."""
-        if self.shown is not None and local_rank not in self.shown:
-            return False
-        redirected = self.redirects.get(local_rank, 0) & stream
-        return not redirected or bool(self.tee.get(local_rank, 0) & stream)
 
 
 class Interrupted(Exception):

@@ -201,6 +201,8 @@ def describe_environment() -> Description:
             torch.are_deterministic_algorithms_enabled()
         ),
         "torch.backends.mkldnn.enabled": str(torch.backends.mkldnn.enabled),
+        # Kernels for other instructions round otherwise; ATEN_CPU_CAPABILITY selects fewer.
+        "torch.backends.cpu.get_cpu_capability()": torch.backends.cpu.get_cpu_capability(),
     }
 
 
