@@ -198,8 +198,8 @@ def test_a_processor_with_other_instructions_is_named(ranks):
     """Its kernels round otherwise, so bits would depend on where a micro-batch is computed."""
 
     def build_on_another_processor():
-        name = "torch.backends.cpu.get_cpu_capability"
-        with mock.patch(name, lambda: "AVX2" if ls.rank() == 1 else "AVX512"):
+        found = "AVX2" if ls.rank() == 1 else "AVX512"
+        with mock.patch("torch.backends.cpu.get_cpu_capability", return_value=found):
             build("model", network)
 
     with pytest.raises(RankError, match=r"get_cpu_capability\(\) is AVX2, on rank 0 it is A"):
