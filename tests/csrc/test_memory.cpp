@@ -179,7 +179,7 @@ TEST(freed_blocks_are_merged_and_reused) {
 }
 
 TEST(a_large_tensor_reuses_the_memory_of_the_last_one) {
-  Heap heap([] { return 16 * 200 * kMiB; });
+  Heap heap([] { return kMiB * 16 * 200; });
   char* first = static_cast<char*>(heap.allocate(66 * kMiB));
   heap.free(first);
   CHECK(heap.idle_bytes() >= 66 * kMiB);
@@ -217,7 +217,7 @@ TEST(memory_of_large_tensors_returns_to_the_system) {
 }
 
 TEST(the_longest_idle_region_is_released_first) {
-  Heap heap([] { return 16 * 150 * kMiB; });
+  Heap heap([] { return kMiB * 16 * 150; });
   void* a = heap.allocate(66 * kMiB);
   void* b = heap.allocate(67 * kMiB);
   void* c = heap.allocate(68 * kMiB);
@@ -230,7 +230,7 @@ TEST(the_longest_idle_region_is_released_first) {
 
 TEST(idle_memory_is_released_before_an_allocation_fails) {
   const Witness* idle = nullptr;
-  Heap heap([&] { return idle && idle->bytes() ? 0 : 16 * 300 * kMiB; });
+  Heap heap([&] { return idle && idle->bytes() ? 0 : kMiB * 16 * 300; });
   void* first = heap.allocate(66 * kMiB);
   const Witness witness(handle_of(heap, first).segment);
   idle = &witness;

@@ -182,7 +182,7 @@ const char* reduction_name(int reduction) {
 std::string Group::describe(const CallInfo& info) const {
   std::string text = op_name(info.op);
   if (info.op == Op::barrier || info.op == Op::none) return text;
-  text += "(";
+  text += '(';
   if (info.op == Op::share) return text + std::to_string(info.count) + " bytes)";
   if (info.op == Op::all_reduce || info.op == Op::reduce || info.op == Op::reduce_scatter)
     text += std::string(reduction_name(info.reduction)) + ", ";

@@ -16,7 +16,7 @@ static uint64_t round_up(uint64_t value, uint64_t multiple) {
 static uint64_t size_from_env(const char* name, uint64_t fallback) {
   const char* text = std::getenv(name);
   if (!text || !*text) return fallback;
-  const long long value = std::atoll(text);
+  const long long value = std::strtoll(text, nullptr, 10);
   return value > 0 ? round_up(static_cast<uint64_t>(value), kCacheLine) : fallback;
 }
 
