@@ -28,8 +28,8 @@ struct Test {
   Test(const char* n, void (*b)()) : name(n), body(b) { all().push_back(*this); }
 };
 
-#define TEST(name)                      \
-  static void name();                   \
+#define TEST(name)                          \
+  static void name();                       \
   static Test register_##name(#name, name); \
   static void name()
 

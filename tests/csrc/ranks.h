@@ -20,7 +20,7 @@ inline void run_barrier(lockstep::Group& group, std::chrono::milliseconds timeou
 
 // Forks a process that is rank 1 of a group of two, runs `body` there and exits.
 inline pid_t fork_rank_one(const lockstep::SegmentHandle& handle,
-                      const std::function<void(lockstep::Group&)>& body) {
+                           const std::function<void(lockstep::Group&)>& body) {
   const pid_t child = fork();
   if (child != 0) return child;
   auto group = lockstep::Group::attach(1, 2, handle, {});

@@ -1,6 +1,6 @@
 // Choosing between two variants, with made-up times.
-#include "check.h"
 #include "auto_tuner.h"
+#include "check.h"
 
 using lockstep::AutoTuner;
 

@@ -3,8 +3,8 @@
 #include <filesystem>
 #include <fstream>
 
-#include "check.h"
 #include "available_memory.h"
+#include "check.h"
 
 using namespace lockstep;
 

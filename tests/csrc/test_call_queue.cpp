@@ -3,8 +3,8 @@
 #include <condition_variable>
 #include <mutex>
 
-#include "check.h"
 #include "call_queue.h"
+#include "check.h"
 
 using lockstep::CallQueue;
 using lockstep::QueuedCall;

@@ -129,7 +129,9 @@ TEST(exchange_delivers_blocks_of_unequal_sizes) {
   for (int n : {1, 2, 3, 4})
     on_ranks(n, [n](Group& group) {
       // Rank s sends s * 300 + d * 17 floats to rank d; the first block is empty.
-      const auto length = [](int s, int d) { return size_t{300} * static_cast<size_t>(s) + size_t{17} * static_cast<size_t>(d); };
+      const auto length = [](int s, int d) {
+        return size_t{300} * static_cast<size_t>(s) + size_t{17} * static_cast<size_t>(d);
+      };
       for (bool shared : {false, true}) {
         std::vector<std::unique_ptr<Buffer>> send, receive;
         ExchangeBlocks blocks;

@@ -60,7 +60,8 @@ TEST(a_rank_that_does_not_arrive_is_named_after_the_timeout) {
     const auto begun = Clock::now();
     const std::string text = error_of([&] { run_barrier(group, std::chrono::milliseconds(200)); });
     CHECK(Clock::now() - begun < std::chrono::seconds(5));
-    CHECK(contains(text, "with a timeout of 0.2 s in barrier #2, waiting for rank 2, last seen at"));
+    CHECK(
+        contains(text, "with a timeout of 0.2 s in barrier #2, waiting for rank 2, last seen at"));
   });
 }
 

@@ -60,9 +60,9 @@ TEST(a_receive_matches_the_first_message_that_arrived) {
       expected.push_back({cell, {static_cast<char>(i)}});
       unexpected.add(expected.back());
     } else {
-      const auto found = std::find_if(
-          expected.begin(), expected.end(),
-          [&](const UnexpectedMessage& each) { return each.cell.tag == tag; });
+      const auto found =
+          std::find_if(expected.begin(), expected.end(),
+                       [&](const UnexpectedMessage& each) { return each.cell.tag == tag; });
       const auto taken = unexpected.take(tag);
       CHECK(taken.has_value() == (found != expected.end()));
       if (!taken) continue;

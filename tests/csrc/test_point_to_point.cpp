@@ -244,8 +244,8 @@ TEST(a_timeout_names_the_message_and_unexpected_tags) {
       return;
     }
     const std::string text = wait_for_error(p2p, post);
-    CHECK(
-        contains(text, "rank 1: recv from rank 0 (tag 6) on group default failed: rank 1 timed out"));
+    CHECK(contains(text,
+                   "rank 1: recv from rank 0 (tag 6) on group default failed: rank 1 timed out"));
     CHECK(contains(text, "waiting for rank 0, last seen at #1 barrier"));
     CHECK(contains(text, "a message with tag 5 arrived from it but no receive was posted for it"));
   });

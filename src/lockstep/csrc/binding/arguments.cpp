@@ -10,8 +10,7 @@ const at::Tensor& single(const char* op, const Tensors& tensors, const char* rol
   return tensors[0];
 }
 
-const Tensors& single(const char* op, const std::vector<Tensors>& lists, const char* role,
-                      int n) {
+const Tensors& single(const char* op, const std::vector<Tensors>& lists, const char* role, int n) {
   CHECK_ARGUMENT(lists.size() == 1, op, " requires a single-element ", role,
                  " list containing a list with ", n, " tensors, not one of ", lists.size());
   return lists[0];
@@ -34,9 +33,9 @@ void check_alike(const char* op, const Tensors& tensors) {
 }
 
 void check_dtypes(const char* op, const at::Tensor& a, const at::Tensor& b) {
-  CHECK_ARGUMENT(a.scalar_type() == b.scalar_type(), op, ": invalid tensor type: ",
-                 dtype_name(static_cast<int>(a.scalar_type())), " beside ",
-                 dtype_name(static_cast<int>(b.scalar_type())));
+  CHECK_ARGUMENT(a.scalar_type() == b.scalar_type(), op,
+                 ": invalid tensor type: ", dtype_name(static_cast<int>(a.scalar_type())),
+                 " beside ", dtype_name(static_cast<int>(b.scalar_type())));
 }
 
 void check_list(const char* op, const char* role, const Tensors& list, const at::Tensor& model,

@@ -135,7 +135,8 @@ void LockstepBackend::check_permitted(Op op) {
   if (size_ == 1 && op == Op::barrier) return;  // it waits for nobody
   const std::string location = core_->group->info().locate();
   CHECK_ARGUMENT(false, core_->group->format_rank(rank_), location.empty() ? "" : ", " + location,
-                 ": ", op_name(op), " on group ", core_->group->info().name, " is refused: ", refusal);
+                 ": ", op_name(op), " on group ", core_->group->info().name,
+                 " is refused: ", refusal);
 }
 
 void LockstepBackend::adopt_group_name() {
@@ -283,9 +284,8 @@ WorkPtr LockstepBackend::start(c10d::OpType type, Tensors outputs, std::vector<P
     }
     for (const OutputTensor& tensor : copied_back) tensor.copy_back();
   };
-  auto work =
-      c10::make_intrusive<CollectiveWork>(type, std::move(outputs), inputs, queue_,
-                                          std::move(body));
+  auto work = c10::make_intrusive<CollectiveWork>(type, std::move(outputs), inputs, queue_,
+                                                  std::move(body));
   if (is_coalescing_) is_async = true;
   work->start(is_async);
   if (is_coalescing_) add_to_coalesced(work);
@@ -358,8 +358,9 @@ WorkPtr LockstepBackend::recvAnysource(Tensors& tensors, int tag) {
 PackedHandle handle_of(const at::Tensor& tensor) {
   check_tensor("a handle", tensor);
   const BufferHandle buffer = Heap::instance().find(tensor.data_ptr(), tensor.nbytes());
-  CHECK_ARGUMENT(is_plain(tensor) && buffer.is_shared(),
-                 "a handle: the tensor must be contiguous, and in shared memory (lockstep.empty_shared)");
+  CHECK_ARGUMENT(
+      is_plain(tensor) && buffer.is_shared(),
+      "a handle: the tensor must be contiguous, and in shared memory (lockstep.empty_shared)");
   const SegmentHandle& segment = buffer.segment;
   return {segment.pid,
           segment.fd,

@@ -14,10 +14,10 @@
 #include <string>
 #include <vector>
 
+#include "call_queue.h"
 #include "collectives/exact_sum.h"
 #include "point_to_point.h"
 #include "process.h"
-#include "call_queue.h"
 #include "tensors.h"
 #include "work.h"
 

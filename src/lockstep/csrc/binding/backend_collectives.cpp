@@ -311,8 +311,8 @@ WorkPtr LockstepBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tens
   // outputs[rank][i] is the i-th tensor of that rank.
   std::vector<std::vector<Block>> receive(inputs.size());
   for (const Tensors& list : outputs) {
-    CHECK_ARGUMENT(list.size() == inputs.size(), op, ": a list of ", list.size(),
-                   " outputs for ", inputs.size(), " inputs");
+    CHECK_ARGUMENT(list.size() == inputs.size(), op, ": a list of ", list.size(), " outputs for ",
+                   inputs.size(), " inputs");
     for (size_t i = 0; i < list.size(); ++i)
       receive[i].push_back(block_of(written.add(list[i], false)));
   }
@@ -382,9 +382,8 @@ LockstepBackend::PreparedCall LockstepBackend::prepare_reduce_scatter(
   CallInfo info = make_call_info(Op::reduce_scatter, output);
   info.uneven = uneven;
   set_reduction(info, op, output, reduce_op);
-  CHECK_ARGUMENT(inputs[rank_].numel() == output.numel(), op, ": the output has ",
-                 output.numel(), " elements, but the input for this rank has ",
-                 inputs[rank_].numel());
+  CHECK_ARGUMENT(inputs[rank_].numel() == output.numel(), op, ": the output has ", output.numel(),
+                 " elements, but the input for this rank has ", inputs[rank_].numel());
   for (at::Tensor& input : inputs) {
     check_dtypes(op, input, output);
     const bool is_in_place = &input == &inputs[rank_] && input.data_ptr() == output.data_ptr();
@@ -480,8 +479,8 @@ static std::vector<Block> split_rows(const char* what, const at::Tensor& tensor,
     data += blocks.back().bytes;
     total += size;
   }
-  CHECK_ARGUMENT(total == rows, "all_to_all_single: the sizes of the ", what, " add up to ",
-                 total, ", but it has ", rows, " rows");
+  CHECK_ARGUMENT(total == rows, "all_to_all_single: the sizes of the ", what, " add up to ", total,
+                 ", but it has ", rows, " rows");
   return blocks;
 }
 

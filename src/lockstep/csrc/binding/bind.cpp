@@ -8,8 +8,8 @@
 #include <unistd.h>
 
 // Not torch/extension.h, which doubles the time of compilation.
-#include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "activity.h"
 #include "backend.h"
@@ -117,8 +117,8 @@ static int64_t compare_exchange(const at::Tensor& tensor, int64_t index, int64_t
   return expected;
 }
 
-static WorkPtr exact_sum_of_bucket(LockstepBackend& backend, at::Tensor packed,
-                                   at::Tensor result, at::Tensor present, size_t length,
+static WorkPtr exact_sum_of_bucket(LockstepBackend& backend, at::Tensor packed, at::Tensor result,
+                                   at::Tensor present, size_t length,
                                    std::vector<std::pair<size_t, size_t>> members,
                                    std::vector<std::vector<std::pair<int, int>>> holders,
                                    int leaves, double divisor, std::vector<size_t> cuts,
@@ -140,12 +140,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace lockstep;
   module.doc() = "The backend lockstep: collectives over shared memory.";
   py::module_::import("torch.distributed");
-  py::class_<LockstepBackend, c10d::Backend, c10::intrusive_ptr<LockstepBackend>>(
-      module, "LockstepBackend")
-      .def("exact_sum", &exact_sum_of_bucket, py::arg("packed"), py::arg("result"), py::arg("present"),
-           py::arg("length"), py::arg("members"), py::arg("holders"), py::arg("leaves"),
-           py::arg("divisor"), py::arg("cuts") = std::vector<size_t>(), py::arg("scatter") = false,
-           py::arg("own") = std::nullopt, py::call_guard<py::gil_scoped_release>())
+  py::class_<LockstepBackend, c10d::Backend, c10::intrusive_ptr<LockstepBackend>>(module,
+                                                                                  "LockstepBackend")
+      .def("exact_sum", &exact_sum_of_bucket, py::arg("packed"), py::arg("result"),
+           py::arg("present"), py::arg("length"), py::arg("members"), py::arg("holders"),
+           py::arg("leaves"), py::arg("divisor"), py::arg("cuts") = std::vector<size_t>(),
+           py::arg("scatter") = false, py::arg("own") = std::nullopt,
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &LockstepBackend::getBackendOptions)
       // As ProcessGroupGloo has it; applies to the calls that follow.
       .def("_set_default_timeout", &LockstepBackend::setTimeout, py::arg("timeout"),

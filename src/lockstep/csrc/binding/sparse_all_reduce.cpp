@@ -90,11 +90,11 @@ void SparseAllReduce::gather_shapes(CollectiveCall& call) {
   for (size_t rank = 1; rank < ranks; ++rank) {
     if (shapes[rank].matches(shapes[0])) continue;
     Group& group = call.group();  // every rank compares the same shapes, and throws
-    throw MismatchError(group.format_rank(call.rank()) + ": the ranks of group " +
-                        group.info().name + " disagree in all_reduce of a sparse tensor: " +
-                        group.format_rank(0) + " has " + shapes[0].format() + "; " +
-                        group.format_rank(static_cast<int>(rank)) + " has " +
-                        shapes[rank].format());
+    throw MismatchError(
+        group.format_rank(call.rank()) + ": the ranks of group " + group.info().name +
+        " disagree in all_reduce of a sparse tensor: " + group.format_rank(0) + " has " +
+        shapes[0].format() + "; " + group.format_rank(static_cast<int>(rank)) + " has " +
+        shapes[rank].format());
   }
   for (const Shape& shape : shapes) counts_.push_back(shape.count);
 }

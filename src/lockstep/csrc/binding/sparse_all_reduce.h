@@ -31,8 +31,8 @@ class SparseAllReduce {
 
  private:
   std::vector<at::Tensor> tensors_;
-  at::Tensor own_;  // their sum, coalesced
-  std::vector<int64_t> counts_;  // entries of each rank
+  at::Tensor own_;                            // their sum, coalesced
+  std::vector<int64_t> counts_;               // entries of each rank
   std::vector<at::Tensor> indices_, values_;  // of each rank
 };
 

@@ -52,9 +52,8 @@ std::string dtype_name(int scalar_type) {
 
 void check_tensor(const char* op, const at::Tensor& tensor) {
   CHECK_ARGUMENT(tensor.defined(), op, ": a tensor is undefined");
-  CHECK_ARGUMENT(tensor.device().is_cpu(), op,
-                 ": the backend lockstep supports CPU tensors, not ", "tensors on ",
-                 tensor.device().str());
+  CHECK_ARGUMENT(tensor.device().is_cpu(), op, ": the backend lockstep supports CPU tensors, not ",
+                 "tensors on ", tensor.device().str());
   CHECK_ARGUMENT(tensor.layout() == at::kStrided, op,
                  ": the backend lockstep supports dense tensors, not ", tensor.layout(),
                  " ones; use to_dense() first");
@@ -146,8 +145,9 @@ static uint64_t byte_size(at::IntArrayRef sizes, at::ScalarType dtype) {
 
 at::Tensor shared_empty(at::IntArrayRef sizes, at::ScalarType dtype) {
   void* data = Heap::instance().allocate(byte_size(sizes, dtype));
-  return at::from_blob(data, sizes, [](void* block) { Heap::instance().free(block); },
-                       at::TensorOptions().dtype(dtype));
+  return at::from_blob(
+      data, sizes, [](void* block) { Heap::instance().free(block); },
+      at::TensorOptions().dtype(dtype));
 }
 
 }  // namespace lockstep

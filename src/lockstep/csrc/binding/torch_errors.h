@@ -23,7 +23,7 @@ void set_argument_error(PyObject* type);  // ValueError until it is set; never f
 
 }  // namespace lockstep
 
-#define CHECK_ARGUMENT(condition, ...)                                        \
-  do {                                                                        \
+#define CHECK_ARGUMENT(condition, ...)                                         \
+  do {                                                                         \
     if (!(condition)) ::lockstep::throw_argument_error(c10::str(__VA_ARGS__)); \
   } while (false)

@@ -8,9 +8,9 @@
 #include <optional>
 #include <vector>
 
+#include "call_queue.h"
 #include "point_to_point.h"
 #include "process.h"
-#include "call_queue.h"
 #include "tensors.h"
 
 namespace lockstep {

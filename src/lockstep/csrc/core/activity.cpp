@@ -38,8 +38,7 @@ static Part& part_at(uint64_t offset) {
 // Makes the sequence odd. Returns false if another thread is writing.
 static bool begin_write(std::atomic<uint32_t>& sequence) {
   uint32_t seen = sequence.load(std::memory_order_relaxed);
-  if (seen % 2 != 0 ||
-      !sequence.compare_exchange_strong(seen, seen + 1, std::memory_order_acquire))
+  if (seen % 2 != 0 || !sequence.compare_exchange_strong(seen, seen + 1, std::memory_order_acquire))
     return false;
   std::atomic_thread_fence(std::memory_order_release);
   return true;

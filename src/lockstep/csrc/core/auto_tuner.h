@@ -27,9 +27,9 @@ namespace lockstep {
 
 class AutoTuner {
  public:
-  static constexpr uint32_t kTrialCalls = 2;     // of one variant in a row
+  static constexpr uint32_t kTrialCalls = 2;  // of one variant in a row
   static constexpr uint32_t kInitialTrials = 4;
-  static constexpr uint32_t kTrialPeriod = 32;   // calls from one later trial to the next
+  static constexpr uint32_t kTrialPeriod = 32;  // calls from one later trial to the next
 
   // Returns the variant, 0 or 1, for the call that begins now.
   int choose() const { return is_trial() ? trial_variant() : faster(); }

@@ -20,7 +20,22 @@ enum class Reduction : uint8_t { sum, avg, product, min, max, band, bor, bxor, p
 constexpr int kReductions = 9;
 
 enum class DataType : uint8_t {
-  f64, f32, f16, bf16, i8, i16, i32, i64, u8, u16, u32, u64, boolean, c64, c128, bytes,
+  f64,
+  f32,
+  f16,
+  bf16,
+  i8,
+  i16,
+  i32,
+  i64,
+  u8,
+  u16,
+  u32,
+  u64,
+  boolean,
+  c64,
+  c128,
+  bytes,
 };
 constexpr int kDataTypes = 16;  // `bytes` can be moved, but not reduced
 
@@ -37,9 +52,9 @@ struct Kernels {
                            size_t count);
   Combine combine[kReductions][kDataTypes];
   // The sum of 16-bit floats, rounded to 16 bits (as autograd accumulates).
-  Combine add_rounded[2];                                             // f16, bf16
-  void (*widen[2])(float* dst, const uint16_t* src, size_t count);    // f16, bf16
-  void (*narrow[2])(uint16_t* dst, const float* src, size_t count);   // nearest, ties to even
+  Combine add_rounded[2];                                            // f16, bf16
+  void (*widen[2])(float* dst, const uint16_t* src, size_t count);   // f16, bf16
+  void (*narrow[2])(uint16_t* dst, const float* src, size_t count);  // nearest, ties to even
   using Scale = void (*)(void* dst, const void* src, double by, size_t count);
   Scale multiply[kDataTypes];  // floating-point and complex types only
   Scale divide[kDataTypes];

@@ -39,16 +39,29 @@ struct BufferHandle {
 enum class Route : uint8_t { slot, direct, staged };
 
 enum class Op : uint8_t {
-  none, barrier, broadcast, all_reduce, reduce, all_gather, gather, scatter, reduce_scatter,
-  all_to_all, exact_sum, share, send, recv, sparse_all_reduce,
+  none,
+  barrier,
+  broadcast,
+  all_reduce,
+  reduce,
+  all_gather,
+  gather,
+  scatter,
+  reduce_scatter,
+  all_to_all,
+  exact_sum,
+  share,
+  send,
+  recv,
+  sparse_all_reduce,
 };
 
 // What a rank publishes about its call; the other ranks compare it with their own.
 struct CallInfo {
   Op op = Op::none;
-  uint8_t dtype = 0;      // c10::ScalarType, only compared and printed
-  uint8_t reduction = 0;  // Reduction
-  uint8_t uneven = 0;     // 1: counts may differ; the tables in the slots are compared
+  uint8_t dtype = 0;          // c10::ScalarType, only compared and printed
+  uint8_t reduction = 0;      // Reduction
+  uint8_t uneven = 0;         // 1: counts may differ; the tables in the slots are compared
   Route route = Route::slot;  // to this rank's message
   int32_t root = -1;
   uint64_t count = 0;        // elements
@@ -73,11 +86,11 @@ struct alignas(4096) RankState {
   alignas(kCacheLine) pthread_mutex_t lock;  // robust; held as long as this rank lives
   std::atomic<Membership> membership{Membership::absent};
   std::atomic<int32_t> pid{0};  // set by compare-and-swap: a second process is refused
-  std::atomic<uint32_t> location_requests{0};  // futex of the liveness thread
-  std::atomic<uint32_t> location_answers{0};   // the last request that `text` answers
+  std::atomic<uint32_t> location_requests{0};                // futex of the liveness thread
+  std::atomic<uint32_t> location_answers{0};                 // the last request that `text` answers
   alignas(kCacheLine) std::atomic<uint32_t> calls_begun{0};  // for error messages
   std::atomic<uint32_t> last_op{0};                          // for error messages
-  std::atomic<uint64_t> cores[kCoreMaskWords] = {};  // that this rank may run on
+  std::atomic<uint64_t> cores[kCoreMaskWords] = {};          // that this rank may run on
   uint64_t probe_address = 0;  // of a copy of `probe` in this process's private memory
   Nonce probe;
   char text[kTextBytes] = {};  // this rank's location, or its call in a mismatch
@@ -89,8 +102,8 @@ struct GroupHeader {
   uint32_t cells = 0;  // of one channel
   uint64_t slot_bytes = 0;
   uint64_t staging_bytes = 0;
-  uint64_t cell_bytes = 0;    // payload of one cell
-  uint64_t bounce_bytes = 0;  // half of a channel's bounce buffer
+  uint64_t cell_bytes = 0;                               // payload of one cell
+  uint64_t bounce_bytes = 0;                             // half of a channel's bounce buffer
   alignas(kCacheLine) std::atomic<uint32_t> aborted{0};  // 1: `text` is being written; 2: done
   char text[kTextBytes] = {};                            // the reason
 };

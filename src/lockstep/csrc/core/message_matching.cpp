@@ -12,8 +12,8 @@ void PostedReceives::add(int source, int64_t tag, std::shared_ptr<Message> recei
 std::shared_ptr<Message> PostedReceives::take(int source, int64_t tag) {
   auto found = queues_.find({tag, source});
   const auto any = queues_.find({tag, -1});
-  if (any != queues_.end() && (found == queues_.end() || any->second.front().number <
-                                                             found->second.front().number))
+  if (any != queues_.end() &&
+      (found == queues_.end() || any->second.front().number < found->second.front().number))
     found = any;
   if (found == queues_.end()) return nullptr;
   std::shared_ptr<Message> receive = std::move(found->second.front().receive);
@@ -24,7 +24,8 @@ std::shared_ptr<Message> PostedReceives::take(int source, int64_t tag) {
 
 std::vector<std::shared_ptr<Message>> PostedReceives::take_all() {
   std::vector<Posted> all;
-  for (auto& [place, queue] : queues_) std::move(queue.begin(), queue.end(), std::back_inserter(all));
+  for (auto& [place, queue] : queues_)
+    std::move(queue.begin(), queue.end(), std::back_inserter(all));
   queues_.clear();
   std::sort(all.begin(), all.end(),
             [](const Posted& a, const Posted& b) { return a.number < b.number; });

@@ -48,8 +48,8 @@ bool PeerMemory::read_process(int source, const Cell& cell, char* to) {
   if (access == Access::unknown) {
     // The kernel may forbid it, or the pid may name another process in this PID namespace.
     Nonce probe;
-    const bool is_read = read_memory(state.pid, state.probe_address,
-                                     reinterpret_cast<char*>(&probe), sizeof probe);
+    const bool is_read =
+        read_memory(state.pid, state.probe_address, reinterpret_cast<char*>(&probe), sizeof probe);
     access = is_read && probe == state.probe ? Access::allowed : Access::refused;
   }
   return access == Access::allowed && read_memory(state.pid, cell.address, to, cell.bytes);

@@ -65,8 +65,7 @@ void PointToPoint::post(const MessagePtr& message) {
     std::lock_guard<std::mutex> lock(mutex_);
     const bool is_send = message->op == Op::send;
     ++unfinished_;
-    if (is_send)
-      pending_sends_[static_cast<size_t>(message->peer)].push_back(message);
+    if (is_send) pending_sends_[static_cast<size_t>(message->peer)].push_back(message);
     abort_on_error(finished, [&] {
       if (is_send) {
         send_to(message->peer, finished);
@@ -599,8 +598,8 @@ void PointToPoint::revoke_send(int target, const Message& message) {
     if (group_.is_aborted() || check_health(group_.rank_state(target)) == Health::dead) return;
     if (Clock::now() > until)
       group_.abort(group_.format_rank(rank_) + " timed out after " +
-                   format_seconds(message.timeout) + ", waiting for " +
-                   group_.format_rank(target) + " to finish reading a message");
+                   format_seconds(message.timeout) + ", waiting for " + group_.format_rank(target) +
+                   " to finish reading a message");
     state = kOpen;
     yield_core();
   }

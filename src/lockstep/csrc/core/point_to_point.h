@@ -148,8 +148,8 @@ class PointToPoint {
   std::vector<std::deque<MessagePtr>> pending_sends_;       // found no free cell; by target
   std::vector<std::list<MessagePtr>> rendezvous_sends_;     // announced; by target
   PeerMemory peer_memory_;
-  Messages background_;                   // see `progress_in_background`
-  int sleeping_collectives_ = 0;          // threads asleep in a collective
+  Messages background_;           // see `progress_in_background`
+  int sleeping_collectives_ = 0;  // threads asleep in a collective
   bool stopping_ = false;
   std::atomic<int> unfinished_{0};
   std::atomic<int> waiters_{0};  // threads in `wait`, which make progress

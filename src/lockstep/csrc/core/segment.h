@@ -30,7 +30,8 @@ struct Nonce {
 
 Nonce random_nonce();
 
-constexpr uint64_t kMaxBytes = uint64_t{1} << 62;  // more than any machine has; the sum of two does not overflow
+constexpr uint64_t kMaxBytes =
+    uint64_t{1} << 62;  // more than any machine has; the sum of two does not overflow
 
 std::string format_mebibytes(uint64_t bytes);  // "3 MiB", rounded up
 
@@ -64,8 +65,9 @@ class Segment {
   // Reserves memory for [offset, offset + bytes), which must have none yet. Throws
   // CommError if there is not enough, and then reserves nothing. `available` returns the
   // bytes that this process can still get.
-  void reserve(uint64_t offset, uint64_t bytes,
-               const std::function<uint64_t()>& available = [] { return available_memory(); });
+  void reserve(
+      uint64_t offset, uint64_t bytes,
+      const std::function<uint64_t()>& available = [] { return available_memory(); });
   // Returns the memory of the whole pages in [offset, offset + bytes) to the system.
   void release(uint64_t offset, uint64_t bytes);
   // Returns all memory to the system, for every process that maps the segment: the others

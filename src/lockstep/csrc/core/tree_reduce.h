@@ -43,8 +43,8 @@ class TreeReducer {
   // outputs[j][i] = the reduction of inputs[0][i], inputs[1][i], ...; outputs may be inputs.
   // `bypass_caches`: outputs after the first are written with non-temporal stores, because
   // other cores read them next.
-  void run(const std::vector<const char*>& inputs, const std::vector<char*>& outputs,
-           size_t count, bool bypass_caches = false) const;
+  void run(const std::vector<const char*>& inputs, const std::vector<char*>& outputs, size_t count,
+           bool bypass_caches = false) const;
 
  private:
   void reduce_block(const std::vector<const char*>& inputs, const std::vector<char*>& outputs,

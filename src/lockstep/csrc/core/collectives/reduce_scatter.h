@@ -2,8 +2,8 @@
 // receives along the tree.
 #pragma once
 
-#include "exchange.h"
 #include "../tree_reduce.h"
+#include "exchange.h"
 
 namespace lockstep {
 
