@@ -7,12 +7,12 @@ BIN := $(VENV)/bin
 # `make tidy CLANG_TIDY=clang-tidy-18` takes another one.
 CLANG_TIDY ?= $(BIN)/clang-tidy
 CLANG_TIDY_VERSION := 23.1.4
-CPP := $(shell git ls-files 'src/lockstep/csrc/*' 'tests/csrc/*.cpp' 'tests/csrc/*.h' 2>/dev/null)
+CPP := $(shell find src/lockstep/csrc tests/csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc')
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test soak check docs drawings pictures format tidy bench wheels core sanitize clean
 
-help: ## say what can be made here
+help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 18
 
 # torch first and by itself: a range would fetch the newest build, whatever its size.
@@ -29,7 +29,7 @@ $(VENV)/binding: $(BIN)/lockstep $(shell find src/lockstep/csrc -type f)
 	@test "$$LOCKSTEP_BUILD" = python || $(BIN)/lockstep build || true
 	@touch $@
 
-install: $(VENV)/binding ## put lockstep into .venv
+install: $(VENV)/binding ## install lockstep into .venv
 
 demo: install ## train on real handwritten digits with two processes
 	@$(BIN)/lockstep train digits -n 2
@@ -44,7 +44,7 @@ soak: install ## run the long tests: races, sanitizers, random trainings (up to 
 docs: install ## build the documentation into site/; a broken link is an error
 	@$(BIN)/zensical build --strict --clean
 
-drawings: install ## draw docs/pictures/*.svg anew from schedules, trees and examples
+drawings: install ## draw docs/pictures/*.svg from schedules, trees and examples
 	@$(BIN)/python -m tools.drawings
 
 pictures: install ## make the pictures of the documentation from real runs; needs Chromium
@@ -53,11 +53,12 @@ pictures: install ## make the pictures of the documentation from real runs; need
 check: install docs ## format, lint, types, documentation
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 	@git ls-files -z | xargs -0 $(BIN)/python tools/check_files.py
 	@$(BIN)/mypy
 	@$(BIN)/basedpyright --project pyproject.toml --pythonpath $(BIN)/python --warnings
 
-format: install ## put the code into its form
+format: install ## format the code
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/clang-format -i $(CPP)
@@ -70,11 +71,11 @@ tidy: ## run clang-tidy on the C++ core and its tests
 	@$(CLANG_TIDY) --quiet $(filter-out %_avx2.cpp %_avx512.cpp,$(filter src/lockstep/csrc/core/%.cpp tests/csrc/%.cpp,$(CPP))) -- \
 		-std=c++20 -Isrc/lockstep/csrc/core -Itests/csrc
 
-bench: install ## measure, and write the results into benchmarks/
+bench: install ## compare two replicas with one process; writes benchmarks/replicas.md
 	@$(BIN)/python benchmarks/replicas.py
 
 # TORCH has a default, for `make install`; only if it is given does it choose from the matrix.
-wheels: ## build wheels, of all PYTHONS=3.11,... for all TORCH=2.13.0,... of the matrix
+wheels: ## build wheels, for all PYTHONS=3.11,... and all TORCH=2.13.0,... of the matrix
 	@$(PYTHON) tools/wheels.py --python "$(PYTHONS)" --torch "$(if $(filter file,$(origin TORCH)),,$(TORCH))"
 
 core: ## run the native core's own tests
