@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,6 +110,24 @@ def test_a_rank_that_waits_elsewhere_since_a_moment_is_named():
     assert arrived is not None
     assert [each.rank for each in arrived.waiting] == [0, 1]
     assert str(arrived).endswith("and no rank of this launcher does anything else")
+
+
+def test_a_rank_that_returned_and_has_not_exited_is_not_one_that_waits(capfd):
+    """It leaves the group at exit, which looks like waiting for the others."""
+    outcomes = {rank: Outcome(rank) for rank in range(2)}
+    outcomes[0].returned = True
+    ranks = SimpleNamespace(running=[0, 1], outcomes=outcomes, pids={0: 100, 1: 101})
+    asked = []
+    probes = SimpleNamespace(
+        is_stopped=lambda rank: False,
+        dump_stacks=lambda each: asked.append(each) or dict.fromkeys(each, DUMP),
+    )
+    monitor = HangMonitor(ranks, probes)  # type: ignore[arg-type]
+    monitor._remark()
+    assert asked == [[1]]
+    said = capfd.readouterr().err
+    assert "rank 0 returned, while rank 1 waits" in said
+    assert "rank 0 waits" not in said
 
 
 def test_a_rank_that_returned_is_named():

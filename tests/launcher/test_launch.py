@@ -130,6 +130,16 @@ def test_a_timeout_ends_ranks_that_do_not_return():
         ls.launch(signal.pause, nprocs=2, timeout=0.3)
 
 
+def test_breakpoints_of_ranks_without_input_are_skipped(capfd):
+    def stop_on_rank_1() -> int:
+        if ls.rank() == 1:
+            breakpoint()
+        return ls.rank()
+
+    assert ls.launch(stop_on_rank_1, nprocs=2, timeout=60) == [0, 1]
+    assert "breakpoint() is skipped on rank 1: only rank 0 has the" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_other_start_methods(method):
     pid = os.getpid()

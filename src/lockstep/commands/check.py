@@ -92,7 +92,7 @@ def parse_rank_counts(ctx: click.Context, param: click.Parameter, value: str) ->
     type=click.FloatRange(min=0, min_open=True), help="Longest time per layout, in seconds.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
-@click.argument("script")
+@click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     steps: int,

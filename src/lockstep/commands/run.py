@@ -201,7 +201,7 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
 @option("max-restarts", default=0, hidden=True)
 @option("monitor-interval", default=0.1, hidden=True)
 @option("run-path", is_flag=True, hidden=True)
-@click.argument("script", required=False)
+@click.argument("script", required=False, type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(script: str | None, arguments: tuple[str, ...], **options: Any) -> None:
     """Run SCRIPT with ARGUMENTS on every rank, as `python SCRIPT` does.

@@ -368,7 +368,8 @@ class HangMonitor:
         if not returned:
             return False
         waiting = []
-        for rank, dump in self._probes.dump_stacks(self._ranks.running).items():
+        left = [rank for rank in self._ranks.running if rank not in self._returned()]
+        for rank, dump in self._probes.dump_stacks(left).items():
             if is_waiting(dump):
                 name = self._ranks.outcomes[rank].name
                 waiting.append(f"{name} waits {describe_location(dump)}".strip())

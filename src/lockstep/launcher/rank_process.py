@@ -302,6 +302,8 @@ def run_and_report(message: Message, report: Channel, work: int) -> int:
     report.send({"kind": "stack"}, [stack, page])
     activity.use_page(page)
     os.close(page)
+    if os.environ.get("RANK", "0") != "0" and "PYTHONBREAKPOINT" not in os.environ:
+        sys.breakpointhook = _skip_breakpoint
     try:
         if message["task"] == "function":
             fn, args = pickle.loads(read_memfd(work))
@@ -310,8 +312,6 @@ def run_and_report(message: Message, report: Channel, work: int) -> int:
                 _send_value(report, value)
         else:
             os.close(work)
-            if os.environ.get("RANK", "0") != "0" and "PYTHONBREAKPOINT" not in os.environ:
-                sys.breakpointhook = _skip_breakpoint
             run_code(message["task"], message["target"])
     except SystemExit as error:
         _exit_code = error.code
