@@ -1,18 +1,18 @@
-"""Activation checkpointing: the activations of a block are recomputed in backward.
+"""Activation checkpointing: backward recomputes the activations of each block.
 
     forward     x ──> block 0 ──x1──> block 1 ──x2──> block 2 ──> loss      kept: x, x1, x2
     backward    block 2 again from x2, its backward; block 1 again from x1, ...
 
-See Chen et al., 2016. A block costs a second forward and holds its activations during its own
-backward only. The second forward is bit-identical to the first and has no side effects:
+See Chen et al., 2016. A block costs a second forward, and holds its activations only during its
+own backward. The second forward is bit-identical to the first and has no side effects:
 
     inputs        are kept; an input that the block writes into is copied, with its alignment
     generators    of torch, Python and numpy: their state at the first call, then restored
-    buffers       copies of those at the first call: batch norm counts a micro-batch once
+    buffers       copies of those at the first call, so batch norm counts a micro-batch once
     autocast      as in the first call
 
-`torch.utils.checkpoint.checkpoint(use_reentrant=False)` does the work. It leaves the autograd
-graph, and so the order of its sums, as it is without checkpointing.
+The implementation is `torch.utils.checkpoint.checkpoint(use_reentrant=False)`. It does not change
+the autograd graph, and so keeps the order of its sums.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Forward = Callable[..., Any]
 
 
 class ActivationCheckpointing:
-    """Recomputes blocks in backward; does nothing without blocks."""
+    """The recomputation of blocks in backward; does nothing without blocks."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
         self._names = {block: name for name, block in reversed(list(blocks.items()))}
@@ -109,7 +109,7 @@ class ActivationCheckpointing:
         return result
 
     def _is_not_worthwhile(self, block: nn.Module) -> bool:
-        """Return whether a block writes its result into its input, as an in-place ReLU does.
+        """Return whether a block only writes its result into its input, as an in-place ReLU does.
 
         The next block keeps the result anyway, and a copy of the input would need more memory.
         """

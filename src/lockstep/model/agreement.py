@@ -37,12 +37,12 @@ def require_same_settings(
 
     Args:
         description: The settings of this rank: values by entry.
-        advice: How to make them the same; the end of the message.
-        group: The ranks to compare.
+        advice: The end of the error message, which says how to make them equal.
+        group: The group of the ranks to compare.
 
     Raises:
-        DisagreementError: On every rank alike, with the first entry that differs, the rank
-            that differs from most, and both values.
+        DisagreementError: The settings differ. Raised on every rank, with the first entry that
+            differs, the rank that differs from the majority, and both values.
     """
     lines = "\n".join(f"{entry}\t{value}" for entry, value in description.items())
     summary = xxhash.xxh3_128_digest(lines.encode(errors="surrogatepass"))
@@ -67,9 +67,9 @@ def broadcast_weights(
 
     Args:
         module: The module.
-        group: The ranks.
-        device: The device for tensors that are on the meta device here.
-        needed: Returns whether this rank needs a tensor, by name.
+        group: The group of the ranks.
+        device: The device for tensors that are on the meta device on this rank.
+        needed: A function of a tensor's name that returns whether this rank needs the tensor.
 
     Raises:
         UsageError: No rank has a tensor that some rank needs.

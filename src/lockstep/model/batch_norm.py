@@ -1,14 +1,15 @@
-"""Batch norm and micro-batches of one sample, on which it cannot train.
+"""Early errors for batch norm on micro-batches of one sample, on which it cannot train.
 
 Batch norm normalizes a channel over the values of a micro-batch. With one value per sample, as
-behind a linear layer, a micro-batch of one sample has no variance, and torch raises an error:
+after a linear layer, a micro-batch of one sample has no variance, and torch raises an error:
 
     batch        0     1     2     3 (short)
     samples      16    16    16    1
     batch norm   8 micro-batches of 2 samples each, 2 values per channel    fails
 
-That error would come in the last step of the epoch. It is raised in the first one instead, before
-the weights change: by then the number of values per sample is known.
+The error of torch would occur in the last step of the epoch. This module raises an error in the
+first step instead, before the weights change, since forward then shows the number of values per
+sample.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ def check_batch_norm(
 ) -> Iterator[None]:
     """Raise UsageError in the body if batch norm will fail in this or a later batch of the epoch.
 
-    Only what is certain is raised: a module of torch, in training mode, that gets one value per
+    Only certain failures raise: a batch norm of torch, in training mode, that gets one value per
     sample. A compiled model is not checked, since hooks would change its graphs.
 
     Args:
-        model: The model, or what compiled it.
-        batch: The batch of the step; the first one of an epoch knows about the others.
-        position: Returns the micro-batch and the stage that are being computed.
+        model: The model, or its compiled wrapper.
+        batch: The batch of the step. The first batch of an epoch has the sizes of the others.
+        position: A function that returns the micro-batch and the stage that are being computed.
     """
 
     def refuse(name: str, single: str) -> None:
@@ -70,13 +71,13 @@ def warn_of_batch_norm(
     position: Callable[[], tuple[int, int] | None],
     warn: Callable[[str], None],
 ) -> Iterator[None]:
-    """Warn where `check_batch_norm` would raise, since a loop of the user's own may skip a batch.
+    """Warn where `check_batch_norm` would raise, since the user's loop may skip that batch.
 
     Args:
         modules: All modules that the loop may call, by their names in the warning.
         batch: The batch of the step.
-        position: Returns the micro-batch and the stage that are being computed.
-        warn: Takes the warning; called at most once.
+        position: A function that returns the micro-batch and the stage that are being computed.
+        warn: A function that is called with the warning, at most once.
     """
     said: list[str] = []
 
@@ -93,7 +94,7 @@ def warn_of_batch_norm(
 
 
 def explain_batch_norm(error: BaseException, place: str) -> UsageError | None:
-    """Return what to raise for torch's error about one value per channel; None for another."""
+    """Return a better error for torch's error about one value per channel; None for others."""
     if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
         return None
     return UsageError(
@@ -140,7 +141,7 @@ def _watch(
 
 @contextmanager
 def freeze_batch_norm(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let batch norm use its running statistics in the body, which work for one sample too."""
+    """Make batch norm use its running statistics in the body, which also work for one sample."""
     changed = [
         each
         for module in modules

@@ -1,4 +1,4 @@
-"""Buffers: state that micro-batches write besides gradients, such as batch-norm statistics.
+"""Buffers during a step: state that micro-batches write, such as batch-norm statistics.
 
     buffers of the step ──copy──> micro-batch 0 ──> result 0 ┐ same bits: that result
                         ──copy──> micro-batch 1 ──> result 1 ┤ different floats: mean along the
@@ -10,8 +10,8 @@ rank that computed the previous one. This differs on purpose from DistributedDat
 which broadcasts the buffers of rank 0. The mean is computed in float32 (float64 for float64)
 and rounded once.
 
-Changes are detected by bits and not by version counters: batch norm writes its statistics
-without incrementing them.
+Changes are detected by comparing bits instead of version counters, which batch norm does not
+increment when it writes its statistics.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Buffers:
         self._shares[microbatch] = share
 
     def pause(self) -> PausedBuffers:
-        """Remove and return the buffers of the current micro-batch; another one may start."""
+        """Remove and return the buffers of the current micro-batch, so that another can start."""
         held = [
             (module._buffers[name], slot.copy) for slot, (module, name) in self._iterate_places()
         ]
@@ -132,7 +132,7 @@ class Buffers:
         return held
 
     def resume(self, held: PausedBuffers) -> None:
-        """Put back what `pause` returned."""
+        """Install the buffers that `pause` returned."""
         for slot, (tensor, copy) in zip(self._slots, held, strict=True):
             slot.copy = copy
             for module, name in slot.places:
@@ -143,7 +143,7 @@ class Buffers:
             yield slot, slot.places[0]
 
     def restore(self) -> None:
-        """Put the step's buffers back as they were when it began."""
+        """Install the step's buffers, with their values from its beginning."""
         for slot in self._slots:
             for module, name in slot.places:
                 module._buffers[name] = slot.tensor
@@ -170,7 +170,7 @@ class Buffers:
 
     @contextmanager
     def restore_snapshot(self, seen: BufferSnapshot) -> Iterator[None]:
-        """Install copies of a snapshot in the body, which repeats a call; they are discarded."""
+        """Install copies of a snapshot in the body, which repeats a call; then discard them."""
         held = [
             (module, name, module._buffers[name])
             for slot, _ in seen
@@ -198,7 +198,7 @@ class Buffers:
         """Return the hash of this rank's results for every buffer.
 
         Args:
-            is_alone: Whether there is no other rank to compare with; then no hash is computed.
+            is_alone: Whether there is no other rank to compare with, so that no hash is needed.
 
         Returns:
             The hashes; an empty list if this rank computed no micro-batches.
@@ -236,7 +236,7 @@ class Buffers:
             hashes: The hashes of every rank.
             holders: The nodes of the tree that each rank holds, as for the gradients.
             leaves: The number of micro-batches.
-            group: The ranks that hold these buffers.
+            group: The group of the ranks that hold these buffers.
 
         Raises:
             BufferMismatchError: The results of an integer buffer differ.

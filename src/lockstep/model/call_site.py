@@ -2,8 +2,9 @@
 
 forward     the innermost frame that belongs to neither torch nor Lockstep, and the innermost
             module whose call is on the stack
-backward    those of the operator that is being differentiated, which autograd numbered; unless
-            Python code runs in backward: a hook, a user-defined function, a recomputation
+backward    the site of the operator that is being differentiated, found by its number in
+            autograd; unless backward runs Python code: a hook, a user-defined function, a
+            recomputation
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ TORCH = str(Path(torch.__file__).parent)
 LOCKSTEP = str(Path(lockstep.__file__).parent)
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 PACKAGES = ("site-packages", "dist-packages")
-"""Folders in that of the standard library that do not belong to it."""
+"""The subfolders of the standard library's folder that contain other packages."""
 
 
 @dataclass(frozen=True)
 class CallSite:
-    """Where an operator was called.
+    """The place where an operator was called.
 
     Attributes:
-        unit: The dotted name of the innermost module; of a model itself the name of its class.
+        unit: The dotted name of the innermost module; for a model itself, the name of its class.
             "" outside of modules.
-        source: The line, such as "train.py:31 in forward"; "" where unknown.
-        buffers: The buffers of the module by `id`, with their names in the model.
+        source: The line, such as "train.py:31 in forward"; "" if unknown.
+        buffers: The names, in the model, of the module's buffers, by their `id`.
     """
 
     unit: str = ""
@@ -52,10 +53,11 @@ class CallSite:
 
 
 class CallSites:
-    """Finds call sites in the modules that a step calls.
+    """The search for call sites in the modules that a step calls.
 
     Args:
-        modules: Those modules by name; "" for the model, whose modules keep their own names.
+        modules: The modules by name. The name of the model is "", so that its modules have no
+            prefix.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -65,7 +67,7 @@ class CallSites:
         self._numbered: dict[int, CallSite] = {}
         for root, module in modules.items():
             for name, each in module.named_modules():
-                # Without the part of each name that torch.compile adds.
+                # Without the part that torch.compile adds to each name.
                 parts = [part for part in (root, *name.split(".")) if part not in ("", "_orig_mod")]
                 self._units.setdefault(each, ".".join(parts) or _class_name(each))
                 self._paths.setdefault(each, parts)
@@ -79,8 +81,8 @@ class CallSites:
         if is_in_backward():
             known = self._differentiated()
             found = CallSite(found.unit or known.unit, found.source or known.source, found.buffers)
-        # Autograd numbers an operator right before it is executed. What needs no number comes
-        # after the one that had this number.
+        # Autograd numbers an operator right before executing it. An operator that gets no number
+        # finds the number of an earlier one, whose site is kept.
         self._numbered.setdefault(torch._C._autograd._get_sequence_nr() - 1, found)
         return found
 
@@ -90,7 +92,7 @@ class CallSites:
         return site.buffers.get(id(tensor), "") if known is None else known[0]
 
     def _walk(self, frame: FrameType | None) -> CallSite:
-        """Return what is on the stack, up to the start of a backward pass."""
+        """Return the call site on the stack, up to the start of a backward pass."""
         module: nn.Module | None = None
         source = ""
         while frame is not None and not (module is not None and source):
@@ -105,7 +107,7 @@ class CallSites:
             frame = frame.f_back
         if module is None:
             return CallSite(source=source)
-        # They are looked up now: each micro-batch has buffers of its own.
+        # Looked up in each call, since each micro-batch has separate buffers.
         buffers = {
             id(buffer): ".".join([*self._paths[module], name])
             for name, buffer in module._buffers.items()
@@ -115,9 +117,9 @@ class CallSites:
     def _differentiated(self) -> CallSite:
         """Return the site of the operator whose derivative autograd is computing."""
         node: Any = torch._C._current_autograd_node()
-        if node is None:  # while autograd makes what backward begins with
+        if node is None:  # autograd is creating the initial gradient
             return CallSite()
-        variable = getattr(node, "variable", None)  # of the node that writes to .grad
+        variable = getattr(node, "variable", None)  # only the node that writes to .grad has it
         if isinstance(variable, torch.Tensor):
             _, unit = self._parameters.get(id(variable), ("", ""))
             return CallSite(unit)
@@ -130,7 +132,7 @@ def _class_name(module: nn.Module) -> str:
 
 @lru_cache(maxsize=10_000)
 def _is_user_code(code: CodeType) -> bool:
-    """Return whether code belongs to the user's program, or to a library of models in it."""
+    """Return whether code belongs to the user's program or to a library that it uses."""
     name = code.co_filename
     if name.startswith(("<frozen", "<eval_with_key>")) or name.startswith(TORCH):
         return False

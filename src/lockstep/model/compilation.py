@@ -1,10 +1,10 @@
-"""Compilation: graphs that depend on nothing but the shapes of their own inputs.
+"""Compilation: compiled graphs that depend only on the shapes of their inputs.
 
-By default torch.compile specializes a graph for the first shapes that it sees, and
-makes sizes symbolic when others follow. Which shapes a rank sees first depends on its
-micro-batches, and the two graphs may have other bits. While a step is computed every
-shape gets a graph of its own, as with `dynamic=False`, and when there are too many of
-them, compilation fails instead of going on uncompiled.
+By default torch.compile specializes a graph for the first shapes that it sees, and makes sizes
+symbolic when other shapes follow. Which shapes a rank sees first depends on its micro-batches, and
+the two graphs may compute different bits. Therefore every shape gets a separate graph during a
+step, as with `dynamic=False`. If there are too many shapes, compilation fails instead of falling
+back to uncompiled code.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = [
 
 @contextmanager
 def static_shapes() -> Iterator[None]:
-    """Let torch.compile specialize every graph for its shapes while the body runs."""
-    # Looked up, not imported, which takes a second: without it nothing is compiled.
+    """Make torch.compile specialize every graph for its shapes while the body runs."""
+    # Not imported, which takes a second: if it is not imported yet, nothing is compiled.
     config: Any = sys.modules.get("torch._dynamo.config")
     if config is None:
         yield
@@ -56,14 +56,14 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def mark_as_plain(call: Any, replaced: Any) -> None:
-    """Mark a function that replaces a module's compiled call, unless that was compiled."""
+    """Mark a function that replaces a module's `_compiled_call_impl`, unless that is compiled."""
     call.is_plain = replaced is None or getattr(replaced, "is_plain", False)
 
 
 def check_static(model: nn.Module) -> None:
     """Raise UsageError for a model that was compiled with `dynamic=True`, or has such a part."""
     for name, module in model.named_modules():
-        # Of torch.compile(module), and of module.compile(), whose wrapper keeps it inside.
+        # torch.compile(module) has the context as an attribute, module.compile() in a closure.
         context: Any = vars(module).get("dynamo_ctx")
         wrapper: Any = vars(module).get("_compiled_call_impl")
         if context is None and wrapper is not None:
@@ -78,5 +78,5 @@ def check_static(model: nn.Module) -> None:
 
 
 def is_limit_error(error: Exception) -> bool:
-    """Return whether `error` says that a function was compiled for too many shapes."""
+    """Return whether an error was raised because a function was compiled for too many shapes."""
     return type(error).__name__ == "FailOnRecompileLimitHit"

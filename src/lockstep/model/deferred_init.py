@@ -46,9 +46,9 @@ def build(blocks: Blocks, seed: int = 0, device: str | torch.device = "cpu") -> 
     """Build a model with the same initial weights on every rank.
 
     Args:
-        blocks: A list of modules or of callables that return one, which become an
+        blocks: A list of modules, or of callables that return one, which becomes an
             `nn.Sequential`; or one module or callable, which becomes the model itself. Modules
-            on the meta device get memory and reset their parameters; others keep their
+            on the meta device get memory and reset their parameters; other modules keep their
             weights.
         seed: The seed of the initial weights.
         device: The device of the model.
@@ -70,7 +70,8 @@ def build_sequence(
 ) -> nn.Sequential:
     """Build a sequence of blocks, of which this rank holds some.
 
-    Blocks on the meta device that share tensors are all built: the first one initializes them.
+    If blocks on the meta device share tensors, all blocks are built, since the first block with a
+    tensor initializes it.
 
     Args:
         blocks: Modules or callables that return one.
@@ -117,7 +118,7 @@ def _build_on_meta(
             # torch warns for each weight that a factory loads into a meta tensor.
             warnings.filterwarnings("ignore", ".*from a non-meta parameter", UserWarning)
             made = _made(block, number)
-    except Exception:  # not possible on the meta device; other errors are raised again below
+    except Exception:  # perhaps because of the meta device; else it is raised again below
         made = materialize_block(block, seed, number, device)
     kept = {name for name, tensor in named_tensors(made).items() if id(tensor) in used}
     release(made, kept.__contains__)
@@ -165,7 +166,7 @@ def _reset(module: nn.Module, number: int, device: str | torch.device) -> None:
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters, then the buffers, each once, by its first name."""
+    """Return the parameters, then the buffers, each once, by their first names."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 

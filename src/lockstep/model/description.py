@@ -68,10 +68,10 @@ PLAIN = frozenset({bool, int, float, complex, NoneType})
 """Types whose `repr` is the same in every process; strings may name a device."""
 
 UNKNOWN = "unknown"
-"""The content of a tensor on the meta device: it is not compared."""
+"""The value for the content of a tensor on the meta device, which is not compared."""
 
 LONGEST = 160  # characters of a value; longer values are compared by hash
-DEEPEST = 8  # nested containers
+DEEPEST = 8  # levels of nested containers
 
 NAMED = (type, BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType)
 """Types whose objects have a name that is the same in all processes."""
@@ -130,7 +130,7 @@ def describe_object(path: str, value: Any, within: Collection[int] = ()) -> Desc
     found = {path: describe_value(type(value))}
     hidden = HIDDEN_OF_OPTIMIZERS if isinstance(value, Optimizer) else frozenset()
     for name, each in _compared(value):
-        # Hooks have numbers that count all hooks of the process.
+        # The numbers of hooks count all hooks of the process, so they may differ.
         if name not in hidden and not name.endswith("hooks"):
             found |= describe(f"{path}.{name}", each, [*within, id(value)])
     return found
@@ -212,7 +212,7 @@ def iterate_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     Excluded are torch's own attributes and tensors that require a gradient: parameters are
     described as such, and other such tensors are activations.
     """
-    if type(module).__module__.startswith("torch._"):  # a compiler's wrapper: it keeps addresses
+    if type(module).__module__.startswith("torch._"):  # a compiled wrapper, which holds addresses
         return
     for name, value in _compared(module):
         trained = isinstance(value, torch.Tensor) and value.requires_grad
@@ -285,7 +285,7 @@ def _describe_tensors(path: str, module: nn.Module, seen: dict[int, str]) -> Des
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Return the values that a function uses, by a suffix that names them."""
-    if _is_torchs(function):  # the same on all ranks, as torch's version is
+    if _is_torchs(function):  # compared by the version of torch
         return
     codes = list(_codes(function.__code__))
     yield " (hash of its code)", _hash("\n".join(map(_code_text, codes)))
@@ -296,7 +296,7 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
         "variable": {
             name: cell.cell_contents
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
-            if cell != CellType()  # which has no value yet
+            if cell != CellType()  # an empty cell has no value yet
         },
         "global": {
             name: function.__globals__[name]

@@ -1,4 +1,4 @@
-"""Evaluation: every sample counts once, and every rank returns the same numbers."""
+"""Evaluation of a model over a dataset; the result is the same on every rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result: mean loss and mean metrics over `samples` samples."""
+    """The result of an evaluation: mean loss and mean metrics over `samples` samples."""
 
     loss: float
     metrics: dict[str, float]
@@ -65,7 +65,7 @@ def _begin_evaluation(model: nn.Module) -> None:
 
 
 class MicrobatchScores(NamedTuple):
-    """What one micro-batch contributes to an evaluation."""
+    """The contribution of one micro-batch to an evaluation."""
 
     samples: int
     weight: float
@@ -104,7 +104,7 @@ def evaluate(
                 units.begin_microbatch(-1 - number, microbatch.index)
                 data = parallel.move_to_device(microbatch.data)
                 place = f"rank {parallel.rank}, evaluation batch {number}, {microbatch.index}"
-                # A module may write buffers even in evaluation: it gets copies.
+                # Modules may write buffers even in evaluation mode, so they get copies.
                 with buffers.preserve(), parallel.autocast():
                     loss, values = forward(model, parallel.loss, metrics, data, place)
                 rows.append(score_microbatch(parallel, microbatch, loss, values, place))
@@ -133,10 +133,10 @@ def combine_scores(
     Args:
         rows: The scores of this rank's micro-batches.
         parallel: The layout and the loss.
-        failure: Why the evaluation failed on this rank; "" if it did not.
+        failure: The reason why the evaluation failed on this rank; "" if it did not.
 
     Raises:
-        StoppedError: On every rank, if the evaluation failed on some rank.
+        StoppedError: The evaluation failed on a rank. Raised on every rank.
         LossError: The weights of all samples sum to 0.
     """
     message = json.dumps([failure, rows]).encode()

@@ -1,9 +1,9 @@
 """Fingerprints of training steps: checksums of everything a step computes, as plain values.
 
-`lockstep.model.fingerprinter` fills them in on each rank while a script runs under
-`lockstep check` or `lockstep replay`, or with `Trainer(fingerprints="unit")`, which keeps them
-in files (`fingerprint_file.py`). `lockstep.check.difference` compares those of two layouts. This
-module needs no torch, so that a command can read them without importing it.
+`lockstep.model.fingerprinter` computes them on each rank while a script runs under
+`lockstep check` or `lockstep replay`, or with `Trainer(fingerprints="unit")`, which writes them
+to files (`fingerprint_file.py`). `lockstep.check.difference` compares those of two layouts. This
+module does not import torch, so that commands can read fingerprints quickly.
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ Call = tuple[str, str, Checksums]
 
 @dataclass
 class StepFingerprint:
-    """What one rank computed in one step of one trainer.
+    """The checksums of one rank's computations in one step of one trainer.
 
     Attributes:
         trainer: The trainer's number in the order of construction, from 0.
-        step: The step's number, as the trainer counts.
+        step: The number of the step, from 0.
         before: Each parameter and buffer before the step.
         data: The data of each micro-batch on this rank.
         calls: The module calls of each (micro-batch, stage), in the order of execution.
         backward: The gradients of module outputs of each micro-batch, by module, the number of its
-            call and the number of the tensor in its output; empty where they are not recorded.
-        leaf_gradients: The gradient of each parameter in each micro-batch, likewise.
-        leaf_buffers: Each buffer after each micro-batch, likewise.
+            call and the number of the tensor in its output; empty if they are not recorded.
+        leaf_gradients: The gradient of each parameter in each micro-batch; empty if they are not
+            recorded.
+        leaf_buffers: Each buffer after each micro-batch; empty if they are not recorded.
         losses: The loss of each micro-batch, in `float.hex` form.
         parameters: Each parameter after the last backward, before the update.
         gradients: The reduced gradient of each parameter before clipping; 0 for none.
         state: Each parameter and buffer after the step.
-        optimizer: Each entry of the optimizer's state after the step, as "weight/exp_avg".
+        optimizer: Each entry of the optimizer's state after the step, by names such as
+            "weight/exp_avg".
         loss: The loss of the whole batch, in `float.hex` form.
-        digest: `trainer.digest()` after the step.
-        refusal: Why the trainer would have stopped here outside of `lockstep check`.
+        digest: `trainer.digest()` after the step; "" if it is not recorded.
+        refusal: The error with which the trainer would have stopped outside of `lockstep check`;
+            "" for none.
     """
 
     trainer: int

@@ -1,15 +1,15 @@
-"""Files of fingerprints: what each rank computed in chosen steps of a run.
+"""Files of fingerprints: the checksums of each rank's computations in selected steps of a run.
 
     RUN/fingerprints/rank-0.jsonl     {"kind":"begin","launch":"5f0c...","step":0,"resumes":0,...}
                                       {"kind":"step","step":100,"data":{...},"calls":[...],...}
     RUN/fingerprints/rank-1.jsonl     ...
 
-Each rank appends to its own file, in lines that are chained as those of the record. A run that is
-resumed begins anew from some step: what an earlier launch recorded of later steps no longer
-counts, also where the resumed run records no fingerprints. "resumes" is the number of lines
-"resume" in the record when a launch began; the later ones rewind what it recorded. Checksums are
-written in hexadecimal form, because JSON numbers of 64 bits are rounded by many programs. This
-module needs no torch.
+Each rank appends to its own file, in lines that are chained like those of the record. When a run is
+resumed from a step, the fingerprints that earlier launches recorded of later steps no longer count,
+even if the resumed run records none. "resumes" is the number of lines "resume" in the record when
+the launch began; later lines "resume" rewind the launch's fingerprints. Checksums are written in
+hexadecimal form, because many programs round JSON numbers of 64 bits. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ __all__ = [
 FOLDER = "fingerprints"
 FILE = re.compile(r"rank-(\d+)\.jsonl")
 STEP_HEAD = re.compile(rb'\{"kind":"step","trainer":\d+,"step":(\d+),')
-TAIL_BYTES = 1 << 20  # of a file, in which its last line is looked for
+TAIL_BYTES = 1 << 20  # of a file, searched for its last line
 NAMED = ("before", "parameters", "gradients", "state", "optimizer")  # checksums by name
-BY_MICROBATCH = ("leaf_gradients", "leaf_buffers")  # the same of each micro-batch
+BY_MICROBATCH = ("leaf_gradients", "leaf_buffers")  # checksums by micro-batch and name
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,9 @@ class RecordedFingerprints:
     """The fingerprints that a run recorded.
 
     Attributes:
-        steps: Those of each rank that took part in a step, by the number of the step, ascending.
-        remarks: What is wrong with the files, in sentences.
+        steps: The fingerprints of each step, one per rank that recorded it, by the number of the
+            step, ascending.
+        remarks: The faults of the files, as sentences.
     """
 
     steps: dict[int, list[StepFingerprint]] = field(default_factory=dict)
@@ -84,18 +85,18 @@ class FingerprintFile:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
             content = file.read()
-            if not find_last_link(content.split(b"\n")):  # a line is longer than that
+            if not find_last_link(content.split(b"\n")):  # the last line is longer
                 file.seek(0)
                 content = file.read()
             self._link = find_last_link(content.split(b"\n"))
             if content and not content.endswith(b"\n"):
-                file.write(b"\n")  # killed while it wrote a line
+                file.write(b"\n")  # ends the line of a rank that was killed while writing
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one line.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The line cannot be written.
         """
         text = orjson.dumps({"kind": kind, **fields}, option=orjson.OPT_NON_STR_KEYS)
         line, link = add_link(text, self._link)
@@ -107,7 +108,7 @@ class FingerprintFile:
 
 
 def encode_fingerprint(found: StepFingerprint) -> dict[str, Any]:
-    """Return a fingerprint as JSON values, without what it does not have."""
+    """Return a fingerprint as JSON values, without empty fields."""
     fields: dict[str, Any] = {
         "data": {leaf: _encode(values) for leaf, values in found.data.items()},
         "calls": [
@@ -135,7 +136,7 @@ def decode_fingerprint(line: Mapping[str, Any]) -> StepFingerprint:
     """Return the fingerprint that `encode_fingerprint` encoded.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The line is not an encoded fingerprint.
     """
     try:
         found = StepFingerprint(int(line["trainer"]), int(line["step"]))
@@ -183,7 +184,7 @@ def _decode_call(kind: str, name: str, values: list[str]) -> Call:
 
 
 def read_unit_fingerprints(run: Path) -> RecordedFingerprints:
-    """Return the fingerprints that a run recorded; none where it recorded none.
+    """Return the fingerprints that a run recorded; empty if it recorded none.
 
     Raises:
         FileError: A file cannot be read.
@@ -197,14 +198,14 @@ def read_unit_fingerprints(run: Path) -> RecordedFingerprints:
 
 @dataclass(frozen=True)
 class FingerprintList:
-    """Which fingerprints a run recorded: the ranks by the number of the step; and remarks."""
+    """The ranks whose fingerprints a run recorded, by the number of the step, and remarks."""
 
     steps: dict[int, list[int]]
     remarks: list[str]
 
 
 def list_unit_fingerprints(run: Path) -> FingerprintList:
-    """Return which fingerprints a run recorded, without parsing them.
+    """List the fingerprints that a run recorded, without parsing them.
 
     Raises:
         FileError: A file cannot be read.
@@ -214,7 +215,7 @@ def list_unit_fingerprints(run: Path) -> FingerprintList:
 
 
 def _parse_head(text: bytes) -> Any:
-    """Return kind and number of a line about a step, and another line as a whole."""
+    """Return the kind and number of a line "step", and all fields of other lines."""
     head = STEP_HEAD.match(text)
     if head is None or not text.endswith(b"\n"):
         return orjson.loads(text)
@@ -222,14 +223,21 @@ def _parse_head(text: bytes) -> Any:
 
 
 Parse = Callable[[bytes], Any]
-"""Returns the values of a line, as far as they are wanted."""
+"""A function that returns the fields of a line, or the required ones."""
 
 Decoded = TypeVar("Decoded")
 
 
 @dataclass
 class _Launch(Generic[Decoded]):
-    """What one launch of a run recorded, by step and rank; and how often it was resumed before."""
+    """The fingerprints of one launch of a run, by step and rank.
+
+    Attributes:
+        begun: The Unix time at which the launch began to record.
+        first: The step at which the launch began.
+        resumes: The number of resumptions of the run before.
+        steps: The decoded fingerprints, by step and rank.
+    """
 
     begun: float
     first: int
@@ -240,7 +248,7 @@ class _Launch(Generic[Decoded]):
 def _read(
     run: Path, parse: Parse, decode: Callable[[dict[str, Any]], Decoded]
 ) -> tuple[dict[int, dict[int, Decoded]], list[str]]:
-    """Return what the ranks recorded, by step and rank, each as it was taken last; and remarks."""
+    """Return the latest fingerprints of each step, by step and rank; and remarks."""
     launches: dict[str, _Launch[Decoded]] = {}
     remarks: list[str] = []
     for rank, path in _find_files(run):
@@ -264,7 +272,7 @@ def count_resumes(run: Path) -> int:
 
 
 def _resumed_from(run: Path) -> list[float]:
-    """Return the steps at which a run was resumed, in that order; infinity for an unknown one."""
+    """Return the steps at which a run was resumed, in order of time; infinity if unknown."""
     try:
         lines = read_ends(run).resumes
     except UsageError:  # there is no record
@@ -294,7 +302,7 @@ def _read_file(
         try:
             line = parse(text)
             if line["kind"] == "begin":
-                unread -= was_unread  # killed while it wrote a line
+                unread -= was_unread  # the rank was killed while it wrote that line
                 begun, first = float(line["t"]), int(line["step"])
                 new: _Launch[Decoded] = _Launch(begun, first, int(line["resumes"]))
                 launch = launches.setdefault(str(line["launch"]), new)

@@ -1,15 +1,15 @@
-"""Fingerprinting: checksums of what a trainer computes, taken while it computes.
+"""Fingerprinting: checksums of a trainer's tensors, taken during its steps.
 
-    batch is cut            data of each micro-batch
+    batch is split          data of each micro-batch
     forward                 inputs and outputs of each module call, by hooks
-    backward                gradients of module outputs, if wanted
-    it is over              gradients of the parameters and buffers of the micro-batch, if wanted
+    backward                gradients of module outputs, on request
+    backward is done        the micro-batch's gradients of parameters, and its buffers, on request
     gradients are reduced   gradients before clipping, losses
     step is committed       parameters, buffers, optimizer state
 
-A trainer has a `Fingerprinter` only under a command such as `lockstep check`, or where it
+A trainer has a `Fingerprinter` only under a command such as `lockstep check`, or if it
 records fingerprints (`Trainer(fingerprints="unit")`). The hooks exist only during a
-step, so that copying or pickling the model between steps works as without them.
+step, so that the model can be copied or pickled between steps.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from lockstep.model.units import is_in_backward
 __all__ = ["Fingerprinter", "checksums", "hookable_modules"]
 
 WRAPPER = "_orig_mod"
-"""The attribute, and part of each name, that `torch.compile` puts before a module's own."""
+"""The attribute of a compiled wrapper that holds the module, and so a part of each name."""
 
 
 class Fingerprinter:
-    """Takes the fingerprints of one trainer's steps on this rank.
+    """The observer that takes the fingerprints of one trainer's steps on this rank.
 
     Args:
         number: The trainer's number.
         parallel: The trainer's layout, loss and other modules.
-        called: What the trainer calls: the model, or what compiled it.
+        called: The module that the trainer calls: the model, or its compiled wrapper.
         module: The model.
         has_whole_gradients: Whether `.grad` holds whole gradients after the reduction.
-        with_backward: Whether the gradients of module outputs are recorded, and the gradients
-            and buffers of each micro-batch.
-        names: The modules whose calls are recorded; empty for all.
-        with_state: Whether the state is recorded before and after a step, and the reduction.
+        with_backward: Whether to record the gradients of module outputs, and the gradients and
+            buffers of each micro-batch.
+        names: The names of the modules whose calls are recorded; empty: all modules.
+        with_state: Whether to record the state before and after a step, and the reduction.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Fingerprinter:
         for name, each in others.items():
             self._hooked |= dict(hookable_modules(name, each))
         self._hooked = {n: self._hooked[n] for n in names if n in self._hooked} or self._hooked
-        # With stages only the last one merges the buffers of the loss.
+        # With stages, only the last stage merges the buffers of the loss.
         has_loss = parallel.position == parallel.stages - 1
         self._buffers_of = others | (parallel.loss_module() if has_loss else {})
         self.current = StepFingerprint(number, 0)
-        """The step that is being computed, or the last one."""
+        """The fingerprint of the current step, or of the last one."""
         self.is_unfinished = False
         """Whether a step was begun and not committed."""
         self._position: Position | None = None
@@ -88,7 +88,7 @@ class Fingerprinter:
         self._tensor_hooks: list[RemovableHandle] = []
 
     def trainer(self, backend: str) -> TrainerFingerprint:
-        """Return the fingerprint of the trainer as it is now, on ranks of some backend."""
+        """Return the fingerprint of the trainer's current state; `backend` is that of the ranks."""
         parameters = tuple(_plain(name) for name, _ in self._model.named_parameters())
         return TrainerFingerprint(type(self._model).__name__, backend, parameters, self._state())
 
@@ -120,14 +120,14 @@ class Fingerprinter:
         return batch
 
     def record_loss(self, loss: torch.Tensor) -> None:
-        """Do nothing: all losses come with the reduction."""
+        """Do nothing: `record_reduction` gets all losses."""
 
     def record_refusal(self, sentence: str) -> None:
-        """Record why the trainer would have stopped; "" for no reason."""
+        """Record the error with which the trainer would have stopped; "" for none."""
         self.current.refusal = sentence
 
     def record_reduction(self, losses: Mapping[int, float]) -> None:
-        """Record this rank's losses by micro-batch, the parameters, and the sums in `.grad`."""
+        """Record this rank's losses by micro-batch, its parameters, and the sums in `.grad`."""
         self.current.losses = {leaf: loss.hex() for leaf, loss in losses.items()}
         if not self._with_state:
             return
@@ -148,7 +148,7 @@ class Fingerprinter:
         Args:
             loss: The loss of the batch.
             digest: The digest of the model.
-            optimizer: The optimizer's state on this rank, as "weight/exp_avg".
+            optimizer: The optimizer's state on this rank, by names such as "weight/exp_avg".
         """
         done = self.current
         done.state = self._state()
@@ -197,13 +197,13 @@ class Fingerprinter:
             calls.append((kind, name, checksums(value)))
 
     def _find_position(self) -> tuple[int, int] | None:
-        """Return the (micro-batch, stage) of a module call that is to be recorded."""
+        """Return the (micro-batch, stage) of a module call; None: the call is not recorded."""
         if torch.compiler.is_compiling() or is_in_backward() or self._position is None:
             return None
         return self._position()
 
     def _hook_gradients(self, name: str, output: Any) -> None:
-        """Let the backward of a module call record the gradients of its output."""
+        """Register hooks that record the gradients of a module call's output in backward."""
         position = self._find_position()
         if position is None:
             return
@@ -214,7 +214,7 @@ class Fingerprinter:
 
         def make_hook(number: int) -> Callable[[torch.Tensor], None]:
             def record(gradient: torch.Tensor) -> None:
-                # A split backward calls it again, with the same gradient.
+                # A split backward calls the hook again, with the same gradient.
                 found.setdefault((name, call, number), checksum(gradient))
 
             return record
@@ -230,7 +230,7 @@ class Fingerprinter:
         gradients: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
-        """Record what a micro-batch left on this rank; several stages of a rank call it each."""
+        """Record a micro-batch's gradients and buffers; called once per stage of this rank."""
         for found, tensors in (
             (self.current.leaf_gradients, gradients),
             (self.current.leaf_buffers, buffers),
@@ -251,17 +251,17 @@ def checksums(value: Any) -> Checksums:
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for others, as inside `torch.func.vmap`, and has no memory."""
+    """Return whether a tensor wraps others, as inside `torch.func.vmap`, and has no memory."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def hookable_modules(
     name: str, module: nn.Module, is_root: bool = False
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module and those inside it, each once, by their names in the original model.
+    """Yield a module and its submodules, each once, with their names in the original model.
 
-    A hook within a compiled module would become a part of its graph, so of such a module
-    only the outside is hooked. The names inside the root do not start with its own.
+    A hook inside a compiled module would become a part of its graph, so the submodules of a
+    compiled module are left out. The root's name is not a prefix of the names inside it.
     """
     seen: set[nn.Module] = set()
 
@@ -279,5 +279,5 @@ def hookable_modules(
 
 
 def _plain(name: str) -> str:
-    """Return a tensor's name in the model as it was before its compilation."""
+    """Return a tensor's name in the model before compilation."""
     return name.replace(f"{WRAPPER}.", "")

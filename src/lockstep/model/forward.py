@@ -1,4 +1,4 @@
-"""The forward pass of one micro-batch: model, loss, metrics, and what can go wrong there."""
+"""The forward pass of one micro-batch: model, loss, metrics, and the errors of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 Metric = Callable[[Any, Any], Any]
-"""Computes a mean over the samples of a micro-batch from (outputs, targets)."""
+"""A function of (outputs, targets) that returns a mean over the samples of a micro-batch."""
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -52,15 +52,16 @@ def forward(
 
     Args:
         model: The model.
-        loss: The loss function; None if the model returns its loss. Either returns it as a
-            tensor, under the key "loss", as the attribute `.loss`, or first in a tuple.
+        loss: The loss function. None: the model returns its loss. In both cases the loss is
+            returned as a tensor, under the key "loss", as the attribute `.loss`, or first in a
+            tuple.
         metrics: Functions of (outputs, targets) by name.
         data: With a loss function, a tuple or list (inputs, ..., targets). Without one, a
             sequence of arguments, a mapping of keyword arguments, or one input.
-        place: Rank, step and micro-batch, for messages.
+        place: The rank, step and micro-batch, for messages.
 
     Raises:
-        LossError: The loss function raises an exception, or the model returns no loss.
+        LossError: The loss function raised an exception, or no loss was returned.
     """
     if loss is None:
         return extract_loss(call_model(model, data, place), place), {}
@@ -162,7 +163,7 @@ def extract_loss(output: Any, place: str) -> Any:
 
 
 def _find_loss(value: Any, place: str) -> Any:
-    """Return the loss from the result of a model or loss function; the value if it has none."""
+    """Return the loss in the result of a model or loss function; the result if it has none."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, Mapping) and "loss" in value:

@@ -1,9 +1,9 @@
-"""The loss scale of float16 autocast: losses are multiplied by it, so that gradients do not vanish.
+"""The loss scale of float16 autocast, which multiplies losses so that gradients do not underflow.
 
     backward    begins at loss x scale
     reduce      gradients are added along the tree, and then divided by the scale
-    norm        finite: the optimizer steps                  after 2,000 such steps, twice the scale
-                not finite: the step is skipped              half the scale
+    norm        finite: the optimizer steps              after 2,000 such steps, the scale doubles
+                not finite: the step is skipped          the scale is halved
 
 Scales are powers of two, so apart from float16 overflow and underflow they change no bit. The
 norm is the same on every rank, so all of them skip the same steps. The defaults are those of
@@ -22,17 +22,17 @@ __all__ = ["LossScale"]
 
 FACTOR = 2.0
 LARGEST = 2.0**127
-"""The largest scale: the next one is infinite in float32."""
+"""The largest scale; twice that is infinite in float32."""
 
 
 @dataclass
 class LossScale:
-    """The scale of the next step, and when it grows.
+    """The scale of the next step, and the count of steps until it grows.
 
     Attributes:
         value: The scale, a power of two.
-        interval: The number of steps in a row that are not skipped before the scale doubles.
-        finite_steps: How many of them have been counted.
+        interval: The number of consecutive steps, not skipped, after which the scale doubles.
+        finite_steps: The number of such steps so far.
     """
 
     value: float = 65536.0
@@ -40,7 +40,7 @@ class LossScale:
     finite_steps: int = 0
 
     def scale(self, loss: torch.Tensor, share: float) -> torch.Tensor:
-        """Return a loss multiplied by its share and the scale, in float32 at least."""
+        """Return a loss multiplied by its share and the scale; float16 becomes float32."""
         return (loss.float() if loss.dtype is torch.float16 else loss) * (share * self.value)
 
     @torch.no_grad()
@@ -51,11 +51,11 @@ class LossScale:
 
     @property
     def can_decrease(self) -> bool:
-        """Whether a smaller scale may help: without one, the gradients themselves overflow."""
+        """Whether a smaller scale may help; at a scale of 1 the gradients themselves overflow."""
         return self.value > 1
 
     def update(self, is_skipped: bool) -> None:
-        """Count a step, and change the scale if it is time to."""
+        """Count a step, and halve or double the scale if it is due."""
         self.finite_steps = 0 if is_skipped else self.finite_steps + 1
         if is_skipped:
             self.value /= FACTOR
@@ -68,5 +68,5 @@ class LossScale:
         return {"value": self.value, "finite_steps": self.finite_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Load a state that `state_dict` returned."""
         self.value, self.finite_steps = state["value"], state["finite_steps"]

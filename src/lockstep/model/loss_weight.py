@@ -1,8 +1,8 @@
 """Loss weights: the share of each micro-batch in the loss of a batch.
 
-The loss of a micro-batch is a mean over its n_m samples. Scaled by n_m / B, the
-micro-batches add up to the mean over the batch, whether or not M divides B.
-Some losses are means over something else, because of class weights or ignored targets. Their
+The loss of micro-batch m is a mean over its n_m samples. Scaled by n_m / B, the losses of the M
+micro-batches add up to the mean over the B samples of the batch, whether or not M divides B.
+Some losses are not means over samples, because of class weights or ignored targets. Their
 share is w_m / (w_0 + w_1 + ...), where a weight function computes w_m from the micro-batch. A
 micro-batch of weight 0 is skipped.
 """
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 WeightFunction = Callable[[Any], float]
-"""Computes the weight of a micro-batch from its data."""
+"""A function of the data of a micro-batch that returns its weight."""
 
 IGNORED_BY_DEFAULT = -100
 """The default `ignore_index` of torch's losses."""
@@ -43,7 +43,7 @@ def loss_name(loss: object) -> str:
 
 
 def is_sum(loss: object) -> bool:
-    """Return whether a loss sums its samples instead of averaging them; it is not scaled then.
+    """Return whether a loss sums its samples instead of averaging them, so that it is not scaled.
 
     Considers the `reduction` of a loss module, or the one bound by `functools.partial`.
     """
@@ -79,7 +79,7 @@ def target_weight(loss: Callable[..., Any], *, shift: int = 0) -> WeightFunction
             predict: 1 for causal language models of Hugging Face, which shift their labels.
 
     Raises:
-        UsageError: `loss` is something else.
+        UsageError: `loss` is none of these.
     """
     inner = _inner_losses(loss)
     if not _is_classification(loss) and len(inner) != 1:
@@ -113,7 +113,7 @@ def target_weight(loss: Callable[..., Any], *, shift: int = 0) -> WeightFunction
 
 
 def infer_weight_function(loss: object) -> WeightFunction | None:
-    """Return the weight function that the options of a loss require, or None.
+    """Return the weight function that the options of a loss require; None if they require none.
 
     With class weights or a custom `ignore_index` the loss is not a mean over samples.
     """
@@ -126,10 +126,11 @@ def infer_weight_function(loss: object) -> WeightFunction | None:
 
 
 def find_hidden_weights(loss: object) -> str:
-    """Return the option of a loss inside of another one that makes it no mean over samples.
+    """Return the option, if any, because of which a wrapped loss is not a mean over samples.
 
     Returns:
-        Such as "ignore_index"; "" if there is none, or it is accounted for.
+        The name of the option, such as "ignore_index"; "" if there is none, or if
+        `infer_weight_function` accounts for it.
     """
     if _is_classification(loss):
         return ""
@@ -144,13 +145,13 @@ def find_hidden_weights(loss: object) -> str:
 
 
 def _inner_losses(loss: object) -> list[Any]:
-    """Return the losses that a loss module contains, and that are means over their targets."""
+    """Return the losses inside a loss module that are means over their targets."""
     parts = loss.modules() if isinstance(loss, nn.Module) else ()
     return [each for each in parts if _is_classification(each)]
 
 
 def count_ignored_targets(loss: object, data: Any) -> int:
-    """Count the targets that a loss ignores although no weight function accounts for it.
+    """Return the number of targets that a loss without a weight function ignores.
 
     A model that returns its own loss (None) ignores "labels" of -100 in a mapping.
     """
@@ -161,12 +162,12 @@ def count_ignored_targets(loss: object, data: Any) -> int:
         return 0
     ignored = _option(loss, "ignore_index", IGNORED_BY_DEFAULT)
     if ignored < 0 and targets.numel() and targets.min() >= 0:
-        return 0  # as nearly always, and found in half the time
+        return 0  # the usual case, found in half the time
     return int((targets == ignored).sum())
 
 
 def _find_targets(data: Any) -> torch.Tensor | None:
-    """Return the targets of a micro-batch, or None where they are not known."""
+    """Return the targets of a micro-batch; None if they are not known."""
     if isinstance(data, Mapping):
         targets = data.get(LABELS)
     else:

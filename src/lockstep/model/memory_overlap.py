@@ -1,4 +1,4 @@
-"""Memory overlap: which tensors have memory in common.
+"""Memory overlap: tensors that share memory.
 
     a   |--------|                 a and b overlap, and so do b and c
     b         |-----|-----|        adjacent or interleaved views of one storage
@@ -22,13 +22,13 @@ from lockstep.errors import UsageError
 __all__ = ["allocate_repeated", "find_overlaps", "find_parameter_overlaps"]
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Shape, strides in elements, bytes per element."""
+"""The shape, the strides in elements, and the bytes per element."""
 
 
 def find_overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the pairs of tensors, by position, that have memory in common.
+    """Return the pairs of tensors, by position, that overlap in memory.
 
-    Tensors without elements or without memory of their own (meta, sparse) overlap none.
+    Tensors without elements, on the meta device or of a sparse layout overlap no other.
     """
     extents = sorted(
         (str(each.device), *_extent(each), number)
@@ -52,14 +52,14 @@ def find_overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 def find_parameter_overlaps(
     modules: Mapping[str, nn.Module], *, attributes: bool = False
 ) -> list[tuple[str, str]]:
-    """Return the pairs of different tensors that have memory in common, by name.
+    """Return the pairs of different tensors, by name, that overlap in memory.
 
     Args:
         modules: Modules by the prefix of their tensors' names.
-        attributes: Whether to compare with tensors in plain attributes of the modules as well.
+        attributes: Whether to include tensors in plain attributes of the modules.
 
     Returns:
-        Pairs with at least one parameter. A parameter that has several names is one tensor.
+        The pairs with at least one parameter. A parameter with several names is one tensor.
     """
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for root, model in modules.items():
@@ -75,17 +75,17 @@ def find_parameter_overlaps(
 
 @torch.no_grad()
 def allocate_repeated(modules: Mapping[str, nn.Module]) -> None:
-    """Give expanded and lazily conjugated tensors memory in which every element has its place.
+    """Give expanded and lazily conjugated tensors separate memory for every element.
 
-    They are written when ranks, checkpoints and averages exchange values. They stay the same
+    Exchanges between ranks, checkpoints and averages write into them. They remain the same tensor
     objects.
 
     Args:
         modules: Modules by the prefix of their tensors' names.
 
     Raises:
-        UsageError: An expanded parameter is to be trained, or an expanded tensor has its memory
-            in common with another one.
+        UsageError: A trainable parameter is expanded, or an expanded tensor shares its memory with
+            another tensor.
     """
     named = {
         ".".join(filter(None, (root, name))): tensor
@@ -115,7 +115,7 @@ def allocate_repeated(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _is_repeated(tensor: torch.Tensor) -> bool:
-    """Return whether elements lie in the same place, or differ from what is in memory."""
+    """Return whether elements share memory, or have values other than those in memory."""
     shape, strides, _ = _geometry(tensor)
     is_expanded = any(n > 1 and not stride for n, stride in zip(shape, strides, strict=True))
     return bool(tensor.numel()) and (is_expanded or tensor.is_conj() or tensor.is_neg())
@@ -135,7 +135,7 @@ def _geometry(tensor: torch.Tensor) -> Geometry:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses where a tensor's elements begin and end."""
+    """Return the addresses at which a tensor's elements begin and end."""
     begin = tensor.data_ptr()
     return begin, begin + _span(*_geometry(tensor))
 
@@ -170,7 +170,7 @@ def _dense(geometry: Geometry) -> bool:
 
 
 def _bytes_of(marks: torch.Tensor, begin: int, geometry: Geometry) -> torch.Tensor:
-    """Return the marks of the bytes of a tensor that lies so; a repeated element has one."""
+    """Return the view of `marks` for a tensor's bytes; repeated elements are marked once."""
     shape, strides, size = geometry
     shape = tuple(n if stride else 1 for n, stride in zip(shape, strides, strict=True))
     return marks.as_strided((*shape, size), (*(each * size for each in strides), 1), begin)

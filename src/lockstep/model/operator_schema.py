@@ -1,11 +1,11 @@
-"""What an operator reads, writes and draws, from its schema and the exceptions that it needs.
+"""The reads, writes and random draws of operators, from their schemas and a list of exceptions.
 
 aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)
     reads self and other, writes self, has the argument alpha
-aten::copy_(Tensor(a!) self, Tensor src, ...)       reads src alone, though the schema is alike
+aten::copy_(Tensor(a!) self, Tensor src, ...)       reads only src, despite a similar schema
 aten::mm.out(Tensor self, Tensor mat2, *, Tensor(a!) out)          does not read out
-aten::empty_like(Tensor self, ...)                  returns memory that nothing was written to
-aten::lift_fresh(Tensor(a) self) -> Tensor(a)       reads nothing: its values are not torch's
+aten::empty_like(Tensor self, ...)                  returns uninitialized memory
+aten::lift_fresh(Tensor(a) self) -> Tensor(a)       reads nothing: its values come from Python
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OVERWRITING = {
     "_foreach_copy_",
     "_foreach_zero_",
 }
-"""Operators that write every element of what they write to, and read none of it."""
+"""The operators that overwrite every element of the tensors that they write, and read none."""
 
 EMPTY = {
     "empty",
@@ -49,15 +49,16 @@ EMPTY = {
     "resize_as_",
     "_efficientzerotensor",
 }
-"""Operators whose result has memory that nothing was written to."""
+"""The operators that return uninitialized memory."""
 
 IDENTITIES = {"alias", "detach", "detach_"}
-"""Views that are the same tensor again, of which a step has hundreds."""
+"""The views that are equal to their input; a step has hundreds of them."""
 
 CONSTANTS = {"lift_fresh"}
-"""Operators that are called with a tensor of values that are not torch's, and return it.
+"""The operators that return their input, a tensor of values from outside torch.
 
-`torch.tensor([1.0, 0.0])` and `torch.from_numpy(array)` call it: here such values enter a step.
+`torch.tensor([1.0, 0.0])` and `torch.from_numpy(array)` call them, so these values enter a step
+here.
 """
 
 UNDECLARED_WRITES = {
@@ -66,7 +67,7 @@ UNDECLARED_WRITES = {
     "native_batch_norm": ("running_mean", "running_var"),
     "native_batch_norm.out": ("running_mean", "running_var"),
 }
-"""What operators write although their schema does not say so."""
+"""The arguments that operators write although their schemas do not say so."""
 
 WORKSPACES = {
     "_batch_norm_with_update": 3,
@@ -78,31 +79,31 @@ WORKSPACES = {
     "miopen_rnn": 4,
     "mkldnn_rnn_layer": 3,
 }
-"""Results that are memory for the operator's backward, which need not be written as a whole."""
+"""The index of a result that is memory for the operator's backward, perhaps not all written."""
 
 ASYNCHRONOUS = ("_c10d_functional", "c10d")
-"""Namespaces of operators that return before their results are there."""
+"""The namespaces of operators that return before their results are complete."""
 
 MAX_TEXT = 400
-"""Characters of the arguments of one call that are kept."""
+"""The largest number of characters kept of the arguments of one call."""
 
 
 @dataclass(frozen=True)
 class OperatorSchema:
-    """What is known of an operator.
+    """The known properties of an operator.
 
     Attributes:
         name: Its name, with the overload unless that is the default one.
         arguments: The names of its arguments, in order.
         written: The names of the arguments that it writes to.
-        unread: Those of them that it does not read.
-        is_view: Whether it returns or changes views only, and computes nothing.
-        makes_empty: Whether it returns memory that nothing was written to.
-        workspace: Which of its results need not be written as a whole; None for none.
+        unread: The names of the written arguments that it does not read.
+        is_view: Whether it only returns or changes views, and computes nothing.
+        makes_empty: Whether it returns uninitialized memory.
+        workspace: The index of the result that may be partly uninitialized; None for none.
         is_random: Whether it may draw random numbers.
-        is_asynchronous: Whether it returns before its results are there, such as a collective.
-        is_opaque: Whether nothing is known of what it writes.
-        is_ignored: Whether it says nothing: the same tensor again, or a mark for a profiler.
+        is_asynchronous: Whether it returns before its results are complete, like a collective.
+        is_opaque: Whether its written arguments are unknown.
+        is_ignored: Whether it is not recorded: it returns its input, or is a mark for a profiler.
     """
 
     name: str
@@ -127,7 +128,7 @@ class OperatorSchema:
     def tensors(
         self, values: Mapping[str, Any]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Return the tensors that a call reads, writes in part, and overwrites as a whole."""
+        """Return the tensors that a call reads, that it also writes, and that it overwrites."""
         read: list[torch.Tensor] = []
         written: list[torch.Tensor] = []
         overwritten: list[torch.Tensor] = []
@@ -141,7 +142,7 @@ class OperatorSchema:
         return read, written, overwritten
 
     def format_arguments(self, values: Mapping[str, Any]) -> str:
-        """Return the arguments of a call that are no tensors: "dim=1, keepdim=True"."""
+        """Return the arguments of a call that are not tensors, such as "dim=1, keepdim=True"."""
         if self.is_opaque:
             return ""
         parts = [
@@ -154,7 +155,7 @@ class OperatorSchema:
 
 @cache
 def describe_operator(operator: Any) -> OperatorSchema:
-    """Return what is known of an operator of torch, or of a higher-order operator."""
+    """Return the known properties of an operator of torch, or of a higher-order operator."""
     if not isinstance(operator, torch._ops.OpOverload):
         name = getattr(operator, "compile_region_name", None) or operator.name()
         return OperatorSchema(name, is_opaque=True, is_random=True)
@@ -199,7 +200,7 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def format_value(value: Any) -> str:
-    """Return a number or setting as a text, the same in every process; "" for other objects."""
+    """Return a number or setting as text, the same in every process; "" for other objects."""
     if isinstance(value, (list, tuple)):
         parts = [format_value(each) for each in value]
         return f"[{', '.join(parts)}]" if any(parts) or not parts else ""

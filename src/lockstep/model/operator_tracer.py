@@ -1,23 +1,22 @@
 """The operator tracer: records every operator that torch executes in a step, with checksums.
 
-    with tracer.tracing("forward", position):        calls get the micro-batch of position()
+    with tracer.tracing("forward", position):        calls have the micro-batch of position()
         loss = model(inputs) ...                     aten.addmm   inputs, outputs, line, module
         loss.backward()                              phase "backward", line of the forward operator
     with tracer.tracing("optimizer"):
         optimizer.step()
 
-It is a dispatch mode of torch, so it sees the operators below autograd, each with the tensors
+It is a dispatch mode of torch, so it records the operators below autograd, each with the tensors
 that it computes on. It computes nothing itself, changes no tensor, and keeps none alive, except
 those of one call on request.
 
-What torch.compile compiled stays compiled. Each graph is one operator if
-`record_graphs_as_operators` was called before it was compiled; otherwise the kernels that it
-calls from torch are recorded.
+Compiled functions stay compiled. Each graph is one operator if `record_graphs_as_operators` was
+called before it was compiled; otherwise the torch kernels that it calls are recorded.
 
-Some functions that torch makes of several operators choose these in another way while any
-dispatch mode is active (`isTensorSubclassLike`). In torch 2.13 on the CPU, of all operators in
-torch's own tests, only the gradient of `torch.prod` gets other bits by that. To know that tracing
-changed none, compare the norm of the gradient with that of the step without tracing.
+While any dispatch mode is active, some composite functions of torch call other operators
+(`isTensorSubclassLike`). In torch 2.13 on the CPU, of all operators in torch's own tests, this
+changes only the bits of the gradient of `torch.prod`. To verify that tracing changed no bit,
+compare the norm of the gradient with that of the step without tracing.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ from lockstep.model.units import is_in_backward
 __all__ = ["OperatorTracer", "record_graphs_as_operators"]
 
 UNKNOWN = 0
-"""Stands for the checksum of values that do not matter or cannot be read."""
+"""The checksum of values that do not matter or cannot be read."""
 
 
 def record_graphs_as_operators() -> None:
-    """Let tracers record each graph that torch.compile makes from now on as one operator.
+    """Make tracers record each graph that torch.compile compiles from now on as one operator.
 
-    Only where torch.compile is in use in this process already; the graphs compute the same.
+    Does nothing if this process has not used torch.compile yet. The graphs compute the same bits.
     """
-    # Looked up, not imported, which takes a second: without it nothing is compiled.
+    # Not imported, which takes a second: if it is not imported yet, nothing is compiled.
     if "torch._dynamo.config" in sys.modules:
         import torch._inductor.config as config
 
@@ -63,21 +62,22 @@ def record_graphs_as_operators() -> None:
 
 
 class OperatorTracer(TorchDispatchMode):
-    """Records the operators of one step on this rank.
+    """The recorder of one step's operators on this rank.
 
     Args:
-        modules: What the step calls, by name; "" for the model, whose modules keep their names.
+        modules: The modules that the step calls, by name. The name of the model is "", so that its
+            modules have no prefix.
         keep: The index of the call whose tensors are kept; None for none.
     """
 
-    supports_higher_order_operators = True  # a compiled graph is one
+    supports_higher_order_operators = True  # such as compiled graphs
 
     def __init__(self, modules: Mapping[str, nn.Module], keep: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[OperatorCall] = []
         """The calls so far, in the order of execution."""
         self.kept: KeptTensors | None = None
-        """The tensors of the call `keep`, once it was executed."""
+        """The tensors of the call `keep`; None before that call."""
         self._keep = keep
         self._sites, self._memory = CallSites(modules), _Memory()
         self._phase: Phase | None = None
@@ -85,19 +85,19 @@ class OperatorTracer(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile work as without the mode, instead of going on uncompiled."""
+        """Keep torch.compile working as without the mode, instead of falling back to eager."""
         return True
 
     @contextmanager
     def recording(self, step: StepContext, position: Position) -> Iterator[None]:
-        """Record the micro-batches in the body, and let the step name its other phases."""
+        """Record the operators of micro-batches in the body, then of the step's other phases."""
         step.phase_recorder = self.tracing
         with self.tracing("forward", position):
             yield
 
     def select(self, batch: Batch) -> Batch:
         """Record the data of this rank's micro-batches, before any module can write into it."""
-        with _disable_current_modes():  # checksums are no operators of the step
+        with _disable_current_modes():  # do not record the operators of checksums
             for each in batch.microbatches:
                 if each.data is not None:
                     self.record_data(each.index, each.data)
@@ -107,7 +107,7 @@ class OperatorTracer(TorchDispatchMode):
         """Do nothing: the loss is the output of an operator."""
 
     def record_refusal(self, sentence: str) -> None:
-        """Do nothing: what stops a step is no operator."""
+        """Do nothing: an error is not an operator."""
 
     def record_reduction(self, losses: Mapping[int, float]) -> None:
         """Do nothing: the operators of the reduction are recorded."""
@@ -117,8 +117,10 @@ class OperatorTracer(TorchDispatchMode):
         """Record the operators that the body executes.
 
         Args:
-            phase: What the body does. Within "forward", what autograd executes is "backward".
-            position: Returns the micro-batch; None for that of the enclosing `tracing`.
+            phase: The phase of the body. Within "forward", operators that autograd executes are
+                recorded as "backward".
+            position: A function that returns the micro-batch. None: that of the enclosing
+                `tracing`.
         """
         before = self._phase, self._position
         self._phase, self._position = phase, position or self._position
@@ -160,7 +162,7 @@ class OperatorTracer(TorchDispatchMode):
         site = self._sites.find(sys._getframe(1))
         values = schema.bind(args, kwargs)
         read, written, overwritten = schema.tensors(values)
-        is_meaningless = any(memory.is_uninitialized(each) for each in read)  # what is copied
+        is_meaningless = any(memory.is_uninitialized(each) for each in read)  # a copy of it
         inputs = tuple(memory.checksum(each) if is_computing else UNKNOWN for each in read)
         input_types = tuple(self._describe(each, site) for each in read)
         producers, earlier = memory.producers(read), memory.earlier_writers(overwritten)
@@ -219,25 +221,25 @@ class OperatorTracer(TorchDispatchMode):
 
 
 class _Memory:
-    """Which calls wrote to which memory, by its address."""
+    """The calls that wrote to memory last, by the address of the memory."""
 
     def __init__(self) -> None:
         self._writers: dict[int, tuple[StorageWeakRef, int]] = {}
-        # Memory that was not written to as a whole since it was allocated, and how many of its
-        # bytes were not.
+        # Memory that is not completely written since its allocation, and the number of bytes that
+        # are missing.
         self._uninitialized: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def checksum(self, value: Any) -> int:
-        """Return the checksum of a value; UNKNOWN if some of its memory was never written."""
+        """Return the checksum of a value; UNKNOWN if some of its memory is uninitialized."""
         is_unknown = isinstance(value, torch.Tensor) and self.is_uninitialized(value)
         return UNKNOWN if is_unknown else _checksum(value)
 
     def producers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Return the index of the call that wrote to each tensor's memory last; -1 for none."""
+        """Return the index of the last call that wrote to each tensor's memory; -1 for none."""
         return tuple(map(self._find_writer, tensors))
 
     def earlier_writers(self, overwritten: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Return the calls that wrote to memory of which a part is about to be overwritten."""
+        """Return the last calls that wrote to memory that is about to be partly overwritten."""
         parts = (
             each
             for each in overwritten
@@ -248,7 +250,7 @@ class _Memory:
 
     def _find_writer(self, tensor: torch.Tensor) -> int:
         storage, index = self._writers.get(_address(tensor), (None, -1))
-        # Memory that was freed may have been used again by what no operator allocated.
+        # Freed memory may have been reused, unnoticed, by an allocation outside of operators.
         return -1 if storage is None or storage.expired() else index
 
     def note_writes(self, tensors: Iterable[torch.Tensor], index: int) -> None:
@@ -258,7 +260,7 @@ class _Memory:
                 self._writers[address] = StorageWeakRef(each.untyped_storage()), index
 
     def note_uninitialized(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that nothing was written to the memory of these tensors."""
+        """Note that the memory of these tensors is uninitialized."""
         for each in tensors:
             if address := _address(each):
                 storage = each.untyped_storage()
@@ -274,17 +276,17 @@ class _Memory:
                     self._uninitialized[_address(each)] = reference, missing
 
     def is_uninitialized(self, tensor: torch.Tensor) -> bool:
-        """Return whether some of the memory behind a tensor was never written to."""
+        """Return whether some of the memory behind a tensor is uninitialized."""
         if not self._uninitialized or (address := _address(tensor)) not in self._uninitialized:
             return False
         is_freed = self._uninitialized[address][0].expired()
-        if is_freed:  # and what is there now is something else
+        if is_freed:  # the address belongs to another allocation now
             del self._uninitialized[address]
         return not is_freed
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return the address of the memory behind a tensor; 0 if it has none of its own."""
+    """Return the address of the memory behind a tensor; 0 if it is not a plain strided tensor."""
     if tensor.layout is not torch.strided or type(tensor) not in PLAIN:
         return 0
     return tensor.untyped_storage().data_ptr()
@@ -294,7 +296,7 @@ PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def _checksum(value: Any) -> int:
-    """Return the checksum of a tensor or number; UNKNOWN for an object that has no values."""
+    """Return the checksum of a tensor, number or setting; UNKNOWN for other objects."""
     if isinstance(value, torch.Tensor):
         return checksum(value)
     text = format_value(value)
@@ -302,7 +304,7 @@ def _checksum(value: Any) -> int:
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    """Return dtype and shape: "float32[4, 8]"."""
+    """Return the dtype and shape, such as "float32[4, 8]"."""
     shape = "[nested]" if tensor.is_nested else str(list(tensor.shape))
     return str(tensor.dtype).removeprefix("torch.") + shape
 
@@ -312,7 +314,7 @@ def _copy(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:
-    """Return each of the values once, without None."""
+    """Return the values without duplicates and None."""
     return list({id(each): each for each in values if each is not None}.values())
 
 

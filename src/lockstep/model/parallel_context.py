@@ -1,4 +1,4 @@
-"""The parallel context: layout, loss and arithmetic, which are the same in every step."""
+"""The parallel context: the layout, the loss and the arithmetic of a trainer's steps."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ __all__ = ["ParallelContext"]
 class ParallelContext:
     """The layout, the loss and the arithmetic of a trainer, as seen by this rank.
 
-    All parts of a trainer hold the same one. `loss_scale` changes from step to step, on all ranks
-    alike; the layout only where `enter` is called, at the beginning of a round of an elastic run.
+    All parts of a trainer hold the same object. `loss_scale` changes between steps, equally on all
+    ranks. The layout changes only in `enter`, at the beginning of a round of an elastic run.
     """
 
     microbatches: int
@@ -69,7 +69,7 @@ class ParallelContext:
     ) -> ParallelContext:
         """Return the context of a trainer on this rank.
 
-        A replica is `stages` consecutive ranks, each with its part of the model.
+        A replica consists of `stages` consecutive ranks, each with its part of the model.
 
         Raises:
             LayoutError: The layout is impossible.
@@ -111,13 +111,13 @@ class ParallelContext:
         )
 
     def enter(self, rank: int, world_size: int) -> None:
-        """Take the layout of another round; only whole models can."""
+        """Apply the layout of another round; only possible without stages."""
         assert self.stages == 1, "stages are replaced, not continued in place"
         self.rank = self.replica = rank
         self.replicas = world_size
 
     def make_checkpointing(self, blocks: Mapping[str, nn.Module]) -> ActivationCheckpointing:
-        """Return the activation checkpointing of some blocks; of none if it is disabled."""
+        """Return the activation checkpointing of these blocks, or of none if it is disabled."""
         return ActivationCheckpointing(blocks if self.activation_checkpointing else {}, self.device)
 
     def share(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class ParallelContext:
     def split(self, batch: Any, is_recorded: bool = False) -> Batch:
         """Return this rank's part of a batch from a loader, or of a whole batch.
 
-        A whole batch is hashed where there are other ranks to compare it with, or a record.
+        A whole batch is hashed if there are other ranks to compare it with, or a record.
         """
         if isinstance(batch, Batch):
             return batch.for_share(self.replicas, self.replica)
@@ -158,14 +158,14 @@ class ParallelContext:
         return {type(self.loss).__name__: self.loss} if isinstance(self.loss, nn.Module) else {}
 
     def place(self, step: int, microbatch: int) -> str:
-        """Return rank, step and micro-batch, for messages."""
+        """Return the rank, the step and the micro-batch, for messages."""
         return f"rank {self.rank}, step {step}, micro-batch {microbatch}"
 
     def autocast(self) -> Any:
         """Return the autocast context for `autocast_dtype`.
 
-        Without its cache: a cached weight of one micro-batch would connect the next one to the
-        first one's graph.
+        Its cache is disabled, since a cached weight would connect the next micro-batch to the
+        graph of the first.
         """
         if self.autocast_dtype is None:
             return nullcontext()
@@ -216,14 +216,14 @@ def _check_stages(ranks: int, stages: int, extra_modules: Sequence[nn.Module]) -
 
 
 _groups: WeakKeyDictionary[Any, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
-"""Of each world, the group of the ranks with the same stages as this one, by number of stages."""
+"""For each world, the group of the ranks with the same stages as this one, by number of stages."""
 
 
 def _peers(world: World, stages: int) -> dist.ProcessGroup | None:
     """Return the group of the ranks with the same stages; None for all ranks.
 
-    All trainers with as many stages use one group: each would keep a thread, descriptors and
-    memory until the world ends.
+    All trainers with the same number of stages use one group, since each group keeps a thread,
+    descriptors and memory until the world ends.
     """
     if stages == 1:
         return None

@@ -2,13 +2,13 @@
 
 Each rank computes some of the micro-batches of a batch. State that passes from one micro-batch
 to the next depends on the number of ranks, unless the trainer merges it, as it does with
-gradients and buffers. So in the first three steps, and then in every hundredth, the state
-before and after the micro-batches is compared:
+gradients and buffers. Therefore the state before and after the micro-batches is compared in the
+first three steps and in every hundredth step:
 
     start of a step                                end of its micro-batches
-    checksums of parameters ──────── same? ──────> a parameter written in forward: StateError
-    states of private generators ─── same? ──────> a generator drawn from:         StateError
-    numbers in attributes ────────── same? ──────> a counter, say:                 a warning
+    checksums of parameters ──────── same? ──────> if written in forward:             StateError
+    states of private generators ─── same? ──────> if drawn from:                     StateError
+    numbers in attributes ────────── same? ──────> if changed, such as a counter:     a warning
 
 The ranks also compare the checksums, to verify that all of them train the same weights.
 
@@ -39,34 +39,34 @@ from lockstep.errors import DisagreementError
 __all__ = ["SideEffects", "require_same_weights"]
 
 FIRST, EVERY = 3, 100
-"""The steps that are checked: the first ones, and every so many."""
+"""The steps that are checked: the first FIRST steps, and each multiple of EVERY."""
 
 LARGEST = 1000
-"""The most entries of a container whose numbers are compared."""
+"""The largest number of entries of a container that is compared."""
 
 MACHINERY = frozenset(vars(nn.Module()))
-"""Attributes that torch keeps in every module."""
+"""The attributes that torch sets in every module."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state at one moment, by name."""
+    """The state of the modules at one moment, by name."""
 
     parameters: dict[str, int]
-    """Their checksums."""
+    """The checksums of parameters."""
     generators: dict[str, Any]
-    """Their states."""
+    """The states of private generators."""
     numbers: dict[str, str]
     """The `repr` of numbers, strings, and containers of them."""
     arrays: dict[str, tuple[object, int]]
-    """Tensors and arrays in plain attributes, with their checksums."""
+    """The tensors and arrays in plain attributes, with their checksums."""
 
 
 class SideEffects:
-    """Compares the state of some modules before and after a step's micro-batches.
+    """The comparison of the state of modules before and after a step's micro-batches.
 
     `begin` and `finish` are called in every step; `failure`, `warnings` and `summary`
-    hold what the last one found.
+    are the findings of the last step.
 
     Args:
         modules: The model, or its blocks on this rank, and the other modules that a step
@@ -77,12 +77,12 @@ class SideEffects:
         self._modules = dict(modules)
         self._before: Snapshot | None = None
         self._changes: Counter[str] = Counter()
-        self._noted: list[str] = []  # in this step
+        self._noted: list[str] = []  # names of changed attributes in this step
         self._checksums: dict[str, int] = {}
         self.failure = ""
-        """Why the results depend on the layout; "" if they do not."""
+        """The reason why the results depend on the layout; "" if there is none."""
         self.warnings: list[str] = []
-        """Why the results may depend on the layout."""
+        """The reasons why the results may depend on the layout."""
         self.summary = ""
         """A hash of all parameters and buffers before the step; "" if the step is not checked."""
 
@@ -115,7 +115,7 @@ class SideEffects:
         self.warnings = [_warning(name) for name in changed if self._changes[name] == 2]
 
     def undo(self) -> None:
-        """Forget what `finish` has noted, as the step is repeated."""
+        """Discard the findings of `finish`, because the step is repeated."""
         self._changes.subtract(self._noted)
         self._noted = []
 
@@ -167,12 +167,12 @@ def require_same_weights(
     A collective call, for steps in which `SideEffects.summary` differs between ranks.
 
     Args:
-        mine: Checksums of this rank's tensors by name.
-        about: The step, the same on every rank.
-        group: The ranks of the training.
+        mine: The checksums of this rank's tensors, by name.
+        about: A description of the step, the same on every rank.
+        group: The group of the training's ranks.
 
     Raises:
-        DisagreementError: On every rank alike.
+        DisagreementError: A tensor differs between ranks. Raised on every rank.
     """
     messages = all_gather_bytes(json.dumps(mine).encode(), f"comparing weights {about}", group)
     everyone = [json.loads(message) for message in messages]

@@ -1,14 +1,13 @@
-"""The context of one step on this rank: what is computed, and what came of it.
+"""The context of one step on this rank: its inputs and its results.
 
     Trainer          begins an attempt            ─┐
     executor         computes the micro-batches    ├─> one StepContext, filled from top to bottom
-    training.step    reads what was computed      ─┘
+    training.step    reads the results            ─┘
 
-An executor is handed the context and writes its results into it; it knows nothing of what
-happens to them afterwards.
+An executor gets the context and writes its results into it; it does not depend on their use.
 
-A step that fails is repeated under its own number, so the step's number alone cannot tell
-these ranks apart. The number of the attempt can, and every exchange of a step compares it:
+A failed step is repeated under the same number, so ranks at different attempts can have the same
+step number. Every exchange of a step therefore compares the number of the attempt:
 
              step 0      step 1      step 2      step 2
     rank 0   attempt 0   attempt 1   attempt 2 . . . . .  waits for the gradients of the others
@@ -51,10 +50,10 @@ __all__ = [
 
 
 Position = Callable[[], tuple[int, int] | None]
-"""Returns the (micro-batch, stage) whose forward or backward is running; None between them."""
+"""A function that returns the (micro-batch, stage) being computed; None between them."""
 
 IGNORED_TARGETS = "ignores some targets"
-"""What the warning of such a loss says."""
+"""The words by which the warning of such a loss is recognized."""
 
 
 @dataclass
@@ -65,8 +64,8 @@ class Attempt:
         trainer: The number of the trainer in the world, from 0.
         step: The number of the step, from 0; counts finished steps only.
         number: The number of the attempt, from 0; counts all attempts.
-        previous_failure: How the previous attempt failed on this rank, or "".
-        failure: How this attempt failed on this rank, or "".
+        previous_failure: The failure of the previous attempt on this rank; "" for none.
+        failure: The failure of this attempt on this rank; "" for none.
     """
 
     trainer: int
@@ -80,7 +79,7 @@ class Attempt:
         return Attempt(self.trainer, step, self.number + 1, previous_failure=self.failure)
 
     def fail(self, error: BaseException) -> None:
-        """Remember that this attempt raised `error`."""
+        """Note that this attempt raised `error`."""
         first = (str(error).splitlines() or [""])[0]
         self.failure = (
             f"attempt {self.number}, at step {self.step}, raised {type(error).__name__}: {first}"
@@ -91,11 +90,14 @@ class Attempt:
         return f"in step {self.step} of trainer {self.trainer} (attempt {self.number})"
 
 
-_trainers = 0  # that this process has made, or that other ranks of its worlds have
+_trainers = 0  # made so far, by this rank or by others of its worlds
 
 
 def begin_attempts(group: dist.ProcessGroup | None) -> Attempt:
-    """Return what the first attempt follows, with the trainer's number, the same on every rank."""
+    """Number a trainer, and return the attempt before its first one; a collective call.
+
+    The number of the trainer is the same on every rank.
+    """
     global _trainers
     said = all_gather_bytes(str(_trainers).encode(), "making a trainer", group)
     number = max(int(each) for each in said)
@@ -105,13 +107,13 @@ def begin_attempts(group: dist.ProcessGroup | None) -> Attempt:
 
 @dataclass(frozen=True)
 class StepLabel:
-    """What must be the same on all ranks that take a step together.
+    """The label of a step, which must be the same on all ranks that take the step.
 
     Attributes:
         step: The number of the step.
         about: The attempt and the shape of its batch, in words.
-        batch: Which batch this rank trains on; see `lockstep.data.consistency`.
-        remark: How the previous attempt failed on this rank, for messages.
+        batch: The identity of this rank's batch; see `lockstep.data.consistency`.
+        remark: The failure of the previous attempt on this rank, for messages. Not compared.
     """
 
     step: int
@@ -123,7 +125,7 @@ class StepLabel:
         """Compare the labels of all ranks.
 
         Raises:
-            DisagreementError: On every rank, where they differ.
+            DisagreementError: The labels differ. Raised on every rank.
         """
         labels = all_gather_bytes(self.batch.encode(), self.about, group, self.remark)
         require_same_batch([each.decode() for each in labels], self.step)
@@ -131,7 +133,15 @@ class StepLabel:
 
 @dataclass(frozen=True)
 class MicrobatchResult:
-    """One micro-batch: its size, its share of the batch's loss, its loss (not scaled), metrics."""
+    """The results of one micro-batch.
+
+    Attributes:
+        leaf: The index of the micro-batch.
+        size: The number of its samples.
+        share: Its share of the batch's loss.
+        loss: Its loss, not multiplied by the share.
+        metrics: Its metrics by name.
+    """
 
     leaf: int
     size: int
@@ -150,7 +160,7 @@ class ComputedMicrobatch:
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def result(self) -> MicrobatchResult:
-        """Return its numbers; waits for the device."""
+        """Return the results as numbers; waits for the device."""
         loss = sum(float(loss) for loss in self.losses)
         metrics = {name: float(value) for name, value in self.metrics.items()}
         return MicrobatchResult(
@@ -165,11 +175,11 @@ class Span(NamedTuple):
         kind: "forward", "backward", "input" or "weight".
         stage: The number of the stage.
         microbatch: The number of the micro-batch.
-        begin: Start, by `time.perf_counter`, in seconds.
-        end: End, by the same clock.
+        begin: The start by `time.perf_counter`, in seconds, including the waiting.
+        end: The end by the same clock.
         waited: Seconds after `begin` that it waited for another rank.
-        source: That rank; -1 for none.
-        received: Bytes that came from it.
+        source: The rank that it waited for; -1 for none.
+        received: The bytes received from that rank.
     """
 
     kind: str
@@ -183,7 +193,7 @@ class Span(NamedTuple):
 
 
 class StepObserver(Protocol):
-    """Sees what a step computes, for a command such as `lockstep check`."""
+    """The interface of an observer of steps, for a command such as `lockstep check`."""
 
     def recording(
         self, step: StepContext, position: Callable[[], tuple[int, int] | None]
@@ -192,20 +202,21 @@ class StepObserver(Protocol):
 
         Args:
             step: The step.
-            position: Returns the (micro-batch, stage) that is being computed; None between.
+            position: A function that returns the (micro-batch, stage) being computed; None between
+                them.
         """
 
     def select(self, batch: Batch) -> Batch:
-        """Take in this rank's part of the batch; return what is to be computed of it."""
+        """Return the part of this rank's batch that the step computes."""
 
     def record_loss(self, loss: torch.Tensor) -> None:
-        """Take in the loss of a micro-batch, before its backward begins."""
+        """Handle the loss of a micro-batch, before its backward begins."""
 
     def record_refusal(self, sentence: str) -> None:
-        """Take in why the trainer would have stopped; "" for no reason."""
+        """Handle the error with which the trainer would have stopped; "" for none."""
 
     def record_reduction(self, losses: Mapping[int, float]) -> None:
-        """Take in this rank's losses by micro-batch, when `.grad` has the sums of all."""
+        """Handle this rank's losses by micro-batch; called when `.grad` has the reduced sums."""
 
 
 MicrobatchObserver = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], None]
@@ -216,31 +227,32 @@ class StepContext:
     """One attempt at an optimizer step on this rank.
 
     Attributes:
-        attempt: Which one.
+        attempt: The number and the step of the attempt.
         parallel: The layout, the loss and the arithmetic.
-        observer: Sees what the step computes, for a command such as `lockstep check`.
-        phase_recorder: Returns the context in which the operators of a phase are recorded; None
-            where they are not.
-        observe_microbatch: Called with the number of each micro-batch that was computed, and its
-            gradients and buffers by name; in stages with those of each stage. Or None.
+        observer: The observer, for a command such as `lockstep check`; None if there is none.
+        phase_recorder: A function that returns the context in which the operators of a phase are
+            recorded; None if they are not recorded.
+        observe_microbatch: A function that is called with the number of each computed micro-batch,
+            and its gradients and buffers by name; with stages, once per stage. None: not called.
         is_recorded: Whether the step is recorded or replayed, so that its batch is hashed.
-        stops_at_refusals: Whether the trainer stops as without the observer, which only records.
+        stops_at_refusals: Whether the trainer stops at an error despite the observer. False: the
+            observer records the error, and the step continues.
         is_traced: Whether the executor keeps spans.
         is_checkpoint_due: Whether rank 0 wants a checkpoint after the step.
-        admits: As in the status of rank 0.
-        batch: This rank's part of the batch, once it is known.
-        shares: The share of the loss of each micro-batch that is computed, on all ranks.
-        samples: The samples of these micro-batches.
+        admits: The same as in the status of rank 0; see `lockstep.training.rank_status`.
+        batch: This rank's part of the batch; None until it is known.
+        shares: The shares in the loss of all micro-batches, on all ranks, that are computed.
+        samples: The number of samples of these micro-batches.
         computed: The micro-batches that this rank has computed.
-        spans: When it worked on what, with stages.
+        spans: The actions of this rank's stages, if the step is traced.
         warnings: Sentences for the record.
         idle: Seconds that a stage waited for its neighbours.
-        failure: What stops the step on every rank, as a sentence; "" for nothing.
-        error: What a stage of this rank raised; the step ends on every rank.
-        stopped: The same as a sentence with its place, or that of the stage that caused it.
-        begun: When the executor began, by `time.perf_counter`.
-        is_agreed: Whether all ranks know the status of all, and the step is not committed yet:
-            what is raised now is raised on every rank.
+        failure: The sentence about an error that stops the step on every rank; "" for none.
+        error: The error of a stage of this rank, which ends the step on every rank.
+        stopped: The error as a sentence with the place of the stage that caused it, on any rank.
+        begun: The time of `time.perf_counter` at which the executor began.
+        is_agreed: Whether the statuses have been exchanged and the step is not committed yet, so
+            that errors are raised on every rank.
     """
 
     attempt: Attempt
@@ -273,7 +285,7 @@ class StepContext:
 
     @cached_property
     def label(self) -> StepLabel:
-        """What must be the same on all ranks; needs the batch."""
+        """The label that must be the same on all ranks; available after `start`."""
         assert self.batch is not None, "the step has no batch yet"
         batch, attempt = self.batch, self.attempt
         about = f"{attempt}, with a batch of {batch.size} samples in {batch.leaves} micro-batches"
@@ -282,7 +294,7 @@ class StepContext:
         return StepLabel(attempt.step, about, batch.identity.pack(), attempt.previous_failure)
 
     def in_phase(self, phase: Phase) -> AbstractContextManager[None]:
-        """Return the context of a phase of the step, for what records operators."""
+        """Return the context of a phase of the step, in which operators may be recorded."""
         return nullcontext() if self.phase_recorder is None else self.phase_recorder(phase)
 
     def place(self, microbatch: int) -> str:
@@ -290,12 +302,12 @@ class StepContext:
         return self.parallel.place(self.number, microbatch)
 
     def start(self, batch: Any) -> Batch:
-        """Take the batch of the step, and compute the shares of its micro-batches.
+        """Set the batch of the step, and compute the shares of its micro-batches.
 
-        A collective call where micro-batches have weights.
+        A collective call if micro-batches have weights.
 
         Args:
-            batch: This rank's part of a batch, or a whole batch of tensors, which is cut.
+            batch: This rank's part of a batch, or a whole batch of tensors, which is split.
 
         Raises:
             LossError: The weights of the micro-batches cannot be computed, or sum to 0.
@@ -318,17 +330,17 @@ class StepContext:
             )
 
     def scale_loss(self, loss: torch.Tensor, share: float) -> torch.Tensor:
-        """Return what backward begins at: the loss by its share of the batch, and its scale."""
+        """Return the loss multiplied by its share of the batch and the loss scale."""
         scale = self.parallel.loss_scale
         return loss * share if scale is None else scale.scale(loss, share)
 
     def find_root(
         self, loss: torch.Tensor, share: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what backward begins at, and with which gradient (None for 1).
+        """Return the tensor at which backward begins, and its gradient (None for 1).
 
-        The same bits as from `scale_loss`. Without a loss scale the share is the gradient: the
-        graph then has no multiplication.
+        The bits are the same as with `scale_loss`. Without a loss scale the share is the gradient,
+        so the graph needs no multiplication.
         """
         if self.parallel.loss_scale is None and loss.is_floating_point():
             return loss, torch.full_like(loss, share)

@@ -1,16 +1,16 @@
 """Units: the parts of a model whose random numbers are seeded separately.
 
-    what draws                  seed of the generators before it
+    random numbers of           seed of the generators
     before the model            key(seed, step, m, -1)
     unit u of the model         key(seed, step, m, u)         u = 0 ... U - 1
     the loss and what follows   key(seed, step, m, U)
-    either one, call c > 0      key(seed, step, m, ..., c)      a unit called several times
+    both, in call c > 0         key(seed, step, m, ..., c)      a unit called several times
 
 torch's generators are seeded before each unit, Python's and numpy's once per micro-batch.
 
 The units depend only on the model, so that a partition into stages changes no bit. They are its
-blocks (`lockstep.pipeline.partition`), or the whole model if it has none. Hooks, which exist
-only during a step, seed the generators; a compiled model is seeded outside its graph.
+blocks (`lockstep.pipeline.partition`), or the whole model if it has none. During a step their
+calls are wrapped in functions that seed the generators, outside of compiled graphs.
 
 Activation checkpointing calls a unit again during backward, after it has restored the state of
 the generators. Such a call repeats an earlier call, and gets the number of that call.
@@ -45,9 +45,9 @@ def find_units(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
 class UnitCalls:
     """The calls of the units in a micro-batch so far."""
 
-    key: Callable[..., int]  # of a unit and a call in this step and micro-batch
-    states: list[list[bytes]]  # of each unit, the generator's state at each call
-    last: int = 0  # of the first unit, so of the model
+    key: Callable[..., int]  # returns the seed of a unit and a call
+    states: list[list[bytes]]  # for each unit, the generator's state at each call
+    last: int = 0  # the number of the last call of the first unit, so of the model
 
 
 class Units:
@@ -76,13 +76,13 @@ class Units:
 
     @contextmanager
     def seed_calls(self) -> Iterator[None]:
-        """Seed every unit in the body; restore the generators afterwards."""
+        """Seed every call of a unit in the body; restore the generators afterwards."""
         with self.install_hooks(), isolated(self._device, everything=True):
             yield
 
     @contextmanager
     def install_hooks(self) -> Iterator[None]:
-        """Seed every unit in the body."""
+        """Seed every call of a unit in the body."""
         with ExitStack() as stack:
             for number, unit in enumerate(self.modules):
                 if unit is not None:
@@ -118,14 +118,14 @@ class Units:
     def begin_loss(self, last_call: int | None = None) -> None:
         """Seed the generators for the loss, after the given call of the first unit.
 
-        Each call of the model has its own seed here. Otherwise every call of a unit could begin
-        from the same state, and a recomputation could not tell which call it repeats.
+        Each call of the model gets its own seed here. Otherwise every call of a unit could begin
+        with the same generator state, by which a recomputation finds the call that it repeats.
         """
         if self._now is not None:
             self._seed_unit(len(self.modules), self._now.last if last_call is None else last_call)
 
     def pause(self) -> UnitCalls | None:
-        """Return the calls of the current micro-batch so far; another one may start."""
+        """Return the calls of the current micro-batch so far, so that another one can start."""
         calls, self._now = self._now, None
         return calls
 
@@ -147,7 +147,7 @@ class Units:
             call = before
             if states or is_in_backward():
                 call += self._call_number(states)
-            else:  # it needs no state: a repetition without a match repeats the first call
+            else:  # the first call needs no state: a repetition that matches none repeats it
                 states.append(b"")
             self._seed_unit(unit, call)
             if unit == 0:
@@ -173,7 +173,7 @@ def _call_around(
     after: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Call `before` and `after` around every call of `module` while the body runs."""
-    if "dynamo_ctx" in vars(module):  # the result of torch.compile hands its attributes on
+    if "dynamo_ctx" in vars(module):  # torch.compile(module) forwards attributes to its module
         handles = []
         if before is not None:
             handles.append(module.register_forward_pre_hook(lambda *_: before(), prepend=True))
@@ -186,8 +186,8 @@ def _call_around(
                 handle.remove()
         return
 
-    # Not by hooks: torch calls a module that has any on a slower path, and those of a module that
-    # was compiled in place would be compiled again for every seed.
+    # Without hooks: torch calls modules with hooks on a slower path, and would recompile the hooks
+    # of a module that was compiled in place for every seed.
     attributes = vars(module)
     replaced = attributes.get("_compiled_call_impl")
     inner = module._call_impl if replaced is None else replaced
@@ -209,5 +209,5 @@ def _call_around(
 
 
 def is_in_backward() -> bool:
-    """Return whether autograd is running: a forward is then a recomputation."""
+    """Return whether autograd is running, so that a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
