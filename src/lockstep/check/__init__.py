@@ -1,1 +1,1 @@
-"""`lockstep check`: a script in several layouts, and where the first bit differs."""
+"""`lockstep check` and `lockstep chaos`: a script in several layouts, or with killed ranks."""

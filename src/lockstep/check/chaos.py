@@ -1,6 +1,6 @@
-"""`lockstep chaos`: a training whose ranks are killed, compared with an undisturbed one.
+"""`lockstep chaos`: a run whose ranks are killed, compared with an undisturbed run.
 
-undisturbed   step 0 │ step 1 │ step 2 │ ...               ──> digest, steps, how long each took
+undisturbed   step 0 │ step 1 │ step 2 │ ...               ──> digest, duration of each step
 with kills    step 0 │ ste x   step 1 │ step 2 │ ...       ──> digest, rounds
                          └ SIGKILL to a rank, by a thread that follows the record
 """
@@ -30,10 +30,10 @@ __all__ = ["disturb", "read_baseline", "train_undisturbed"]
 
 
 def train_undisturbed(config: LaunchConfig, report: Report) -> Baseline:
-    """Train without elasticity and kills.
+    """Train without elasticity and without kills.
 
     Raises:
-        LockstepError: The training failed, or left no digest.
+        LockstepError: The run failed, or recorded no digest.
         Interrupted: A signal asked this process to stop.
     """
     follower = RecordFollower(report)
@@ -50,7 +50,7 @@ def train_undisturbed(config: LaunchConfig, report: Report) -> Baseline:
 
 
 def read_baseline(folder: Path) -> Baseline:
-    """Return what a finished run computed.
+    """Return the digest and the durations of a finished run.
 
     Raises:
         UsageError: There is no such run, or it has no digest or no steps.
@@ -73,11 +73,11 @@ def disturb(
     """Train with kills at random moments.
 
     Args:
-        config: What to train, as an elastic run.
+        config: The launch of the elastic run.
         baseline: The undisturbed run.
         kills: The number of kills.
-        seed: The seed of their plan.
-        report: Shows a line about the progress.
+        seed: The seed of the plan of the kills.
+        report: Called with each line about the progress.
 
     Raises:
         Interrupted: A signal asked this process to stop.

@@ -1,4 +1,4 @@
-"""What `lockstep chaos` found: the kills that were carried out, their costs, and the verdict."""
+"""The result of `lockstep chaos`: the kills, their costs, and the verdict."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Baseline", "ChaosResult", "Kill", "describe_baseline", "measure_kill
 
 @dataclass(frozen=True)
 class Baseline:
-    """What an undisturbed run computed.
+    """The digest and the durations of an undisturbed run.
 
     Attributes:
-        folder: Its folder.
-        digest: The digest of its weights.
-        intervals: The seconds from the line of a step to that of the next one.
-        seconds: How long it took.
+        folder: The folder of the run.
+        digest: The digest of the final weights.
+        intervals: The seconds between the lines of consecutive steps, one value per step.
+        seconds: The duration of the run, in seconds.
     """
 
     folder: Path
@@ -36,16 +36,16 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill that was carried out, and what it cost.
+    """A kill that was carried out, and its cost.
 
     Attributes:
-        planned: The plan.
-        member: The member that was killed.
-        rank: The rank that it had.
-        step: The step that was under way.
-        time: When it was killed, in Unix time.
-        round: The round that began without it; None if none did.
-        seconds_to_repeat: From the kill until the repeated step began, in seconds.
+        planned: The planned kill.
+        member: The number of the killed member.
+        rank: The rank of the member at that time.
+        step: The interrupted step.
+        time: The time of the kill, in Unix time.
+        round: The round that began after the kill. None: no round began.
+        seconds_to_repeat: The time from the kill until the repeated step began, in seconds.
         repeated_seconds: The repeated work, in seconds.
     """
 
@@ -60,7 +60,7 @@ class Kill:
 
     @property
     def seconds_lost(self) -> float | None:
-        """What the kill cost, in seconds; None if that is not known."""
+        """The cost of the kill, in seconds; None if it is not known."""
         if self.seconds_to_repeat is None:
             return None
         return self.seconds_to_repeat + (self.repeated_seconds or 0.0)
@@ -73,18 +73,18 @@ class Kill:
 
 @dataclass(frozen=True)
 class ChaosResult:
-    """What the disturbed run computed, beside the undisturbed one.
+    """The results of the disturbed run and of the undisturbed one.
 
     Attributes:
         baseline: The undisturbed run.
-        folder: The folder of the disturbed run; None if it has none.
-        digest: The digest of its weights; None if it came to no end.
-        planned: How many ranks were to be killed.
-        kills: Those that were.
+        folder: The folder of the disturbed run. None: it has no folder.
+        digest: The digest of the final weights of the disturbed run. None: it did not finish.
+        planned: The number of planned kills.
+        kills: The kills that were carried out.
         rounds: The number of rounds.
-        seconds: How long it took.
+        seconds: The duration of the disturbed run, in seconds.
         seed: The seed of the plan.
-        failure: Why it failed; "" if it did not.
+        failure: The reason for its failure; "" if it succeeded.
     """
 
     baseline: Baseline
@@ -99,17 +99,17 @@ class ChaosResult:
 
     @property
     def equal(self) -> bool:
-        """Whether the weights have the same bits."""
+        """Whether the weights of both runs have the same bits."""
         return self.digest == self.baseline.digest
 
     @property
     def is_passed(self) -> bool:
-        """Whether every kill was carried out and changed nothing."""
+        """Whether all kills were carried out and the weights are equal."""
         return self.equal and len(self.kills) == self.planned and not self.failure
 
     @property
     def seconds_lost(self) -> list[float]:
-        """What each kill cost, in seconds, where that is known."""
+        """The known costs of the kills, in seconds."""
         return [each.seconds_lost for each in self.kills if each.seconds_lost is not None]
 
     def plain(self) -> dict[str, Any]:
@@ -144,9 +144,9 @@ def describe_baseline(found: Baseline) -> str:
 
 
 def measure_kills(kills: Sequence[Kill], rounds: Sequence[Line]) -> list[Kill]:
-    """Return the kills with what they cost, by the record's lines about rounds.
+    """Return the kills with their costs, computed from the record's lines about rounds.
 
-    A round that ends before anybody wrote its line is one pause with the next one.
+    If a round ends before its line is written, the line of the next round covers both pauses.
     """
     lines = {
         as_dict(each).get("member"): line for line in rounds for each in line.get("lost") or ()

@@ -1,4 +1,4 @@
-"""The comparison: a script in all layouts, one after another, each beside the first one."""
+"""The comparison of all layouts of a script, each with the first one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ __all__ = ["Comparison", "Verdict", "compare_layouts"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """One layout beside the reference.
+    """The comparison of one layout with the reference.
 
     Attributes:
-        run: How the script ran in it.
+        run: The run of the script in this layout.
         word: "reference", "equal", "different", "failed" or "not applicable".
-        difference: The first difference from the reference, as far as the run came.
+        difference: The first difference from the reference in the steps that the run completed.
+            None: there is none.
     """
 
     run: Run
@@ -54,12 +55,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All layouts of a script.
+    """The verdicts on all layouts of a script.
 
     Attributes:
-        verdicts: Of each layout, in the order of the runs; the first is the reference.
-        unstable: How two runs of the reference differ; None where they agree, or where no
-            layout differs.
+        verdicts: One verdict per layout, in the order of the runs; the first is the reference.
+        unstable: The difference between two runs of the reference. None: they agree, or there
+            was no second run, because no layout differs.
     """
 
     verdicts: Sequence[Verdict]
@@ -76,7 +77,7 @@ class Comparison:
         return next((each for each in self.verdicts if each.difference is not None), None)
 
     def plain(self) -> dict[str, Any]:
-        """Return the object for `--json`; layouts that do not apply are listed apart."""
+        """Return the object for `--json`; layouts that do not apply have a separate list."""
         first = self.first
         refused = [each for each in self.verdicts if each.word == "not applicable"]
         return {
@@ -105,16 +106,16 @@ def compare_layouts(
     Args:
         script: The file, or a folder with a `__main__.py`.
         arguments: The script's own arguments.
-        steps: Steps per trainer after which a run ends.
-        ranks: The numbers of ranks for whole models; the first is the reference.
-        timeout: Seconds per layout.
+        steps: The number of steps per trainer after which a run ends.
+        ranks: The numbers of ranks without pipeline stages; the first is the reference.
+        timeout: The time limit of each layout, in seconds.
         report: Called with each verdict as soon as it is known.
 
     Returns:
-        The verdicts. Where the reference fails there are no others.
+        The verdicts. If the reference fails, no other layout runs.
 
     Raises:
-        UsageError: There is no such script, or it trains nothing with `ls.Trainer`.
+        UsageError: The script does not exist, or takes no step with `ls.Trainer`.
     """
     check_target("script", script)
     verdicts: list[Verdict] = []
@@ -139,10 +140,10 @@ def compare_layouts(
             return Comparison(verdicts)
         _require_training(script, reference)
         add(_verdict(reference, reference))
-        # Where the script or the environment chooses a backend, it stays with that one.
+        # A backend that the script or the environment chooses is used in all layouts.
         own = reference.backend
         backends = ("lockstep", "gloo") if own == "lockstep" else (own,)
-        is_whole = False  # the model cannot be cut
+        is_whole = False  # the model cannot be divided into stages
         for layout in layouts(backends, ranks)[1:]:
             if layout.stages > 1 and is_whole:
                 continue
@@ -157,7 +158,7 @@ def compare_layouts(
 
 
 def _require_training(script: str, reference: Run) -> None:
-    """Raise UsageError for a script in which there is nothing to compare."""
+    """Raise UsageError if the script took no step with a trainer."""
     first = reference.ranks[0]
     if not first.trainers:
         raise UsageError(

@@ -1,4 +1,6 @@
-"""The first difference between two layouts, found on their fingerprints. Pure.
+"""The first difference between the fingerprints of two layouts.
+
+The order of the comparison:
 
     initial state     parameters and buffers before the first step
     each step         parameters and buffers before it
@@ -10,8 +12,8 @@
                       parameters, buffers, optimizer state
                       loss of the batch, digest
 
-All ranks of both layouts take part: a rank that left the others of its own layout is a
-difference too. Only what both layouts computed is compared.
+All ranks of both layouts are compared, so a rank that diverges from the other ranks of its own
+layout is a difference too. A value is compared between the ranks that computed it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class RankFingerprint:
-    """What one rank computed in a run of a script."""
+    """The fingerprints of one rank in a run of a script."""
 
     trainers: list[TrainerFingerprint] = field(default_factory=list)
     steps: list[StepFingerprint] = field(default_factory=list)
@@ -38,20 +40,20 @@ class RankFingerprint:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two layouts differ first.
+    """The first difference between two layouts.
 
     Attributes:
         module: The dotted name of the module, or "data", "loss", "optimizer", "script".
-        parameter: The dotted name of the parameter or buffer; None where it is none.
-        what: "initial" state; state "between" steps; "data"; "input" or "output" of the
-            module; its "forward" (what it passes to a module inside it); "loss"; a parameter
-            "written" before the update; "gradient"; "update" of a parameter; "buffer"; "state"
-            of the optimizer; "digest"; "steps" that only one layout took.
-        microbatch: The lowest micro-batch that differs; None where it is about none.
-        rank: The first rank of the second layout that differs; None where it is about no
-            rank, or where the ranks of the first layout differ already.
+        parameter: The dotted name of the parameter or buffer. None: something else differs.
+        what: The kind of value: "initial" state; state "between" steps; "data"; "input" or
+            "output" of the module; its "forward" (the input that it passes to a submodule);
+            "loss"; a parameter "written" before the update; "gradient"; "update" of a parameter;
+            "buffer"; "state" of the optimizer; "digest"; "steps" that some ranks did not take.
+        microbatch: The lowest micro-batch that differs. None: the value belongs to none.
+        rank: The first rank of the second layout that differs. None: the value belongs to no
+            rank, or the ranks of the first layout already differ.
         step: The number of the step; 0 for the initial state.
-        trainer: The trainer's number.
+        trainer: The number of the trainer, from 0.
     """
 
     module: str
@@ -73,11 +75,11 @@ def first_difference(
     Args:
         reference: The ranks of the first layout.
         other: The ranks of the second layout.
-        is_complete: Whether all ranks of both came to the end. Otherwise trainers and steps
-            that some ranks lack are no difference.
+        is_complete: Whether all ranks of both layouts finished. Otherwise, trainers and steps
+            that some ranks lack do not count as a difference.
 
     Returns:
-        The difference, or None where all that can be compared is equal.
+        The difference. None: all values that can be compared are equal.
     """
     ranks, size = [*reference, *other], len(reference)
     if is_complete and len({len(each.trainers) for each in ranks}) > 1:
@@ -112,17 +114,17 @@ def first_difference(
 
 
 def _length(ranks: Sequence[RankFingerprint]) -> int:
-    """Return the number of steps of the rank that took most."""
+    """Return the number of steps of the rank that took the most."""
     return max(len(each.steps) for each in ranks)
 
 
 def _initial_state(rank: RankFingerprint, trainer: int) -> dict[str, int]:
-    """Return the initial state of a trainer; nothing where the rank did not construct it."""
+    """Return the initial state of a trainer; empty if the rank did not construct it."""
     return rank.trainers[trainer].initial if trainer < len(rank.trainers) else {}
 
 
 def _placed(found: Difference, size: int, step: int, trainer: int) -> Difference:
-    """Return a difference with its place, and with the rank counted in the second layout."""
+    """Return a difference with its step and trainer, and its rank within the second layout."""
     rank = None if found.rank is None or found.rank < size else found.rank - size
     return replace(found, rank=rank, step=step, trainer=trainer)
 
@@ -148,7 +150,7 @@ def _data(steps: Sequence[StepFingerprint]) -> Difference | None:
 def _forward(
     reference: Sequence[StepFingerprint], other: Sequence[StepFingerprint]
 ) -> Difference | None:
-    """Compare the module calls and the loss of one micro-batch after another."""
+    """Compare the module calls and the loss of each micro-batch, in order."""
     here, there = _calls(reference), _calls(other)
     losses: dict[int, set[str]] = {}
     for step in (*reference, *other):
@@ -165,7 +167,7 @@ def _forward(
 
 
 def _calls(steps: Iterable[StepFingerprint]) -> dict[int, list[Call]]:
-    """Return the calls of each micro-batch, through all stages in order."""
+    """Return the calls of each micro-batch, in the order of the stages."""
     parts = sorted((place, calls) for each in steps for place, calls in each.calls.items())
     found: dict[int, list[Call]] = {}
     for (microbatch, _), calls in parts:
@@ -174,10 +176,10 @@ def _calls(steps: Iterable[StepFingerprint]) -> dict[int, list[Call]]:
 
 
 def _call_difference(reference: Iterable[Call], other: Iterable[Call]) -> tuple[str, str] | None:
-    """Return the module whose code made the first difference, and what of it differs.
+    """Return the module that causes the first difference, and the kind of value that differs.
 
-    Where the inputs of a call differ, and nothing before it, the code of the module around
-    it made the difference; unless that module was not called as a whole in `other`.
+    If the inputs of a call are the first values that differ, the enclosing module computed them
+    and is the cause; unless `other` did not call that module as a whole.
     """
     theirs = dict(_numbered(other))
     around: list[str] = []
@@ -198,7 +200,7 @@ def _call_difference(reference: Iterable[Call], other: Iterable[Call]) -> tuple[
 
 
 def _numbered(calls: Iterable[Call]) -> Iterator[tuple[tuple[str, str, int], Checksums]]:
-    """Yield the calls with their number among those of the same module."""
+    """Yield each call with its number among the calls of the same kind and module."""
     counts: Counter[tuple[str, str]] = Counter()
     for kind, module, values in calls:
         yield (kind, module, counts[kind, module]), values
@@ -244,7 +246,7 @@ def _mismatch(
     columns: Sequence[Mapping[Key, Any]],
     order: Callable[[Iterable[Key]], Sequence[Key]] = list,
 ) -> tuple[Key, int] | None:
-    """Return the first name that has several values, and the first column with another one."""
+    """Return the first name with differing values, and the first column that differs."""
     for name in order(dict.fromkeys(name for column in columns for name in column)):
         values = [(rank, column[name]) for rank, column in enumerate(columns) if name in column]
         for rank, value in values:

@@ -1,8 +1,8 @@
-"""The kills of `lockstep chaos`: which rank, in which step, how far into it.
+"""The kills of `lockstep chaos`: rank, step, and position within the step.
 
-A plan depends on the seed and on the numbers of kills, steps and ranks alone, so that it can be
-repeated. What it names are moments of the training, not times: two machines kill in the same
-steps, although not at the same instruction.
+A plan depends only on the seed and on the numbers of kills, steps and ranks, so it can be
+repeated. It names positions in the training, not times: the same plan kills in the same steps on
+every machine, although not at the same instruction.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class PlannedKill:
 
     Attributes:
         step: The step that is interrupted, from 0.
-        part: How far into that step, from 0 to 1; what happens between it and the step before
-            (an evaluation, a checkpoint) counts as its beginning.
-        rank: The rank; of n ranks that are left, it is the remainder modulo n.
+        part: The position within that step, from 0 to 1. The time since the previous step (an
+            evaluation, a checkpoint) counts as the beginning of the step.
+        rank: The rank; modulo n if only n ranks are left.
     """
 
     step: int
@@ -30,7 +30,7 @@ class PlannedKill:
 
 
 def plan_kills(kills: int, steps: int, nprocs: int, seed: int) -> list[PlannedKill]:
-    """Return kills in the order of their moments, which may lie in one step.
+    """Return kills in the order of their positions; several may be in the same step.
 
     Args:
         kills: The number of kills.

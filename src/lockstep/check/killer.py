@@ -1,9 +1,8 @@
 """A thread that kills the ranks of an elastic run as planned.
 
-The kills come from outside of the ranks, so that no code of theirs knows of them: a thread of
-the launching process reads the lines of the record as they are written, and sends a signal when
-the planned part of a step has passed. A rank is not killed while no other one has the state of the
-training.
+The ranks run unchanged code, and the kills come from outside: a thread of the launching process
+reads the lines of the record as they are written, and sends a signal when the planned part of a
+step has passed. A rank is killed only while another rank has the state of the training.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ __all__ = ["Killer"]
 
 @dataclass
 class _Watched:
-    """What the thread sees of the launch."""
+    """The state of the launch, as the thread observes it."""
 
     ranks: RankSupervisor
     rounds: Rounds
     killed: set[int] = field(default_factory=set)
-    trained: frozenset[int] = frozenset()  # the members that went on in the latest recorded round
+    trained: frozenset[int] = frozenset()  # the members of the latest recorded round
 
     def note_round(self, recorded: int) -> None:
-        """Take in the number of the latest round in the record."""
+        """Store the members if the current round is the latest one in the record."""
         if recorded == self.rounds.number:
             self.trained = frozenset(self.rounds.members)
 
     def find_ranks(self) -> list[tuple[int, int]]:
-        """Return (rank, member) of those that run."""
+        """Return (rank, member) for each running member."""
         return [
             (rank, member)
             for rank, member in enumerate(self.rounds.members)
@@ -55,12 +54,12 @@ class Killer(RecordFollower):
     """A thread that kills ranks as planned.
 
     Args:
-        planned: The kills, in the order of their moments.
+        planned: The planned kills, in the order of their positions.
         intervals: The seconds that each step took in an undisturbed run.
-        report: Shows a line about the progress.
+        report: Called with each line about the progress.
 
     Attributes:
-        kills: Those that were carried out.
+        kills: The kills that were carried out.
     """
 
     def __init__(self, planned: Sequence[PlannedKill], intervals: Column, report: Report) -> None:
@@ -70,7 +69,7 @@ class Killer(RecordFollower):
         self._watched: _Watched | None = None
 
     def watch(self, ranks: RankSupervisor, rounds: Rounds) -> None:
-        """Say what launches the ranks, before the thread begins."""
+        """Set the supervisor and the rounds to observe; call it before the thread begins."""
         self._watched = _Watched(ranks, rounds)
 
     def count_rounds(self) -> int:
@@ -93,7 +92,7 @@ class Killer(RecordFollower):
         return self._wait(lambda: self._steps > planned.step, time.monotonic() + seconds)
 
     def _kill(self, planned: PlannedKill, watched: _Watched) -> bool:
-        """Kill a rank as soon as another one can go on; return whether that came about."""
+        """Kill a rank once another one can continue; return False if the run ends before."""
         while (chosen := self._choose(planned, watched)) is None:
             if self._ended.wait(POLL):
                 return False
@@ -113,7 +112,7 @@ class Killer(RecordFollower):
         return True
 
     def _choose(self, planned: PlannedKill, watched: _Watched) -> tuple[int, int] | None:
-        """Return (rank, member) to kill; None while nobody else could go on."""
+        """Return (rank, member) to kill; None while no other member could continue."""
         watched.note_round(self._round)
         found = watched.find_ranks()
         if not found:

@@ -17,13 +17,13 @@ __all__ = ["Layout", "layouts"]
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to place a training on ranks.
+    """A division of the training among ranks.
 
     Attributes:
         ranks: The number of processes.
         backend: The backend for CPU tensors; "" for the script's own choice.
         stages: Ranks per replica.
-        schedule: The pipeline schedule; None without stages.
+        schedule: The pipeline schedule. None: no stages.
         shared: Whether the ranks share one copy of the parameters.
     """
 
@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def stages_per_rank(self) -> int | None:
-        """The number of stages per rank, for the schedule that has several."""
+        """The number of stages per rank if the schedule has several, else None."""
         return 2 if self.schedule == "interleaved" else None
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ def layouts(backends: Sequence[str], ranks: Iterable[int]) -> list[Layout]:
 
     Args:
         backends: The backends to use; stages and shared parameters use the first one.
-        ranks: The numbers of ranks for whole models; 1 rank is not repeated per backend.
+        ranks: The numbers of ranks without pipeline stages; 1 rank runs on the first backend only.
     """
     plain = [
         Layout(n, backend)

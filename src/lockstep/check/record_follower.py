@@ -1,4 +1,4 @@
-"""A thread that follows the record of a run which another thread of the process launches."""
+"""A thread that follows the record of a run that another thread of the process launches."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["POLL", "RecordFollower", "Report"]
 
 POLL = 0.001  # seconds between two looks at the record
 Report = Callable[[str], None]
-"""Shows a line about the progress."""
+"""A function that is called with each line about the progress."""
 
 
 class RecordFollower:
-    """A thread that follows the record of a run which another thread launches.
+    """A thread that follows the record of a run that another thread launches.
 
     Args:
-        report: Shows a line about the progress.
+        report: Called with each line about the progress.
 
     Attributes:
-        folder: The folder of the record, as it is called at the end; None before it is found.
+        folder: The final path of the folder of the record. None: it has not been found.
     """
 
     def __init__(self, report: Report) -> None:
@@ -41,14 +41,14 @@ class RecordFollower:
         self._launch: Path | None = None
         self._file: BinaryIO | None = None
         self._rest = b""
-        self._steps = 0  # that are recorded
-        self._round = 0  # the latest that is recorded
+        self._steps = 0  # number of recorded steps
+        self._round = 0  # the latest recorded round
         self._has_begun = False  # the record has a line
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
 
     def begin(self, launch: Path | None) -> None:
-        """Begin to follow the record of a launch, in its folder or in one linked from there."""
+        """Start to follow the record of a launch, in its folder or in one that it links to."""
         self._launch = launch
         self._thread.start()
 
@@ -57,7 +57,7 @@ class RecordFollower:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End the thread, and find out what the folder of the record is called by now."""
+        """End the thread, and find the current path of the folder of the record."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -81,11 +81,11 @@ class RecordFollower:
         self._wait(lambda: False)
 
     def _wait(self, is_over: Callable[[], bool], deadline: float = math.inf) -> bool:
-        """Follow the record until something is over; return False if the run ends before.
+        """Follow the record until `is_over()` is true; return False if the run ends before.
 
         Args:
-            is_over: Looked at after each look at the record.
-            deadline: When to return in any case, in `time.monotonic()` seconds.
+            is_over: Called after each read of the record.
+            deadline: The time at which to return True anyway, in seconds of `time.monotonic()`.
         """
         while not self._ended.is_set():
             self._read()
@@ -96,7 +96,7 @@ class RecordFollower:
         return False
 
     def _read(self) -> None:
-        """Read the lines that the record has got since the last time."""
+        """Read the lines that were written since the last call."""
         if self._file is None:
             self._open()
         if self._file is None:

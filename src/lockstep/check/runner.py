@@ -1,7 +1,7 @@
-"""Running a script in one layout: ranks are launched, their fingerprints come back.
+"""Running a script in one layout, and reading the fingerprints of its ranks.
 
-command ── launch ──> rank: session opened, output into a log, the script runs
-        <─ a RankFingerprint per rank, or the sentence of the first failure
+command ── launch ──> rank: opens a session, redirects output to a log, runs the script
+        <─ one RankFingerprint per rank, or the message of the first failure
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 __all__ = ["Run", "describe_failure", "is_refusal", "redirect_output", "run_layout"]
 
 TAIL = 12
-"""Lines of the failed rank's output that are shown."""
+"""The number of lines shown of a failed rank's output."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """How a script ran in one layout.
+    """The run of a script in one layout.
 
     Attributes:
-        layout: What was asked for.
-        steps: The number of steps per trainer that was asked for.
-        seconds: From the start of the ranks to their end.
-        ranks: The fingerprint of each rank, as far as it came.
-        failure: Why the run failed, or would have failed outside of the check, as one sentence;
-            "" where it would have succeeded.
-        is_complete: Whether every rank came to the end.
-        is_refused: Whether the failure says that the model has no such layout.
+        layout: The requested layout.
+        steps: The requested number of steps per trainer.
+        seconds: The time from the start of the ranks to their end, in seconds.
+        ranks: The fingerprint of each rank, up to the end of that rank.
+        failure: The reason why the run failed, or would have failed outside of the check, as one
+            sentence; "" if it would have succeeded.
+        is_complete: Whether every rank finished.
+        is_refused: Whether it failed because the model or the machine does not allow the layout.
         details: The traceback and the last lines of output of the failed rank.
     """
 
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def backend(self) -> str:
-        """The backend that the trainers used; the layout's where there was no trainer."""
+        """The backend that the trainers used; the layout's if there was no trainer."""
         used = [trainer.backend for rank in self.ranks for trainer in rank.trainers]
         return used[0] if used else self.layout.backend
 
@@ -74,14 +74,14 @@ class Run:
 
     @property
     def digest(self) -> str | None:
-        """The digest on rank 0 after the last step; of several trainers, the SHA-256 of all."""
+        """The digest on rank 0 after the last step; for several trainers, the SHA-256 of all."""
         digests = [steps[-1].digest for steps in self._by_trainer() if steps]
         if len(digests) < 2:
             return digests[0] if digests else None
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
     def _by_trainer(self) -> list[list[StepFingerprint]]:
-        """Return the steps that were asked for, of each trainer on rank 0."""
+        """Return the requested steps of each trainer on rank 0."""
         if not self.is_complete:
             return []
         first = self.ranks[0]
@@ -104,10 +104,10 @@ def run_layout(
     Args:
         script: The file, or a folder with a `__main__.py`.
         arguments: The script's own arguments.
-        layout: Where the training takes place.
-        steps: Steps per trainer.
-        timeout: Seconds after which the ranks are ended.
-        folder: Where the output of the ranks goes; exists and is empty.
+        layout: The layout of the trainers.
+        steps: The number of steps per trainer.
+        timeout: The time in seconds after which the ranks are terminated.
+        folder: An existing empty folder for the output of the ranks.
     """
     get_fork_server(for_training=True)
     begun = time.monotonic()
@@ -123,7 +123,7 @@ def run_layout(
         refusals = [step.refusal for rank in ranks for step in rank.steps if step.refusal]
         return Run(layout, steps, seconds, ranks, refusals[0] if refusals else "")
     is_refused = is_refusal(layout, error)
-    # Every rank refuses; which of them was the first says nothing.
+    # Every rank refuses the layout, so the number of the first one to do so is left out.
     said = re.sub(r"^rank \d+ failed: ", "", str(error)) if is_refused else str(error)
     return Run(
         layout,
@@ -172,7 +172,7 @@ def _record_of(folder: Path, rank: int) -> Path:
 
 
 def _fingerprint(record: Path) -> RankFingerprint:
-    """Return what a rank recorded, up to where it was ended."""
+    """Return the fingerprints that a rank recorded before it ended."""
     found = RankFingerprint()
     ends = FileNotFoundError, EOFError, pickle.UnpicklingError
     with contextlib.suppress(*ends), record.open("rb") as file:
@@ -186,7 +186,7 @@ def _fingerprint(record: Path) -> RankFingerprint:
 
 
 def redirect_output(log: Path) -> None:
-    """Let everything that this process prints go into a file, and its input be empty."""
+    """Redirect standard output and error to a file, and standard input to the null device."""
     for number, place, flags in (
         (0, os.devnull, os.O_RDONLY),
         (1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND),

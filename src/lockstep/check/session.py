@@ -1,7 +1,7 @@
-"""Check session: what `lockstep check` does with the trainers of a script.
+"""The check session: the access of `lockstep check` to the trainers of a script.
 
-Trainer()       layout from the session, fingerprints, no record, no files
-S steps         SessionComplete unwinds the script
+Trainer()         gets its layout from the session, takes fingerprints, writes no record or files
+after S steps     SessionComplete unwinds the script
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lockstep.training.step import CommittedStep
 __all__ = ["CheckSession", "choose_options"]
 
 WAIT_FACTOR = 10
-"""How many times its steps a trainer may take while another one has too few."""
+"""A trainer may take this many times `steps` while another one has taken fewer than `steps`."""
 
 
 class CheckSession:
     """The check of one layout on this rank.
 
     Args:
-        layout: What the trainers are given, instead of what the script says.
+        layout: The layout of the trainers, which replaces the script's.
         steps: The number of steps per trainer.
-        record: Called with each trainer's fingerprint and that of each committed step.
+        record: Called with the fingerprint of each trainer and of each committed step.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class CheckSession:
         return choose_options(self.layout, model, given)
 
     def attach(self, trainer: ObservedTrainer) -> CheckedTrainer:
-        """Return what takes the fingerprints of a trainer that has just been constructed."""
+        """Return the observer of a newly constructed trainer."""
         attached = CheckedTrainer(self, len(self._trainers), trainer)
         self._trainers.append(attached)
         return attached
@@ -65,14 +65,14 @@ class CheckSession:
             raise SessionComplete
 
     def record_unfinished(self) -> None:
-        """Record what is there of the steps that were begun and not committed."""
+        """Record the incomplete fingerprints of steps that were begun and not committed."""
         for each in self._trainers:
             if each.fingerprinter.is_unfinished:
                 self.record(each.fingerprinter.current)
 
 
 class CheckedTrainer:
-    """One trainer of a check: all its steps have fingerprints."""
+    """The observer of one trainer, which takes the fingerprint of each step."""
 
     checkpoint: Path | None = None
 
@@ -89,7 +89,7 @@ class CheckedTrainer:
         session.record(self.fingerprinter.trainer(trainer.backend))
 
     def begin_step(self, step: int) -> Fingerprinter:
-        """Return what takes the fingerprint of a step."""
+        """Return the fingerprinter, which observes the step."""
         return self.fingerprinter
 
     def commit(self, committed: CommittedStep) -> None:
@@ -106,7 +106,7 @@ def choose_options(
 ) -> tuple[PipelineConfig, bool]:
     """Return the stages of a trainer of `model` in a layout, and whether it shares parameters.
 
-    The blocks are cut evenly where their number is known, so that nothing is measured.
+    The blocks are divided evenly if their number is known, so that no time is measured.
     """
     blocks = given.blocks
     if layout.stages == 1:
