@@ -1,4 +1,4 @@
-"""A classification training, as every rank runs it."""
+"""The training of a classification recipe, which runs on every rank."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
     """Train on this rank, evaluate after each epoch, and return the summary.
 
     Rank 0 writes the record and the weights. A run that was interrupted is continued if the
-    variable LOCKSTEP_RESUME is set. The other ranks know the loggers too, because each may become
-    rank 0 of an elastic run.
+    variable LOCKSTEP_RESUME is set. The other ranks have the loggers too, because any of them may
+    become rank 0 of an elastic run.
 
     Args:
         options: The options.
-        load: Returns the data.
-        network: Returns the model for a number of classes.
+        load: The function that returns the data.
+        network: The function that returns the model for a number of classes.
         folder: The folder of the run.
     """
     world = init(threads=options.threads)
@@ -107,7 +107,7 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
             "samples": samples,
         }
         record = [Recorder(Path(folder), metadata), progress, *dashboards]
-    taken: list[int] = []  # samples of each step of this process
+    taken: list[int] = []  # the numbers of samples of the steps in this process
     begun = time.perf_counter()
     with Trainer(
         network(data.classes),
@@ -130,7 +130,7 @@ def train(options: Options, load: Load, network: Network, folder: str) -> dict[s
         loggers=record,
         callbacks=lambda result: taken.append(result.samples),
         checkpoint=CheckpointConfig(every_steps=options.checkpoint_every),
-        progress=False,  # there is one among the loggers
+        progress=False,  # rank 0 has one among its loggers
     ) as trainer:
         for epoch in range(options.epochs):
             for batch in trainer.batches(

@@ -1,4 +1,4 @@
-"""digits: the 1,797 handwritten digits of the UCI set, packaged; 359 are held out."""
+"""digits: the 1,797 handwritten digits of the UCI set, from the package; 359 are held out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def network(classes: int) -> nn.Module:
 
 
 def digit_network() -> nn.Sequential:
-    """Return a network with two convolutions: images [n, 1, 28, 28] to scores [n, 10].
+    """Return a network with two convolutions from images [n, 1, 28, 28] to scores [n, 10].
 
     It has 21,840 parameters. Each layer is a block with its own random seed.
     """

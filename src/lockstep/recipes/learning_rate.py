@@ -25,7 +25,7 @@ DECAYS = ("cosine", "none")
 
 @dataclass(frozen=True)
 class WarmupSchedule:
-    """Linear warmup for `warmup_steps` of `steps` steps, then cosine decay or a constant rate."""
+    """A linear warmup for `warmup_steps` of `steps` steps, then cosine decay or a constant rate."""
 
     steps: int
     warmup_steps: int
@@ -53,7 +53,7 @@ class WarmupSchedule:
         return rate if rate.warmup_steps or rate.has_decay else None
 
     def at(self, step: int) -> float:
-        """Return the factor of the learning rate in a step, counted from 0."""
+        """Return the factor of the learning rate in step `step`, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if not self.has_decay:

@@ -26,8 +26,8 @@ EXPANSION = 4
 class Bottleneck(nn.Module):
     """Three convolutions with fewer channels in the middle, added to the input.
 
-    [n, channels, h, w] to [n, 4 width, h / stride, w / stride]. The shortcut is a 1x1
-    convolution if the shapes differ, else the identity.
+    The shape changes from [n, channels, h, w] to [n, 4 width, h / stride, w / stride]. The
+    shortcut is a 1x1 convolution if the shapes differ, else the identity.
     """
 
     def __init__(self, channels: int, width: int, stride: int = 1) -> None:
@@ -55,9 +55,9 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Maps images [n, 3, h, w] to scores [n, classes].
+    """A residual network that maps images [n, 3, h, w] to scores [n, classes].
 
-    Each layer has twice as many channels as the previous one; from the second on, layers halve
+    Each layer has twice as many channels as the previous one, and all layers except the first halve
     height and width. Convolutions are initialized from a normal distribution with variance
     2 / fan_out. With four layers and images of at most 32 pixels, batch norm needs micro-batches
     of at least two samples.
@@ -65,7 +65,7 @@ class ResNet(nn.Module):
     Args:
         counts: The number of bottlenecks of each layer.
         classes: The number of classes.
-        width: The inner channels of the first layer.
+        width: The number of inner channels of the first layer.
     """
 
     def __init__(self, counts: Sequence[int], classes: int = 1000, width: int = 64) -> None:

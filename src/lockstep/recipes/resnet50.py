@@ -1,9 +1,9 @@
 """resnet50: ResNet-50 on image folders, trained as on ImageNet.
 
-Training uses random crops and flips, evaluation the center crop. Without a folder it trains on
-generated images, which show the speed, not the accuracy. The learning rate is 0.1 for a batch of
-256 and proportional to the batch size, with warmup and cosine decay, and the last batch norm of
-each bottleneck starts with weight 0 (Goyal et al., 2017); labels are smoothed (Szegedy et al.,
+Training uses random crops and flips; evaluation uses the center crop. Without a folder it trains
+on generated images, which show the speed, not the accuracy. The learning rate is 0.1 for a batch
+of 256 and proportional to the batch size, with warmup and cosine decay. The last batch norm of
+each bottleneck starts with weight 0 (Goyal et al., 2017). Labels are smoothed (Szegedy et al.,
 2016).
 """
 
@@ -31,7 +31,7 @@ NOTICE = (
     "the speed and whether the loss decreases, but not the accuracy on real images."
 )
 
-WARMUP = 5 / 90  # of the epochs
+WARMUP = 5 / 90  # fraction of the epochs
 BATCH_SIZE, RATE = 256, 0.1
 
 
