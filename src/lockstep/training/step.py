@@ -65,7 +65,7 @@ __all__ = ["CommittedStep", "Executor", "OptimizerStep", "PreparedStep"]
 
 
 class Executor(Protocol):
-    """The interface of what computes a step's micro-batches: on a whole model, or in stages."""
+    """The interface of executors, which compute micro-batches: on a whole model, or in stages."""
 
     @property
     def side_effects(self) -> SideEffects:
@@ -184,7 +184,7 @@ class OptimizerStep:
     def compute(self, step: StepContext, batch: Any) -> PreparedStep:
         """Do (1) with the trainer's own loss, and (2) to (7)."""
         batch = self.executor.prepare(batch)
-        # With loss weights, a single-sample micro-batch may not be computed, and not fail.
+        # With loss weights, a single-sample micro-batch may have weight 0, and is not computed.
         checked = batch if self.parallel.loss_weight is None else None
         position = self.executor.position
         with self.computing(step), check_batch_norm(self.model, checked, position):

@@ -275,7 +275,7 @@ class StepLog:
         return taken - 1 if taken else rank
 
     def _claim(self, rank: int) -> bool:
-        """Take over the chunks of a rank if the rank that has to finish them is dead."""
+        """Take over a rank's chunks if the rank that has to finish them is dead; return whether."""
         before = atomic_load(self._owner, rank)
         if not self._has_died(before - 1 if before else rank):
             return False
