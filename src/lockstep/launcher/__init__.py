@@ -1,1 +1,1 @@
-"""Starting and ending: who this rank is, the world, the launcher."""
+"""The launcher, the rendezvous of the ranks, and the world as seen from one rank."""

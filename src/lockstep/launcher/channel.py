@@ -45,15 +45,16 @@ class Channel:
         body = json.dumps(message).encode()
         content = LENGTH.pack(len(body)) + body
         # One system call, so that an exception raised by a signal handler (Ctrl-C) comes before
-        # the message or after it: a part of one would be read as the beginning of the next.
+        # the message or after it: the other end would take a partial message for the beginning
+        # of the next one.
         sent = socket.send_fds(self._end, [content], list(descriptors))
         if sent == len(content):
             return
         try:
-            self._end.sendall(content[sent:])  # of a message that is larger than the buffer
+            self._end.sendall(content[sent:])  # the message is larger than the buffer
         except BaseException:
             with contextlib.suppress(OSError):
-                self._end.shutdown(socket.SHUT_WR)  # so that nothing follows the part
+                self._end.shutdown(socket.SHUT_WR)  # nothing may follow a partial message
             raise
 
     def receive(self) -> tuple[Message, list[int]] | None:
@@ -98,9 +99,9 @@ def open_channel(descriptor: int) -> Channel:
 
 
 def write_memfd(content: bytes) -> int:
-    """Write `content` to an anonymous file and return its descriptor, to be passed on.
+    """Write `content` to an anonymous file and return its descriptor, to send to another process.
 
-    So a sender never waits for the receiver, regardless of the size.
+    The sender never waits for the receiver, regardless of the size.
     """
     descriptor = _create_anonymous_file()
     with open(descriptor, "wb", closefd=False) as file:

@@ -26,13 +26,17 @@ __all__ = ["RankEnvironment", "RankInfo", "first_host", "read_rank_info"]
 
 # Set in every rank by Lockstep's own launcher, in addition to torchrun's variables.
 LAUNCHER = "LOCKSTEP_LAUNCHER"
-# Set by it on a single host: "ADDRESS PORT PID FD INODE", the private store to use instead of
-# the store at this address and port. It does not apply if a script sets another address.
+# Set on a single host: "ADDRESS PORT PID FD INODE", the private store (PID FD INODE) to use
+# instead of the store at ADDRESS and PORT. It is ignored if a script sets another address.
 STORE = "LOCKSTEP_STORE"
 
-# Set in the ranks of an elastic run (`lockstep.elastic`): that it is one, the number of the
-# process, that it joins others that run already, the folder of mirrors, why it replaces others (as
-# JSON), and the folder with their state.
+# Set in the ranks of an elastic run (`lockstep.elastic`):
+#     ELASTIC    1 in every rank
+#     MEMBER     number of the process
+#     JOIN       1 if the process joins others that are already running
+#     MIRROR     folder of mirrors
+#     ROUND      why the process replaces others, as JSON
+#     HANDOVER   folder with the state of those others
 ELASTIC, MEMBER = "LOCKSTEP_ELASTIC", "LOCKSTEP_MEMBER"
 JOIN, MIRROR = "LOCKSTEP_JOIN", "LOCKSTEP_MIRROR"
 ROUND, HANDOVER = "LOCKSTEP_ROUND", "LOCKSTEP_HANDOVER"
@@ -95,7 +99,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class VariableNames:
-    """The variables that one kind of launcher sets; `setter` names it in messages."""
+    """The variables that one kind of launcher sets; `setter` is its name in messages."""
 
     launcher: str
     setter: str
@@ -145,7 +149,7 @@ SLURM = VariableNames(
 
 
 def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
-    """Return what `environ` says about this process; a world of one if it says nothing.
+    """Return the rank and world that `environ` describes; a world of one if it describes none.
 
     Raises:
         LaunchEnvironmentError: Variables are missing, not numbers, or contradict each other.
@@ -286,7 +290,7 @@ def _master(
     if names is SLURM and local_world_size < world_size:
         return _slurm_master(addr, port, environ)
     if names is not TORCH and local_world_size == world_size:
-        return None, None  # one host: its ranks meet through a rendezvous file
+        return None, None  # one host: the ranks use a rendezvous file
     missing = "MASTER_ADDR" if addr is None else "MASTER_PORT"
     raise LaunchEnvironmentError(
         f"{names.world_size} is {world_size}, but {missing} is not set, so the ranks cannot find "
@@ -318,7 +322,7 @@ def first_host(hosts: str) -> str:
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """The variables that Lockstep sets in the ranks of one host: torchrun's, and two more.
+    """The variables that Lockstep sets in the ranks of one host: torchrun's and its own two.
 
                   host 0         host 1
         LOCAL_RANK  0    1         0    1

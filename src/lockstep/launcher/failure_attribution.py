@@ -52,13 +52,14 @@ LOST_PEER = (
     "failed to recv, got 0 bytes",
     "nccl remote error",
     "socket closed",
-    "has left the group",  # from here: of the backend "lockstep"
+    "has left the group",  # this and the next two: backend "lockstep"
     "died (process",
     STOPPED_BECAUSE,
 )
-# The beginning of an error that says itself which process failed.
+# The beginning of an error message that names the process that failed.
 BEGINS_WITH_WHO = r"(rank|member) \d|the process of"
-# What the backend "lockstep" raises: the operation, and what arrived that nobody received.
+# An error of the backend "lockstep": the operation, and messages that arrived but that no
+# `recv` took.
 BACKEND_ERROR = re.compile(
     r"rank \d+: (?P<operation>.+?) on group .+? failed: [^;]*(?P<hint>(?:; .*)?)"
 )
@@ -75,13 +76,13 @@ class Outcome:
         error: Its report of an exception (`rank_process.describe_error`).
         returned: Whether its function returned.
         was_terminated: Whether the launcher signalled it before it ended.
-        waiting_for: The ranks that it reported to wait for.
+        waiting_for: The ranks that it waits for in `init`, according to its last report.
         hint: Further explanation of a signal.
-        is_replaced: Whether the launch goes on without it, in an elastic run.
+        is_replaced: Whether the launch continues without it; only in an elastic run.
         noun: What `rank` is: "rank", or "member" in an elastic run.
-        rank_in_world: Its rank in the world, where `rank` is the number of a member.
-        is_outside: Whether it is a member that has not joined the others, which wait for it in
-            nothing.
+        rank_in_world: Its rank in the world if `rank` is the number of a member; else None.
+        is_outside: Whether it is a member that has not joined the others yet, so that none of
+            them waits for it.
     """
 
     rank: int
@@ -99,12 +100,12 @@ class Outcome:
 
     @property
     def name(self) -> str:
-        """What it is called in sentences: "rank 2", or "member 2" in an elastic run."""
+        """Its name in messages: "rank 2", or "member 2" in an elastic run."""
         return f"{self.noun} {self.rank}"
 
     @property
     def own_rank(self) -> int:
-        """The rank that it calls itself."""
+        """The rank that it gives in its own messages."""
         return self.rank if self.rank_in_world is None else self.rank_in_world
 
     @property
@@ -139,7 +140,7 @@ def is_consequence(outcome: Outcome) -> bool:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether `error` only says that another rank is gone."""
-    if isinstance(error, StoppedError):  # which may also say that another rank has failed
+    if isinstance(error, StoppedError):  # it may also report that another rank failed
         return _says_lost_peer(str(error).replace(STOPPED_BECAUSE, ""))
     is_of_gloo = type(error) is RuntimeError and "gloo" in str(error)
     is_of_backend = type(error).__name__ in BACKEND_ERRORS or isinstance(error, LostError)
@@ -196,7 +197,7 @@ def make_rank_error(outcomes: Iterable[Outcome]) -> RankError | None:
 
 
 def _describe_failure(failure: Outcome) -> str:
-    """Return which rank failed and how; a message that begins with a rank is not changed."""
+    """Return which rank failed and how: the message itself if it begins with a rank."""
     error = failure.error
     if error is not None and error["plain"] and re.match(BEGINS_WITH_WHO, str(error["message"])):
         return str(error["message"])
@@ -204,15 +205,16 @@ def _describe_failure(failure: Outcome) -> str:
 
 
 def find_same_failures(outcomes: Iterable[Outcome], failure: Outcome) -> list[Outcome]:
-    """Return the outcomes with the same error of Lockstep as `failure`; none if it is another."""
+    """Return the outcomes with the same Lockstep error as `failure`; none for other errors."""
     own = _identify(failure)
     return [each for each in outcomes if own & _identify(each)]
 
 
 def _identify(outcome: Outcome) -> set[str]:
-    """Return the message of an error of Lockstep, as it is and without the rank's own place.
+    """Return the forms of a Lockstep error's message that other ranks' messages are compared with.
 
-    Messages of the backend begin with the rank, and may name it again among all others.
+    They are the message as it is, without the rank that it begins with, and without the number
+    of this rank and its micro-batch in the text. Empty for other errors.
     """
     error = outcome.error
     if error is None or not error["plain"]:
@@ -224,7 +226,7 @@ def _identify(outcome: Outcome) -> set[str]:
 
 
 def describe_own_failure(outcomes: Sequence[Outcome], failure: Outcome) -> str:
-    """Return an error of Lockstep with the lines of the ranks that raised it.
+    """Return the message of a Lockstep error, after the lines of user code that raised it.
 
     "train.py:31: rank 2 failed: ...", or "train.py:31 on rank 0, train.py:40 on rank 1: ...".
     """
@@ -240,7 +242,7 @@ def describe_own_failure(outcomes: Sequence[Outcome], failure: Outcome) -> str:
         return early
     said = failure.error["message"] if len(same) == len(outcomes) else _describe_failure(failure)
     if is_of_backend and len(same) > 1:
-        said = said.removeprefix(f"rank {failure.own_rank}: ")  # which begins each rank's message
+        said = said.removeprefix(f"rank {failure.own_rank}: ")  # each rank's message begins with it
     lines = [
         where if alone else f"{where} on {format_numbered(failure.noun, at)}"
         for where, at in places.items()
@@ -253,7 +255,7 @@ def _failure_time(outcome: Outcome) -> float:
 
 
 def _describe_early_return(outcomes: Sequence[Outcome], failure: Outcome) -> str:
-    """Return which ranks had returned when another lost its connection to them; or ""."""
+    """Return which ranks had returned when another rank lost its connection to them; or ""."""
     gone = [outcome.rank for outcome in outcomes if outcome.has_returned]
     if not gone or not is_consequence(failure):
         return ""
@@ -280,7 +282,7 @@ def describe_end(outcome: Outcome) -> str:
 
 
 def describe_failed_start(rank: int, reason: str, noun: str = "rank") -> dict[str, Any]:
-    """Return the report of a rank, or of the process of the store (-1), that was not forked."""
+    """Return the report for a rank, or for the store's process (-1), that could not be forked."""
     who = f"{noun} {rank}" if rank >= 0 else "the process of the ranks' store"
     return {
         "kind": "error",
@@ -355,7 +357,10 @@ def count_oom_kills() -> int | None:
 
 
 def read_stat(pid: int) -> list[str]:
-    """Return what Linux says of a process, from its state: R, S, D, T (stopped) or Z; or []."""
+    """Return the fields of /proc/PID/stat from the state (R, S, D, T, Z) on; [] if there is none.
+
+    State T is a process that a signal has stopped.
+    """
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()

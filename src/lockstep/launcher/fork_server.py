@@ -34,19 +34,19 @@ __all__ = [
 READ_ONCE = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_")
 READ_LATER = ("TORCHELASTIC_", "TORCHINDUCTOR_")
 
-OPEN_FILES = 16  # that the launcher needs at most, and ...
-OPEN_FILES_PER_RANK = 6  # ... for each rank: pipes, sockets, stack, activity page and log
+OPEN_FILES = 16  # upper limit of the launcher's own
+OPEN_FILES_PER_RANK = 6  # pipes, sockets, stack, activity page and log
 
 PRELOADED = ("lockstep.launcher.world", "lockstep.native.binding", "cloudpickle")
-# The first step of any optimizer imports torch._dynamo, in 1.4 s of processor time, and the
-# trainer's modules take 0.3 s: once here, or in every rank.
+# The first step of any optimizer imports torch._dynamo, which takes 1.4 s of processor time;
+# the trainer's modules take 0.3 s. The fork server imports them once instead of every rank.
 PRELOADED_FOR_TRAINING = ("torch._dynamo", "lockstep.training.trainer")
 TRAINING_WORDS = (b"optim", b"Trainer", b"lockstep.training", b"lockstep.recipes")
 PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class ForkServer:
-    """A running fork server, as its launcher sees it.
+    """The launcher's handle of a running fork server.
 
     Args:
         channel: Socket on which the launcher announces new launches.
@@ -81,18 +81,18 @@ class ForkServer:
         return ours
 
     def retire(self) -> None:
-        """Let the server exit after its last launch."""
+        """Make the server exit after its last launch."""
         self.channel.close()
 
     def close(self) -> None:
-        """Let the server end its launches and exit, and wait until it has."""
+        """Make the server end its launches and exit; wait until it has exited."""
         if self._launcher != os.getpid():
             self.retire()
             return
         with contextlib.suppress(OSError), self._lock:
             self.channel.send({"kind": "exit"})
         self.retire()
-        with contextlib.suppress(KeyboardInterrupt):  # it exits by itself
+        with contextlib.suppress(KeyboardInterrupt):  # the server exits anyway
             self._wait(0)
 
     def has_exited(self) -> bool:
@@ -123,10 +123,10 @@ def read_once_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def get_fork_server(*, for_training: bool = False) -> ForkServer:
-    """Return this process's fork server; start one if there is none that can be used.
+    """Return this process's fork server; start a new one if none can be used.
 
     Args:
-        for_training: Require a server that has imported what optimizers and trainers need.
+        for_training: Whether the server must have imported what optimizers and trainers need.
     """
     global _current
     with _lock:
@@ -136,7 +136,7 @@ def get_fork_server(*, for_training: bool = False) -> ForkServer:
             _current = None
         if _current is None:
             _current = _start(for_training)
-            # atexit handlers run in LIFO order: what still uses the server must register later.
+            # atexit handlers run in LIFO order: users of the server must register after this.
             atexit.register(_current.close)
         return _current
 
@@ -161,7 +161,7 @@ def check_open_files(nprocs: int) -> None:
 
 
 def looks_like_training(program: bytes) -> bool:
-    """Guess whether a program (source code or pickle) trains; a wrong guess costs a second."""
+    """Guess whether a program (source code or pickle) trains; a wrong guess only costs time."""
     return any(word in program for word in TRAINING_WORDS)
 
 
@@ -187,11 +187,11 @@ def spawn_fork_server(
     environ: Mapping[str, str] | None = None,
     for_training: bool = False,
 ) -> ForkServer:
-    """Start a fork server in a new interpreter, in its own session: Ctrl-C does not reach it.
+    """Start a fork server in a new interpreter and session, where Ctrl-C does not reach it.
 
     Args:
-        call: The call that serves, such as "package.module.main({})"; the braces are replaced by
-            the number of its socket.
+        call: The call that serves launches, such as "package.module.main({})"; the braces are
+            replaced by the descriptor of its socket.
         path: Its sys.path; empty for the interpreter's own and Lockstep's folder.
         environ: Its environment; None for this process's.
         for_training: Whether it imports what optimizers and trainers need.
@@ -208,7 +208,7 @@ def spawn_fork_server(
         start_new_session=True,
         env=environ,
     )
-    process.returncode = 0  # ForkServer reaps it; Popen must not warn that nobody did
+    process.returncode = 0  # ForkServer reaps it; otherwise Popen would warn
     theirs.close()
     return ForkServer(ours, process.pid, for_training=for_training)
 

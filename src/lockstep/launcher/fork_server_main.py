@@ -15,11 +15,11 @@
 The server never computes and starts no thread, so it can fork safely. It watches the
 launcher: by end of file on the sockets, and by a pidfd where the system has them, because
 another child of the launcher may hold the sockets open. When the launcher is killed, the
-server asks the ranks to stop, so that a training can save a checkpoint, kills what remains
-after the grace period, and exits. Meanwhile it reads what the ranks print: a write to a pipe
-without a reader would fail. Once the server is retired (the first socket is closed), it exits
-after its last launch. If the server itself is killed, the ranks' parent-death pipe breaks
-(`rank_process.py`), and they are killed at once.
+server asks the ranks to stop, so that a training run can save a checkpoint. It kills the
+remaining processes after the grace period, and exits. Meanwhile it reads what the ranks print,
+because a write to a pipe without a reader would fail. A retired server (the first socket is
+closed) exits after its last launch. If the server itself is killed, the ranks' parent-death
+pipe breaks (`rank_process.py`), and they are killed at once.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from lockstep.launcher.rank_process import ForkedProcess, exit_process, ignore_r
 __all__ = ["Server", "ignore_sigterm", "main", "serve", "serve_in_fork"]
 
 GRACE = 2.0  # seconds from SIGTERM to SIGKILL for what remains of a rank's process group
-# Seconds that ranks have to stop when their launcher was killed. It is shorter than the time
-# that another launcher waits for them before it resumes the run.
+# Seconds that ranks have to stop when their launcher was killed: less than a launcher that
+# resumes the run waits for them.
 ORPHAN_GRACE = 5.0
 CHUNK = 1 << 16  # bytes
 
@@ -63,10 +63,10 @@ class Launch:
     Attributes:
         channel: The launcher's socket for this launch.
         ranks: The rank (-1: the store) of each process id.
-        outputs: Reading ends of the pipes through which the launcher shows what ranks print, with
-            the process id of the rank.
-        deadline: When to kill the ranks, whose launcher has exited; None while it runs.
-        folders: What is removed after the ranks were killed.
+        outputs: The rank's process id for each reading end of the pipes that the ranks print to.
+        deadline: When to kill the ranks of a launcher that has exited, as `time.monotonic()`
+            time; None while the launcher runs.
+        folders: Folders to remove after the ranks have been killed.
     """
 
     channel: Channel
@@ -77,17 +77,17 @@ class Launch:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether any rank runs."""
+        """Whether any rank is running."""
         return any(rank >= 0 for rank in self.ranks.values())
 
 
 class Server:
-    """Serves one launcher until that has exited.
+    """The fork server of one launcher, until the launcher exits.
 
     Args:
         channel: The launcher's socket.
         launcher: Its process id.
-        sigterm_handler: What the ranks do on SIGTERM, which the server ignores.
+        sigterm_handler: The ranks' handler of SIGTERM, which the server itself ignores.
     """
 
     def __init__(self, channel: Channel, launcher: int, sigterm_handler: Handler) -> None:
@@ -95,7 +95,7 @@ class Server:
         self._main = channel
         self._launches: dict[int, Launch] = {}
         self._leftover_groups: dict[int, float] = {}  # process groups, and when to kill them
-        self._is_retired = False  # no more launches; those that run go on
+        self._is_retired = False  # no new launches; running ones continue
         self._parent_death_pipe = os.pipe()
         self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -113,9 +113,10 @@ class Server:
         ignore_requests()
 
     def serve(self) -> ForkedProcess | None:
-        """Serve until the launcher has exited, then return None.
+        """Serve until the launcher has exited.
 
-        In a forked process it returns what that process has to run.
+        Returns:
+            None in the server; in a forked process, what that process has to run.
         """
         while True:
             for key, _ in self._selector.select(self._timeout()):
@@ -182,10 +183,10 @@ class Server:
     def _fork(
         self, launch: Launch, message: Message, descriptors: list[int]
     ) -> ForkedProcess | None:
-        # SIGTERM waits until the child no longer ignores it.
+        # Block SIGTERM until the child has replaced the inherited handler, which ignores it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads may be forked
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of numpy's threads
             try:
                 pid = os.fork()
             except OSError as error:  # too many processes, or no memory
@@ -204,7 +205,7 @@ class Server:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return ForkedProcess(message, descriptors, parent_death_pipe)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        with contextlib.suppress(OSError):  # the child does it too; either may be first
+        with contextlib.suppress(OSError):  # the child does it too; either may come first
             os.setpgid(pid, pid)
         if message.get("is_piped"):
             launch.outputs.update(dict.fromkeys(_open_reading_ends(descriptors[1:3]), pid))
@@ -240,7 +241,7 @@ class Server:
                     send(pid, message["number"])
 
     def _reap(self) -> None:
-        """Report every rank that has exited, and end what it left in its process group."""
+        """Report every rank that has exited, and end what remains of its process group."""
         while True:
             try:
                 pid, code = os.waitpid(-1, os.WNOHANG)
@@ -254,7 +255,7 @@ class Server:
                     status = os.waitstatus_to_exitcode(code)
                     message = {"kind": "ended", "rank": launch.ranks.pop(pid), "status": status}
                     self._notify(launch, message)
-                    if launch.deadline is None:  # otherwise they are read to their end
+                    if launch.deadline is None:  # orphans' pipes are read to the end
                         _close_outputs(launch, pid)
 
     def _end_group(self, group: int, number: int) -> None:
@@ -291,7 +292,7 @@ class Server:
         for output in launch.outputs:
             self._selector.register(output, selectors.EVENT_READ, launch)
         for pid, rank in launch.ranks.items():
-            if rank >= 0:  # not what it has started: it may need another batch
+            if rank >= 0:  # not its loader workers: it may need another batch
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
                     os.killpg(pid, signal.SIGCONT)
@@ -303,7 +304,7 @@ class Server:
             os.close(output)
 
     def _drop_orphans(self) -> None:
-        """Kill the orphans whose time is over, and the stores that no rank needs any more."""
+        """Kill the orphans whose grace period has expired, and stores without ranks."""
         now = time.monotonic()
         for launch in list(self._launches.values()):
             if launch.deadline and (launch.deadline <= now or not launch.has_ranks):
@@ -336,14 +337,14 @@ class Server:
 
 
 def _close_outputs(launch: Launch, pid: int) -> None:
-    """Close the reading ends of a rank that has exited, while the launcher has its own."""
+    """Close the server's reading ends of a rank that has exited; the launcher has its own."""
     for output in [output for output, rank in launch.outputs.items() if rank == pid]:
         del launch.outputs[output]
         os.close(output)
 
 
 def _open_reading_ends(streams: Sequence[int]) -> list[int]:
-    """Return reading ends of pipes, of which `streams` are the writing ends (Linux)."""
+    """Return reading ends of the pipes whose writing ends are `streams` (Linux)."""
     opened = []
     for stream in streams:
         with contextlib.suppress(OSError):
@@ -352,9 +353,9 @@ def _open_reading_ends(streams: Sequence[int]) -> list[int]:
 
 
 def _become_subreaper() -> None:
-    """Become the parent of orphans of ranks, to reap them at once (Linux).
+    """Become the parent of processes that ranks leave behind, to reap them at once (Linux).
 
-    The init process of a container may take seconds for that, or never do it.
+    The init process of a container may reap them only after seconds, or never.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -363,7 +364,7 @@ def _become_subreaper() -> None:
 def ignore_sigterm() -> Handler:
     """Ignore SIGTERM and return the former handler.
 
-    Batch systems send it to every process of a job. The ranks decide when they stop, and
+    Batch systems send SIGTERM to every process of a job. The ranks decide when they stop, and
     until then they need the fork server and the store.
     """
     return signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -372,12 +373,12 @@ def ignore_sigterm() -> Handler:
 def main(descriptor: int, launcher: int, modules: Sequence[str]) -> NoReturn:
     """Import what ranks need and serve; in a forked process, run that process to its end."""
     handler = ignore_sigterm()
-    ignore_requests()  # the imports take a second
-    gc.disable()  # until everything is imported: nothing of it is garbage
+    ignore_requests()  # before the imports, which take a second
+    gc.disable()  # during the imports, which create no garbage
     for name in modules:
         importlib.import_module(name)
     gc.enable()
-    gc.freeze()  # ranks neither traverse nor copy what was here before the fork
+    gc.freeze()  # ranks neither traverse nor copy objects from before the fork
     serve(open_channel(descriptor), launcher, handler)
 
 
@@ -387,7 +388,7 @@ def serve(channel: Channel, launcher: int, sigterm_handler: Handler) -> NoReturn
     Args:
         channel: The launcher's socket.
         launcher: Its process id.
-        sigterm_handler: What the ranks do on SIGTERM (`ignore_sigterm`).
+        sigterm_handler: The ranks' handler of SIGTERM, from `ignore_sigterm`.
     """
     process = Server(channel, launcher, sigterm_handler).serve()
     if process is None:
@@ -397,6 +398,6 @@ def serve(channel: Channel, launcher: int, sigterm_handler: Handler) -> NoReturn
 
 
 def serve_in_fork(channel: Channel, launcher: int) -> NoReturn:
-    """Serve in a fork of the launcher; never returns, in the ranks neither."""
+    """Serve in a fork of the launcher; never return, not even in a rank."""
     os.setsid()
     serve(channel, launcher, ignore_sigterm())

@@ -1,17 +1,17 @@
 """The hang monitor: finds ranks that are stopped, that hang, or that never join the others.
 
-A rank that computes for long looks like one that hangs; what tells them apart is that others
-wait for it. So a launch hangs when a rank has waited for other ranks, in one operation, for
-longer than the timeout, or is stopped by a signal for that long.
+From outside, a rank in a long computation looks like a rank that hangs; the difference is that
+other ranks wait for the latter. So a launch hangs when a rank has waited for other ranks in one
+operation, or has been stopped by a signal, for longer than the timeout.
 
-    what a rank waits in   read from its activity page (`lockstep.comm.activity`), which costs
+    operation of a rank    read from its activity page (`lockstep.comm.activity`), which costs
                            the rank nothing; for programs that publish nothing, from its stack
-    its stack              Python's fault handler writes it into an anonymous file on a signal.
+    stack of a rank        Python's fault handler writes it into an anonymous file on a signal.
                            That works while the rank waits deep in C code, and runs nothing in
                            the rank unless the launcher asks
 
-Only a stopped process does not answer. SIGUSR1 to the launcher prints where the ranks are at
-once; a rank prints its own place.
+A stopped process does not answer. SIGUSR1 to the launcher prints at once where all ranks are;
+SIGUSR1 to a rank prints where that rank is.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ __all__ = [
     "take_snapshot",
 ]
 
-FIRST_CHECK = 5.0  # seconds to the first early remark; each later interval is twice as long
-PAGE_INTERVALS = 16  # reads of the activity pages within the timeout ...
-STACK_INTERVALS = 8  # ... and samples of stacks, of ranks that publish nothing
+# Seconds between early remarks. The interval doubles whenever ranks are asked for their stacks
+# because another rank has returned.
+FIRST_CHECK = 5.0
+PAGE_INTERVALS = 16  # reads of the activity pages within the timeout
+STACK_INTERVALS = 8  # samples of the stacks of ranks that publish nothing, within the timeout
 MAX_PAGE_INTERVAL = 5.0  # seconds
 IDLE = 0.02  # share of a core below which a process counts as asleep
 
@@ -59,12 +61,12 @@ REPORT_FILE = "hang.txt"
 
 @dataclass(frozen=True)
 class HangPolicy:
-    """What to do about a launch that hangs.
+    """The policy for a launch that hangs.
 
     Attributes:
         timeout: Seconds that a rank may wait in one operation, or be stopped; 0 for no limit.
             The default is below the 300 s after which collectives fail by default.
-        ends_launch: End all ranks after the report, instead of waiting on.
+        ends_launch: Whether to end all ranks after the report, instead of waiting further.
         folder: Folder for the reports (hang.txt); None writes no file.
     """
 
@@ -74,11 +76,11 @@ class HangPolicy:
 
 
 class Ranks(Protocol):
-    """What the monitor needs to know of a launch's ranks."""
+    """The state of a launch's ranks, as the monitor needs it."""
 
     @property
     def outcomes(self) -> Mapping[int, Outcome]:
-        """How each rank ended, or that it runs."""
+        """The outcome of each rank; its status is None while the rank runs."""
 
     @property
     def pids(self) -> Mapping[int, int]:
@@ -90,7 +92,7 @@ class Ranks(Protocol):
 
 
 class Probes(Protocol):
-    """What the monitor can find out about a rank (`rank_probes.py`)."""
+    """The monitor's view into running ranks (`rank_probes.py`)."""
 
     def is_stopped(self, rank: int) -> bool:
         """Return whether a signal has stopped a rank."""
@@ -112,10 +114,10 @@ class RankSnapshot:
     Attributes:
         rank: The rank.
         pid: Its process; 0 if it has not been started yet.
-        operation: What it waits in, or what it did last; "" if unknown.
-        age: For how long, or how long ago that began; None if unknown.
+        operation: The operation that it waits in, or its last one; "" if unknown.
+        age: Time since that operation began; None if unknown.
         is_waiting: Whether it waits for other ranks.
-        stopped_for: For how long it has been stopped by a signal; None if it is not.
+        stopped_for: Time since a signal stopped it; None if it is not stopped.
         location: Where it is in the user's code, such as "at train.py:31"; "" if unknown.
         noun: What `rank` is: "rank", or "member" in an elastic run.
     """
@@ -131,7 +133,7 @@ class RankSnapshot:
 
     @property
     def name(self) -> str:
-        """What it is called in sentences, with its process."""
+        """Its name in messages, with its process id."""
         return f"{self.noun} {self.rank} (process {self.pid})"
 
 
@@ -153,7 +155,7 @@ class Hang:
 
     @property
     def culprit(self) -> int:
-        """The rank to blame, or one of them."""
+        """The rank that causes the hang, or one of them."""
         if not (self.stopped or self.busy) and self.returned:
             return self.returned[0]
         return (*self.stopped, *self.busy, *self.waiting)[0].rank
@@ -165,7 +167,7 @@ class Hang:
         return *ranks, tuple((each.rank, each.operation) for each in self.waiting)
 
     def __str__(self) -> str:
-        """Return who hangs, and who waits for how long, in one sentence."""
+        """Return, in one sentence, which ranks hang, and which wait for how long."""
         waits = _describe_waits(self.waiting)
         if self.stopped:
             return _describe_stops(self.stopped) + (f", while {waits}" if waits else "")
@@ -181,7 +183,7 @@ class Hang:
 
     @property
     def advice(self) -> str:
-        """What to do next."""
+        """Advice on what to do next."""
         if self.stopped:
             return f"continue with kill -CONT {' '.join(str(each.pid) for each in self.stopped)}"
         if self.busy:
@@ -199,7 +201,7 @@ class Hang:
 def find_hang(
     snapshots: Sequence[RankSnapshot], timeout: float, returned: Sequence[int] = ()
 ) -> Hang | None:
-    """Return who hangs, or None if no rank has waited or been stopped for `timeout` seconds.
+    """Return the ranks that hang; None if none has waited or been stopped for `timeout` seconds.
 
     Args:
         snapshots: The running ranks.
@@ -213,7 +215,8 @@ def find_hang(
         return None
     busy = tuple(each for each in snapshots if each not in stopped and each not in waiting)
     if not stopped and not busy:
-        # A rank that has only just begun to wait, elsewhere, went on with other work until then.
+        # All ranks wait. A rank that began only recently, in an operation that no late rank waits
+        # in, was busy with other work before.
         missed = {each.operation for each in late}
         busy = tuple(
             each
@@ -288,7 +291,7 @@ def format_report(
 
 
 def describe_state(snapshot: RankSnapshot) -> str:
-    """Return what a rank waits in or did last, as in the report."""
+    """Return the operation that a rank waits in, or its last one, as in the report."""
     age = _seconds(snapshot.age)
     if snapshot.stopped_for is not None:
         stopped = f"stopped by a signal for {_seconds(snapshot.stopped_for)}"
@@ -302,7 +305,7 @@ def describe_state(snapshot: RankSnapshot) -> str:
 
 
 class HangMonitor:
-    """Reports each stopped, missing or hanging rank of a launch once."""
+    """A monitor that reports each stopped, missing or hanging rank of a launch once."""
 
     def __init__(self, ranks: Ranks, probes: Probes, policy: HangPolicy | None = None) -> None:
         self._ranks, self._probes = ranks, probes
@@ -316,10 +319,10 @@ class HangMonitor:
         self._stopped_since: dict[int, float] = {}
         self._samples: dict[int, _Sample] = {}
         self._hang: Hang | None = None
-        self._reports = ""  # of hangs, as in the file
+        self._reports = ""  # the content of the report file
 
     def check(self) -> RankError | None:
-        """Print what there is to report, if a check is due; may be called at any time.
+        """Check the ranks if a check is due, and print reports; may be called at any time.
 
         Returns:
             The error of the rank that hangs, if the policy is to end the launch.
@@ -342,11 +345,11 @@ class HangMonitor:
         return self._report(timeout)
 
     def sample(self) -> None:
-        """Take stacks of ranks that publish nothing, if they are due."""
+        """Sample the stacks of ranks that publish nothing, if a sample is due."""
         now = time.monotonic()
         if now >= self._next_samples:
             self._next_samples = now + self._policy.timeout / STACK_INTERVALS
-            self._view()  # notes which ranks are stopped: those do not answer
+            self._view()  # notes the stopped ranks, which would not answer
             self._sample_silent_ranks()
 
     # --- early remarks ------------------------------------------------------------------------
@@ -363,7 +366,7 @@ class HangMonitor:
         self._next_remark = time.monotonic() + self._interval
 
     def _check_returned(self) -> bool:
-        """Ask where the other ranks are if a rank has returned; return whether it asked."""
+        """If a rank has returned, ask the others for their stacks; return whether it asked."""
         returned = [rank for rank in self._returned() if rank not in self._remarked]
         if not returned:
             return False
@@ -419,7 +422,7 @@ class HangMonitor:
         return find_hang(inside, timeout, self._returned())
 
     def _sample_silent_ranks(self) -> None:
-        """Take stacks of ranks that have published nothing since the previous sample."""
+        """Sample the stacks of ranks that have published nothing since the previous sample."""
         silent = []
         running = self._ranks.running if len(self._ranks.outcomes) > 1 else ()
         for rank in running:
@@ -437,7 +440,7 @@ class HangMonitor:
     def _report(self, timeout: float) -> RankError | None:
         assert self._hang is not None
         snapshots, stacks = self._locate_all()
-        # The hang with locations, and up to date: some rank may have gone on meanwhile.
+        # Find the hang again, with locations: a rank may have continued in the meantime.
         hang = self._find_hang(snapshots, timeout) or self._hang
         table = format_report(snapshots, stacks, hang.returned)
         report = f"{hang}; {hang.advice}\n{table}"
@@ -450,7 +453,7 @@ class HangMonitor:
         return error
 
     def describe_ranks(self) -> dict[int, str]:
-        """Return where each running rank is, and what it waits in or did last."""
+        """Return where each running rank is, and the operation it waits in or its last one."""
         snapshots, _ = self._locate_all()
         return {
             each.rank: f"{each.location}: {describe_state(each)}".removeprefix(": ")
@@ -499,14 +502,14 @@ class HangMonitor:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Where a rank that publishes nothing was, and since when it has been waiting there.
+    """The location at which a rank that publishes nothing waits, and since when.
 
     Attributes:
-        changes: Of its activity, which is over once this changes.
-        location: Where it was; "" if it did not wait.
+        changes: `Activity.changes` at the sample; a later value means that the rank continued.
+        location: The location; "" if the rank did not wait.
         since: When it was first seen there.
-        cpu_seconds: The processor time that it had used by then; None before the first stack.
-        seen: When it was last seen.
+        cpu_seconds: The processor time that it had used at `seen`; None before the first stack.
+        seen: When its last stack was taken.
     """
 
     changes: tuple[int, int]

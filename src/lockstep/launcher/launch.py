@@ -54,8 +54,8 @@ _launches = itertools.count()
 def launch_in_this_process() -> Iterator[None]:
     """Make `launch` call its function in this process while the body runs.
 
-    `lockstep check` and `lockstep replay` need it for scripts that start ranks: they run them in a
-    process that is one of their ranks already.
+    `lockstep check` and `lockstep replay` use it for scripts that call `launch`: they run the
+    script in a process that already is one of its ranks.
     """
     global _calls_in_this_process, _launches
     _calls_in_this_process, _launches = True, itertools.count()
@@ -102,9 +102,9 @@ class ProcessContext:
     def join(self, timeout: float | None = None) -> list[Any]:
         """Wait for every rank and return their values in rank order.
 
-        SIGTERM, if the program has no handler for it and this is its main thread, is passed on
-        to the ranks, which have 28 s to save a checkpoint and exit with status 75; otherwise
-        the program is ended by SIGTERM, after its ranks.
+        If the program has no handler for SIGTERM and this is its main thread, SIGTERM is passed
+        on to the ranks. They have 28 s to save a checkpoint and exit with status 75; otherwise
+        the ranks are ended, and then SIGTERM ends the program.
 
         Args:
             timeout: Seconds to wait; None waits without limit.
@@ -139,7 +139,7 @@ class ProcessContext:
             try:
                 error = self._ranks.wait(deadline, is_stop_requested=lambda: bool(requests))
             except BaseException:
-                if requests:  # the second one
+                if requests:  # a second SIGTERM
                     self._ranks.terminate(grace=0.0)
                 raise
             if error is None and self._ranks.has_stopped and STOPPED in self.exitcodes:
@@ -156,7 +156,7 @@ class ProcessContext:
         atexit.unregister(self._at_exit)
         try:
             self._ranks.terminate()
-        except KeyboardInterrupt:  # only the main thread gets it
+        except KeyboardInterrupt:  # raised in the main thread only, which may set handlers
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._ranks.terminate(grace=0.0)
             signal.signal(signal.SIGINT, before)
@@ -321,7 +321,7 @@ def _name(fn: object) -> str:
 def _call_in_this_process(
     fn: Callable[..., Any], args: Sequence[Any], join: bool, pass_rank: bool
 ) -> list[Any]:
-    """Call the function in this process, and return its value for every rank."""
+    """Call the function in this process, and return its value once per rank."""
     if not join:
         raise UsageError(
             "lockstep check and lockstep replay cannot run a script that calls launch(join=False)"
@@ -367,9 +367,9 @@ def function_task(variables: Mapping[str, str], *, spawn: bool = False) -> Messa
 
     Args:
         variables: Variables to add to its environment.
-        spawn: Call it in a new interpreter.
+        spawn: Whether to call it in a new interpreter.
     """
-    # Ranks of an elastic run that call `launch` do not make its ranks members.
+    # Ranks that a member of an elastic run launches are not members themselves.
     inherited = {name: value for name, value in os.environ.items() if name not in OF_ELASTIC}
     return {
         "task": "function",

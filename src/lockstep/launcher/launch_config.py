@@ -1,6 +1,6 @@
 """The configuration of a launch: the options of `lockstep run`, checked.
 
-A plain value. `launch_script` executes it on one host, `elastic_launch` as an elastic run.
+`launch_script` executes a configuration on one host, `elastic_launch` as an elastic run.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class LaunchConfig:
         master_port: Port on host 0; 0 selects a free one.
         run_id: Name of the launch; empty for a random one.
         role: Value of the variable ROLE_NAME in the ranks.
-        spawn: Start each rank in a new interpreter.
+        spawn: Whether to start each rank in a new interpreter.
         log_dir: Folder that gets this run's folder; None for "runs".
         name: Name of this run's folder; None for the target's name with date and time.
         redirects: By local rank, the streams (1 stdout, 2 stderr, 3 both) that go only to
             its log.
-        tee: By local rank, the redirected streams that are shown nevertheless.
+        tee: By local rank, the redirected streams that are shown as well.
         shown: Local ranks whose output is shown; None for all.
         grace: Seconds that the ranks have to stop after SIGTERM.
         resumed_run: Folder of the run to continue; None for a new run.
-        resumes_newest: Continue the newest run of this command that did not succeed.
+        resumes_newest: Whether to continue the newest run of this command that did not succeed.
         hang_timeout: Seconds after which ranks that wait or are stopped count as hanging; 0
             for no limit.
-        on_hang: "report" to print a report and wait on, "end" to end the launch after it.
-        min_nprocs: The least number of ranks of an elastic run, which `nprocs` begin; None for
-            a run that ends when a rank is killed.
+        on_hang: "report" to print a report and continue to wait, "end" to end the launch after it.
+        min_nprocs: The minimum number of ranks of an elastic run, which starts with `nprocs`;
+            None for a run that ends when a rank is killed.
 
     Raises:
         UsageError: The values contradict each other; the message names the option.

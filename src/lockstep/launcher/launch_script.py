@@ -77,7 +77,7 @@ __all__ = [
 
 STDOUT, STDERR = 1, 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-OF_LAUNCH = (RUN, RESUME, *OF_ELASTIC)  # variables that say what a launch is
+OF_LAUNCH = (RUN, RESUME, *OF_ELASTIC)  # of this launch only: ranks do not inherit them
 TAIL = 12  # lines of the failed rank that are shown again at the end
 
 
@@ -94,19 +94,19 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of this launch; None as path if there is none."""
+    """The run folder of this launch; its `path` is None if there is no folder."""
 
     path: Path | None
     is_resumed: bool = False
     description: LaunchDescription | None = None
 
     def settle(self) -> RunFolder:
-        """Return the folder as it is once the ranks have ended: a trainer may have renamed it."""
+        """Return the folder with its final path, after the ranks: a trainer may have renamed it."""
         path = None if self.path is None else remove_old_name(self.path)
         return dataclasses.replace(self, path=path)
 
     def record(self, exit_status: int | None) -> None:
-        """Write the launch's description; a run goes on without."""
+        """Write the launch's description; if that fails, print why and continue without it."""
         if self.path is None or self.description is None:
             return
         description = dataclasses.replace(self.description, exit_status=exit_status)
@@ -116,7 +116,7 @@ class RunFolder:
             say(f"{self.path}/launch.json cannot be written: {error.strerror}")
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that tell the ranks about it."""
+        """Return the environment variables that describe the folder to the ranks."""
         if self.path is None:
             return {}
         return {RUN: str(self.path.resolve()), **({RESUME: "1"} if self.is_resumed else {})}
@@ -136,7 +136,7 @@ def launch_script(
 
     Raises:
         RankError: A rank failed; the first one is named, after its last lines were shown.
-        UsageError: There is nothing to run, or another process uses the run to resume.
+        UsageError: The target cannot be run, or another process uses the run to resume.
         FileError: The logs cannot be written.
         Interrupted: A signal asked this process to stop.
     """
@@ -216,7 +216,7 @@ def _describe_stop(config: LaunchConfig, folder: RunFolder) -> str:
 
 
 def _open_run_folder(config: LaunchConfig) -> RunFolder:
-    """Make this launch's folder, or take the one that it continues, and hold it."""
+    """Return this launch's folder, a new one or that of the run to resume, marked as used."""
     description = describe_launch(
         config.kind,
         config.target,
@@ -297,7 +297,7 @@ def open_supervisor(config: LaunchConfig, folder: RunFolder, ranks: range) -> Ra
 
 
 def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
-    """Serve the ranks' stores; return what tells the ranks of this host about them."""
+    """Serve the ranks' stores; return the variables that tell this host's ranks where they are."""
     port = config.master_port
     if config.node_rank == 0:
         is_single_host = config.nnodes == 1
@@ -334,7 +334,7 @@ def start_rank(
 
 
 def _is_training(config: LaunchConfig) -> bool:
-    if config.is_elastic:  # its processes are replaced, and others wait for the new ones
+    if config.is_elastic:  # others wait until a new process has started
         return True
     source = find_source(config.kind, config.target)
     with contextlib.suppress(OSError):
@@ -378,7 +378,7 @@ def _script_task(config: LaunchConfig, variables: dict[str, str]) -> Message:
 
 
 def _terminate(ranks: RankSupervisor, requests: list[int]) -> None:
-    """End the ranks that still run; without delay after a second signal, past or present."""
+    """End the ranks that still run; without a grace period once a second signal has come."""
     try:
         ranks.terminate(grace=None if len(requests) < 2 else 0.0)
     except Interrupted:
@@ -387,10 +387,10 @@ def _terminate(ranks: RankSupervisor, requests: list[int]) -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """Raise Interrupted for signals that ask a program to stop, twice at most.
+    """Raise Interrupted for signals that ask a program to stop (SIGNALS), at most twice.
 
-    Yields the list of signals that were received. SIGTERM raises nothing if it is the first.
-    Afterwards, if there was any, the program is about to exit, and further ones are ignored.
+    Yields the list of signals that were received. SIGTERM as the first signal raises nothing.
+    If there was any signal, later ones are ignored, because the program is about to exit.
     """
     requests: list[int] = []
 
@@ -400,7 +400,7 @@ def _interruptible() -> Iterator[list[int]]:
         if len(requests) == 2 or (is_first and number != signal.SIGTERM):
             raise Interrupted(number)
 
-    # Signals that are ignored stay ignored: nohup does that to SIGHUP.
+    # Signals that are ignored stay ignored: nohup ignores SIGHUP.
     handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in handled}
     try:
@@ -411,7 +411,7 @@ def _interruptible() -> Iterator[list[int]]:
 
 
 def _show_failure(ranks: RankSupervisor, error: RankError) -> RankError:
-    """Show what the error of a failed rank does not say; add its line and its log's path."""
+    """Show what the error of a failed rank leaves out; add the user's line and the log's path."""
     failure = ranks.outcomes.get(-1 if error.rank is None else error.rank)
     if failure is None or failure.rank not in ranks.outputs:
         return error
@@ -439,7 +439,7 @@ def _show_last_lines(ranks: RankSupervisor, rank: int) -> None:
 
 
 def _show_other_errors(outcomes: list[Outcome], same: list[Outcome]) -> None:
-    """Show the errors of Lockstep on other ranks, whose tracebacks are only in the logs."""
+    """Show other Lockstep errors of other ranks, whose tracebacks are only in the logs."""
     for each in outcomes:
         is_own = each.error is not None and each.error["plain"]
         if is_own and each not in same and not is_consequence(each):

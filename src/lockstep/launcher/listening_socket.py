@@ -1,8 +1,8 @@
 """Listening sockets, and the addresses that they are bound to.
 
-The launcher binds the socket of the ranks' store before it starts any rank, and passes it
-on: between choosing a port and using it, no other program can take it. The socket listens
-on the loopback interface unless several hosts take part.
+The launcher binds the socket of the ranks' store before it starts any rank, and passes the
+socket on, so no other program can take the port in between. The socket listens on the loopback
+interface unless several hosts take part.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def strip_brackets(address: str) -> str:
 def listen(address: str, port: int, *, is_single_host: bool = True) -> socket.socket:
     """Return a socket that listens at `address`.
 
-    An address that resolves but belongs to no interface of this host (such as the outside
-    address of a container) is bound on every interface.
+    If the address resolves but belongs to no interface of this host (such as the external
+    address of a container), the socket listens on every interface.
 
     Args:
         address: A name or numeric address of this host.
         port: The port; 0 selects a free one.
-        is_single_host: Whether every rank is on this host. Otherwise the launcher of another
-            host may hold the port, which the message says.
+        is_single_host: Whether every rank is on this host. Otherwise the error message adds that
+            the launcher of another host may hold the port.
 
     Raises:
         UsageError: The address is unknown, or the port is in use or not permitted.

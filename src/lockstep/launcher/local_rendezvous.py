@@ -1,6 +1,6 @@
 """Rendezvous of the ranks of one host, out of the reach of other users.
 
-A TCPStore listens on a port: every user of the machine can read and change its keys, also
+A TCPStore listens on a port: every user of the machine can read and change its keys, including
 the addresses at which the ranks connect to each other. Two things replace it on one host:
 
 - A private store: a FileStore on an anonymous file. Other processes open the file as
@@ -12,8 +12,8 @@ the addresses at which the ranks connect to each other. Two things replace it on
     $TMPDIR/lockstep-UID/        mode 0700, owned by this user: others cannot write there
         slurm-JOB-STEP           written by rank 0, read by the others, then removed
 
-Another user may have created these names before. They are never followed or waited for: a
-folder or file that does not belong to this user raises an error at once.
+Another user may have created something with these names. Links are never followed and pipes
+never waited for: a folder or file that does not belong to this user raises an error at once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def attach_store(address: str) -> Store | None:
     From then on this process keeps the store alive, even after its creator has exited.
     """
     from torch.distributed import (  # type: ignore[attr-defined]
-        FileStore,  # here, because the launcher, which creates stores, does not import torch
+        FileStore,  # imported here: the launcher creates stores without importing torch
     )
 
     numbers = address.split()
@@ -69,7 +69,8 @@ def attach_store(address: str) -> Store | None:
     pid, number, inode = map(int, numbers)
     path = f"/proc/{pid}/fd/{number}"
     try:
-        # Check the name first: opening whatever has this number by now may have side effects.
+        # Check the name first: the descriptor may belong to another file by now, and opening
+        # that may have side effects.
         if not os.readlink(path).startswith(f"/memfd:{STORE_NAME} "):
             return None
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -96,7 +97,7 @@ class RendezvousFile:
         self._name = _launch_name()
 
     def write(self, text: str) -> None:
-        """Write the file; replaces one that an earlier launch of this name left."""
+        """Write the file; replace a file that an earlier launch of this name left."""
         with contextlib.suppress(FileExistsError):
             os.mkdir(self._folder, FOLDER_MODE)
         with self._open_folder() as folder:
@@ -164,13 +165,13 @@ def _user_name(number: int) -> str:
 
 
 def _launch_name() -> str:
-    """Return a name that the ranks of one launch share, and no two launches."""
+    """Return a name that all ranks of one launch share, and that differs between launches."""
     environ = os.environ
     if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ:
         return f"slurm-{environ['SLURM_JOB_ID']}-{environ['SLURM_STEP_ID']}".replace("/", "-")
     if "PMIX_NAMESPACE" in environ:
         return environ["PMIX_NAMESPACE"].replace("/", "-")
-    import psutil  # here, because the launcher, which creates stores, does not need it
+    import psutil  # imported here: the launcher creates stores without it
 
     parent = psutil.Process().parent()
     started = 0.0 if parent is None else parent.create_time()

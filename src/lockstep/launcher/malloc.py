@@ -2,8 +2,8 @@
 
 By default glibc returns large freed blocks to the kernel. A training step frees and
 allocates the same activations again and again, and each time the kernel hands out new,
-cleared pages: a quarter of the time of a convolutional network's step on one processor,
-and the other ranks wait for the slowest one. With these settings the memory of a process
+cleared pages. On one processor that takes a quarter of the time of a convolutional network's
+step, and the other ranks wait for the slowest one. With these settings the memory of a process
 stays at its peak, which the next step needs anyway.
 """
 
