@@ -131,7 +131,7 @@ def broken(actions, *without, **swapped):
 
 def test_a_missing_action_is_named() -> None:
     first, second = one_f_one_b(2, 3)
-    with pytest.raises(LayoutError, match=r"micro-batch 1 on stage 1 .* backward 0 times whole"):
+    with pytest.raises(LayoutError, match=r"micro-batch 1 on stage 1 .* backward 0 times as a"):
         validate((first, broken(second, Action("backward", 1, 1))))
 
 
@@ -168,7 +168,7 @@ def test_a_schedule_without_actions_is_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("2f2b", 2, 4), "no schedule '2f2b'; there are gpipe, 1f1b"),
+        (("2f2b", 2, 4), "no schedule '2f2b'; choose from gpipe, 1f1b"),
         (("1f1b", 2, 4, 2), "stages_per_rank=2: only the schedule interleaved"),
         (("interleaved", 2, 4, 0), "stages_per_rank=0"),
         (("gpipe", 0, 4), "at least one rank"),

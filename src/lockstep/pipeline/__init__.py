@@ -1,1 +1,1 @@
-"""Pipelines: schedules and their simulation, the partition into stages, and what runs them."""
+"""Pipeline parallelism: partitions a model into stages, plans a schedule and executes it."""

@@ -22,7 +22,7 @@ from lockstep.pipeline.boundary import Aliases, Structure, get_aliases
 __all__ = ["ReceivedTensors", "SentTensors", "find_overlapping"]
 
 LOCAL = -1
-"""Stands in a pair for memory that stays on the sender: of a buffer, or of the targets."""
+"""The number in a pair that stands for memory that is not sent: a buffer's or the targets'."""
 
 
 class ReceivedTensors:
@@ -30,7 +30,7 @@ class ReceivedTensors:
 
     Args:
         tensors: The tensors.
-        aliases: Pairs of them, by position, that share memory on the sender.
+        aliases: The pairs of tensors, by position, that share memory on the sender.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], aliases: Aliases) -> None:
@@ -42,7 +42,7 @@ class ReceivedTensors:
     def from_structure(
         cls, structure: Structure, tensors: Sequence[torch.Tensor]
     ) -> ReceivedTensors:
-        """Return the tensors of a value from the previous stage."""
+        """Return the tensors of a value that the previous stage sent."""
         return cls(tensors, get_aliases(structure))
 
     @classmethod
@@ -53,7 +53,7 @@ class ReceivedTensors:
         return cls(inputs, tuple((LOCAL, n) for n in find_overlapping(inputs, targets)))
 
     def check(self, place: str) -> None:
-        """Check that the stage wrote into no memory that other blocks share.
+        """Check that the stage wrote into no tensor that shares memory on the sender.
 
         Args:
             place: Where the step is, for messages.
@@ -88,7 +88,7 @@ class ReceivedTensors:
 
 
 class SentTensors:
-    """The tensors that a stage has sent of one micro-batch."""
+    """The tensors that a stage has sent for one micro-batch."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._sent = [(tensor, _version(tensor)) for tensor in tensors]
@@ -120,7 +120,7 @@ def find_overlapping(tensors: Sequence[torch.Tensor], others: Sequence[torch.Ten
 
 
 def _share_storage(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether any two tensors have the same storage; otherwise no memory is shared."""
+    """Return whether any two tensors have the same storage; otherwise they share no memory."""
     if len(tensors) < 2:
         return False
     dense = [each for each in tensors if each.layout is torch.strided]

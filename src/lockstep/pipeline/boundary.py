@@ -44,7 +44,7 @@ __all__ = [
 ALIGNMENT = 64
 
 Structure = tuple[Any, ...]
-"""How a nested value is made up of its tensors: nested tuples, which can be compared."""
+"""The nesting of a value, without its tensors: nested tuples, which can be compared."""
 
 Aliases = tuple[tuple[int, int], ...]
 """Pairs of tensors of a value, by number, that share memory."""
@@ -58,11 +58,11 @@ class TensorMeta:
         dtype: The dtype.
         shape: The shape.
         strides: The strides, in elements.
-        offset: The bytes from a multiple of 64 to the first element.
+        offset: The offset of the first element from a multiple of 64 bytes.
         requires_grad: Whether the tensor requires a gradient.
         conjugated: Whether it is a lazy conjugate (`torch.Tensor.is_conj`), whose memory holds
-            the elements that are not conjugated.
-        negated: The same for negation (`torch.Tensor.is_neg`).
+            the elements before conjugation.
+        negated: Whether it is lazily negated (`torch.Tensor.is_neg`).
     """
 
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class TensorMeta:
 
     @cached_property
     def packed_shape(self) -> tuple[int, ...]:
-        """The shape that is sent: of a dimension with stride 0, one element."""
+        """The shape that is sent; a dimension with stride 0 is sent as one element."""
         return tuple(
             1 if not stride and size else size
             for size, stride in zip(self.shape, self.strides, strict=True)
@@ -98,7 +98,7 @@ class TensorMeta:
 
     @cached_property
     def padding(self) -> int:
-        """The bytes from a multiple of 64 to where the receiver stores the data."""
+        """The offset in bytes from a multiple of 64 at which the receiver stores the data."""
         return self.offset if self.is_dense else 0
 
 
@@ -106,7 +106,7 @@ make_meta = lru_cache(maxsize=4096)(TensorMeta)  # a model sends few distinct la
 
 
 def flatten(value: Any) -> tuple[Structure, list[torch.Tensor]]:
-    """Return the structure of a nested value, and its tensors, each once.
+    """Return the structure of a nested value, and its distinct tensors.
 
     Raises:
         LayoutError: The value contains objects that cannot be sent to another stage.
@@ -124,7 +124,7 @@ def _build_structure(value: Any, tensors: list[torch.Tensor], known: dict[int, i
             tensors.append(value)
         return (known[id(value)],)
     if value is None or type(value) in (bool, int, float, str):
-        return ("=", value, repr(value))  # 1, 1.0 and True are equal, and 0.0 is -0.0
+        return ("=", value, repr(value))  # repr: 1 == 1.0 == True, and 0.0 == -0.0
     if type(value) in (tuple, list):
         inner = tuple(_build_structure(part, tensors, known) for part in value)
         return ("(" if type(value) is tuple else "[", inner)
@@ -212,7 +212,7 @@ def view_received(memory: torch.Tensor, begin: int, meta: TensorMeta) -> torch.T
 
     Args:
         memory: Bytes, aligned to 64.
-        begin: Where the bytes of the tensor begin.
+        begin: The offset of the tensor's bytes in the memory.
         meta: The layout of the tensor.
     """
     tensor = _restore_layout(memory, begin, meta)

@@ -1,7 +1,7 @@
 """Evaluation through pipeline stages: forward only.
 
 rank 0   stage 0   F0 F1 F2 F3 | F0 F1 ...      the next batch follows at once
-rank 1   stage 1      F0 F1 F2 F3 | F0 ...      losses and metrics of every micro-batch
+rank 1   stage 1      F0 F1 F2 F3 | F0 ...      computes loss and metrics of every micro-batch
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from lockstep.randomness import isolated
 __all__ = ["PipelineEvaluator"]
 
 EVALUATION = 1 << 62
-"""Added to the number of a batch in the messages, so that no training attempt has it."""
+"""Added to batch numbers in messages, so that they differ from the numbers of step attempts."""
 
 
 class PipelineEvaluator:
-    """One evaluation of the trained model, or of a copy of it, through the local stages."""
+    """One evaluation of the trained model, or of a copy, through the local stages."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PipelineEvaluator:
         self._place = f"rank {self._parallel.rank}, an evaluation"
 
     def run(self, batches: Iterable[Batch]) -> Evaluation:
-        """Compute all batches, and combine the results of all ranks."""
+        """Evaluate all batches, and combine the results of all ranks."""
         failed: Exception | None = None
         failure = ""
         try:

@@ -1,7 +1,7 @@
-"""The executor of a model in pipeline stages, of which this rank holds one or several.
+"""The executor of a model in pipeline stages, one or several of which are on this rank.
 
-first batch   the model is partitioned into stages, unless that was possible without data
-each step     a ScheduleExecutor runs the batch through the stages of this rank
+first batch   partitions the model into stages, unless that was possible without data
+each step     runs the batch through the stages of this rank, with a ScheduleExecutor
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PipelineExecutor:
     Args:
         partitioner: Plans the stages: at once if it needs no data, otherwise with the first
             batch.
-        module: The whole model, of which this rank keeps its part.
+        module: The whole model; this rank keeps its own part.
         copies: Copies of the model, such as its average, which are partitioned in the same way.
         metrics: Functions of (outputs, targets) by name.
         seed: The seed of all random numbers.
@@ -44,7 +44,8 @@ class PipelineExecutor:
     Attributes:
         placement: Which stages hold which tensors; None before the model is partitioned.
         parameters: The parameters that this rank holds.
-        owned_parameters: Those that count in the norm: a tied parameter counts once.
+        owned_parameters: The parameters that this rank adds to the gradient norm: a tied
+            parameter has one owner, so it counts once.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class PipelineExecutor:
 
     @property
     def side_effects(self) -> SideEffects:
-        """Detects what forward writes besides its result."""
+        """The detector of values that forward writes besides its result."""
         return self._linked().side_effects
 
     @property
@@ -81,7 +82,7 @@ class PipelineExecutor:
         return self._running is not None and self._running.step.batch is not None
 
     def parts(self) -> list[tuple[GradientReducer, Buffers]]:
-        """Return gradients and buffers of each stage in the current step."""
+        """Return the gradients and buffers of each local stage in the current step."""
         if self._running is None:
             return []
         return [(stage.gradients, stage.buffers) for stage in self._linked().stages.values()]
@@ -100,7 +101,7 @@ class PipelineExecutor:
 
     @contextmanager
     def open(self, step: StepContext) -> Iterator[ScheduleExecutor]:
-        """Seed the generators of every stage while the body computes a step."""
+        """Return a context in which the body computes a step with the local stages."""
         self._running = ScheduleExecutor(step, self._linked(), self._metrics)
         with self._running.activate():
             yield self._running
@@ -111,15 +112,15 @@ class PipelineExecutor:
         self._running.run(batch)
 
     def position(self) -> tuple[int, int] | None:
-        """Return the micro-batch and the stage that are being computed; None between them."""
+        """Return the micro-batch and the stage of the current action; None between actions."""
         return None if self._running is None else self._running.position()
 
     def broadcast_tied_gradients(self, attempt: int) -> None:
-        """Send the reduced gradients of tied parameters to all stages that hold them."""
+        """Send the reduced gradients of tied parameters to every stage that holds them."""
         self._linked().broadcast_tied_gradients(attempt)
 
     def reset(self) -> None:
-        """Make new links between the stages: messages of the failed step may be in transit."""
+        """Replace the links between stages: messages of the failed step may be in transit."""
         self._linked().connect()
 
     def evaluate(self, model: nn.Module | None, batches: Iterable[Batch]) -> Evaluation:

@@ -4,8 +4,8 @@
     rank 1   blocks 5-9         ──┴──> all names, in the model's order, on every rank
 
 Tensors that a rank does not hold are on the meta device, with shape and dtype. Tensors that it
-holds are never overwritten, so replicas that diverged have different digests. All functions
-are collective calls of every rank of the world.
+holds are never overwritten, so replicas that diverged keep different digests. Every rank of the
+world must call the public functions.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Source = Callable[[str], int]
 def gather_model_state(
     state: Mapping[str, Any], source: Source, device: torch.device
 ) -> dict[str, Any]:
-    """Return the state dict with all tensors.
+    """Return the state dict of the whole model.
 
     Args:
         state: This rank's state dict; tensors of other ranks are on the meta device.
-        source: Returns the rank that sends a tensor, by name.
+        source: A function that returns the rank that sends a tensor, by its name.
         device: The device for received tensors.
     """
     result = {
@@ -54,14 +54,14 @@ def gather_optimizer_state(
     Args:
         optimizer: An optimizer of all parameters, in the same order on every rank.
         names: The names of the parameters.
-        source: Returns the rank that sends the state of a parameter, by name.
+        source: A function that returns the rank that sends the state of a parameter, by its name.
         device: The device for received tensors.
     """
     packed = optimizer.state_dict()
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     order = [names[each] for each in parameters]
     rank = dist.get_rank()
-    # Ignore the state of parameters on other ranks: a stale count of steps may be left here.
+    # Ignore the local state of parameters on other ranks: it may hold a stale step counter.
     here = {index: each for index, each in packed["state"].items() if not parameters[index].is_meta}
     mine = {
         index: {entry: _describe(value) for entry, value in state.items()}
@@ -93,7 +93,7 @@ def gather_optimizer_state(
 
 
 def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what is broadcast of a tensor, by what is added to its name."""
+    """Return the dense tensors that represent a tensor, by the suffix of their names."""
     if tensor.is_sparse:
         return {"/indices": tensor._indices(), "/values": tensor._values()}
     return {"": tensor}
@@ -112,9 +112,10 @@ def _describe(value: Any) -> Any:
 def _allocate(
     description: Mapping[str, Any], here: Any, device: torch.device, is_source: bool
 ) -> Any:
-    """Return a value, or the tensor to receive it: the local one, or a new one.
+    """Return a value; for a tensor, the local one or a new one to receive it.
 
-    A sparse tensor is received into a new one, because it may have another number of rows here.
+    A sparse tensor is received into a new one, because the local one may have another number of
+    rows.
     """
     if "parts" in description:
         if is_source:
@@ -123,7 +124,7 @@ def _allocate(
             _allocate(each, None, device, is_source=False) for each in description["parts"]
         )
         return torch.sparse_coo_tensor(
-            indices.zero_(),  # valid until they are received
+            indices.zero_(),  # valid indices, until the real ones are received
             values,
             description["shape"],
             check_invariants=False,

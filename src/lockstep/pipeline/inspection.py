@@ -1,7 +1,7 @@
 """Inspection: checks that the blocks of a stage depend on nothing but their inputs.
 
 In one process all blocks of a model share memory, Python objects, and the generators of Python
-and numpy; each stage has its own. Dependencies that stages cannot transfer raise an error:
+and numpy; each stage has separate ones. Dependencies that stages cannot transfer raise an error:
 writes into shared memory are detected in every call, other dependencies in the first calls and
 in some later ones.
 """
@@ -103,7 +103,7 @@ class BlockInspector:
         return add_aliases(structure, received.find_aliases(tensors, local)), tensors
 
     def compute_loss(self, loss: Callable[[Any], T], outputs: Any, place: str, others: bool) -> T:
-        """Return the loss; it may draw from Python's generators unless a block has done so."""
+        """Return the loss; it must not draw from Python's or numpy's generators if `others`."""
         before = state_of_others() if others else None
         value = loss(outputs)
         if others and state_of_others() != before:
@@ -116,7 +116,7 @@ class BlockInspector:
 
     @contextmanager
     def check_backward(self, place: str) -> Iterator[None]:
-        """Inspect a backward in the body."""
+        """Check that a backward in the body does not draw from Python's or numpy's generators."""
         self._backwards += 1
         before = state_of_others() if _is_inspected(self._backwards) else None
         yield

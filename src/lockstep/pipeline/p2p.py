@@ -6,8 +6,8 @@
 
 The schedule determines the order of the messages, and each page names its micro-batch. The
 metadata of the tensors is sent only when it changes, so most pages hold a header of 32 bytes
-and small tensors, which stay in the received memory. Larger tensors follow, from the memory of
-the sender to that of the receiver, without a copy in between.
+and small tensors, which the receiver views in the page. Larger tensors follow as separate
+messages, without an intermediate copy if they are dense.
 
 A send never blocks: its buffers are kept until it is complete. A stage that failed sends its
 failure on all its links, in place of the messages that others wait for.
@@ -43,20 +43,22 @@ PAGE = 1024
 HEADER = struct.Struct("<IIIIQII")
 OK, FAILED = 0, 1
 OTHERS, STATE = 1, 2
-"""Flags: drew from Python or numpy generators; the last tensor is the state of torch's."""
+"""Flags: OTHERS if blocks have drawn from Python's or numpy's generators, STATE if the last
+tensor is the state of torch's generators."""
 
 
 @dataclass(frozen=True)
 class RngState:
-    """The random numbers drawn for a micro-batch so far; every message carries it.
+    """The state of the random numbers of a micro-batch; every message carries it.
 
     In forward each block has its own seed. In the backward of one process, hooks and autograd
     functions draw from torch's generators, which continue from their state after the loss,
-    through the blocks from the last to the first. So each stage sends the state on with the
-    gradients, unless it is still the one that was seeded for the loss.
+    through the blocks from the last to the first. So each stage sends the state with the
+    gradients, unless nothing has been drawn since the generators were seeded for the loss.
 
     Attributes:
-        last_call: The number of the last call of the model's first unit, part of the loss's seed.
+        last_call: The number of the last call of the model's first unit, part of the seed of the
+            loss.
         has_drawn_outside_torch: Whether blocks have drawn from Python's or numpy's generators.
         torch_state: The state of torch's generators, in backward; None if nothing has been
             drawn since they were seeded for the loss.
@@ -90,7 +92,7 @@ def _find_places(metas: Sequence[TensorMeta], begin: int) -> list[int] | None:
 
 @dataclass
 class Metadata:
-    """The metadata of the last value, which both ends reuse for pages without metadata.
+    """The metadata of the last value; sender and receiver reuse it for pages without metadata.
 
     Attributes:
         structure: The structure of the value.
@@ -197,7 +199,7 @@ class Receiver:
     known: Metadata | None = None
     received_bytes: int = 0
     rng_state: RngState = INITIAL_RNG_STATE
-    """The state that came with the last value."""
+    """The random state that was received with the last value."""
     _posted: tuple[Any, torch.Tensor] | None = None
     _leaf: int = -1
 
@@ -209,7 +211,7 @@ class Receiver:
 
     @property
     def metas(self) -> list[TensorMeta]:
-        """The layouts of the last received tensors on the sender."""
+        """The layouts that the last received tensors had on the sender."""
         assert self.known is not None
         return self.known.metas
 
@@ -221,7 +223,7 @@ class Receiver:
         Args:
             attempt: The number of the attempt.
             leaf: The number of the micro-batch.
-            more: Whether another value follows.
+            more: Whether another value follows, whose receive is then posted.
 
         Raises:
             StoppedError: The other rank failed.

@@ -1,7 +1,7 @@
 """The partition of a model into pipeline stages.
 
     blocks      0    1    2    3    4         fixed by the model; each is a unit of random numbers
-    stages     [0    1    2] [3    4]         measured, or given by the user; changes no bit
+    stages     [0    1    2] [3    4]         measured, or given by the user; does not affect bits
     holders     w0: [0]   w4: [1]   tied: [0, 1]
 
 The first stage that holds a parameter owns it: its gradients are summed there. Tensors that
@@ -52,10 +52,7 @@ def find_block_names(model: nn.Module, blocks: Blocks) -> list[str]:
 
 
 def is_sequence(model: nn.Module) -> bool:
-    """Return whether a model calls its children in order: as an `nn.Sequential` does.
-
-    A subclass does too, unless it has a forward of its own.
-    """
+    """Return whether a model is an `nn.Sequential`, or a subclass that calls its children alike."""
     kind = type(model)
     return (
         isinstance(model, nn.Sequential)
@@ -104,11 +101,11 @@ class Partition:
     def find_stages(
         self, model: nn.Module, select: Callable[[nn.Module], Iterable[Any]]
     ) -> dict[int, list[int]]:
-        """Return the stages whose blocks contain an object, in ascending order, by its id.
+        """Return, by the id of each object, the stages whose blocks contain it, ascending.
 
         Args:
             model: The model.
-            select: Returns the objects of one block, such as its parameters.
+            select: A function that returns the objects of one block, such as its parameters.
         """
         found: dict[int, list[int]] = {}
         for stage in range(len(self.ranges)):

@@ -1,4 +1,4 @@
-"""The partitioner: decides how a model is partitioned into stages, as the user requested.
+"""The partitioner: decides how a model is partitioned into stages.
 
     Trainer(..., pipeline=PipelineConfig(stages=2))     the request
     first batch, on rank 0                              blocks are profiled, a schedule is planned
@@ -39,21 +39,21 @@ DEFAULT_SCHEDULE = "1f1b"
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How a model is split into stages on several ranks. Only `blocks` affects the bits.
+    """The split of a model into stages on several ranks. Only `blocks` affects the bits.
 
     Attributes:
         stages: The number of ranks per replica, each of which holds one part of the model. The
-            world size is a multiple of it. After the model has been partitioned, the other parts
-            are on the meta device: after the first batch, or at once for an `nn.Sequential` with
-            `balance`.
-        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble". None: the fastest one in a
-            simulation with the measured times of the blocks.
+            world size must be a multiple of it. The model is partitioned with the first batch, or
+            at once for an `nn.Sequential` with `balance`. Then the parts of other ranks are on the
+            meta device.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble". None: "1f1b" with `balance`,
+            otherwise the fastest one in a simulation with the measured times of the blocks.
         blocks: The modules, or their attribute paths, that the model's forward calls one after
             another. Each is a unit of random numbers and of activation checkpointing, for any
             number of stages. Required unless the model is an `nn.Sequential` or has a method
             `blocks()`.
         balance: The number of blocks of each stage, in order. None: the partition whose slowest
-            stage is fastest, by measurement.
+            stage is fastest, according to a measurement.
         stages_per_rank: The number of stages per rank for the schedule "interleaved". None: 2.
     """
 
@@ -66,7 +66,7 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What was decided: the partition, the schedule's name, and its stages per rank."""
+    """A plan: the partition, the name of the schedule, and the number of stages per rank."""
 
     partition: Partition
     schedule: str
@@ -75,15 +75,15 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Partitioner:
-    """The stages that a trainer was asked for.
+    """Plans the stages that the user requested.
 
     Attributes:
         parallel: The layout.
         block_names: The names of the model's blocks.
-        schedule: The name of the schedule; None for the fastest one.
-        balance: The number of blocks of each stage; None for an even partition.
+        schedule: The name of the schedule; None as in `PipelineConfig`.
+        balance: The number of blocks of each stage; None for a measured partition.
         stages_per_rank: Stages per rank, for the schedule "interleaved"; None for 2.
-        is_chain: Whether the model's forward is known to be its blocks, one after another.
+        is_chain: Whether forward is known to call the blocks one after another.
     """
 
     parallel: ParallelContext
@@ -137,7 +137,7 @@ class Partitioner:
                 "has several stages"
             )
         sizes = None if balance is None else tuple(balance)
-        # An empty sequence stands for a list of blocks.
+        # Given a list of blocks, the model setup passes an empty sequence as the model.
         is_chain = is_sequence(model) and list(model._modules) in ([], list(block_names))
         made = cls(parallel, tuple(block_names), schedule, sizes, stages_per_rank, is_chain)
         made._check()
@@ -207,7 +207,7 @@ class Partitioner:
         if self.parallel.rank == 0:
             try:
                 planned = self._plan_on_rank_0(model, microbatch)
-            except Exception as error:  # any error: the other ranks are waiting for the outcome
+            except Exception as error:  # any error: the other ranks wait for the result
                 failure = error
                 planned = {"failure": f"rank 0 could not measure the blocks: {error}"}
         messages = all_gather_bytes(

@@ -4,10 +4,10 @@
     rank 1   stage 1      F0 B0 F1 B1 ...
 
 `lockstep.pipeline.schedule_executor` executes the schedule. An action waits for its inputs from
-another rank, whose receive is already posted; outputs are sent without waiting. The order of
-the messages on each link follows from the schedule, so messages cannot be confused. A stage
-that fails notifies its neighbors; the exchange of the ranks' status notifies all other ranks,
-and the step is rolled back.
+another rank, whose receive is already posted; outputs are sent without waiting. The schedule
+determines the order of the messages on each link, so messages cannot be confused. A stage that
+fails notifies its neighbors; the exchange of the ranks' status notifies all other ranks, and the
+step is rolled back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lockstep.pipeline.tied_weights import TiedParameters
 
 __all__ = ["Pipeline"]
 
-FIRST_TAG = 1 << 20  # above what a user's own messages are likely to have
+FIRST_TAG = 1 << 20  # above the tags that user code is likely to use
 _next_tag: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 build_cached_schedule = lru_cache(maxsize=64)(build_schedule)
@@ -39,8 +39,8 @@ build_cached_schedule = lru_cache(maxsize=64)(build_schedule)
 def reserve_tags(group: Any, count: int) -> int:
     """Return the first of `count` tags that no pipeline on `group` has used before.
 
-    All ranks connect and reconnect their pipelines in the same order. So a message of an
-    aborted step, or of another trainer, is never mistaken for a current one.
+    All ranks connect and reconnect their pipelines in the same order, so they reserve the same
+    tags. Messages of an aborted step or of another trainer have other tags.
     """
     first = _next_tag.get(group, FIRST_TAG)
     _next_tag[group] = first + count
@@ -100,7 +100,7 @@ class Pipeline:
         return self.parallel.replica * self.parallel.stages + stage % self.parallel.stages
 
     def connect(self) -> None:
-        """Create the links; new links never receive messages of the old ones.
+        """Create new links, which never receive messages of the old ones.
 
         The old links are kept, because messages in transit may still be written into their
         memory.
@@ -158,7 +158,7 @@ class Pipeline:
         return plan[self.parallel.position]
 
     def fail(self, reason: str, attempt: int) -> None:
-        """Send the reason why this rank sends no further values in this step to its neighbors."""
+        """Send the neighbors the reason why this rank sends no further values in this step."""
         for links in self.links.values():
             for sender in (links.outputs, links.to_inputs):
                 if sender is not None:
@@ -169,7 +169,7 @@ class Pipeline:
                     sender.fail(reason, attempt)
 
     def broadcast_tied_gradients(self, attempt: int) -> None:
-        """Send the reduced gradients of tied parameters to all their stages, from the owner on."""
+        """Send the reduced gradients of tied parameters from the owner to the other holders."""
         for tie in reversed(self.ties):
             if tie.later in self.stages:
                 tie.receive_reduced(attempt)

@@ -1,4 +1,4 @@
-"""The placement: which rank holds which parts of a partitioned model."""
+"""The placement of the parts of a partitioned model on ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Placement"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Which stages hold each tensor of a model, and which stages are on this rank.
+    """The stages that hold each tensor of a model, and the stages on this rank.
 
     Attributes:
         parallel: The layout.

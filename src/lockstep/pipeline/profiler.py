@@ -5,9 +5,9 @@
     B 5.9 ms      B 16.5 ms     B 4.1 ms         backward: whole, and in its two parts
           1.2 MiB       0.6 MiB                  tensors between the blocks
 
-Generators, buffers and gradients are restored afterwards. The first pass warms up. Of the
-other passes the minimum of each time counts, because disturbances only make a block slower.
-The remaining noise may move the boundaries of stages, which changes no bit.
+Generators and buffers are restored afterwards, and gradients are cleared. The first pass is a
+warm-up. The result is the minimum of each time over the other passes, because disturbances only
+make a block slower. The remaining noise may move the boundaries of stages, which affects no bits.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from lockstep.randomness import isolated
 __all__ = ["BYTES_PER_SECOND", "check_composition", "profile_blocks"]
 
 BYTES_PER_SECOND = 4e9
-"""The assumed bandwidth between stages: that of a copy from another process's memory."""
+"""The assumed bandwidth between stages, that of a copy from another process's memory."""
 
 PASSES = 5
-"""How often the blocks run; the first pass warms up."""
+"""The number of passes; the first one is a warm-up."""
 
 TIME_LIMIT = 5.0
-"""Seconds after which no further pass starts; there are always two."""
+"""Seconds after which no further pass starts; at least two passes run."""
 
 
 def profile_blocks(
@@ -57,10 +57,10 @@ def profile_blocks(
     Args:
         blocks: The blocks by name, in order.
         data: The arguments of the first block.
-        samples: The number of samples of the micro-batch, on one of which batch norm cannot
-            train: it is measured in evaluation mode then. 0 if it is unknown.
+        samples: The number of samples of the micro-batch; 0 if unknown. Batch norm cannot train
+            on a single sample; it is then measured in evaluation mode.
         parallel: The layout.
-        report: Prints a line of progress.
+        report: Called with each line of progress.
 
     Raises:
         LayoutError: A block cannot be called with the output of the previous one.
@@ -144,7 +144,7 @@ def _measure_block(
 
 
 def _make_input(data: Any) -> GraphInput:
-    """Return copies of a block's inputs in a graph: the block may write into them in place."""
+    """Return copies of a block's inputs, because the block may write into them in place."""
     copies = [each.clone(memory_format=torch.preserve_format) for each in flatten(data)[1]]
     return GraphInput(copies, [each.is_floating_point() for each in copies])
 

@@ -4,13 +4,13 @@
     stages          block 2 has another box on its rank, or (interleaved) block 0 has
                     computed another micro-batch in the meantime
 
-An object that blocks of several stages, or the loss, refer to must therefore not change from
-forward to forward; otherwise an error names it. A single change is allowed, such as a table
-that the first call fills.
+Therefore an object that several stages refer to, in a block or in the loss, must not change from
+forward to forward; otherwise an error names it. A single change is allowed, such as a table that
+the first call fills.
 
 A stage may read its own state again in backward, in a hook or an autograd function. By then
 the forward of another micro-batch may have replaced it. So a stage restores the attributes and
-dictionary entries that forward assigns.
+dictionary entries that forward assigned.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from lockstep.model.side_effects import MACHINERY
 __all__ = ["Assigned", "PythonState", "find_python_states"]
 
 LARGEST, MOST = 1000, 20_000
-"""The most entries of a container, and objects of a block, that are inspected."""
+"""The maximum number of entries of a container and of objects of a block that are inspected."""
 
 HIDDEN = MACHINERY | {"forward"}
-"""Attributes that torch, or activation checkpointing, keeps in every module."""
+"""Attributes that torch or activation checkpointing keeps in every module."""
 
 ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 MISSING = object()
 
 Key = int | tuple[int, str]
-"""The id of an object; of a global name, the id of the globals and the name."""
+"""The id of an object; for a global name, the id of the globals and the name."""
 
 Assigned = tuple[dict[Any, Any], Any, Any]
 """A dictionary, a key in it, and a value."""
@@ -71,8 +71,8 @@ class PythonState:
 
     Args:
         holders: All objects that its blocks refer to.
-        users: For each object that other stages refer to as well, a description of the block
-            of this stage that does, and of one of another stage.
+        users: For each object that other stages refer to as well, descriptions of two blocks
+            that refer to it: one of this stage, and one of another stage.
     """
 
     def __init__(self, holders: Mapping[Key, Holder], users: Mapping[Key, tuple[str, str]]) -> None:
@@ -85,15 +85,15 @@ class PythonState:
         return {key: _get_content(holder.value) for key, holder in self._holders.items()}
 
     def record_changes(self, before: Mapping[Key, Mapping[Any, Any]], place: str) -> None:
-        """Record what a forward changed.
+        """Record which objects a forward changed.
 
         Args:
             before: The snapshot before the forward.
             place: Rank, stage, step and micro-batch, for messages.
 
         Raises:
-            UsageError: The forward changed an object that other stages refer to, for the second
-                time.
+            UsageError: A forward changed, for the second time, an object that other stages refer
+                to.
         """
         for key, after in self.snapshot().items():
             changed = _find_changes(before[key], after)
@@ -132,7 +132,7 @@ class PythonState:
 
     @contextmanager
     def restore_assigned(self, entries: Sequence[Assigned]) -> Iterator[None]:
-        """Restore the values from `get_assigned` in the body; assignments of the body are kept."""
+        """Restore the values from `get_assigned` in the body; keep the body's own assignments."""
         current = [(scope, name, scope.get(name, MISSING)) for scope, name, _ in entries]
         _assign(entries)
         try:
@@ -234,7 +234,7 @@ def _iterate_names(function: FunctionType) -> Iterator[tuple[Any, str]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield cell.cell_contents, name
-        except ValueError:  # it is assigned later
+        except ValueError:  # an empty cell, which is assigned later
             continue
     names = dict.fromkeys(_iterate_code_names(function.__code__))
     scope = function.__globals__

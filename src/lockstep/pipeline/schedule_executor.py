@@ -1,8 +1,8 @@
 """The schedule executor: one step through the pipeline stages of this rank.
 
 The schedule determines the order of actions; several micro-batches are in flight. An exception
-in a stage stops the step on every rank: the neighbors receive it at once, and the other ranks
-with the status of this rank.
+in a stage stops the step on every rank: the neighbors receive it at once, the other ranks receive
+it with the status of this rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ScheduleExecutor:
 
     @contextmanager
     def activate(self) -> Iterator[ScheduleExecutor]:
-        """Set up buffers, seeds and activation checkpointing of every stage for the body."""
+        """Set up the buffers, seeds and activation checkpointing of every stage in the body."""
         stages = list(self.pipeline.stages.values())
         with ExitStack() as stack:
             for stage in stages:
@@ -65,7 +65,7 @@ class ScheduleExecutor:
     def run(self, batch: Any) -> None:
         """Run every micro-batch of this replica forward and backward through the local stages.
 
-        An exception in a stage is kept in the step, which then ends on every rank.
+        An exception in a stage is stored in the step, which then ends on every rank.
         """
         self._prepare(batch)
         try:
@@ -79,7 +79,7 @@ class ScheduleExecutor:
             self._fail(error)
 
     def position(self) -> tuple[int, int] | None:
-        """Return the micro-batch and the stage of the current action."""
+        """Return the micro-batch and the stage of the current action; None between actions."""
         return (self._current[1], self._current[0].number) if self._current else None
 
     @property
@@ -113,7 +113,7 @@ class ScheduleExecutor:
                     links.inputs.post()
 
     def _skip_absent(self, stage: Stage, before: int | None = None) -> None:
-        """Skip the micro-batches without weight, up to leaf `before`."""
+        """Skip the micro-batches without weight that come before leaf `before`."""
         missing = self._missing[stage.number]
         while missing and missing[0] != before:
             stage.gradients.skip(missing.pop(0))
@@ -237,7 +237,8 @@ class ScheduleExecutor:
             ended = time.perf_counter()
             waited = ended - begun
             self._waited += waited
-            # A span begins with its last message, even if this rank got no core before it waited.
+            # The span begins with its waits: delays before them, such as time without a core, do
+            # not count.
             self._begun = ended - self._waited
             self.step.idle += waited
             self._source = receiver.peer

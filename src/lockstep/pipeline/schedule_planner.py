@@ -6,8 +6,9 @@ The best partition is the one whose slowest stage is fastest:
     two stages  [ 3   1   4 ] [ 1   5 ]    8 + 1 and 6 + 1: the slowest takes 9
 
 The cost of a stage is the sum of its blocks plus the boundaries on both of its sides, because
-a transfer keeps both neighbors busy. The result is exact, by dynamic programming. Among all
-partitions with the fastest slowest stage it is the most even one (smallest sum of squares).
+a transfer keeps both neighbors busy. Dynamic programming finds the exact optimum. Among the
+partitions whose slowest stage is equally fast, it takes the most even one (the smallest sum of
+squared costs).
 
 The best schedule is found by simulation. This module does not import torch: the command
 `lockstep schedule` uses it.
@@ -34,10 +35,10 @@ __all__ = [
 ]
 
 Cost = Callable[[int, int], float]
-"""Returns the cost of a stage with the blocks lo to hi - 1."""
+"""A function (lo, hi) that returns the cost of a stage with the blocks lo to hi - 1."""
 
 TOLERANCE = 0.01
-"""The share of its time by which another schedule must be faster to be preferred to 1F1B."""
+"""The share of 1F1B's time by which another schedule must be faster to be preferred."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class SchedulePlan:
 
     Attributes:
         name: The name of the schedule.
-        stages_per_rank: Stages per rank.
+        stages_per_rank: The number of stages per rank.
         ranges: The range of blocks of each stage, in model order.
         schedule: The actions of each rank.
         simulation: The simulation of the schedule.
@@ -78,8 +79,8 @@ def plan_schedule(
         ranges: The blocks of each stage; None for the best partition.
 
     Raises:
-        LayoutError: There are fewer blocks than stages, or `ranges` has another number of
-            stages than the schedule.
+        LayoutError: There are fewer blocks than stages, or the number of `ranges` is not the
+            number of stages of the schedule.
     """
     schedule = build_schedule(name, ranks, microbatches, stages_per_rank)
     stages_per_rank = (
@@ -114,10 +115,11 @@ def choose_schedule(
         costs: The costs of the blocks.
         ranks: Ranks per replica.
         microbatches: Micro-batches per step.
-        memory: The most that a rank may hold, in the unit of `costs.held`; None for no limit.
+        memory: The limit of the activations on each rank, in the unit of `costs.held`; None for
+            no limit.
 
     Raises:
-        LayoutError: There are fewer blocks than ranks, or no plan keeps to the memory.
+        LayoutError: There are fewer blocks than ranks, or every plan exceeds `memory`.
     """
     plans = list(plan_all_schedules(costs, ranks, microbatches))
     fitting = [plan for plan in plans if memory is None or max(plan.simulation.peaks) <= memory]
@@ -143,8 +145,8 @@ def partition_blocks(
 
     Args:
         blocks: The cost of each block.
-        boundaries: The cost of a transfer between the blocks b and b + 1, paid by the stages
-            on both sides; an empty sequence stands for zeros.
+        boundaries: The cost of each transfer between the blocks b and b + 1, which counts for the
+            stages on both sides; an empty sequence means zeros.
         stages: The number of stages.
 
     Raises:
@@ -177,10 +179,10 @@ def _make_cost(blocks: Sequence[float], boundaries: Sequence[float]) -> Cost:
 def _minimize(
     blocks: int, stages: int, cost: Cost, combine: Callable[[float, float], float]
 ) -> list[range]:
-    """Return the partition with the least combined cost; ties make the first stages larger.
+    """Return the partition with the least combined cost; on ties, earlier stages are larger.
 
     best[hi] is the least cost of the first hi blocks in the stages so far. `starts` holds, for
-    each number of stages, where the last of them begins.
+    each number of stages, the first block of the last stage.
     """
     best = [math.inf, *(cost(0, hi) for hi in range(1, blocks + 1))]
     starts: list[list[int]] = []

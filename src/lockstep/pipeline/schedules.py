@@ -7,8 +7,8 @@
     rank 2   .  .  0  0' 0' 1  1' 1' 2  2' 2' 3  3' 3' .  .  .  .
 
 A schedule is plain data: a tuple of actions for each rank. Stage s is on rank s % ranks; only
-"interleaved" has several stages per rank. In every schedule each stage computes the gradients
-of the micro-batches 0, 1, 2, ... in this order.
+"interleaved" has several stages per rank. In every schedule, each stage computes gradients in
+the order of the micro-batches.
 
 Symbols: p ranks, m micro-batches, v stages per rank; r a rank, s a stage, j a micro-batch.
 """
@@ -42,8 +42,8 @@ __all__ = [
 ]
 
 Kind = Literal["forward", "backward", "input", "weight"]
-"""A "backward" is whole; "input" and "weight" are its two parts, which compute the gradients of
-the inputs and of the weights."""
+"""The kind of an action. "backward" is a whole backward; "input" and "weight" are its two parts,
+which compute the gradients of the inputs and of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +74,24 @@ def build_schedule(
 ) -> Schedule:
     """Return the schedule called `name`, one of NAMES.
 
-    `stages_per_rank`, stages a rank, belongs to "interleaved" (2 by default). Raises
-    LayoutError for another name, for stages_per_rank elsewhere, and for numbers below 1.
+    Args:
+        name: The name of the schedule.
+        ranks: Ranks per replica.
+        microbatches: Micro-batches per step of one replica.
+        stages_per_rank: Stages per rank, for "interleaved" only; None for its default, 2.
+
+    Raises:
+        LayoutError: The name is unknown, a number is below 1, or `stages_per_rank` is above 1 for
+            another schedule.
     """
     if name not in NAMES:
-        raise LayoutError(f"there is no schedule {name!r}; there are {', '.join(NAMES)}")
+        raise LayoutError(f"there is no schedule {name!r}; choose from {', '.join(NAMES)}")
     if name == "interleaved":
         return interleaved(ranks, microbatches, 2 if stages_per_rank is None else stages_per_rank)
     if stages_per_rank not in (None, 1):
         raise LayoutError(
-            f"stages_per_rank={stages_per_rank}: only the schedule interleaved has several, "
-            f"not {name}"
+            f"stages_per_rank={stages_per_rank}: only the schedule interleaved has several stages "
+            f"per rank, not {name}"
         )
     makers = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero-bubble": zero_bubble}
     return makers[name](ranks, microbatches)
@@ -93,7 +100,7 @@ def build_schedule(
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """Return GPipe's schedule: all forwards, then all backwards.
 
-    Bubble (p-1)/(m+p-1); every rank holds the activations of all m micro-batches.
+    The bubble is (p-1)/(m+p-1). Every rank holds the activations of all m micro-batches.
     Huang et al., "GPipe", 2019.
     """
     _check(ranks, microbatches)
@@ -106,8 +113,8 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Return 1F1B: after its warm-up, a rank alternates between one forward and one backward.
 
-    Bubble (p-1)/(m+p-1) as in GPipe, but rank r holds the activations of at most
-    p - r micro-batches. Narayanan et al., "PipeDream-2BW", 2021.
+    The bubble is (p-1)/(m+p-1), as in GPipe, but rank r holds the activations of at most p - r
+    micro-batches. Narayanan et al., "PipeDream-2BW", 2021.
     """
     _check(ranks, microbatches)
     return tuple(
@@ -121,12 +128,12 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 
 
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Return interleaved 1F1B: a rank has `stages_per_rank` stages, every `ranks`-th of the model.
+    """Return interleaved 1F1B: each rank has `stages_per_rank` stages, every `ranks`-th one.
 
-    Micro-batches go through a rank's stages in groups of p to 2p - 1, as even as can
-    be, so that any number of them fits. Bubble (p-1)/(vm+p-1) from m = p on; more
-    transfers and more activations than 1F1B. Narayanan et al., "Efficient
-    Large-Scale Language Model Training on GPU Clusters", 2021.
+    Micro-batches pass through a rank's stages in groups of p to 2p - 1, as evenly sized as
+    possible, so m need not be a multiple of p. For m >= p the bubble is (p-1)/(vm+p-1).
+    Interleaving needs more transfers and more memory for activations than 1F1B. Narayanan et al.,
+    "Efficient Large-Scale Language Model Training on GPU Clusters", 2021.
     """
     _check(ranks, microbatches)
     if stages_per_rank < 1:
@@ -147,14 +154,13 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sche
 
 
 def zero_bubble(ranks: int, microbatches: int) -> Schedule:
-    """Return a zero-bubble schedule (ZB-H1): weight gradients wait, and fill the bubble.
+    """Return a zero-bubble schedule (ZB-H1): delayed weight gradients fill the bubble.
 
-    It is 1F1B with the backward cut in two. The gradient of the input, for which the
-    rank before waits, comes at once; rank r computes that of the weights r
-    micro-batches later. Bubble (p-1)/(3m+p-1) where the parts take as long as a
-    forward, a third of 1F1B's; at most p micro-batches are held, as in 1F1B. Stage 0
-    sends no gradient, so its backward stays whole. Qi et al., "Zero Bubble Pipeline
-    Parallelism", 2024.
+    It is 1F1B with the backward split in two. The gradient of the input, for which the previous
+    rank waits, is computed at once; rank r computes the gradients of the weights r micro-batches
+    later. If each part takes as long as a forward, the bubble is (p-1)/(3m+p-1), about a third of
+    1F1B's. A rank holds at most p micro-batches, as in 1F1B. Stage 0 sends no gradient, so its
+    backward stays whole. Qi et al., "Zero Bubble Pipeline Parallelism", 2024.
     """
     _check(ranks, microbatches)
     first = one_f_one_b(ranks, microbatches)[:1]
@@ -162,7 +168,7 @@ def zero_bubble(ranks: int, microbatches: int) -> Schedule:
 
 
 def _delayed(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
-    """Return a rank's 1F1B with its weight gradients `rank` micro-batches late."""
+    """Return a rank's 1F1B actions, with its weight gradients `rank` micro-batches late."""
     inputs = _all("input", rank, microbatches)
     weights = _all("weight", rank, microbatches)
     result: list[Action] = []
@@ -281,9 +287,10 @@ def _check_counts(schedule: Schedule, stages: int) -> None:
             )
             if forward != 1 or (whole, inputs, weights) not in ((1, 0, 0), (0, 1, 1)):
                 raise LayoutError(
-                    f"the schedule takes micro-batch {j} on stage {s} forward {forward} times and "
-                    f"backward {whole} times whole, {inputs} and {weights} times in parts; each "
-                    "goes forward once, and backward once whole or once in both parts"
+                    f"the schedule computes micro-batch {j} on stage {s} forward {forward} times "
+                    f"and backward {whole} times as a whole, {inputs} times for the inputs and "
+                    f"{weights} times for the weights; it must compute one forward, and one whole "
+                    "backward or one of each part"
                 )
 
 
@@ -296,9 +303,9 @@ def _check_order(rank: int, actions: Sequence[Action]) -> None:
         before = last.get((action.stage, action.kind), -1)
         if action.microbatch < before:
             raise LayoutError(
-                f"the schedule has on rank {rank} the {action} on stage {action.stage} after that "
-                f"of micro-batch {before}; gradients must be computed in the order of the "
-                "micro-batches"
+                f"the schedule computes, on rank {rank}, the {action} on stage {action.stage} "
+                f"after that of micro-batch {before}; gradients must be computed in the order of "
+                "the micro-batches"
             )
         last[action.stage, action.kind] = action.microbatch
 

@@ -1,4 +1,4 @@
-"""Simulation of pipeline schedules: how long a step takes, and how much memory it needs.
+"""Simulation of pipeline schedules: the duration and the memory of a step.
 
 Each rank executes its actions in order. An action starts when its rank is idle and its inputs
 have arrived. A transfer takes time but keeps no rank busy.
@@ -7,15 +7,15 @@ have arrived. A transfer takes time but keeps no rank busy.
     rank 1   ..  F0  B0  F1  B1  ........
              0   1   2              makespan
 
-The same costs decide how a model is partitioned and which schedule is chosen, so they are kept
-per piece: per block of the model, or per stage, which is a group of blocks.
+The same costs determine the partition of a model and the choice of a schedule, so they are kept
+per piece. A piece is a block of the model, or a stage, which is a group of blocks.
 
 A recorded step can be simulated with its own median times:
 
     recording ──> actions of each rank, in order ──> Schedule ─┐
               └─> median time of each kind of action ─> Costs ─┴─> simulate ──> Timeline
 
-The difference between the recording and its simulation is transfers, overhead and variation.
+The recording and its simulation differ by transfers, overhead and variation.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Costs:
     """The costs of one micro-batch on each piece of a model.
 
     Attributes:
-        forward: Time of the forward of each piece, in any unit.
-        input: Time of the part of the backward that computes the gradients of inputs.
-        weight: Time of the part that computes the gradients of weights.
-        transfer: Time of an activation, and later of its gradient, across each boundary
-            between pieces; zeros by default.
-        backward: Time of a whole backward; by default the sum of its parts.
-        held: What a forward keeps in memory until the backward, such as bytes; 1 per piece
-            by default.
+        forward: The time of the forward of each piece, in any unit.
+        input: The time of the part of the backward that computes the gradients of inputs.
+        weight: The time of the part that computes the gradients of weights.
+        transfer: The time to transfer an activation, and later its gradient, across each
+            boundary between pieces; zeros by default.
+        backward: The time of a whole backward; by default the sum of its parts.
+        held: The memory that a forward keeps until the backward, in any unit; 1 per piece by
+            default.
 
     Raises:
         LayoutError: The lengths differ, or a number is negative or not finite.
@@ -111,20 +111,20 @@ class Costs:
     def unit(cls, ranks: int, stages_per_rank: int = 1) -> Costs:
         """Return unit costs, for comparing schedules.
 
-        The part of the model on each rank takes 1 forward and 2 backward, half of it for the
-        weights, and holds 1. It is divided evenly into `stages_per_rank` stages.
+        The part of the model on each rank takes 1 for forward, 2 for backward (half of it for the
+        weights), and holds 1. It is divided evenly into `stages_per_rank` stages.
         """
         piece = (1 / stages_per_rank,) * (ranks * stages_per_rank)
         return cls(piece, piece, piece, held=piece)
 
     def get_duration(self, action: Action) -> float:
-        """Return how long an action takes."""
+        """Return the time that an action takes."""
         times: tuple[float, ...] = getattr(self, action.kind)
         return times[action.stage]
 
     @property
     def totals(self) -> tuple[float, ...]:
-        """Time of each piece, forward and backward together."""
+        """The time of each piece, forward and backward together."""
         return tuple(map(sum, zip(self.forward, self.backward, strict=True)))
 
 
@@ -146,7 +146,7 @@ def group_costs(costs: Costs, ranges: Sequence[range]) -> Costs:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedAction:
-    """When a rank executes an action."""
+    """An action with its times."""
 
     rank: int
     action: Action
@@ -160,9 +160,9 @@ class Simulation:
 
     Attributes:
         spans: The actions with their times: those of rank 0 in order, then those of rank 1, ...
-        makespan: When the last action ends.
+        makespan: The time at which the last action ends.
         bubble: The share (0 to 1) of the time of all ranks during which they are idle.
-        peaks: The most that each rank holds at once, in the unit of `Costs.held`.
+        peaks: The peak memory of each rank, in the unit of `Costs.held`.
     """
 
     spans: tuple[SimulatedAction, ...]
@@ -179,7 +179,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         costs: The costs of each stage; unit costs by default.
 
     Raises:
-        LayoutError: The costs have another number of stages, or the schedule deadlocks.
+        LayoutError: The costs have another number of stages than the schedule, or the schedule
+            deadlocks.
     """
     ranks, stages = len(schedule), count_stages(schedule)
     costs = Costs.unit(ranks, stages // ranks) if costs is None else costs
@@ -207,13 +208,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 def _get_transfer(costs: Costs, product: Product, stage: int, ranks: int) -> float:
-    """Return how long the transfer of a product to `stage` takes; 0 within a rank."""
+    """Return the time of the transfer of a product to `stage`; 0 within a rank."""
     source = product[1]
     return costs.transfer[min(source, stage)] if (source - stage) % ranks else 0.0
 
 
 def _compute_peak(actions: Sequence[Action], costs: Costs) -> float:
-    """Return the most that a rank holds; a micro-batch is freed at the end of its backward."""
+    """Return the peak memory of a rank; a micro-batch is freed at the end of its backward."""
     peak = now = 0.0
     for action in actions:
         if action.kind == "forward":

@@ -55,7 +55,7 @@ class SplitBackward:
 
     Args:
         roots: The tensors at which backward starts.
-        anchor: The anchor of the `GraphInput` to which the first part leads.
+        anchor: The anchor of the `GraphInput`, where the first part ends.
         unsplit: Weights whose gradients always belong to the first part.
     """
 
@@ -167,7 +167,7 @@ def _get_saved_names(kind: type, node: Node) -> list[str]:
 
 
 def _has_unpack_hook(saved: Any) -> bool:
-    """Return whether a saved tensor has an unpack hook, or this cannot be determined."""
+    """Return whether a saved tensor has an unpack hook; True if that cannot be determined."""
     if isinstance(saved, (tuple, list)):
         return any(map(_has_unpack_hook, saved))
     return getattr(saved, "unpack_hook", _has_unpack_hook) is not None
@@ -195,7 +195,7 @@ def _find_branches(roots: Sequence[Node], entry: Node) -> list[SideBranch]:
         if branch is not None and junction not in branch.junctions:
             branch.junctions.append(junction)
     for root in roots:
-        if root not in leading:  # it depends on weights alone: no junction leads to the inputs
+        if root not in leading:  # it depends on weights only, so it is itself the junction
             branch = _explore(root, None, group, found)
             branch.junctions += [root, root]
     return found
@@ -204,7 +204,7 @@ def _find_branches(roots: Sequence[Node], entry: Node) -> list[SideBranch]:
 def _explore(
     start: Node, branch: SideBranch | None, group: dict[Node, SideBranch], found: list[SideBranch]
 ) -> SideBranch:
-    """Add `start` and the nodes below it to `branch`, merged with the branches they touch."""
+    """Add `start` and the nodes below it to `branch`; merge branches that share a node."""
     if branch is None:
         branch = SideBranch()
         found.append(branch)
@@ -231,7 +231,7 @@ def _explore(
 
 
 def _find_leading_nodes(entry: Node, roots: Sequence[Node]) -> dict[Node, None]:
-    """Return the nodes below `roots` from which `entry` is reached, `entry` included."""
+    """Return the nodes below `roots` that lead to `entry`, including `entry` itself."""
     above: dict[Node, list[Node]] = {}
     pending = list(dict.fromkeys(roots))
     seen = set(pending)
@@ -258,7 +258,7 @@ def _find_leading_nodes(entry: Node, roots: Sequence[Node]) -> dict[Node, None]:
 
 
 class GraphInput:
-    """The received tensors of one micro-batch; the blocks use those in `tensors`."""
+    """The received tensors of one micro-batch; `tensors` are those that the blocks use."""
 
     def __init__(self, received: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> None:
         self.gradients: list[torch.Tensor | None] = [None] * sum(requires_grad)
@@ -280,7 +280,7 @@ class GraphInput:
 
 
 class GraphInputFunction(torch.autograd.Function):
-    """Gives tensors a grad_fn; they are not its inputs, so its outputs are not views."""
+    """Gives tensors a grad_fn. They are not inputs of the function, so its outputs are no views."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, graph_input: GraphInput, tensors: Any) -> Any:

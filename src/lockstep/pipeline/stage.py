@@ -40,10 +40,10 @@ from lockstep.randomness import set_state_of_torch, state_of_torch
 __all__ = ["Stage", "StageInput", "StageOutput", "make_first_input"]
 
 Loss = Callable[[Any], torch.Tensor]
-"""Computes the scaled loss of the micro-batch from the model's outputs."""
+"""A function that computes the scaled loss of the micro-batch from the model's outputs."""
 
 TiedRoots = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors at which backward starts besides the outputs, with their gradients."""
+"""Tensors, besides the outputs, at which backward starts, with their gradients."""
 
 
 @dataclass
@@ -51,10 +51,10 @@ class StageInput:
     """The input of a stage for one micro-batch.
 
     Attributes:
-        data: The arguments of the first block: of the first stage as `call_model` accepts them, of
-            later stages one value.
+        data: The arguments of the first block: in the first stage as `call_model` accepts them,
+            in later stages one value.
         received: The tensors in the data.
-        rng_state: The random numbers drawn in earlier stages.
+        rng_state: The random state after the earlier stages.
         graph_input: The input of the autograd graph; None in the first stage and in evaluation.
     """
 
@@ -163,10 +163,10 @@ class Stage:
             leaf: The number of the micro-batch.
             given: The output of the previous stage, or the data of the micro-batch.
             place: Rank, stage, step and micro-batch, for messages.
-            loss: Computes the loss, in the last stage; otherwise None.
+            loss: The function that computes the loss, in the last stage; None in other stages.
 
         Returns:
-            The input of the next stage; a loss is kept for the backward.
+            The input of the next stage. The last stage keeps the loss for its backward.
         """
         self.buffers.install_copies()
         self.units.begin_microbatch(step, leaf, given.rng_state.last_call)
@@ -252,7 +252,8 @@ class Stage:
                 in_flight.split.backward_inputs(given)
             elif roots:
                 torch.autograd.backward(roots, given)
-        # The first part of the next micro-batch runs before the second part of this one.
+        # Empty `.grad`: the first part of the next micro-batch runs before the second part of
+        # this one.
         for parameter in self.parameters:
             if parameter.grad is not None:
                 in_flight.early[parameter] = parameter.grad
@@ -298,7 +299,7 @@ class Stage:
 
     @contextmanager
     def _restore_rng_state(self, in_flight: InFlightMicrobatch, place: str) -> Iterator[None]:
-        """Set the generators for a backward in the body to their state in one process."""
+        """Set the generators, for a backward in the body, to the state of a single process."""
         if in_flight.rng_state.torch_state is None:
             self.units.begin_loss(in_flight.rng_state.last_call)
         else:

@@ -1,4 +1,4 @@
-"""Tied parameters: the gradient of a parameter in several stages is summed as in one process.
+"""Tied parameters: sums the gradients of a parameter in several stages as in one process.
 
     holders of w        stage 0 (owner)      stage 2         stage 3
     of micro-batch m    (g3 + g2') + g0' <── g3 + g2'  <──   g3            '  one use after another
@@ -8,7 +8,7 @@
 In one process autograd visits the uses of w from the last to the first, and adds each gradient
 to the sum so far. Hence a stage does not add the sum of the later stages afterwards: that sum
 is a root of its backward, the first gradient that is accumulated into w. The hooks of w must
-see the whole sum, so only its owner calls them.
+receive the complete sum, so only the owner calls them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class TiedParameters:
         earlier: The number of the earlier stage, to which the later one sends its sums.
         parameters: The parameters.
         gradient_sender: Sends the sums of the later stage; None if both stages are on one rank.
-        gradient_receiver: Receives them on the rank of the earlier stage.
+        gradient_receiver: Receives these sums on the rank of the earlier stage.
         reduced_sender: Sends the reduced gradients of the earlier stage.
-        reduced_receiver: Receives them on the rank of the later stage.
+        reduced_receiver: Receives these gradients on the rank of the later stage.
         local_gradients: The sums by micro-batch, if both stages are on one rank.
     """
 
