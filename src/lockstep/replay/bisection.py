@@ -1,14 +1,14 @@
 """Bisect: the search for the first difference between two runs, by replays of both.
 
     records      first step that differs, last digests that agree      no replay
-    results      digests, where these leave several steps              replay of these steps
+    results      digests, if the records leave several steps           replay of these steps
     modules      step, micro-batch, module or parameter                replay of one or two steps
     operators    phase, operator, line                                 replay of one step
     tensors      first element                                         replay of one step
 
 Both runs are replayed on one process, each with its own sources and variables. A replay must
-compute what the record says; where it does not, it is repeated, which tells whether the program
-is deterministic, and the finding says how far it can be trusted.
+compute what the record says. A replay that does not is repeated, to learn whether the program is
+deterministic, and the report says how far the finding can be trusted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lockstep.replay.runner import run_program
 __all__ = ["Bisection", "Compared", "Reproduction", "bisect_runs", "group_by_rank"]
 
 Report = Callable[[str, int, int], None]
-"""Called with what is being replayed, how many steps are done, and how many there will be."""
+"""Called with a description of the current replay, the steps done so far and their total."""
 
 Warn = Callable[[str], None]
 """Called with a sentence about what may keep a replay from computing the recorded bits."""
@@ -56,13 +56,13 @@ Replays = tuple[Replay, Replay]
 
 @dataclass(frozen=True)
 class Compared:
-    """What two records have in common.
+    """The steps and digests that two records have in common.
 
     Attributes:
         steps: The number of steps that both have.
-        digests: After how many steps both have a digest.
+        digests: The numbers of finished steps for which both have a digest.
         only_a: The number of steps that only the first record has.
-        only_b: That of the second.
+        only_b: The number of steps that only the second record has.
     """
 
     steps: int
@@ -76,9 +76,9 @@ class Reproduction:
     """Whether the replays of a run computed what its record says.
 
     Attributes:
-        is_exact: Whether they did; None where nothing was replayed.
-        difference: The first difference; None where there is none.
-        is_repeatable: Whether two replays agree; None where it was not tried.
+        is_exact: Whether they did; None if the run was not replayed.
+        difference: The first difference between replay and record; None if there is none.
+        is_repeatable: Whether two replays agree; None if it was not tried.
     """
 
     is_exact: bool | None = None
@@ -94,13 +94,13 @@ class Bisection:
         a: The first run.
         b: The second run.
         compared: What the records have in common.
-        recorded: The first step at which the records differ; None where no step does.
-        finding: The first difference; None where there is none.
+        recorded: The first step at which the records differ; None if no step does.
+        finding: The first difference; None if there is none.
         is_replayed: Whether the finding comes from replays, not from the records alone.
         reproductions: Whether each run's replays computed what its record says.
-        remarks: What limits the finding, in sentences.
+        remarks: Sentences about limits of the finding.
         modules: The modules that the step called, in forward order.
-        seconds: The time that it took.
+        seconds: The duration of the bisection, in seconds.
     """
 
     a: RecordedRun
@@ -116,7 +116,7 @@ class Bisection:
 
     @property
     def equal(self) -> bool:
-        """Whether all that both records have is equal."""
+        """Whether everything that both records have is equal."""
         return self.finding is None
 
 
@@ -173,7 +173,7 @@ class ReplayFailedError(Exception):
 
 
 class Search:
-    """The replays of one bisection, and what they showed; the arguments are `bisect_runs`' own."""
+    """The replays of one bisection and their findings; the arguments are those of `bisect_runs`."""
 
     def __init__(
         self, a: RecordedRun, b: RecordedRun, report: Report, warn: Warn, timeout: float | None
@@ -201,7 +201,7 @@ class Search:
         return first, second
 
     def find(self, window: SearchWindow) -> Finding | None:
-        """Return the first difference; None where only the records themselves show one."""
+        """Return the first difference; None if only the records themselves show one."""
         exported = [run.name for run in self._sides if run.folder is None]
         for name in exported:
             self._remark(
@@ -236,10 +236,10 @@ class Search:
     # --- recorded fingerprints ----------------------------------------------------------------
 
     def _find_in_recorded(self, window: SearchWindow) -> Finding | None:
-        """Return what the fingerprints show that a run recorded, in place of its replay."""
+        """Return the first difference of the recorded fingerprints; replays only fill gaps."""
         a, b = (self._known_fingerprints(side, window) for side in range(2))
         steps = sorted(a.keys() & b.keys())
-        while steps and steps[-1] - steps[0] >= len(steps):  # with gaps
+        while steps and steps[-1] - steps[0] >= len(steps):  # keep the last consecutive steps
             steps.pop(0)
         if not steps:
             return None
@@ -250,7 +250,7 @@ class Search:
     def _unfinished(
         self, steps: Sequence[int], *known: Mapping[int, Sequence[StepFingerprint]]
     ) -> set[int]:
-        """Return the steps of which a run has not all micro-batches."""
+        """Return the steps of which one of the runs lacks micro-batches."""
         found = {run.stop.step for run in self._sides if run.stop is not None}
         for side, each in enumerate(known):
             for step in steps:
@@ -265,9 +265,10 @@ class Search:
     def _known_fingerprints(
         self, side: int, window: SearchWindow
     ) -> dict[int, list[StepFingerprint]]:
-        """Return what each rank of a run computed in the steps of a window, as far as it is known.
+        """Return the known fingerprints of each rank of a run, by step of a window.
 
-        A replay counts unless it is known that the run computed something else.
+        Recorded fingerprints come first. Those of a replay fill the gaps, unless the replay is
+        known to differ from the record.
         """
         run, steps = self._sides[side], range(window.first, window.last + 1)
         known = {step: run.fingerprints[step] for step in steps if step in run.fingerprints}
@@ -285,25 +286,25 @@ class Search:
     # --- modules ------------------------------------------------------------------------------
 
     def _find_in_modules(self, window: SearchWindow) -> Finding | None:
-        """Return the step, the micro-batch and the module or parameter."""
+        """Return the first difference with its step, micro-batch and module or parameter."""
         first, last = window.first, window.last
         if not window.is_narrow:
             first = last = self._find_step(first, last)
         found = self._compare_modules(first, last)
         if found is None or found.what != "between" or found.step > first:
             return found
-        # The states before the first step that was compared differ already.
+        # The states before the first compared step already differ, so search earlier steps.
         earlier = [taken for taken in self._common_digests() if taken <= first - 1]
         step = self._find_step(max(earlier, default=0), first - 1)
         return limit_place(self._compare_modules(step, min(step + 1, last)) or found, step)
 
     def _common_digests(self) -> list[int]:
-        """Return after how many steps both records have the same digest."""
+        """Return the numbers of finished steps for which both records have the same digest."""
         a, b = (side.run.digests for side in self._sides)
         return [taken for taken in a.keys() & b.keys() if a[taken] == b[taken]]
 
     def _find_step(self, first: int, last: int) -> int:
-        """Return the first of some steps after which the replays' digests differ, or the last."""
+        """Return the first step in a range after which the replays' digests differ, or the last."""
         if first >= last:
             return last
         replays = self._replay_both("comparing the weights of the steps", first, last, "result")
@@ -326,7 +327,7 @@ class Search:
     # --- operators ----------------------------------------------------------------------------
 
     def _find_in_operators(self, found: Finding) -> Finding:
-        """Return a finding with the operator and the first element, as far as they are known."""
+        """Add the operator and the first element to a finding, as far as they are known."""
         step = found.step
         replays = self._replay_both("comparing operators", step, step, "operators")
         a, b = (each.steps[0].operators for each in replays)
@@ -341,7 +342,7 @@ class Search:
         return replace(found, element=self._compare_elements(step, place))
 
     def _is_unchanged_by_tracing(self, replays: Replays) -> bool:
-        """Return whether the step has the same bits with operators traced; else say so."""
+        """Return whether tracing operators leaves the step's bits unchanged; else add a remark."""
         for side, replay in enumerate(replays):
             run, step = self._sides[side], replay.steps[0]
             recorded = self._recorded[side].get(step.step)
@@ -445,7 +446,7 @@ class Search:
         return None
 
     def _repeat(self, side: int, step: int) -> None:
-        """Replay a step of a run twice, and note whether both compute the same."""
+        """Replay a step of a run twice, and note whether both replays agree."""
         first, second = (
             self._replay_one(side, "repeating", step, step, "modules") for _ in range(2)
         )
@@ -459,7 +460,7 @@ class Search:
 def group_by_rank(steps: Sequence[Sequence[StepFingerprint]]) -> list[list[StepFingerprint]]:
     """Return the fingerprints of each rank, from those of each step.
 
-    Steps may come from different layouts: ranks that one has not recorded nothing there.
+    Steps may come from different layouts: a rank that a step does not have recorded nothing in it.
     """
     count = max(map(len, steps), default=0)
     return [

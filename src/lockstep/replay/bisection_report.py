@@ -1,4 +1,4 @@
-"""What `lockstep bisect` found: as text, as JSON and as a page.
+"""The result of `lockstep bisect` as text, as JSON and as an HTML page.
 
 Bisection ──┬─> lead, facts, sentences, commands ──┬─> text
             ├─> charts, outline of the model ──────┴─> bisection_html
@@ -37,13 +37,15 @@ __all__ = [
 ]
 
 MAX_ULPS = 1000
-"""Units in the last place, beyond which a sentence has the difference of the values instead."""
+"""The largest distance in units in the last place (ULPs); beyond it, a sentence gives the
+difference of the values instead."""
 
 MAX_SOURCES = 6
-"""Files that a sentence names."""
+"""The largest number of files that a sentence names."""
 
 MAX_MODULES = 200
-"""Modules in the outline; of more, those around the finding are shown."""
+"""The largest number of modules in the outline; a longer outline is cut to those around the
+finding."""
 
 CALL_ROWS = ("operator", "line", "code", "arguments", "inputs", "outputs")
 
@@ -75,7 +77,7 @@ def describe_place(finding: Finding, root: Sequence[str] = ()) -> str:
 
     Args:
         finding: The difference.
-        root: The name of the model itself; empty where it is not known.
+        root: The name of the model itself; empty if it is not known.
     """
     words = [f"step {finding.step:,}"]
     if finding.microbatch is not None:
@@ -92,7 +94,7 @@ def describe_place(finding: Finding, root: Sequence[str] = ()) -> str:
 
 
 def list_facts(found: Bisection) -> list[tuple[str, ...]]:
-    """Return what is known of both sides at the difference: a name and two values per row."""
+    """Return a table of both sides at the difference: a name and two values per row."""
     finding = found.finding
     if finding is None:
         return []
@@ -127,7 +129,7 @@ def _describe_call(run: RecordedRun, call: OperatorCall | None, step: int) -> di
 
 
 def list_sentences(found: Bisection) -> list[str]:
-    """Return what else is to be said: what was compared, and how far it can be trusted."""
+    """Return sentences about what was compared and how far the finding can be trusted."""
     return [
         *_element_sentence(found.finding),
         _compared_sentence(found),
@@ -157,7 +159,7 @@ def _element_sentence(finding: Finding | None) -> Iterator[str]:
 
 
 def _compared_sentence(found: Bisection) -> str:
-    """Return what the records have in common, up to the difference."""
+    """Return a sentence about what the records have in common, up to the difference."""
     compared = found.compared
     parts = format_quantity(compared.steps, "step")
     digests = ""
@@ -187,7 +189,7 @@ def _length_sentences(found: Bisection) -> Iterator[str]:
 
 
 def _stop_sentence(found: Bisection) -> Iterator[str]:
-    """Yield where the runs failed."""
+    """Yield a sentence about where the runs failed."""
     runs = found.a, found.b
     parts = []
     for run, other in (runs, runs[::-1]):
@@ -210,7 +212,7 @@ def _arguments_sentence(found: Bisection) -> Iterator[str]:
 
 
 def _advice(found: Bisection) -> Iterator[str]:
-    """Yield how to learn more of a difference that only records show."""
+    """Yield a sentence about how to learn more about a difference that only records show."""
     finding = found.finding
     if finding is None or finding.what == "microbatches":
         return
@@ -231,7 +233,7 @@ def _sources_sentence(found: Bisection) -> Iterator[str]:
 
 
 def _reproduction_sentences(found: Bisection) -> Iterator[str]:
-    """Yield whether the replays computed what the records say, and what it means if not."""
+    """Yield sentences about whether the replays computed what the records say."""
     both = found.reproductions
     if all(each.is_exact for each in both):
         yield "Replays of both runs compute what was recorded, bit for bit."
@@ -246,7 +248,7 @@ def _reproduction_sentences(found: Bisection) -> Iterator[str]:
 
 
 def _deviation(reproduction: Reproduction) -> str:
-    """Return how a replay differs from its record, and what that means."""
+    """Return how a replay differs from its record, and the conclusion from it."""
     different = reproduction.difference
     assert different is not None, "a replay that is not exact differs in something"
     where = f"step {different.step}"
@@ -268,7 +270,7 @@ def _deviation(reproduction: Reproduction) -> str:
 
 
 def suggest_commands(found: Bisection) -> list[str]:
-    """Return the commands that look further."""
+    """Return commands that investigate the difference further."""
     finding = found.finding
     if finding is None:
         return []
@@ -328,7 +330,7 @@ def bisection_json(found: Bisection) -> dict[str, Any]:
 
 
 def _plain(value: complex | float | bool) -> Any:
-    """Return a number for JSON, which has no complex and no non-finite ones."""
+    """Return a value for JSON, which has neither complex nor non-finite numbers."""
     if isinstance(value, complex) or not math.isfinite(value):
         return str(value)
     return value
@@ -356,7 +358,7 @@ class Module:
 
     Attributes:
         name: The last part of its name.
-        depth: How many modules it is inside of.
+        depth: The number of modules that contain it.
         is_found: Whether the difference is in it, or in a module inside it.
         is_first: Whether it is the module that was found.
     """
@@ -373,7 +375,7 @@ def outline_model(found: Bisection) -> list[Module]:
     lines = [
         Module(
             name,
-            number and name.count(".") + 1,  # the first one is the model
+            number and name.count(".") + 1,  # the first module is the model
             unit is not None and (not number or f"{unit}.".startswith(f"{name}.")),
             name == unit,
         )

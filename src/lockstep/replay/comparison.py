@@ -15,26 +15,26 @@ from lockstep.replay.result import Replay, ReplayedStep, ReplayRequest
 
 __all__ = ["Comparison", "Recorded", "compare", "find_recorded"]
 
-MOST_NAMED = 8  # micro-batches in a sentence
+MOST_NAMED = 8  # the largest number of micro-batches in a sentence
 
 STOPPED_AT = re.compile(
     r"(?:rank \d+ failed: )?(?:\w+Error: )?(?:rank \d+, )?step (?P<step>\d+)"
     r"(?:, micro-batch (?P<microbatch>\d+))?: (?P<what>the [\w ]+ is -?(?:nan|inf)|[^;\n]+)"
 )
-"""An error of a step. Its message names the rank, which depends on the layout, and after a
-semicolon the folder."""
+"""The message of an error in a step. The rank depends on the layout; the folder follows a
+semicolon."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a record has of a step.
+    """The part of a record that is about one step.
 
     Attributes:
-        step: The step; None for one at which the run stopped.
-        digest: The digest of the weights after it; None where none was recorded.
-        failure: Why the run stopped in this step: "the loss is nan", "KeyError: 'lr'"; "" if it
-            did not, or if that is not known.
-        microbatch: The micro-batch where it stopped; None for no certain one.
+        step: The step; None if the run stopped in it.
+        digest: The digest of the weights after it; None if none was recorded.
+        failure: The reason why the run stopped in this step: "the loss is nan", "KeyError: 'lr'";
+            "" if it did not, or if the reason is not known.
+        microbatch: The micro-batch where it stopped; None if it is not known.
     """
 
     step: RecordedStep | None
@@ -44,7 +44,7 @@ class Recorded:
 
     @property
     def stopped_at(self) -> float | None:
-        """The loss that is not finite at which the run stopped; None for another reason."""
+        """The non-finite loss at which the run stopped; None if it stopped for another reason."""
         found = re.fullmatch(r"the loss is (-?(?:nan|inf))", self.failure)
         return None if found is None else float(found[1])
 
@@ -54,12 +54,12 @@ class Comparison:
     """A replayed step beside the recorded one.
 
     Attributes:
-        request: What was asked for.
-        recorded: What the record has.
-        replay: What came of the replay.
-        replayed: The step; None where it was not finished.
-        differences: What differs, in phrases.
-        compared: The names of what was compared.
+        request: The request for the replay.
+        recorded: The step in the record.
+        replay: The result of the replay.
+        replayed: The step in the replay; None if it was not finished.
+        differences: The differences, as phrases.
+        compared: The names of the compared values.
     """
 
     request: ReplayRequest
@@ -71,7 +71,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether everything that was recorded is the same."""
+        """Whether the replay computed everything that was recorded."""
         return bool(self.compared) and not self.differences
 
     def plain(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Comparison:
 
 
 def find_recorded(run: Run, steps: Mapping[int, RecordedStep], number: int) -> Recorded:
-    """Return what a run's record has of a step.
+    """Return the part of a run's record that is about one step.
 
     Args:
         run: The run.
@@ -158,7 +158,7 @@ def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Compa
 def _pairs(
     request: ReplayRequest, recorded: Recorded, step: RecordedStep, replayed: ReplayedStep
 ) -> dict[str, tuple[str, str]]:
-    """Return what is recorded and replayed, as texts, by its name."""
+    """Return pairs of recorded and replayed values, as text, by name."""
     found = {}
     if step.batch is not None and replayed.batch is not None:
         found["samples of the batch"] = step.batch, replayed.batch
@@ -177,7 +177,7 @@ def _pairs(
 
 
 def _losses(step: RecordedStep, replayed: ReplayedStep) -> list[str]:
-    """Return which micro-batches have another loss, as a phrase in a list."""
+    """Return a list with a phrase about the micro-batches with another loss, or an empty list."""
     if not step.losses:
         return []
     if len(step.losses) != len(replayed.losses):
@@ -194,10 +194,10 @@ def _losses(step: RecordedStep, replayed: ReplayedStep) -> list[str]:
 def _find_stops(
     request: ReplayRequest, recorded: Recorded, replay: Replay, replayed: ReplayedStep | None
 ) -> tuple[str, str] | None:
-    """Return how the run and the replay stopped in the step, in phrases.
+    """Return two phrases: how the run and how the replay stopped in the step.
 
-    None where the record does not say what the replay should have done: that of one micro-batch,
-    if the run stopped in another one, or it is not known in which.
+    None if the record does not say what the replay should have done. This is so for a replay of
+    one micro-batch when the run stopped in another one, or in an unknown one.
     """
     before = _describe_stop(request.first, recorded.microbatch, recorded.failure)
     is_other = request.is_alone and request.microbatch != recorded.microbatch
@@ -240,7 +240,7 @@ def _loss_of(step: ReplayedStep | RecordedStep, microbatch: int) -> float | None
 
 
 def _number(name: str, value: float | None) -> dict[str, Any]:
-    """Return a number and its exact form under two names; what is not finite has the latter."""
+    """Return a number as a float, None if it is not finite, and exactly in hexadecimal."""
     is_plain = value is not None and math.isfinite(value)
     return {name: value if is_plain else None, f"{name}_hex": _exact(value)}
 

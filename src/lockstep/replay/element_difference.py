@@ -22,8 +22,8 @@ class ElementDifference:
         a: Its value in the first tensor.
         b: Its value in the second tensor.
         ulps: Their distance in units in the last place, which are the steps from one value of the
-            dtype to the next: 1 for neighbours, 0 for zeros of different sign. Of integers and
-            bools their difference; of complex numbers the larger distance of both parts. None
+            dtype to the next: 1 for neighbours, 0 for zeros of different sign. For integers and
+            bools, their difference; for complex numbers, the larger distance of both parts. None
             for a NaN, and for tensors of different dtypes.
         count: The number of elements that differ.
     """
@@ -38,11 +38,11 @@ class ElementDifference:
 def first_element_difference(a: torch.Tensor, b: torch.Tensor) -> ElementDifference | None:
     """Compare two tensors element by element.
 
-    Bits are compared; the values, where the dtypes differ.
+    The bits of the elements are compared; if the dtypes differ, their values.
 
     Args:
         a: A tensor of any dtype and layout.
-        b: One of the same shape.
+        b: Another tensor, of the same shape.
 
     Returns:
         The first difference; None if all elements are equal, or the shapes differ.
@@ -77,13 +77,13 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of each element as integers, in one more dimension."""
+    """Return the bits of each element as integers, in an additional last dimension."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return tensor.unsqueeze(-1).view(kinds.get(tensor.element_size(), torch.int64))
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> int | None:
-    """Return the distance of two scalars of one dtype in steps of this dtype."""
+    """Return the distance of two scalars of the same dtype, in units in the last place."""
     if a.is_complex():
         parts = [_distance(*pair) for pair in ((a.real, b.real), (a.imag, b.imag))]
         known = [each for each in parts if each is not None]

@@ -1,4 +1,4 @@
-"""What `lockstep bisect` finds, and how it follows from fingerprints and operators. Pure.
+"""The finding of `lockstep bisect`, derived from fingerprints and operators by pure functions.
 
 fingerprints of both runs   ── find_in_modules ──>   step, micro-batch, module, parameter
 operators of that step      ── add_operator ─────>   direction, operator, line
@@ -36,7 +36,7 @@ RankSteps = Sequence[StepFingerprint]
 """Consecutive steps of one rank."""
 
 Direction = Literal["data", "state", "forward", "backward", "reduction", "optimizer"]
-"""Where a difference arises: in the data of a step, in the state before it, or in a part of it."""
+"""Where a difference arises: the data of a step, the state before it, or a phase of the step."""
 
 DIRECTIONS: dict[str, Direction] = {
     "initial": "state", "between": "state", "data": "data", "input": "forward",
@@ -64,11 +64,11 @@ SENTENCES = {
 }
 
 NO_MODULE = ("data", "loss", "optimizer", "script")
-"""What `first_difference` gives as the module where it is none."""
+"""Values of `Difference.module` that name no module."""
 
 
 BEFORE_OPERATORS = ("initial", "between", "data", "missing", "written", "steps")
-"""Differences that no operator of the step has made."""
+"""Kinds of differences that no operator of the step made."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class TensorPlace:
 
     Attributes:
         a: The index of the call in the first run.
-        b: That in the second.
+        b: The index of the call in the second run.
         is_input: Whether it is an input of the call, not an output.
-        position: Its number among them.
+        position: Its index among these inputs or outputs.
     """
 
     a: int
@@ -88,7 +88,7 @@ class TensorPlace:
     position: int
 
     def types(self, a: Sequence[OperatorCall], b: Sequence[OperatorCall]) -> str | None:
-        """Return dtype and shape of the tensor; None where they differ or there is none."""
+        """Return dtype and shape of the tensor; None if they differ or there is no such tensor."""
         found = []
         for call in (a[self.a], b[self.b]):
             types = call.input_types if self.is_input else call.output_types
@@ -102,16 +102,16 @@ class Finding:
 
     Attributes:
         step: The step in which it arises; 0 for the initial state.
-        direction: Where it arises; None where that cannot be known.
-        what: What differs, in a word: as in `lockstep.check.difference`, or the kind of an
-            operator's difference.
-        sentence: The same as a sentence, without a full stop.
-        microbatch: The lowest micro-batch that differs; None where it is about none.
-        unit: The module, by its dotted name; None where it is about none.
-        parameter: The parameter or buffer; None where it is about none.
-        a: The operator in the first run; None where there is none.
-        b: The operator in the second run.
-        element: The first element that differs; None where no two elements can be compared.
+        direction: Where it arises; None if that cannot be known.
+        what: The kind of the difference, in a word: as in `lockstep.check.difference`, or the kind
+            of an operator's difference.
+        sentence: A sentence that says what differs, without a full stop.
+        microbatch: The lowest micro-batch that differs; None if no micro-batch is concerned.
+        unit: The module, by its dotted name; None if no module is concerned.
+        parameter: The parameter or buffer; None if none is concerned.
+        a: The operator in the first run; None if there is none.
+        b: The operator in the second run; None if there is none.
+        element: The first element that differs; None if no two elements can be compared.
     """
 
     step: int
@@ -127,7 +127,7 @@ class Finding:
 
     @property
     def operator(self) -> str | None:
-        """The name of the operator; None where no operator made the difference."""
+        """The name of the operator; None if no operator made the difference."""
         call = self.a or self.b
         return None if call is None or self.what == "input" else call.operator
 
@@ -145,8 +145,8 @@ def find_in_modules(
 
     Args:
         a: The steps of each rank of the first run.
-        b: Those of the second run, which may have another layout.
-        unfinished: The steps of which a run has not all micro-batches.
+        b: The steps of each rank of the second run, which may have another layout.
+        unfinished: The steps of which one of the runs lacks micro-batches.
     """
     steps = (each for rank in (*a, *b) for each in rank)
     parameters = tuple(dict.fromkeys(name for each in steps for name in each.parameters))
@@ -174,10 +174,10 @@ def find_in_modules(
 
 
 def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> Finding:
-    """Return what two records alone show, without a replay.
+    """Return the finding that two records alone show, without a replay.
 
     Args:
-        recorded: The first step that differs; None where only digests do.
+        recorded: The first step that differs; None if only digests do.
         window: The steps among which the difference arises.
     """
     if recorded is None or recorded.step > window.last:
@@ -201,7 +201,7 @@ def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> 
         if is_missing:
             sentence = SENTENCES["missing"]
             return Finding(recorded.step, "forward", "missing", sentence, recorded.microbatch)
-        # Weights that differ change the losses of all micro-batches.
+        # Different weights would have changed the losses of all micro-batches.
         state = "" if recorded.is_partial else "the state before the step, "
         sentence += f": {state}the data or the forward pass differs"
         return Finding(recorded.step, None, "loss", sentence, recorded.microbatch)
@@ -215,10 +215,10 @@ def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> 
 
 
 def limit_place(found: Finding | None, first: int) -> Finding | None:
-    """Return a finding without a claim about what came before the first step compared.
+    """Return a finding that claims nothing about the steps before the first compared one.
 
     Args:
-        found: The finding; None for none.
+        found: The finding; None if there is none.
         first: The first step that was compared.
     """
     if found is None or found.what != "between" or found.step > first:
@@ -234,8 +234,8 @@ def compare_microbatches(
 
     Args:
         a: The number of micro-batches of the first run.
-        b: That of the second run.
-        recorded: The first step that differs; None where no step does.
+        b: The number of micro-batches of the second run.
+        recorded: The first step that differs; None if no step does.
     """
     has_other_samples = recorded is not None and recorded.what == "batch"
     return Finding(
@@ -250,12 +250,12 @@ def compare_microbatches(
 def _place_gradient(
     found: Finding, a: Sequence[StepFingerprint], b: Sequence[StepFingerprint]
 ) -> Finding:
-    """Return the finding about a gradient with its micro-batch and module, where it is recorded.
+    """Add the micro-batch and the module to a finding about a gradient, if they are recorded.
 
     Args:
         found: The finding.
-        a: What each rank of the first run recorded of the step.
-        b: The same of the second run.
+        a: The fingerprints of the step on each rank of the first run.
+        b: The fingerprints of the step on each rank of the second run.
     """
     leaves = sorted({leaf for each in a for leaf in each.leaf_gradients})
     if not leaves or not any(each.leaf_gradients for each in b):
@@ -280,12 +280,12 @@ def _place_gradient(
 
 
 def _of_leaf(ranks: Iterable[Mapping[int, Mapping[Key, int]]], leaf: int) -> dict[Key, int]:
-    """Return the checksums of one micro-batch, of all ranks."""
+    """Return the checksums of one micro-batch on all ranks."""
     return {key: value for each in ranks for key, value in each.get(leaf, {}).items()}
 
 
 def _rank(steps: RankSteps, parameters: tuple[str, ...]) -> RankFingerprint:
-    """Return the steps of one trainer as what a rank computed."""
+    """Return the fingerprint of a rank, from its steps of one trainer."""
     first = steps[0]
     initial = first.before if first.step == 0 else {}
     trainer = TrainerFingerprint("model", "", parameters, initial)
@@ -306,7 +306,7 @@ def _missing_microbatch(
 
 
 def _is_later(found: Difference, missing: Difference) -> bool:
-    """Return whether a difference comes after a micro-batch that was not computed."""
+    """Return whether a difference arises after a micro-batch that was not computed."""
     follows = found.what in ("written", "gradient", "update", "buffer", "state", "digest")
     return (found.step, follows) > (missing.step, False)
 
@@ -317,13 +317,13 @@ def add_operator(
     a: Sequence[OperatorCall],
     b: Sequence[OperatorCall],
 ) -> Finding:
-    """Return a finding with the operator that made the difference.
+    """Add the operator that made the difference to a finding.
 
     Args:
-        found: What the modules show.
-        difference: What the operators of the same step show.
+        found: The difference between the modules.
+        difference: The difference between the operators of the same step.
         a: All operators of the step in the first run.
-        b: Those in the second run.
+        b: All operators of the step in the second run.
     """
     ours = None if difference.a is None else a[difference.a]
     theirs = None if difference.b is None else b[difference.b]
@@ -380,13 +380,13 @@ def add_operator(
 def _is_written(calls: Sequence[OperatorCall], index: int | None, position: int) -> bool:
     """Return whether a call of the step wrote to the memory of an input of a call."""
     writer = -1 if index is None else calls[index].producers[position]
-    while writer >= 0 and not calls[writer].outputs:  # a view of what was written before
+    while writer >= 0 and not calls[writer].outputs:  # a view: look for the writer of its base
         writer = max(calls[writer].producers, default=-1)
     return writer >= 0
 
 
 def _direction(found: Finding, reader: OperatorCall) -> Direction | None:
-    """Return the direction of a value that was written from outside before an operator read it."""
+    """Return the direction of a value that no operator wrote before `reader` read it."""
     if found.what == "gradient" and reader.phase == "optimizer":
         return "reduction"
     return found.direction if found.direction == "forward" else reader.phase
@@ -398,16 +398,16 @@ def locate_tensor(
     a: Sequence[OperatorCall],
     b: Sequence[OperatorCall],
 ) -> TensorPlace | None:
-    """Return where a replay meets the two tensors of which a finding names the first element.
+    """Return the operator call at which a replay can compare the tensors of a finding.
 
     Args:
         found: The finding.
-        difference: What the operators of the step show; None where they agree.
+        difference: The difference between the operators of the step; None if they agree.
         a: All operators of the step in the first run.
-        b: Those in the second run.
+        b: All operators of the step in the second run.
 
     Returns:
-        The place; None where the runs have no two tensors of one shape there.
+        The place; None if the two runs have no tensors of equal dtype and shape there.
     """
     place = None
     if found.what in ("initial", "between", "written"):
@@ -423,7 +423,7 @@ def locate_tensor(
 def _reader_of(
     parameter: str | None, a: Sequence[OperatorCall], b: Sequence[OperatorCall]
 ) -> TensorPlace | None:
-    """Return the first call that gets a parameter or buffer itself."""
+    """Return the first call that takes a parameter or buffer itself as input."""
     found = []
     for calls in (a, b):
         for index, call in enumerate(calls):

@@ -1,10 +1,10 @@
 """One micro-batch of a step, computed alone: under a debugger, in anomaly mode, or into files.
 
-    select          of the rank's micro-batches, this one
-    recording       hooks, debugger, anomaly mode; when it is computed, the program ends
+    select          reduces the batch to this micro-batch
+    recording       hooks, debugger, anomaly mode; ends the program after the micro-batch
 
-Every micro-batch begins with the buffers and generators that it has in the whole step, so alone
-it computes the same bits.
+Every micro-batch begins with the buffers and generators that it has in the whole step. So it
+computes the same bits alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FinishMicrobatch = Callable[
     [StepContext, float | None, tuple[int, ...] | None, tuple[str, ...]], None
 ]
 
-MOST_NAMED = 8  # rows, or samples, in a sentence
+MOST_NAMED = 8  # the largest number of rows or samples in a sentence
 INTERNAL = ["lockstep.*", "torch.nn.modules.module", "torch.utils.*", "torch._*", "contextlib"]
 """Modules that the debugger does not stop in."""
 
@@ -57,12 +57,12 @@ class LoneMicrobatch:
     """Computes one micro-batch of a step, and ends the program.
 
     Args:
-        request: Says which micro-batch, and what to do with it.
-        called: What the trainer calls: the model, or what compiled it.
+        request: The request: which micro-batch, and what to do with it.
+        called: The callable that the trainer calls: the model, or its compiled form.
         module: The model.
         finish: Called with the step, the loss (None for a micro-batch without weight, which is
-            not computed), the indices of the samples (None where they are not known) and what was
-            found, in sentences.
+            not computed), the indices of the samples (None if they are not known) and sentences
+            about what was found.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class LoneMicrobatch:
         self._size = 0
         self._samples: tuple[int, ...] | None = None
         self._remarks: list[str] = []
-        self._has_found = False  # a module that returned what is not finite
+        self._has_found = False  # whether a module returned a non-finite value
         self._dump = None if request.dump is None else MicrobatchDump(called, module)
 
     def select(self, batch: Batch) -> Batch:
-        """Return the batch with this one of its micro-batches.
+        """Return the batch reduced to the requested micro-batch.
 
         Raises:
-            UsageError: It has fewer.
+            UsageError: The batch has fewer micro-batches.
         """
         number = self._request.microbatch
         chosen = tuple(each for each in batch.microbatches if each.index == number)
@@ -103,7 +103,7 @@ class LoneMicrobatch:
         return replace(batch, microbatches=chosen)
 
     def _check_data(self, data: Any) -> None:
-        """Name the inputs and the samples that are not finite."""
+        """Add remarks that name non-finite inputs and their samples."""
         for name, leaf in name_leaves(data):
             if not _is_finite(leaf):
                 rows = self._name_rows(leaf)
@@ -112,9 +112,9 @@ class LoneMicrobatch:
                 self._remarks.append(f"In the data, {where} {verb} not finite")
 
     def _name_rows(self, value: Any) -> str:
-        """Return the rows of the first tensor that is not finite, and their samples; "" if unknown.
+        """Return the non-finite rows of the first such tensor, and their samples; "" if unknown.
 
-        Only a tensor with one row per sample has rows to name.
+        Rows are only named of a tensor with one row per sample.
         """
         leaves = [each for each in tree_leaves(value) if not _is_finite(each)]
         if not leaves or leaves[0].dim() == 0 or len(leaves[0]) != self._size:
@@ -151,7 +151,7 @@ class LoneMicrobatch:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """Find the first module and the first gradient that are not finite."""
+        """Find the first module with a non-finite output, and the first gradient that is NaN."""
         name = type(self._module).__name__
         handles = [
             module.register_forward_hook(partial(self._check_output, path))
@@ -199,7 +199,7 @@ class LoneMicrobatch:
         )
 
     def record_loss(self, loss: torch.Tensor) -> None:
-        """Take in the loss; those of several backward passes are added."""
+        """Record the loss; the losses of several backward passes are added."""
         self._loss = (self._loss or 0.0) + float(loss.detach())
 
     def record_refusal(self, sentence: str) -> None:
@@ -209,7 +209,7 @@ class LoneMicrobatch:
         """Do nothing: the step is not finished."""
 
     def _describe_samples(self) -> str:
-        """Return a sentence about the samples; "" where they are not known."""
+        """Return a sentence about the samples; "" if they are not known."""
         if self._samples is None:
             return ""
         number, listed = self._request.microbatch, ", ".join(map(str, self._samples))
@@ -229,7 +229,7 @@ class LoneMicrobatch:
 
 
 def name_leaves(data: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of nested data by name: "0", "1", or the keys of a mapping."""
+    """Yield names and leaves of nested data; parts are named "0", "1" or by key of a mapping."""
     for path, leaf in tree_flatten_with_path(data)[0]:
         name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
         yield name or "data", leaf
@@ -242,7 +242,7 @@ def _list(noun: str, numbers: Sequence[int]) -> str:
 
 
 def _find_forward(message: str) -> str:
-    """Return where the forward of a function was called, as anomaly mode warns; "" if unknown."""
+    """Return where the forward function was called, from anomaly mode's warning; "" if unknown."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', message)
     own = [frame for frame in frames if is_user_code(frame[0])]
     if "Traceback of forward call" not in message or not own:
@@ -265,7 +265,7 @@ class DebuggerLeft(BaseException):
 
 
 class Debugger(pdb.Pdb):
-    """pdb whose command `where` shows the frames of the user's code, and the current one."""
+    """pdb with a `where` command that shows only the user's frames and the current frame."""
 
     def print_stack_trace(self, *count: Any) -> None:
         """Print these frames, the newest last."""
@@ -282,7 +282,7 @@ def debugging(called: nn.Module, describe_samples: Callable[[], str]) -> Iterato
     """Stop in the debugger where the model's forward begins, and where an error is raised.
 
     Args:
-        called: What the trainer calls: the model, or what compiled it.
+        called: The callable that the trainer calls: the model, or its compiled form.
         describe_samples: Returns a sentence about the samples of the micro-batch, which is shown
             before the debugger; "" for none.
 
@@ -313,7 +313,7 @@ def debugging(called: nn.Module, describe_samples: Callable[[], str]) -> Iterato
 
 
 class MicrobatchDump:
-    """The tensors of one micro-batch, to be written as safetensors.
+    """The tensors of one micro-batch, written as safetensors files.
 
         inputs.safetensors               data of the micro-batch
         weights.safetensors              parameters and buffers before the step
@@ -323,7 +323,7 @@ class MicrobatchDump:
         index.json                       step, loss, calls in their order, tensors left out
 
     Args:
-        called: What the trainer calls: the model, or what compiled it.
+        called: The callable that the trainer calls: the model, or its compiled form.
         module: The model.
     """
 
@@ -350,7 +350,7 @@ class MicrobatchDump:
 
     @contextmanager
     def recording(self, position: Callable[[], Any]) -> Iterator[None]:
-        """Keep what modules compute, and all gradients, while the body runs."""
+        """Keep the outputs of modules and all gradients while the body runs."""
         for name, tensor in named_tensors(self._module).items():
             self._keep("weights", name, tensor)
         name = type(self._module).__name__
@@ -396,7 +396,7 @@ class MicrobatchDump:
         return handle
 
     def _keep(self, file: str, name: str, value: Any) -> None:
-        """Copy a tensor as it is now; one that no safetensors file can hold is named instead."""
+        """Copy a tensor as it is now; only name a tensor that safetensors cannot store."""
         if not isinstance(value, torch.Tensor):
             self._skipped[f"{file}/{name}"] = type(value).__name__
             return
@@ -407,7 +407,7 @@ class MicrobatchDump:
         self._files[file][name] = value.to("cpu", copy=True).contiguous()
 
     def write(self, folder: Path, description: Mapping[str, Any]) -> None:
-        """Write the files into a folder, for their owner only."""
+        """Write the files into a folder, readable by their owner only."""
         make_folder(folder)
         for name, tensors in self._files.items():
             with open(create_file(folder / f"{name}.safetensors"), "wb") as file:

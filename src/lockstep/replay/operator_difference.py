@@ -1,4 +1,4 @@
-"""The operator that made two computations of a step differ, found on their calls. Pure.
+"""The operator that made two computations of a step differ, found by a pure comparison of calls.
 
     a   mm    relu   mul   sum       equal inputs, arguments and generator; other outputs:
     b   mm    relu   mul   sum       this operator computed another result
@@ -10,10 +10,10 @@
     b   mm    relu   mul   sum       memory that was written from outside
                      ───
 
-Both sides are walked in step. A constant that the program makes is a difference where an operator
-with another result reads it. Memory that was not written as a whole has no checksum; what reads
-it is explained by the calls that wrote to it. Operators that differ without effect on a later one,
-such as those of a message that only one side prints, are no difference.
+Both sequences are walked in parallel. A constant that the program makes only counts as a
+difference if an operator with another result reads it. Memory that was only written in part has no
+checksum; a call that reads it is explained by the calls that wrote to it. Operators that differ
+without effect on a later one, such as those of a message that only one side prints, are ignored.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from lockstep.model.operator_call import OperatorCall
 __all__ = ["OperatorDifference", "first_operator_difference"]
 
 WINDOW = 64
-"""Calls of each side among which those that correspond are sought, where the sides differ."""
+"""The number of calls of each side that are searched for matching calls where the sides differ."""
 
 SAME = 16
-"""The likeness of two calls that compute the same from the same values, or get the same result."""
+"""The likeness of two calls with the same computation and inputs, or with the same result."""
 
 
 @dataclass(frozen=True)
 class OperatorDifference:
-    """Where two computations of a step differ first.
+    """The first place at which two computations of a step differ.
 
     Attributes:
         kind: "output": another result, and equal inputs as far as these are known.
-            "arguments": another result, because of other arguments that are no tensors.
+            "arguments": another result, because of other arguments that are not tensors.
             "generator": random numbers from another state of the generator. "call": an operator
             that only one side called, or another one in its place. "input": a value that no
             recorded operator wrote.
         a: The index of the call in the first sequence; None if it has none.
         b: The index of the call in the second sequence; None if it has none.
-        position: Which output differs first, or which input at "input"; None at "call".
+        position: The index of the first output that differs, or of the first input for "input";
+            None for "call".
     """
 
     kind: Literal["output", "arguments", "generator", "call", "input"]
@@ -64,10 +65,10 @@ def first_operator_difference(
 
     Args:
         a: All calls of one computation of a step, in order.
-        b: Those of another computation of the same step.
+        b: All calls of another computation of the same step, in order.
 
     Returns:
-        The difference; None where no operator that both sides called has another result, and no
+        The difference; None if no operator that both sides called has another result, and no
         operator that only one side called wrote to the model or belongs to the optimizer.
     """
     sides = _Side(a), _Side(b)
@@ -80,7 +81,7 @@ def first_operator_difference(
             side.partners[index] = other
         if _first_unequal(a[i].outputs, b[j].outputs) is None:
             continue
-        if _is_constant(a[i]):  # matters where an operator with another result reads it
+        if _is_constant(a[i]):  # only matters if an operator with another result reads it
             for side, index in zip(sides, (i, j), strict=True):
                 side.constants.add(index)
             continue
@@ -94,13 +95,13 @@ def first_operator_difference(
 
 @dataclass
 class _Side:
-    """One sequence of calls, as far as it was walked.
+    """One sequence of calls, and the knowledge about the calls walked so far.
 
     Attributes:
         calls: The calls.
-        alone: Those that the other side has not.
-        partners: Of the others, the index of the same call on the other side.
-        constants: Of these, the constants that have other values on the other side.
+        alone: The indices of calls that the other side does not have.
+        partners: For every other call, the index of the same call on the other side.
+        constants: The indices of constants that have other values on the other side.
     """
 
     calls: Sequence[OperatorCall]
@@ -109,14 +110,14 @@ class _Side:
     constants: set[int] = field(default_factory=set)
 
     def values(self) -> set[int]:
-        """Return the checksums of all values."""
+        """Return the checksums of all inputs and outputs."""
         return {value for each in self.calls for value in (*each.inputs, *each.outputs)}
 
     def origins(self, index: int, known: set[int]) -> set[int]:
         """Return the calls that may have made unknown inputs of a call.
 
-        These are calls and constants that the other side has not, and calls that both have and
-        of which a checksum says nothing (views), or does not say all.
+        These are calls and constants that the other side does not have, and calls that both sides
+        have but whose checksums do not cover all that they wrote (views, partial writes).
         """
         found: set[int] = set()
         pending = [index]
@@ -134,13 +135,13 @@ class _Side:
         return found
 
     def _may_differ(self, index: int) -> bool:
-        """Return whether more than the outputs of a call is needed to know that it is equal."""
+        """Return whether a call can differ from its partner although their outputs agree."""
         call = self.calls[index]
         is_incomplete = not all(call.outputs) or not call.outputs or bool(call.earlier)
         return is_incomplete or index in self.alone or index in self.constants
 
     def first(self, some: set[int]) -> int | None:
-        """Return the first of some calls, of those that compute something if there are any."""
+        """Return the first of some calls, preferably of those that compute something."""
         computing = {index for index in some if self.calls[index].outputs}
         return min(computing or some, default=None)
 
@@ -172,13 +173,13 @@ def _explain(i: int, j: int, a: _Side, b: _Side) -> OperatorDifference:
 def _find_origin(
     a: _Side, behind_a: set[int], b: _Side, behind_b: set[int]
 ) -> OperatorDifference | None:
-    """Return the difference that is behind the inputs of a call; None if it is none of a call's.
+    """Return the earlier call that made the inputs of a call differ; None if no call did.
 
     Args:
         a: The first side.
-        behind_a: The calls of it that may have made the inputs.
+        behind_a: The calls of the first side that may have made the inputs.
         b: The second side.
-        behind_b: The same of it.
+        behind_b: The calls of the second side that may have made the inputs.
     """
     alone = a.first(behind_a & a.alone), b.first(behind_b & b.alone)
     if alone != (None, None):
@@ -197,13 +198,13 @@ def _find_origin(
 
 
 def _is_constant(call: OperatorCall) -> bool:
-    """Return whether a call makes a tensor of values that are not torch's."""
+    """Return whether a call makes a tensor from values that come from outside torch."""
     is_made_from_nothing = not (call.inputs or call.arguments or any(call.generator))
     return is_made_from_nothing and call.phase != "data"
 
 
 def _has_effect(call: OperatorCall) -> bool:
-    """Return whether what only one side called changes what the step leaves."""
+    """Return whether a call of one side alone changes the model or the optimizer's state."""
     writes_model = any(": " in each for each in call.output_types) and bool(call.outputs)
     return writes_model or (call.phase == "optimizer" and bool(call.outputs))
 
@@ -211,7 +212,7 @@ def _has_effect(call: OperatorCall) -> bool:
 def _first_unequal(a: Checksums, b: Checksums) -> int | None:
     """Return the first position where two sequences differ; None if they are equal.
 
-    A value that one side does not know, 0, is no difference.
+    A checksum of 0 is unknown, and counts as equal.
     """
     if a == b:
         return None
@@ -227,9 +228,9 @@ Pair = tuple[int | None, int | None]
 
 
 def _pairs(a: Sequence[OperatorCall], b: Sequence[OperatorCall]) -> Iterator[Pair]:
-    """Yield the indices of calls that correspond, in order; None for a call of one side alone.
+    """Yield the indices of matching calls, in order; None for a call of one side alone.
 
-    First the phases of the micro-batches are brought in step, then the calls within each.
+    First the phases of the micro-batches are aligned, then the calls within each phase.
     """
     parts_a, parts_b = _parts(a), _parts(b)
     names_a, names_b = [name for name, _ in parts_a], [name for name, _ in parts_b]
@@ -257,7 +258,7 @@ def _parts(calls: Sequence[OperatorCall]) -> list[tuple[tuple[str, int | None], 
 def _pairs_within(
     a: Sequence[OperatorCall], span_a: range, b: Sequence[OperatorCall], span_b: range
 ) -> Iterator[Pair]:
-    """Yield the calls of two parts that correspond: the same operator in the same unit."""
+    """Yield the matching calls of two parts: the same operator in the same unit."""
     i = j = 0
     while i < len(span_a) and j < len(span_b):
         if _likeness(a[span_a[i]], b[span_b[j]]) == SAME:
@@ -276,8 +277,8 @@ def _pairs_within(
 def _align(
     a: Sequence[OperatorCall], span_a: range, b: Sequence[OperatorCall], span_b: range
 ) -> list[Pair]:
-    """Return the order-preserving pairs of two short parts that are most alike together."""
-    best = [[0] * (len(span_b) + 1) for _ in range(len(span_a) + 1)]  # of the rest from (i, j) on
+    """Return the order-preserving pairs of two short parts with the largest total likeness."""
+    best = [[0] * (len(span_b) + 1) for _ in range(len(span_a) + 1)]  # of the calls from (i, j)
     likeness = [[_likeness(a[m], b[n]) for n in span_b] for m in span_a]
     for i in reversed(range(len(span_a))):
         for j in reversed(range(len(span_b))):
@@ -301,7 +302,7 @@ def _align(
 
 
 def _likeness(a: OperatorCall, b: OperatorCall) -> int:
-    """Return how certain it is that two calls correspond; 0 if they do not."""
+    """Return how certainly two calls match; 0 if they do not."""
     if (a.unit, a.operator) != (b.unit, b.operator):
         return 0
     if a.arguments != b.arguments:

@@ -1,8 +1,8 @@
-"""The program of a recorded run: what it was, and how it can run again.
+"""The program of a recorded run, and all that is needed to run it again.
 
     record.jsonl, launch.json, checkpoints ──> Program, Base ──> ranks
 
-Everything here only reads.
+This module only reads files.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Program:
         target: The script, the module or the recipe.
         arguments: Its arguments.
         cwd: The working directory.
-        path: The entries of `sys.path` that do not belong to the installation; None where
-            they are not known.
-        environ: The variables that decide bits.
-        variables: The variables that the program's own files name.
-        torch_seed: The seed of torch's default generator, which initial weights are drawn from;
-            None where it is not known.
+        path: The entries of `sys.path` that do not belong to the installation; None if they
+            are not known.
+        environ: The environment variables that can change the bits of a result.
+        variables: The environment variables that the program's own files name.
+        torch_seed: The seed of torch's default generator, from which initial weights are drawn;
+            None if it is not known.
         options: The options of a recipe.
-        trainer: The number of the recorded trainer in the program, from 0; where `launch` is
-            known, in the function that was launched.
-        launch: The number of the call of `ls.launch`, from 0; None outside of them.
-        sources: The folder with the stored sources; None where there are none.
+        trainer: The index of the recorded trainer in the program, from 0. If `launch` is known,
+            the index in the launched function.
+        launch: The index of the call of `ls.launch`, from 0; None outside of such a call.
+        sources: The folder with the stored sources; None if there are none.
     """
 
     kind: str
@@ -63,12 +63,12 @@ class Program:
 
 @dataclass(frozen=True)
 class Base:
-    """Where a replay begins.
+    """The state from which a replay begins.
 
     Attributes:
-        steps: The number of steps that are finished there.
+        steps: The number of steps that are finished in this state.
         checkpoint: The checkpoint; None for the beginning of the program.
-        remarks: Which checkpoints cannot be used and why, in sentences.
+        remarks: Sentences about checkpoints that cannot be used.
     """
 
     steps: int = 0
@@ -140,7 +140,7 @@ def read_program(run: Run, step: int) -> Program:
 
 
 def _read_variables(run: Run, step: int) -> dict[str, str]:
-    """Return the variables that the program's files name, also those of modules imported late."""
+    """Return the variables that the program's files name, with those of modules imported late."""
     later = [line.get("variables") for line in (*run.checkpoints, run.end or {})]
     found = {**as_dict(run.latest("variables", step))}
     for each in later:
@@ -149,7 +149,7 @@ def _read_variables(run: Run, step: int) -> dict[str, str]:
 
 
 def _read_launch(run: Run) -> dict[str, Any]:
-    """Return what a record of an older version has of the program, as its field `program`."""
+    """Return the field `program` for a record of an older version, from its `launch.json`."""
     variables = as_dict(run.environment.get("variables"))
     environ = select_variables({name: str(value) for name, value in variables.items()})
     options = run.latest("options")
@@ -169,7 +169,7 @@ def find_base(run: Run, step: int) -> Base:
     found = {
         int(path.name.split("-")[1]): path for path in find_checkpoints(run.folder / CHECKPOINTS)
     }
-    # Those elsewhere, such as one of another run from which this one began.
+    # Checkpoints elsewhere, such as the one of another run from which this run began.
     for line in (*run.checkpoints, *run.resumes):
         recorded, steps = line.get("path") or line.get("checkpoint"), line.get("step")
         if not isinstance(recorded, str) or not isinstance(steps, int):
@@ -189,7 +189,7 @@ def find_base(run: Run, step: int) -> Base:
 
 
 def find_obstacles(run: Run, step: int, program: Program, base: Base) -> list[str]:
-    """Return why a replay may compute other bits than the run, or takes longer, in sentences."""
+    """Return sentences about why a replay may compute other bits than the run, or take longer."""
     found = list(base.remarks)
     if not os.path.isdir(program.cwd):
         found.append(f"the working directory {program.cwd} is not here: {os.getcwd()} is used")
@@ -215,7 +215,7 @@ def find_obstacles(run: Run, step: int, program: Program, base: Base) -> list[st
 
 
 def _changed_files(files: Any) -> Iterator[str]:
-    """Yield which data files are not as they were recorded, in sentences."""
+    """Yield a sentence about each data file that has changed since it was recorded."""
     for file in map(as_dict, files if isinstance(files, list) else ()):
         path = str(file.get("path"))
         try:

@@ -1,13 +1,13 @@
-"""The first difference between two records, without a replay. Pure.
+"""The first difference between two records, found by pure functions without a replay.
 
     batch of step k           its samples, or their order
     losses of step k          micro-batch by micro-batch
     loss and norm of step k   the batch's
-    digest after step k       where both have one: at checkpoints and at the end
-    stop in step k            a value that is not finite, which only one run had
+    digest after step k       if both have one: at checkpoints and at the end
+    stop in step k            a non-finite value that only one run had
 
-Losses and the norm of a step are computed before its update, so an update that differs shows
-one step later, and a buffer that no loss depends on shows in a digest alone.
+Losses and the norm of a step are computed before its update, so a different update only shows one
+step later. A buffer that no loss depends on only shows in a digest.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Identified(Protocol):
 
     @property
     def loss(self) -> float | None:
-        """The loss of the batch; None where it is not known."""
+        """The loss of the batch; None if it is not known."""
 
     @property
     def norm(self) -> float | None:
-        """The norm of the gradient; None where it is not known."""
+        """The norm of the gradient; None if it is not known."""
 
     @property
     def losses(self) -> tuple[float | None, ...]:
@@ -55,15 +55,15 @@ class Identified(Protocol):
 
 @dataclass(frozen=True)
 class RecordDifference:
-    """What of a step differs between two records.
+    """A difference between the same step of two records.
 
     Attributes:
         step: The number of the step.
-        what: "batch", "loss of the micro-batch", "loss", "norm" or "stop".
-        microbatch: The micro-batch; None where it is about the whole batch.
-        a: The value of the first record, as text; "none" where it was not computed. Of a stop,
-            why the run stopped; "" where it went on.
-        b: That of the second.
+        what: "batch", "loss of the micro-batch", "loss", "norm", "digest" or "stop".
+        microbatch: The micro-batch; None if the difference is about the whole batch.
+        a: The value of the first record, as text; "none" if it was not computed. For a stop, the
+            reason why the run stopped; "" if it continued.
+        b: The value of the second record.
         is_partial: Whether some micro-batches have the same loss in both.
     """
 
@@ -81,9 +81,9 @@ class Stop:
 
     Attributes:
         step: The number of the step.
-        microbatch: The micro-batch; None where it is not known, or about none.
-        what: Why it failed: "the loss is nan", "KeyError: 'lr'".
-        is_value: Whether a value was not finite, which the bits of the step decide.
+        microbatch: The micro-batch; None if it is not known, or if no micro-batch is concerned.
+        what: The reason of the failure: "the loss is nan", "KeyError: 'lr'".
+        is_value: Whether the reason is a non-finite value, which every exact replay computes too.
     """
 
     step: int
@@ -97,9 +97,9 @@ class SearchWindow:
     """The steps among which the difference of two records arises.
 
     Attributes:
-        first: The first of them; the states before it are equal, or unknown.
-        last: The last of them; after it the records differ.
-        is_narrow: Whether the step is known up to the update before it.
+        first: The first of these steps; the states before it are equal, or unknown.
+        last: The last of these steps; the records differ after it.
+        is_narrow: Whether the step `last`, or the update before it, is known to differ.
     """
 
     first: int
@@ -114,12 +114,12 @@ def first_record_difference(
 ) -> RecordDifference | None:
     """Return the first difference among the steps that both records have; None if there is none.
 
-    What only one of them has recorded is not compared.
+    Values that only one of them recorded are not compared.
 
     Args:
         a: The finished steps of the first record.
-        b: Those of the second record.
-        stops: Where each run stopped, if it failed.
+        b: The finished steps of the second record.
+        stops: The step in which each run stopped; None for a run that did not fail.
     """
     theirs = {each.step: each for each in b}
     for ours in a:
@@ -133,7 +133,7 @@ def first_record_difference(
 def _stop_difference(
     a: Sequence[int], b: Sequence[int], stops: tuple[Stop | None, Stop | None]
 ) -> RecordDifference | None:
-    """Return the first step in which a value stopped one run, and the other not, or elsewhere."""
+    """Return the first step in which a non-finite value stopped only one run, or both elsewhere."""
     first, second = (stop if stop is not None and stop.is_value else None for stop in stops)
     known = [stop for stop in (first, second) if stop is not None]
     if first == second or not known:
@@ -143,7 +143,7 @@ def _stop_difference(
         stop if stop is not None and stop.step == step else None for stop in (first, second)
     )
     if (ours is None and step not in a) or (theirs is None and step not in b):
-        return None  # it is not known what the other run had there
+        return None  # the other run did not get to this step
     places = [stop.microbatch for stop in (ours, theirs) if stop is not None]
     microbatch = min((place for place in places if place is not None), default=None)
     x, y = ("" if stop is None else stop.what for stop in (ours, theirs))
@@ -153,12 +153,12 @@ def _stop_difference(
 def compare_records(
     a: Mapping[int, str], b: Mapping[int, str], found: RecordDifference | None
 ) -> SearchWindow | None:
-    """Return where to search for the difference of two records; None where they agree.
+    """Return the steps to search for the difference of two records; None if the records agree.
 
     Args:
-        a: The digests of the first record, by the number of steps that were taken before.
-        b: Those of the second record.
-        found: The first step that differs.
+        a: The digests of the first record, by the number of finished steps.
+        b: The digests of the second record, by the number of finished steps.
+        found: The first step that differs; None if no step does.
     """
     common = sorted(a.keys() & b.keys())
     differing = next((taken for taken in common if a[taken] != b[taken]), None)
@@ -174,7 +174,7 @@ def compare_records(
 
 
 def step_differences(a: Identified, b: Identified) -> Iterator[RecordDifference]:
-    """Yield what differs between the same step of two computations."""
+    """Yield the differences between the same step of two computations."""
     if a.batch is not None and b.batch is not None and a.batch != b.batch:
         yield RecordDifference(a.step, "batch", None, a.batch, b.batch)
     if a.losses and b.losses:
@@ -191,5 +191,5 @@ def step_differences(a: Identified, b: Identified) -> Iterator[RecordDifference]
 
 
 def _text(value: float | None) -> str:
-    """Return a number so that it is read back with the same bits."""
+    """Return a number as text that is read back with the same bits; "none" for None."""
     return "none" if value is None else repr(value)

@@ -1,8 +1,8 @@
-"""A run as bisect takes it: what its record says of each step, and whether it can be replayed.
+"""A run as an input of `lockstep bisect`: a folder, or an exported file.
 
 runs/night/             a run: its record, sources and checkpoints
-night.fingerprints      what `lockstep bisect night --export` wrote: a record with the lines and
-                        fields that identify steps, which another machine can compare
+night.fingerprints      the output of `lockstep bisect night --export`: a record with the lines and
+                        fields that identify steps, for a comparison on another machine
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ EXPORTED = {
     "checkpoint": {"kind", "t", "step", "digest"},
     "end": None,
 }
-"""The kinds of lines of a record that an exported file has, and their fields; None for all."""
+"""The kinds of record lines in an exported file, and their exported fields; None for all."""
 
 FINGERPRINT = "fingerprint"
-"""The kind of the line of an exported file with what one rank computed in a step."""
+"""The kind of an exported line that holds the fingerprint of one rank in a step."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class RecordedRun:
     """One of the two runs.
 
     Attributes:
-        name: How messages call it.
+        name: The name of the run in messages.
         run: Its record.
-        steps: What identifies its steps.
+        steps: Its recorded steps, with the values that identify them.
         place: Its folder, or the exported file.
         folder: The folder of the run; None for an exported file, which cannot be replayed.
     """
@@ -78,7 +78,7 @@ class RecordedRun:
 
     @cached_property
     def fingerprints(self) -> dict[int, list[StepFingerprint]]:
-        """What each rank's units computed, by step, where that was recorded."""
+        """The recorded fingerprints of all ranks, by step."""
         if self.folder is not None:
             return read_unit_fingerprints(self.folder).steps
         found: dict[int, list[StepFingerprint]] = {}
@@ -95,7 +95,7 @@ class RecordedRun:
     def read_line(self, source: str, step: int) -> str:
         """Return the text of a line of the program, such as "train.py:31 in forward".
 
-        "" where the sources that were stored for a step do not have exactly one file of that name.
+        "" unless exactly one of the sources stored for the step has that name.
         """
         name, _, rest = source.partition(":")
         number = rest.partition(" ")[0]
@@ -105,7 +105,7 @@ class RecordedRun:
         return linecache.getline(str(file), int(number)).strip()
 
     def find_sources(self, step: int) -> dict[str, Path]:
-        """Return the source files that computed a step by name, without those that share theirs."""
+        """Return the source files of a step by name, without files whose name is not unique."""
         stored = self.run.latest("sources", step)
         if self.folder is None or not isinstance(stored, str):
             return {}
@@ -115,7 +115,7 @@ class RecordedRun:
 
     @cached_property
     def stop(self) -> Stop | None:
-        """Where the run failed; None if it did not, or if that is not known."""
+        """The step in which the run failed; None if it did not fail, or if it is not known."""
         if self.run.state != "failed":
             return None
         steps = {each.step: each for each in self.steps}
@@ -128,7 +128,7 @@ class RecordedRun:
 
     @property
     def microbatches(self) -> int | None:
-        """The number of micro-batches; None where the record does not say."""
+        """The number of micro-batches per step; None if the record does not say."""
         found = self.run.layout.get("microbatches")
         return found if isinstance(found, int) else None
 
@@ -138,11 +138,11 @@ def read_recorded_run(place: Path, name: str = "") -> RecordedRun:
 
     Args:
         place: The folder of the run, its record, or the file.
-        name: How messages call it; "" for its recorded name, or the path of the file.
+        name: The name of the run in messages; "" for its recorded name, or the path of the file.
 
     Raises:
-        UsageError: There is none, or it has no steps.
-        FileError: It cannot be read.
+        UsageError: There is no run, or it has no steps.
+        FileError: The record cannot be read.
     """
     run = read_run(place)
     is_run = place.is_dir() or place.name == RECORD_FILE
@@ -184,7 +184,7 @@ def require_comparable(a: RecordedRun, b: RecordedRun, difference: RecordDiffere
 
 
 def _describe_model(run: Run) -> str:
-    """Return the size of the model in words; "" where the record does not say."""
+    """Return the size of the model in words; "" if the record does not say."""
     model = as_dict(run.header.get("model"))
     if not isinstance(model.get("parameters"), int):
         return ""
@@ -195,7 +195,7 @@ def _describe_model(run: Run) -> str:
 
 
 def find_source_differences(a: RecordedRun, b: RecordedRun, step: int) -> list[str]:
-    """Return the names of the source files of a step that both runs stored, and that differ."""
+    """Return the names of source files that both runs stored for a step, and that differ."""
     ours, theirs = a.find_sources(step), b.find_sources(step)
     return [
         name
@@ -205,7 +205,7 @@ def find_source_differences(a: RecordedRun, b: RecordedRun, step: int) -> list[s
 
 
 def export_fingerprints(run: RecordedRun) -> bytes:
-    """Return what identifies the steps of a run, for a comparison on another machine."""
+    """Return the content of an exported file: the lines and fields that identify a run's steps."""
     lines, link = [], 0
     for fields in _exported_lines(run):
         text = orjson.dumps(fields, option=orjson.OPT_NON_STR_KEYS)

@@ -13,26 +13,26 @@ from lockstep.model.operator_call import KeptTensors, OperatorCall
 __all__ = ["Level", "Replay", "ReplayRequest", "ReplayedStep"]
 
 Level = Literal["result", "modules", "operators"]
-"""What is recorded: results of the steps; also what each module, or each operator, computed."""
+"""The level of recording: results of the steps; also the results of modules, or of operators."""
 
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """Which steps of a run to compute again.
+    """A request to compute steps of a run again.
 
     Attributes:
         run: The folder of the run.
         first: The first step that is wanted, from 0.
-        last: The last one.
-        layout: Where the training takes place.
-        level: What is recorded of the wanted steps.
-        microbatch: The micro-batch of the step `first` that is wanted; on one rank it is
-            computed alone, and the step not finished. None for whole steps.
-        kept: The index, among the operators of the step `first`, of the one whose tensors are
-            kept at level "operators"; None for none.
+        last: The last step that is wanted.
+        layout: The layout of the replay.
+        level: The level of recording for the wanted steps.
+        microbatch: The micro-batch of the step `first` that is wanted. On one rank it is
+            computed alone, and the step is not finished. None for whole steps.
+        kept: The index of the operator of the step `first` whose tensors are kept at level
+            "operators"; None for none.
         dump: The folder into which the tensors of that micro-batch are written; None for none.
-        anomaly: Compute that micro-batch in autograd's anomaly mode.
-        debug: Compute that micro-batch under pdb, in this terminal.
+        anomaly: Whether that micro-batch is computed in autograd's anomaly mode.
+        debug: Whether that micro-batch is computed under pdb, in this terminal.
         timeout: Seconds after which the ranks are ended; None for no limit.
     """
 
@@ -58,8 +58,8 @@ class ReplayRequest:
 class ReplayedStep:
     """One step, as the replay computed it.
 
-    A step in which the program failed has neither results nor a digest, only what modules or
-    operators computed.
+    A step in which the program failed has neither results nor a digest, only fingerprints or
+    operators.
 
     Attributes:
         step: Its number, from 0.
@@ -67,14 +67,14 @@ class ReplayedStep:
         loss: The loss of the batch, before the step.
         norm: The 2-norm of the gradient before clipping.
         losses: The loss of each micro-batch; None for one that was not computed.
-        batch: A hash of the batch's samples, as in the record; None where it is not known.
+        batch: A hash of the batch's samples, as in the record; None if it is not known.
         digest: `trainer.digest()` after the step.
-        fingerprints: What each rank's modules computed, by rank; only at level "modules".
+        fingerprints: The fingerprints of modules, by rank; only at level "modules".
         operators: The operators that rank 0 executed, in order; only at level "operators".
-        kept: The tensors of the operator that the request names, of this step; None for none.
-        samples: The indices in the dataset of the samples of the micro-batch that was computed
-            alone; None where they are not known.
-        remarks: What was found in the micro-batch that was computed alone, in sentences.
+        kept: The tensors of the operator that the request names; None for none.
+        samples: The dataset indices of the samples of the micro-batch that was computed alone;
+            None if they are not known.
+        remarks: Sentences about the micro-batch that was computed alone.
     """
 
     step: int
@@ -96,14 +96,14 @@ class Replay:
     """The result of a replay.
 
     Attributes:
-        steps: The wanted steps, as far as it came.
+        steps: The wanted steps that were computed.
         base: The number of steps in the checkpoint from which it began; 0 for the beginning.
-        seconds: From the start of the ranks to their end.
-        failure: Why it ended too early, as one sentence; "" if it did not.
+        seconds: The time from the start of the ranks to their end, in seconds.
+        failure: A sentence about why it ended too early; "" if it did not.
         details: The traceback and the last lines of output of the failed rank.
-        finished: The number of steps that were finished when it ended; None where the program did
-            not come to the trainer.
-        is_refused: Whether the failure says that the program has no such layout.
+        finished: The number of steps that were finished when it ended; None if the program did
+            not construct the trainer.
+        is_refused: Whether it failed because the program cannot run in the requested layout.
         is_left: Whether the user left the debugger before the micro-batch was computed.
     """
 

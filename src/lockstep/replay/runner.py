@@ -1,4 +1,4 @@
-"""Running a recorded program again: ranks are launched, the wanted steps come back.
+"""Running a recorded program again: launch ranks, and collect the wanted steps.
 
 command ── launch ──> rank: session opened, output into a log, the program runs
    progress <─ rank 0: steps finished
@@ -38,23 +38,24 @@ from lockstep.replay.stored_sources import StoredSources
 
 __all__ = ["run_order", "run_program"]
 
-DEBUGGER_LEFT = "DebuggerLeft"  # the class of the exception
-FAILURE = "failure"  # the file with the sentence of a program that failed in this terminal
+DEBUGGER_LEFT = "DebuggerLeft"  # the class name of the exception
+FAILURE = "failure"  # the file with the error of a program that failed in this terminal
 POLL = 0.2  # seconds between two reports of progress
 READ_LATE = re.compile(r"OMP_NUM_THREADS|CUBLAS.*|NVIDIA_.*|TORCH_.*|TORCHINDUCTOR_CACHE_DIR")
-"""Variables that a forked rank obeys although torch is loaded; others need a new interpreter."""
+"""Variables that take effect in a forked rank, which has torch loaded; others need a new
+interpreter."""
 
 Report = Callable[[int, int], None]
-"""Called with the steps that are done, and their number."""
+"""Called with the number of steps done so far, and their total."""
 
 
 def run_program(
     program: Program, base: Base, request: ReplayRequest, report: Report | None = None
 ) -> Replay:
-    """Compute steps of a recorded run again, from a checkpoint on.
+    """Compute steps of a recorded run again, starting from a checkpoint.
 
     Args:
-        program: What the run ran.
+        program: The program of the run.
         base: The checkpoint, or the beginning.
         request: The steps and the layout.
         report: Called a few times per second while it runs.
@@ -86,7 +87,7 @@ def run_program(
 
 @contextlib.contextmanager
 def _exiting_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit at SIGTERM in the body, so that ranks and files do not stay behind."""
+    """Raise SystemExit at SIGTERM in the body, so that no ranks or files are left behind."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -142,7 +143,7 @@ def _run_in_terminal(order: tuple[Program, Base, ReplayRequest, str], folder: Pa
         f"import sys; sys.path[:] = {sys.path!r}; from lockstep.replay.runner import run_order; "
         f"run_order({os.fspath(file)!r})"
     )
-    # Ctrl-C is meant for the debugger alone.
+    # Only the debugger handles Ctrl-C.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with _environment(order[0]):
@@ -172,10 +173,10 @@ def run_order(file: str) -> None:
 
 @contextlib.contextmanager
 def _environment(program: Program) -> Iterator[bool]:
-    """Have the recorded variables in this process, which ranks inherit, while the body runs.
+    """Set the recorded variables in this process, which ranks inherit, while the body runs.
 
-    A variable that the stored sources name and the recorded process did not have is removed.
-    Yields whether some of them are obeyed by new interpreters only.
+    A variable that the stored sources name is removed if the recorded process did not have it.
+    Yields whether some of the variables only take effect in a new interpreter.
     """
     before = dict(os.environ)
     here, recorded = select_variables(before), program.environ
@@ -234,10 +235,10 @@ def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, n
 
 
 def _run_program(program: Program, folder: Path) -> None:
-    """Run what was recorded as its interpreter would."""
+    """Run the recorded program as the Python interpreter would."""
     import torch
 
-    with contextlib.suppress(OSError):  # on another machine
+    with contextlib.suppress(OSError):  # another machine may not have this folder
         os.chdir(program.cwd)
     if program.kind == "recipe":
         _run_recipe(program.options, folder)
@@ -246,7 +247,7 @@ def _run_program(program: Program, folder: Path) -> None:
     if program.sources is not None and program.sources.is_dir():
         sources = StoredSources(program.sources)
         sources.install()
-    if program.torch_seed is not None:  # a program that sets none has drawn it at random
+    if program.torch_seed is not None:  # the recorded initial seed, for a program that sets none
         torch.manual_seed(program.torch_seed)
     sys.argv[:] = [program.target, *program.arguments]
     kind = "module" if program.kind == "module" else "script"
@@ -288,7 +289,8 @@ def _count_of(folder: Path, rank: int) -> Path:
 def read_count(folder: Path) -> int | None:
     """Return how many steps the trainer has finished; None before it is constructed.
 
-    Ranks that are ended after the failure of another one may not have counted the last one.
+    The largest count is the true one: a rank that is ended after the failure of another rank may
+    not have counted the last step.
     """
     texts = [file.read_bytes() for file in folder.glob("rank-*.count")]
     return max((int.from_bytes(text, "little") for text in texts if text), default=None)
@@ -303,7 +305,7 @@ def _merge_steps(ranks: Sequence[Sequence[ReplayedStep]]) -> list[ReplayedStep]:
 
 
 def _read(record: Path) -> Iterator[ReplayedStep]:
-    """Yield what a rank recorded, up to where it was ended."""
+    """Yield the steps that a rank recorded before it ended."""
     ends = FileNotFoundError, EOFError, pickle.UnpicklingError
     with contextlib.suppress(*ends), record.open("rb") as file:
         while True:

@@ -1,8 +1,8 @@
-"""Replay session: what `lockstep replay` does with the trainers of a recorded program.
+"""Replay session: the effect of `lockstep replay` on the trainers of a recorded program.
 
-Trainer()          layout of the replay; continues from the checkpoint
-steps before       as they were, and counted
-wanted steps       results and digest, and at other levels what modules or operators compute
+Trainer()          has the layout of the replay; continues from the checkpoint
+steps before       are computed as in the run, and counted
+wanted steps       record results and digest; at other levels, also fingerprints or operators
 after the last     SessionComplete unwinds the program
 """
 
@@ -37,12 +37,12 @@ class ReplaySession:
 
     Args:
         request: The steps that are wanted.
-        trainer: The trainer that they belong to: the number of the call of `ls.launch` in the
-            program (None outside of them), and its own number there.
-        base: Where it begins.
+        trainer: The trainer that they belong to: the index of the call of `ls.launch` in the
+            program (None outside of such a call), and the index of the trainer in that call.
+        base: The state from which the replay begins.
         record: Called with each wanted step; the same on every rank except for fingerprints.
         count: Called with the number of finished steps, when the trainer is constructed and after
-            each one.
+            each step.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class ReplaySession:
         self.request = request
         self.record, self.count = record, count
         self.trainer, self._base = trainer, base
-        self._counts: Counter[int | None] = Counter()  # of trainers by call of `launch`
+        self._counts: Counter[int | None] = Counter()  # trainers per call of `launch`
         self._observed: ReplayedTrainer | None = None
 
     def options(
         self, model: nn.Module | Sequence[Any], given: PipelineConfig
     ) -> tuple[PipelineConfig, bool]:
-        """Return the stages of a trainer of `model`, and whether it shares parameters."""
+        """Return the pipeline options of a trainer of `model`, and whether it shares parameters."""
         return choose_options(self.request.layout, model, given)
 
     def attach(self, trainer: ObservedTrainer) -> TrainerObserver:
-        """Return what observes a trainer; all but the recorded one train as they do."""
+        """Return the observer of a trainer; all but the recorded trainer are left unobserved."""
         launch = get_launch_number()
         number = self._counts[launch]
         self._counts[launch] += 1
@@ -116,7 +116,7 @@ class ReplayedTrainer:
             )
 
     def begin_step(self, step: int) -> StepObserver | None:
-        """Return what observes a step."""
+        """Return the observer of a step; None for none."""
         request, self._begun = self._session.request, step
         if request.is_alone:
             if not self._is_wanted(step):
@@ -133,7 +133,7 @@ class ReplayedTrainer:
         return self._tracer
 
     def commit(self, committed: CommittedStep) -> None:
-        """Take in a step; end the program after the last one that is wanted."""
+        """Record a wanted step; end the program after the last one."""
         result, session = committed.result, self._session
         self._begun = None
         session.count(result.step + 1)
@@ -143,7 +143,7 @@ class ReplayedTrainer:
             raise SessionComplete
 
     def record_unfinished(self) -> None:
-        """Record what modules or operators computed in a wanted step that was not finished."""
+        """Record the fingerprints or operators of a wanted step that was not finished."""
         step, level = self._begun, self._session.request.level
         if step is None or not self._is_wanted(step) or level == "result":
             return
@@ -166,7 +166,7 @@ class ReplayedTrainer:
         return self._session.request.first <= step <= self._session.request.last
 
     def _record(self, result: StepResult) -> None:
-        """Record a wanted step; a collective call with stages."""
+        """Record a wanted step; with pipeline stages this is a collective call."""
         digest, fingerprints = self._trainer.digest(), []
         if self._fingerprinter is not None:
             state = self._trainer.optimizer_state()
@@ -194,7 +194,7 @@ class ReplayedTrainer:
         samples: tuple[int, ...] | None,
         remarks: tuple[str, ...],
     ) -> None:
-        """Record the one micro-batch that was computed of a step."""
+        """Record the micro-batch that was computed alone."""
         assert step.batch is not None
         losses: list[float | None] = [None] * step.batch.leaves
         losses[self._session.request.microbatch or 0] = loss

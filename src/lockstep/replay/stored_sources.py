@@ -1,11 +1,11 @@
-"""Stored sources: a program runs from the copies in its run, under its own file names.
+"""Stored sources: a program runs from the copies in its run, under its original file names.
 
     import model  ──> finder: sys.path has /home/ann; is there a stored /home/ann/model.py?
                       yes: a module with that `__file__`, whose code is the stored text
-                      no: as without it
+                      no: an ordinary import
 
-So relative paths, tracebacks, pdb and `inspect` show the program as it was recorded, wherever its
-files are today, and whether or not they are there.
+So relative paths, tracebacks, pdb and `inspect` show the program as it was recorded, even if its
+files have moved or no longer exist.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StoredSources(MetaPathFinder):
         self._folders = {parent for path in self._files for parent in map(str, Path(path).parents)}
 
     def install(self) -> None:
-        """Use the stored sources for all imports of this process, and for what shows lines."""
+        """Use the stored sources for all imports of this process, and for `linecache`."""
         sys.meta_path.insert(0, self)
         for path, content in self._files.items():
             lines = decode_source(content).splitlines(keepends=True)
@@ -77,12 +77,12 @@ class StoredSources(MetaPathFinder):
 
 
 class StoredLoader(SourceFileLoader):
-    """Loads one stored module; bytecode that belongs to today's file is not used.
+    """Loads one stored module; bytecode of the file as it is today is not used.
 
     Args:
         name: The name of the module.
-        path: Its file when it was recorded.
-        content: What the file held.
+        path: The path of its file when it was recorded.
+        content: The content of the file.
     """
 
     def __init__(self, name: str, path: str, content: bytes) -> None:
