@@ -1,1 +1,1 @@
-"""What a run writes while it works, and its values read back."""
+"""The record of a run: loggers that write it, readers, and the values that it holds."""

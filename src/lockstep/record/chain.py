@@ -3,9 +3,9 @@
     {"kind":"run",...,"chain":"5f0c..."}      hash of this line, seeded with 0
     {"kind":"step",...,"chain":"91ab..."}     hash of this line, seeded with 5f0c...
 
-A line that was edited, removed, inserted or moved no longer follows from the one before it. The
-hash is no signature: it shows that a record was changed, and someone who computes all hashes
-anew is not noticed. Lines that are missing at the end are noticed by what else the run left.
+The hash of a line that was edited, inserted or moved, or that follows a removed line, no longer
+matches. The hash is not a signature: a record whose hashes were all computed anew passes the check.
+`find_missing_end` detects lines that are missing at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.launcher.run_folder import read_description
 __all__ = ["ChainCheck", "add_link", "find_last_link", "find_missing_end"]
 
 MARK = b',"chain":"'
-TAIL = len(MARK) + 16 + len(b'"}\n')  # bytes of a link at the end of a line
+TAIL = len(MARK) + 16 + len(b'"}\n')  # the size in bytes of a link, at the end of a line
 STEPS = re.compile(r"step-(\d+)(?:-\d+)?")
 
 
@@ -56,10 +56,10 @@ def _read_link(line: bytes) -> int | None:
 
 
 class ChainCheck:
-    """Checks the lines of a record, in their order.
+    """A check of the lines of a record, in their order.
 
-    Lines before the first one that has a link are of an older version, and not checked. Lines
-    that are not JSON are skipped: a process was killed while it wrote them.
+    Lines before the first line with a link were written by an older version and are not checked.
+    Lines that are not JSON are skipped: a process was killed while it wrote them.
     """
 
     def __init__(self) -> None:
@@ -102,11 +102,11 @@ def _is_object(line: bytes) -> bool:
 
 
 def find_missing_end(folder: Path, last: float) -> str:
-    """Return a sentence that says why a record without a last line was longer; else "".
+    """Return a sentence about lines that are missing at the end of a record; "" if none are known.
 
     Args:
-        folder: The folder of a run that is not going.
-        last: The number of the last step in its record; -1 if it has none.
+        folder: The folder of a run that is not running and whose record has no line "end".
+        last: The number of the last step in the record; -1 if it has none.
     """
     latest = max(_saved_steps(folder), default=0)
     if latest > last + 1:

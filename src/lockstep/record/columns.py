@@ -1,4 +1,4 @@
-"""The steps of a run as columns: a million steps in a few arrays."""
+"""The steps of a run as columns, so that a million steps are a few arrays."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Steps:
         return len(self.step)
 
     def since(self, first: int) -> Steps:
-        """Return the steps from the position `first` on, without ranks that none of them has."""
+        """Return the steps from position `first`, without ranks that occur in none of them."""
         ranks = self.ranks[first:]
         known = np.flatnonzero(~np.isnan(ranks).all(axis=(0, 2)))
         return Steps(
@@ -87,7 +87,7 @@ def parse_block(steps: list[Line]) -> StepBlock:
 def _column(lines: list[Any], name: str) -> Column:
     try:
         return np.fromiter(map(itemgetter(name), lines), np.float64, len(lines))
-    except (KeyError, ValueError, TypeError):  # a value is missing or not a number: one by one
+    except (KeyError, ValueError, TypeError):  # a value is missing or not a number
         return _as_floats([line.get(name) for line in lines])
 
 
@@ -105,7 +105,7 @@ def _rank_rows(values: list[Any]) -> Column:
     with contextlib.suppress(ValueError, TypeError):
         if len(rows) == shape[0] * shape[1] and set(map(len, rows)) <= {width}:
             return np.fromiter(chain.from_iterable(rows), np.float64).reshape(shape)
-    ragged = np.full(shape, np.nan)  # the number of ranks changed, or a step has none: row by row
+    ragged = np.full(shape, np.nan)  # the number of ranks changed, or a step has none
     for step, rows in enumerate(lists):
         for rank, row in enumerate(rows):
             if isinstance(row, list) and len(row) == width:

@@ -1,7 +1,7 @@
 """The environment of a run: versions, machine, and variables that can change its result.
 
-Only the environment variables that are listed here are recorded, because no list of secret
-ones would be complete.
+Only the environment variables that are listed here are recorded, because a list of the secret
+ones could not be complete.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ NAMES = {
     "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES",
 }  # fmt: skip
 
-# What `lockstep run`, `ls.launch` and torchrun give to every rank unless the user has set it, and
-# what `ls.init` sets for good.
+# The variables that `lockstep run`, `ls.launch` and torchrun set for every rank, and the one that
+# `ls.init` sets until the process ends, unless the user has set them.
 OWN_VALUES = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 OWN_VALUES |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
@@ -55,8 +55,8 @@ OWN_VALUES |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 def describe_environment() -> dict[str, Any]:
     """Return the field `environment` of a record's first line. Imports torch.
 
-    Its variables are those that the user has set: what Lockstep and torchrun set themselves
-    would be a difference between runs that only their launchers make.
+    It holds only variables that the user has set. Those that Lockstep and torchrun set are left
+    out, so that runs do not differ merely by their launcher.
     """
     import psutil
     import torch

@@ -1,7 +1,7 @@
-"""Fingerprints of a run: what identifies each of its steps, as its record has it.
+"""The fingerprints of the steps of a run, read from its record.
 
-Two runs whose fingerprints are equal computed the same bits; losses and norms are compared
-exactly, in any layout.
+Runs whose fingerprints are equal computed the same bits. Losses and norms are compared exactly, in
+any layout.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ __all__ = ["RecordedStep", "read_step_fingerprints"]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What identifies one committed step.
+    """The fingerprint of one committed step.
 
     Attributes:
-        step: Its number, from 0.
-        epoch: Its epoch, from 0.
-        loss: The loss of the batch, before the step; None where none was recorded.
-        norm: The 2-norm of the gradient before clipping; None where none was recorded.
-        losses: The loss of each micro-batch; None for one that was not computed. Empty in
+        step: The number of the step, from 0.
+        epoch: The epoch of the step, from 0.
+        loss: The loss of the batch, before the step. None: not recorded.
+        norm: The 2-norm of the gradient before clipping. None: not recorded.
+        losses: The loss of each micro-batch; None for a loss that was not computed. Empty in
             records of older versions.
-        batch: A hash of the indices of the batch's samples, or of its content; None where
-            none was recorded.
+        batch: A hash of the indices of the batch's samples, or of its content. None: not recorded.
     """
 
     step: int
@@ -44,10 +43,10 @@ class RecordedStep:
 
 
 def read_step_fingerprints(folder: Path) -> list[RecordedStep]:
-    """Return the steps of a run in ascending order, each as it was taken last.
+    """Return the steps of a run in ascending order.
 
-    Steps that a resumed run or the next round of an elastic one took again replace the earlier
-    ones. Lines that cannot be read are skipped; `read_run` lists them.
+    A step that was repeated, by a resumed run or by the next round of an elastic run, replaces the
+    earlier one. Lines that cannot be read are skipped; `read_run` counts them.
 
     Args:
         folder: The folder of the run, or the path of its record.
@@ -61,7 +60,7 @@ def read_step_fingerprints(folder: Path) -> list[RecordedStep]:
         number = line.get("step")
         if not isinstance(number, int):
             continue
-        while found and found[-1].step >= number:  # these steps are taken again
+        while found and found[-1].step >= number:  # these steps are repeated
             found.pop()
         if line["kind"] == "step":
             found.append(_step(number, line))
@@ -94,7 +93,7 @@ def _step(number: int, line: dict[str, Any]) -> RecordedStep:
 
 
 def _exact(line: dict[str, Any], name: str) -> float | None:
-    """Return a number of a line, from its `float.hex` form if it has one; None for none."""
+    """Return a number of a line, from its `float.hex` form if there is one; None if missing."""
     found = _parse(line.get(f"{name}_hex"))
     if found is None and line.get(name) is not None:
         return as_float(line[name])

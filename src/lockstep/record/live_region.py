@@ -1,12 +1,12 @@
-r"""A region at the end of the terminal's output that is drawn again and again.
+r"""A region at the end of the terminal's output that is redrawn in place.
 
     what the program printed
     epoch 3  ━━━━━━━─────  31/51         the region; the cursor is in the line below it
     loss 0.4000   1,920 samples/s
 
-What the program prints erases the region first and is written as it is; the next drawing puts
-the region below it. While the last line is unfinished (a prompt, a progress bar of another
-kind) nothing is drawn. So tracebacks and debuggers need no care, and no thread draws.
+When the program prints, the region is erased and the output is written unchanged; the next drawing
+puts the region below it. Nothing is drawn while the last line is unfinished (a prompt, another
+progress bar). Tracebacks and debuggers therefore need no special treatment, and no thread draws.
 
 In a notebook the region is a display of the cell, whose text is replaced.
 """
@@ -26,17 +26,17 @@ from lockstep.launcher.tracebacks import find_ipython_shell
 
 __all__ = ["LiveRegion", "NotebookRegion", "Region", "find_notebook", "is_terminal"]
 
-MAX_LINES = 30  # that stay above the region in a notebook
+MAX_LINES = 30  # the lines that are kept above the region in a notebook
 
 
 class Region(Protocol):
-    """Where a progress display draws."""
+    """The region in which a progress display draws."""
 
     def draw(self, content: RenderableType) -> None:
-        """Replace what is drawn."""
+        """Replace the content of the region."""
 
     def print(self, line: RenderableType) -> None:
-        """Put a line above the region, where it stays."""
+        """Print a permanent line above the region."""
 
     def close(self) -> None:
         """End the region. Calling it again does nothing."""
@@ -49,7 +49,7 @@ class LiveRegion:
     also runs at exit.
 
     Args:
-        console: Writes to the terminal.
+        console: The console of the terminal.
     """
 
     def __init__(self, console: Console) -> None:
@@ -71,7 +71,7 @@ class LiveRegion:
         atexit.register(self.close)
 
     def draw(self, content: RenderableType) -> None:
-        """Replace what is drawn, unless the program's last line is unfinished."""
+        """Replace the content, unless the program's last line is unfinished."""
         if self._is_closed or self.is_line_open or os.getpid() != self._owner:
             return
         lines = self._render(content).splitlines(keepends=True)[: max(1, self._console.height - 1)]
@@ -79,7 +79,7 @@ class LiveRegion:
         self._height = len(lines)
 
     def print(self, line: RenderableType) -> None:
-        """Put a line above the region, where it stays."""
+        """Print a permanent line above the region."""
         self.erase()
         self._write("\n" * self.is_line_open + self._render(line))
         self.is_line_open = False
@@ -123,7 +123,7 @@ class OutputAbove:
         self._stream, self._region = stream, region
 
     def write(self, text: str) -> int:
-        """Erase the region and write."""
+        """Erase the region and write the text to the stream."""
         if text:
             self._region.erase()
             self._region.is_line_open = not text.endswith("\n")
@@ -135,7 +135,7 @@ class OutputAbove:
             self.write(line)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate as the stream does."""
+        """Iterate over the stream."""
         return iter(self._stream)
 
     def __getattr__(self, name: str) -> Any:
@@ -144,10 +144,10 @@ class OutputAbove:
 
 
 class NotebookRegion:
-    """The region of a notebook: a display that is updated, in the cell that runs.
+    """The region of a notebook: a display in the running cell, which is updated.
 
     Args:
-        console: Renders the text.
+        console: The console that renders the text.
         shell: IPython's shell.
     """
 
@@ -159,18 +159,18 @@ class NotebookRegion:
         self._drawn = ""
 
     def draw(self, content: RenderableType) -> None:
-        """Replace what is drawn; in another cell begin another display."""
+        """Replace the content; a new cell gets a new display."""
         self._drawn = self._render(content)
         self._show()
 
     def print(self, line: RenderableType) -> None:
-        """Put a line above the region, where it stays."""
+        """Print a permanent line above the region."""
         self._lines = [*self._lines, self._render(line)][-MAX_LINES:]
         self._drawn = ""
         self._show()
 
     def close(self) -> None:
-        """Leave what was drawn last."""
+        """Do nothing: the last content stays in the cell."""
 
     def _render(self, content: RenderableType) -> str:
         with self._console.capture() as capture:

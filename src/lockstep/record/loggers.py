@@ -1,4 +1,4 @@
-"""Loggers: they receive the lines of the record.
+"""Loggers, which receive the lines of the record.
 
     Trainer(..., loggers=["runs/night", ls.loggers.TensorBoard("tensorboard/night")])
 
@@ -9,18 +9,18 @@ Weights & Biases and MLflow. All three use the same names:
     compute, communication, waiting, data    seconds, rank mean       per step
     held_out/loss, held_out/accuracy, ...                             per epoch
 
-A logger for a dashboard opens its run when it receives the first line, and only rank 0
-writes lines. If it fails it prints one message and is disabled; the training continues.
+Only rank 0 writes lines. A dashboard's logger opens its run when it receives the first line. If it
+fails, it prints one message and is disabled; the training continues.
 
-The first line of a run that is resumed is "resume" instead of "run"; that of a process which
-becomes rank 0 of an elastic run is "round". The logger then continues
-the dashboard's run, whose id the first process stored in RUN/dashboards.json:
+In a resumed run the first line is "resume" instead of "run"; in a process that becomes rank 0 of an
+elastic run it is "round". The logger then continues the dashboard's run, whose id the first process
+stored in RUN/dashboards.json:
 
     TensorBoard    hides what was logged from the resumed step on (purge_step)
     WandB          wandb.init(id=..., resume="allow"); W&B keeps the first value of a step
     MLflow         mlflow.start_run(run_id=...); MLflow keeps both values of a step
 
-The values of steps that are taken again are the same bits; only times differ.
+Repeated steps have bit-identical values; only their times differ.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Logger(Protocol):
         """Write one line.
 
         Args:
-            kind: "run", "resume", "round", "step", "epoch", "timeline", "checkpoint", "warning"
-                or "end".
+            kind: "run", "resume", "round", "step", "epoch", "timeline", "checkpoint", "data",
+                "warning" or "end".
             fields: The fields of the line.
         """
 
@@ -83,7 +83,7 @@ def collect_scalars(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
 def _mean_times(rows: Sequence[Sequence[float]]) -> dict[str, float]:
     if not rows:
         return {}
-    from lockstep.record.recorder import TIME_CATEGORIES  # here: commands need the names only
+    from lockstep.record.recorder import TIME_CATEGORIES  # late: commands need only the names
 
     columns = zip(*rows, strict=True)
     means = (sum(column) / len(rows) for column in columns)
@@ -95,7 +95,7 @@ def _drop_missing(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 class DashboardLogger(abc.ABC):
-    """Base class of the loggers that send to a dashboard.
+    """The base class of the loggers that send to a dashboard.
 
     Args:
         every: Send every n-th step.
@@ -121,10 +121,10 @@ class DashboardLogger(abc.ABC):
         self.failure: str | None = None
         """The message that was printed when the dashboard failed."""
         self.run_folder: Path | None = None
-        """The folder of the run, where the id of the dashboard's run is kept between two
-        processes; the trainer sets it. By default that of `lockstep run`, if there is one."""
+        """The folder of the run, which stores the id of the dashboard's run for later processes.
+        The trainer sets it. None: the folder of `lockstep run`, if there is one."""
         self.resumed_step: int | None = None
-        """The first step of a run that is resumed, None in a run that is not."""
+        """The first step of a resumed run. None: the run was not resumed."""
         self._is_open = False
         self._header: dict[str, Any] = {}
         self._step = 0
@@ -143,17 +143,17 @@ class DashboardLogger(abc.ABC):
             say(self.failure)
 
     def close(self) -> None:
-        """Close the dashboard's run, as interrupted if it has no end."""
+        """Close the dashboard's run, as interrupted if there was no line "end"."""
         self.write("close")
 
     def _write(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "run":
             self._header = fields
             if is_resuming() or self.package in self._stored_ids():
-                return  # the folder has a run already, so the line "resume" follows
-        if kind == "resume" or (kind == "round" and not self._is_open):  # of a new rank 0
+                return  # the folder already has a run, so a line "resume" follows
+        if kind == "resume" or (kind == "round" and not self._is_open):  # this is a new rank 0
             self.resumed_step = int(fields.get("step") or 0)
-            self._step = max(0, self.resumed_step - 1)  # of an evaluation before the next step
+            self._step = max(0, self.resumed_step - 1)  # for an evaluation before the next step
             self._header |= fields
             if self._is_open:
                 self.rewind(self.resumed_step)
@@ -173,14 +173,17 @@ class DashboardLogger(abc.ABC):
             self.finish(fields.get("state") == "done", str(fields.get("digest") or ""))
 
     def rewind(self, step: int) -> None:
-        """Continue at an earlier step of a run that is open; by default it only goes on."""
+        """Continue an open run at an earlier step; by default only log a text about it."""
         self.log_text("resumed", f"at step {step}", step)
 
     @abc.abstractmethod
     def open(self, header: dict[str, Any]) -> None:
-        """Open the dashboard's run; `header` holds the fields of the record's first line.
+        """Open the dashboard's run.
 
-        Continue the run that an earlier process opened if `resumed_step` is not None.
+        If `resumed_step` is not None, continue the run that an earlier process opened.
+
+        Args:
+            header: The fields of the record's first line.
         """
 
     @abc.abstractmethod
@@ -193,7 +196,7 @@ class DashboardLogger(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, done: bool, digest: str) -> None:
-        """Close the run; `done` is False if it failed or was interrupted."""
+        """Close the run; `done` is False if it failed, stopped early or was interrupted."""
 
     def load_id(self) -> str | None:
         """Return the id of the dashboard's run that an earlier process stored, if any."""
@@ -222,7 +225,7 @@ class DashboardLogger(abc.ABC):
 
 
 class TensorBoard(DashboardLogger):
-    """Writes TensorBoard's event files.
+    """A logger that writes TensorBoard's event files.
 
     Args:
         folder: The folder of the event files.
@@ -250,7 +253,7 @@ class TensorBoard(DashboardLogger):
         self.open(self._header)
 
     def log_scalars(self, values: dict[str, float], step: int) -> None:
-        """Add scalars, non-finite ones included."""
+        """Add scalars, including non-finite ones."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -266,7 +269,7 @@ class TensorBoard(DashboardLogger):
 
 
 class WandB(DashboardLogger):
-    """Sends to Weights & Biases.
+    """A logger that sends to Weights & Biases.
 
     Args:
         every: Send every n-th step.
@@ -290,7 +293,7 @@ class WandB(DashboardLogger):
             self._run: Any = wandb.init(config=config, **options)
             return
         self._run = wandb.init(**{"resume": "allow"} | options)
-        self._run.config.update(config, allow_val_change=True)  # the layout may be another one
+        self._run.config.update(config, allow_val_change=True)  # the layout may have changed
 
     def log_scalars(self, values: dict[str, float], step: int) -> None:
         """Log numbers."""
@@ -307,11 +310,11 @@ class WandB(DashboardLogger):
 
 
 class MLflow(DashboardLogger):
-    """Sends to MLflow, at its tracking URI.
+    """A logger that sends to MLflow, at its tracking URI.
 
     Args:
-        every: Send every n-th step. The default is 10, since each line is a transaction of
-            some milliseconds.
+        every: Send every n-th step. The default is 10, because each line is a transaction that
+            takes a few milliseconds.
         options: Passed to `mlflow.start_run`.
     """
 
@@ -324,7 +327,7 @@ class MLflow(DashboardLogger):
     def open(self, header: dict[str, Any]) -> None:
         """Start a run whose parameters are the header, or continue it.
 
-        MLflow's parameters cannot change, so those of a resumed run are a tag.
+        MLflow's parameters cannot change, so those of a resumed run are stored as a tag.
         """
         self._mlflow: Any = importlib.import_module("mlflow")
         options = dict(self.options)
@@ -357,8 +360,8 @@ class MLflow(DashboardLogger):
 def create_logger(name: str, folder: Path) -> DashboardLogger:
     """Return a logger of `LOGGER_NAMES` for the run in `folder`.
 
-    TensorBoard's event files are in the folder `tensorboard` of the run; W&B and MLflow show
-    the run under its name, in the project or experiment that their environment variables name.
+    TensorBoard's event files are in the folder `tensorboard` of the run. W&B and MLflow show the
+    run under its name, in the project or experiment that their environment variables select.
 
     Raises:
         UsageError: The package of the dashboard is not installed.
@@ -375,7 +378,7 @@ def create_logger(name: str, folder: Path) -> DashboardLogger:
 
 
 def _flatten_header(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the header's settings under dotted names, the form of a dashboard's parameters."""
+    """Return the header's settings under dotted names, as a dashboard's parameters."""
     found: dict[str, Any] = {}
     for name in ("recipe", "command", "epochs", "steps_per_epoch", "samples"):
         if name in header:

@@ -1,11 +1,11 @@
-"""The program of a run: what has to be run again to repeat it, and where its data is.
+"""The description of a run's program, from which it can be run again, and of its data files.
 
 program     kind        script, module, function (of `ls.launch`), recipe, command (-c), notebook,
                         driver (whose calls a worker executes)
             launch      the number of the call of `ls.launch`, for a function
             target      the script's `__file__`, or the name of the module or recipe
-            arguments, cwd, path (entries of sys.path that belong to no installation)
-            environ     the variables that decide bits
+            arguments, cwd, path (entries of sys.path outside of installations)
+            environ     the variables that affect the bits of the results
 data        files and folders that a dataset names, with size and time of modification
 """
 
@@ -37,7 +37,7 @@ __all__ = [
     "select_variables",
 ]
 
-# Variables that decide the bits of a result: threads, instruction sets and algorithms.
+# Variables that affect the bits of the results: threads, instruction sets and algorithms.
 PREFIXES = ("DNNL_", "MKL_", "ONEDNN_", "OPENBLAS_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
 NAMES = {
     "ATEN_CPU_CAPABILITY", "CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG",
@@ -45,25 +45,25 @@ NAMES = {
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT", "TORCH_COMPILE_DISABLE",
 }  # fmt: skip
 REPLAYABLE = ("script", "module", "function", "recipe")
-"""The kinds of programs that can run again from what is stored of them."""
+"""The kinds of programs that can run again from their descriptions."""
 
 INSTALLATION = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-MOST_PATHS = 100  # that are described
-MOST_OBJECTS = 2000  # that are looked at, once per epoch
+MOST_PATHS = 100  # possible paths that are examined
+MOST_OBJECTS = 2000  # objects that are examined, once per epoch
 LONGEST = 4096  # characters of a path
 
 
 def describe_program(kind: str | None = None, target: str | None = None) -> dict[str, Any]:
-    """Return the field `program` of a record's first line: what this process runs.
+    """Return the description of this process's program, the field `program` of a record.
 
     Args:
-        kind: Its kind, where it is not that of the process: "recipe".
-        target: What is run then.
+        kind: "recipe" for a recipe. None: the kind of the process.
+        target: The name of the recipe. None: the target of the process.
     """
     found_kind, found_target = _find_target()
-    world: Any = sys.modules.get("lockstep.launcher.world")  # its import is that of torch
-    own = () if world is None else world.variables_set()  # by `ls.init`, which does so again
+    world: Any = sys.modules.get("lockstep.launcher.world")  # importing it would import torch
+    own = () if world is None else world.variables_set()  # `ls.init` sets them again
     environ = select_variables(os.environ)
     return {
         "kind": kind or found_kind,
@@ -77,7 +77,7 @@ def describe_program(kind: str | None = None, target: str | None = None) -> dict
 
 
 def find_started_folder() -> str:
-    """Return the working directory in which the program was started, as far as it is known."""
+    """Return the working directory in which the program was started; the current one if unknown."""
     folder = find_launch_folder()
     try:
         launched = None if folder is None else read_description(folder)
@@ -87,7 +87,7 @@ def find_started_folder() -> str:
 
 
 def select_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that decide the bits of a result."""
+    """Return the variables that affect the bits of the results."""
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -131,10 +131,10 @@ def _is_installed(entry: str) -> bool:
 def describe_data(dataset: object) -> list[dict[str, Any]]:
     """Return the files and folders that a dataset names: path, size in bytes, mtime_ns.
 
-    Named are those in its attributes, in lists, tuples and dicts there, in datasets inside it, and
-    memory-mapped arrays; a word without a separator only if it is a file. The first 2,000
-    objects are looked at, and 100 paths are described. A file that the program reads by itself
-    is not known. A folder has no size.
+    Paths are found in its attributes, in their lists, tuples and dicts, in nested datasets, and in
+    memory-mapped arrays. A string without a separator counts only if it is the name of a file. At
+    most 2,000 objects and 100 strings or paths are examined. Other files that the program reads are
+    not known. The size of a folder is None.
     """
     found = {}
     for path in islice(_named_paths(dataset), MOST_PATHS):
@@ -152,9 +152,9 @@ def describe_data(dataset: object) -> list[dict[str, Any]]:
 
 
 def _named_paths(dataset: object) -> Iterator[str | Path]:
-    """Yield what may be a path in a dataset and its attributes.
+    """Yield the strings and paths in a dataset and its attributes.
 
-    Only containers of Python itself are entered: another mapping may read a file for each entry.
+    Only lists, tuples and dicts are entered: another mapping may read a file for each entry.
     """
     waiting, seen = deque([dataset]), {id(dataset)}
     for _ in range(MOST_OBJECTS):

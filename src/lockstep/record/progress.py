@@ -1,16 +1,17 @@
 """The progress display of a run, on rank 0.
 
-    on a terminal    a live region, redrawn by the calls at most five times per second
-    in a notebook    a display of the cell, replaced by the calls twice per second
+    on a terminal    a live region, redrawn at most five times per second
+    in a notebook    a display of the cell, replaced at most twice per second
     elsewhere        one line per epoch, and one every ten seconds within a long epoch
     quiet            nothing
 
-A trainer of a script does not know how many epochs there will be, prints no plain line in its
-first ten seconds, and none for epochs that follow within a second of the last line. One live region
-is shown at a time; that of another trainer follows when the first one takes no more steps.
+The display of a trainer in a script does not know the number of epochs. It prints no plain line in
+its first ten seconds, and none for epochs that end within a second of the last line. One live
+region is shown at a time; that of another trainer follows when the first one takes no more steps.
 
-Everything is written to standard error; standard output is left to results. No thread
-draws and the cursor is never hidden, so the terminal stays usable however the process ends.
+Everything is written to standard error; standard output is reserved for results. The calls
+themselves draw, not a thread, and the cursor is never hidden, so the terminal stays usable even if
+the process is killed.
 
 The time left is estimated from the recent steps and the last pause between two epochs:
 
@@ -19,7 +20,7 @@ The time left is estimated from the recent steps and the last pause between two 
     left   =   steps left x duration of a recent step  +  pauses left x duration of the last pause
 
 A step is measured from the end of the previous one, so the estimate includes everything
-between two steps, such as loading data and code of the user.
+between two steps, such as loading data and the user's code.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ from lockstep.record.recorder import TIME_CATEGORIES
 __all__ = ["Progress", "ProgressMeter", "ScriptProgress"]
 
 REDRAW_INTERVAL = 0.2  # seconds between two drawings of the live region
-NOTEBOOK_INTERVAL = 0.5  # the same in a notebook, where each one is a message
+NOTEBOOK_INTERVAL = 0.5  # the same in a notebook, where each drawing is a message
 LINE_INTERVAL = 10.0  # seconds between two plain lines within an epoch
-EPOCH_INTERVAL = 1.0  # seconds before the line of an epoch in a script, or none is printed
-IDLE_SECONDS = 2.0  # without a step, after which a new trainer is shown instead
-TURN = 20  # steps that a trainer takes before it is shown instead of one that took none
+EPOCH_INTERVAL = 1.0  # minimum seconds between the lines of two epochs in a script
+IDLE_SECONDS = 2.0  # without a step, after which a new trainer replaces the shown one
+TURN = 20  # steps that a trainer takes before it replaces a shown one that took none meanwhile
 SMOOTHING = 0.98  # weight of the past in a moving average: about the last fifty steps count
 SPEED_WINDOW = 5.0  # seconds over which the samples per second are averaged
 MIN_STEPS = 5  # steps before the time left is shown
@@ -66,11 +67,11 @@ class Progress:
     A call of `step` that does not draw takes about 1.5 microseconds.
 
     Args:
-        epochs: The number of epochs of the run; None if it is not known.
-        steps: The number of steps per epoch; None if it is not known.
+        epochs: The number of epochs of the run. None: unknown.
+        steps: The number of steps per epoch. None: unknown.
         title: A description of the run, such as "digits, 2 replicas x 8 micro-batches, gloo".
-        quiet: Show nothing.
-        stream: Where to write; standard error by default.
+        quiet: Whether to show nothing.
+        stream: The stream to write to. None: standard error, or the cell of a notebook.
         clock: A monotonic clock, in seconds.
         is_live: Whether a live region may be drawn.
     """
@@ -122,7 +123,7 @@ class Progress:
             loss: The mean loss of the step's samples.
             samples: The number of samples.
             metrics: The means of the metrics over the step's samples.
-            ranks: For each rank the seconds of compute, communication, waiting and data.
+            ranks: The seconds of compute, communication, waiting and data of each rank.
         """
         if self.quiet:
             return
@@ -142,7 +143,7 @@ class Progress:
         evaluation: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Print the line of an epoch that has ended; it stays on the screen."""
+        """Print the permanent line of an epoch that has ended."""
         if self.quiet:
             return
         parts = [self.meter.name(epoch), _format_quality(loss, metrics)]
@@ -152,7 +153,7 @@ class Progress:
         if seconds > 0:
             parts += [f"{format_number(samples / seconds)} samples/s", format_duration(seconds)]
         while self._live and len(parts) > 2 and len("  ".join(parts)) >= self._console.width:
-            parts.pop()  # a narrow terminal: what matters most comes first, the record has all
+            parts.pop()  # a narrow terminal: the most important parts come first
         self._print("  ".join(parts))
         if self._live is not None:
             self._draw(self._clock())
@@ -163,7 +164,7 @@ class Progress:
         self._print("  ".join(filter(None, [name, f"held out: {_format_quality(loss, metrics)}"])))
 
     def resume(self, *, step: int = 0, epochs: int = 0, **_: Any) -> None:
-        """Continue at a step of a run that was interrupted.
+        """Continue an interrupted run at a step.
 
         Args:
             step: The number of the next step, over all epochs.
@@ -174,7 +175,7 @@ class Progress:
             self._next = self._clock() + (self._interval if self._live else LINE_INTERVAL)
 
     def note(self, message: str) -> None:
-        """Print a message above the live region, or on its own line."""
+        """Print a message above the live region, or on a line if there is none."""
         if not self.quiet:
             self._print(message, style="yellow")
 
@@ -214,7 +215,7 @@ class Progress:
             self._print("  ".join(self._line(now)))
             return
         self._live.draw(self._region(now))
-        # Drawing takes 5% of the time at most.
+        # Drawing takes at most 5% of the time.
         self._next = now + max(self._interval, 20 * (self._clock() - now))
 
     def _print(self, line: str, style: str = "") -> None:
@@ -269,7 +270,7 @@ class Progress:
         return Text.assemble(start, (on * full, "green"), (off * (room - full), "dim"), end)
 
     def _time_split(self, width: int) -> list[Text]:
-        """Return a bar that shows how the time of a step is spent, and its legend."""
+        """Return a bar of a step's time by category, and its legend."""
         shares = self.meter.time_shares()
         if not shares:
             return []
@@ -294,13 +295,14 @@ class Progress:
 
 
 class ScriptProgress:
-    """The progress display of one trainer of a script, which begins with its first step.
+    """The progress display of one trainer in a script, which appears with its first step.
 
-    While that of another trainer is shown, as in a GAN, or a progress bar of tqdm, nothing is.
+    It shows nothing while the display of another trainer (as in a GAN) or a progress bar of tqdm
+    is on the screen.
 
     Args:
-        is_wanted: Print plain lines even while another trainer is shown.
-        stream: Where to write; standard error by default.
+        is_wanted: Whether to show it anyway, as plain lines if another trainer is shown.
+        stream: The stream to write to. None: standard error, or the cell of a notebook.
         clock: A monotonic clock, in seconds.
     """
 
@@ -316,14 +318,14 @@ class ScriptProgress:
         self._is_wanted, self._stream, self._clock = is_wanted, stream, clock
         self._display: Progress | None = None
         self._epoch: tuple[int, int | None, int] | None = None
-        self._begun = 0.0  # when the epoch began
-        self._count = 0  # of this trainer's steps
-        self._seen = -1  # of the other trainer's steps, when this one looked last
-        self._line_after = 0.0  # no line of an epoch before that time
-        self._has_line = False  # the last epoch has one
+        self._begun = 0.0  # the time at which the epoch began
+        self._count = 0  # the number of this trainer's steps
+        self._seen = -1  # the other trainer's count at the last attempt to replace it
+        self._line_after = 0.0  # no line of an epoch is printed before this time
+        self._has_line = False  # whether the line of the last epoch was printed
 
     def begin_epoch(self, epoch: int, steps: int | None, done: int) -> None:
-        """Begin an epoch; `steps` and `done` as for the meter."""
+        """Begin an epoch, with the arguments of `ProgressMeter.begin_epoch`."""
         self._epoch, self._begun = (epoch, steps, done), self._clock()
         if self._display is not None:
             self._display.meter.begin_epoch(epoch, steps, done)
@@ -334,15 +336,15 @@ class ScriptProgress:
         if self._display is None and self._count % TURN == 1:
             self._try_to_show()
         if self._display is not None:
-            if self._epoch is not None:  # also a batch of the script's own between two epochs
+            if self._epoch is not None:  # also for a step that the script takes between two epochs
                 fields["epoch"] = self._epoch[0]
             self._display.step(**fields)
 
     def epoch(self, **fields: Any) -> None:
-        """Print the line of an epoch that has ended, if there is time to read it."""
+        """Print the line of an epoch that has ended, at most one line per second."""
         self._has_line = self._display is not None and self._clock() >= self._line_after
         if self._display is not None and self._has_line:
-            # With what the script does between its steps, as in the live region.
+            # Include the script's work between the steps, as the live region does.
             self._display.epoch(**fields | {"seconds": self._clock() - self._begun})
             self._line_after = self._clock() + EPOCH_INTERVAL
 
@@ -369,7 +371,7 @@ class ScriptProgress:
             self._seen = other._count
             if not self._is_wanted:
                 return
-        elif other is not None:  # it took no step since then
+        elif other is not None:  # it has taken no step since the last attempt
             other.close()
             other = None
         if not self._is_wanted and _has_progress_bar():
@@ -385,9 +387,10 @@ class ScriptProgress:
         self._line_after = self._clock() + wait
 
     def _may_replace(self, other: ScriptProgress) -> bool:
-        """Return whether this trainer, which begins, is shown instead of another one.
+        """Return whether this trainer, at its first step, replaces the one that is shown.
 
-        That one's cell of a notebook was interrupted, or this one shows more of a GAN.
+        It does if the other one is idle, as in an interrupted cell of a notebook, or if only this
+        one has epochs, as with a GAN.
         """
         idle = other._display.meter.seconds_idle(self._clock()) if other._display else 0.0
         return idle > IDLE_SECONDS or (self._epoch is not None and other._epoch is None)
@@ -403,9 +406,9 @@ class ProgressMeter:
     """Moving averages of a run, and the estimate of the time left.
 
     Args:
-        epochs: The number of epochs of the run; None if it is not known.
-        steps: The number of steps per epoch; None if it is not known.
-        now: The time at which the run begins, in seconds on the clock of all calls.
+        epochs: The number of epochs of the run. None: unknown.
+        steps: The number of steps per epoch. None: unknown.
+        now: The time at which the run begins, in seconds of the clock that all calls use.
     """
 
     def __init__(self, epochs: int | None, steps: int | None, now: float) -> None:
@@ -418,8 +421,8 @@ class ProgressMeter:
         self.done = 0
         """The number of completed steps in the epoch."""
         self._last = now
-        self._is_resumed = False  # the next step is the first one of this process
-        self._is_partial = False  # the epoch began in an earlier process
+        self._is_resumed = False  # whether the next step is the first one after a resumption
+        self._is_partial = False  # whether the epoch began in an earlier process
         self._timed_steps = 0
         self._step_seconds = 0.0
         self._pause = 0.0
@@ -440,7 +443,7 @@ class ProgressMeter:
     ) -> None:
         """Add one step, which ended at `now`; `loss` and `metrics` are means over its samples."""
         passed, self._last = now - self._last, now
-        if self._is_resumed:  # it follows the start of a process
+        if self._is_resumed:  # the time before it is that of the start of the process
             self._is_resumed, self.epoch = False, epoch
         elif epoch != self.epoch:
             self._begin_epoch(epoch, passed)
@@ -468,14 +471,20 @@ class ProgressMeter:
         self.epoch, self.done = divmod(step, self.steps) if self.steps else (epochs, 0)
 
     def begin_epoch(self, epoch: int, steps: int | None, done: int) -> None:
-        """Begin an epoch of a script, `done` steps of which were taken by an earlier process."""
+        """Begin an epoch of a script.
+
+        Args:
+            epoch: The number of the epoch, from 0.
+            steps: The number of its steps. None: unknown.
+            done: The number of its steps that an earlier process took.
+        """
         self.has_epochs = True
         if steps is None and self.done and epoch != self.epoch and not self._is_partial:
-            steps = self.done  # as many as the last one had
+            steps = self.done  # assume as many as in the last epoch
         self.epoch, self.steps, self.done, self._is_partial = epoch, steps, done, done > 0
 
     def _begin_epoch(self, epoch: int, passed: float) -> None:
-        """Begin an epoch; `passed` seconds are its first step and the pause before it."""
+        """Begin an epoch; its first step and the pause before it took `passed` seconds."""
         if not self._is_partial:
             self.steps = self.steps or self.done or None
         self._is_partial = False
@@ -512,7 +521,7 @@ class ProgressMeter:
         return {name: part / total for name, part in zip(TIME_CATEGORIES, self._times, strict=True)}
 
     def samples_per_second(self, now: float) -> float:
-        """Return samples per second over the last few seconds; call it once per drawing."""
+        """Return the samples per second over the last five seconds; call it once per drawing."""
         self._marks.append((now, self._samples))
         while len(self._marks) > 2 and self._marks[1][0] < now - SPEED_WINDOW:
             self._marks.popleft()
@@ -545,7 +554,7 @@ def _format_quality(loss: float | None, metrics: dict[str, float] | None) -> str
 
 
 def apportion(shares: list[float], cells: int) -> list[int]:
-    """Distribute `cells` in proportion to `shares`, which add up to 1, by largest remainder."""
+    """Divide `cells` in proportion to `shares`, which add up to 1, by largest remainder."""
     exact = [share * cells for share in shares]
     whole = [int(value) for value in exact]
     order = sorted(range(len(shares)), key=lambda at: whole[at] - exact[at])

@@ -1,13 +1,13 @@
-"""Reading a record, also of a run that is still going or whose process died.
+"""Reading a record, including that of a run that is still running or has died.
 
 The reader tolerates a truncated last line, lines that are not JSON, unknown kinds and
-fields, missing fields and newer versions, and lists what it skipped in `Run.remarks`.
+fields, missing fields and newer versions, and lists skipped lines in `Run.remarks`.
 Secrets that an older version wrote are redacted, and control characters are escaped.
 
-A line "resume" rewinds what was read before it, so that the run reads as if it had never been
-interrupted: steps and timelines from its step on no longer count, nor do later epochs and
-checkpoints, nor an end. Warnings stay. A line "round" of an elastic run does the same: the rank
-that wrote the record may have died after the line of a step that the next round repeats.
+A line "resume" rewinds the lines before it, so that the run reads as if it had never been
+interrupted: steps and timelines from the resumed step on are dropped, and so are later epochs and
+checkpoints and the line "end". Warnings stay. A line "round" of an elastic run does the same: the
+rank that wrote the record may have died after the line of a step that the next round repeats.
 Steps are parsed in blocks and kept as columns, since a run may have millions of them
 (a million steps are 240 MB of text and take 2.5 s).
 """
@@ -48,21 +48,21 @@ __all__ = ["Run", "State", "open_record", "read_ends", "read_run"]
 
 State = Literal["done", "failed", "stopped", "running", "died"]
 
-BLOCK_BYTES = 1 << 17  # read at a time: the parsed lines of a block stay in the cache
-TAIL_BYTES = 1 << 17  # of a record's end that `read_ends` reads
+BLOCK_BYTES = 1 << 17  # bytes read at a time: the parsed lines of a block stay in the cache
+TAIL_BYTES = 1 << 17  # bytes at the end of a record that `read_ends` reads
 RESUME_MARK, ROUND_MARK = b'"resume"', b'"round"'
-REWINDING = ("resume", "round")  # the kinds of lines that rewind what was read before them
-STALE_SECONDS = 120.0  # without a new line after which a run on another host counts as dead
+REWINDING = ("resume", "round")  # the kinds of lines that rewind the lines before them
+STALE_SECONDS = 120.0  # without a new line, after which a run on another host counts as dead
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its record describes it.
+    """A run, as described by its record.
 
-    `state` is "running" while the writing process lives, "stopped" if it was asked to end and
-    saved a checkpoint first, and "died" if it ended without writing a last line. `resumes` are
-    the lines that resumed the run, the last one last; `rounds` those that began a round after the
-    first one of an elastic run; `data` those about the files of datasets.
+    `state` is "running" while the writing process is alive, "stopped" if it was asked to end and
+    saved a checkpoint first, "died" if it ended without a line "end", else "done" or "failed".
+    `resumes` are the lines that resumed the run, in order; `rounds` the lines that began a round
+    after the first one of an elastic run; `data` the lines about the files of datasets.
     """
 
     folder: Path
@@ -81,23 +81,24 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The name of the run, which is also the name of its folder."""
+        """The recorded name of the run, else the name of its folder."""
         return str(self.header.get("name") or escape_control(self.folder.name))
 
     @property
     def layout(self) -> Line:
-        """The layout of the run, since it was last resumed; empty if it is missing."""
+        """The layout of the run since its last resumption; empty if it is missing."""
         return as_dict(self.latest("layout"))
 
     @property
     def environment(self) -> Line:
-        """The environment of the run, since it was last resumed; empty if it is missing."""
+        """The environment of the run since its last resumption; empty if it is missing."""
         return as_dict(self.latest("environment"))
 
     def latest(self, name: str, step: float = math.inf) -> Any:
-        """Return a field as it was when a step was taken, by default the last one.
+        """Return the value of a field at a step, by default the last one.
 
-        It is that of the last line "resume" before the step that has it, else of the header.
+        It is taken from the last line "resume" before the step that has the field, else from the
+        first line of the record.
         """
         resumes = self.resumes if step == math.inf else self.resumes[: self.segment(step)]
         lines = (*reversed(resumes), self.header)
@@ -105,7 +106,7 @@ class Run:
 
     @property
     def digests(self) -> dict[int, str]:
-        """The digests of the weights at checkpoints and the end, by the number of steps before."""
+        """The digests of the weights at checkpoints and at the end, by the number of steps."""
         lines = [(line, line.get("step")) for line in self.checkpoints]
         if self.end is not None:
             lines.append((self.end, self.end.get("steps")))
@@ -116,7 +117,7 @@ class Run:
         }
 
     def segment(self, step: float) -> int:
-        """Return how many resumptions a step comes after, by its number."""
+        """Return the number of the last resumption before a step, from 1; 0 if there is none."""
         numbers = [as_float(line.get("step")) for line in self.resumes]
         return max((at for at, first in enumerate(numbers, 1) if first <= step), default=0)
 
@@ -124,8 +125,8 @@ class Run:
     def layout_steps(self) -> Steps:
         """The steps since the layout last changed, for figures by rank or about speed.
 
-        A run that was resumed in another layout and has no step since then still has the
-        figures of the layout before.
+        If a run was resumed in another layout and has taken no step since, these are the steps of
+        the previous layout.
         """
         if not self.resumes or not len(self.steps):
             return self.steps
@@ -173,9 +174,9 @@ def read_run(folder: Path) -> Run:
 def read_ends(folder: Path) -> Run:
     """Read only the first line, the resumptions and the last 128 KiB of a record.
 
-    This is fast for long records too: a million steps take 0.2 s. `steps`, `epochs`, `rounds`
-    and `checkpoints` are then the last few. A record that was resumed, or in which a round began,
-    within its last 128 KiB is read completely. Raises the same errors as `read_run`.
+    Long records are read fast too: a million steps take 0.2 s. `steps`, `epochs`, `rounds` and
+    `checkpoints` then hold only the last few entries. If the last 128 KiB hold a resumption or the
+    beginning of a round, the record is read completely. Raises the same errors as `read_run`.
     """
     return _parse_record(folder, RecordParser.parse_ends)
 
@@ -194,7 +195,7 @@ def _parse_record(folder: Path, parse: Callable[[RecordParser, BinaryIO], None])
 
 @contextlib.contextmanager
 def open_record(folder: Path) -> Iterator[BinaryIO]:
-    """Open the record of a run, which is in `folder`, or is that file, while the body runs.
+    """Open the record of a run for the body; `folder` is the run's folder or the record itself.
 
     Raises:
         UsageError: There is no record.
@@ -214,7 +215,7 @@ def open_record(folder: Path) -> Iterator[BinaryIO]:
 
 
 class RecordParser:
-    """Collects the lines of a record."""
+    """A parser that collects the lines of a record."""
 
     def __init__(self) -> None:
         self.header: Line = {}
@@ -227,17 +228,17 @@ class RecordParser:
         self.rounds: list[Line] = []
         self.data: list[Line] = []
         self.blocks: list[StepBlock] = []
-        self.may_repeat = False  # a line that rewinds may be among those that could not be read
-        self.undated: Line | None = None  # the last line that rewinds, if it does not say where to
-        self.was_bad = False  # the last line could not be read
+        self.may_repeat = False  # whether an unreadable line may have been one that rewinds
+        self.undated: Line | None = None  # the last line that rewinds, if it has no valid step
+        self.was_bad = False  # whether the last line was unreadable
         self.num_good = 0
         self.num_bad = 0
         self.is_truncated = False
         self._chain: ChainCheck | None = ChainCheck()
 
     def parse_ends(self, file: BinaryIO) -> None:
-        """Parse the first line of `file`, and the lines that begin in its last bytes."""
-        self._chain = None  # which takes all lines
+        """Parse the first line of `file`, its lines "resume" and the lines in its last bytes."""
+        self._chain = None  # the check of the chain needs all lines
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         tail = size - TAIL_BYTES
@@ -252,7 +253,7 @@ class RecordParser:
         self.parse_all(file)
 
     def _is_rewound_after(self, file: BinaryIO, position: int) -> bool:
-        """Return whether a line after `position` may rewind; the file is rewound."""
+        """Return whether a line after `position` may rewind, and seek to the file's beginning."""
         file.seek(position)
         text = file.read()
         is_marked = RESUME_MARK in text or ROUND_MARK in text
@@ -270,7 +271,7 @@ class RecordParser:
             self._add(self._load(lines))
 
     def _load(self, lines: list[bytes]) -> list[Any]:
-        """Return the values of some lines; None for one that is not JSON."""
+        """Return the values of some lines; None for a line that is not JSON."""
         with contextlib.suppress(orjson.JSONDecodeError):
             found: list[Any] = orjson.loads(b"[" + b",".join(lines) + b"]")
             return found
@@ -298,7 +299,7 @@ class RecordParser:
         self._add_lines(kinds[begin:], objects[begin:])
 
     def _add_lines(self, kinds: list[Any], objects: list[Any]) -> None:
-        """Add lines between which nothing was rewound."""
+        """Add consecutive lines, none of which rewinds."""
         if not objects:
             return
         self.num_good += len(objects)
@@ -316,14 +317,14 @@ class RecordParser:
             self.blocks.append(parse_block(steps))
 
     def _skip(self) -> None:
-        """Count a line that cannot be read, which may be one that rewinds."""
+        """Count an unreadable line, which may have been one that rewinds."""
         self.num_bad += 1
         self.was_bad = self.may_repeat = True
 
     def _add_rewinding(self, kind: str, line: Line) -> None:
-        """Add a line that resumes the run or begins a round, and rewind what it says."""
+        """Add a line that resumes the run or begins a round, and rewind to its step."""
         self.num_good += 1
-        self.num_bad -= self.was_bad  # the line at which the process was killed
+        self.num_bad -= self.was_bad  # the process was killed while it wrote that line
         self.was_bad = False
         line = _clean(line)
         (self.resumes if kind == "resume" else self.rounds).append(line)
@@ -334,11 +335,11 @@ class RecordParser:
             is_count = isinstance(epochs, int) and epochs >= 0
             self._rewind(step, epochs if is_count else None)
         else:
-            line["step"] = None  # the next step tells
+            line["step"] = None  # unknown until the next step
             self.undated = line
 
     def _rewind_repeated(self, step: float) -> None:
-        """Rewind to `step`, the first one after a line that could not be read."""
+        """Rewind to `step`, the first step after an unreadable line or one without a step."""
         self.may_repeat = False
         if self.undated is not None:
             self.undated["step"], self.undated = step, None
@@ -347,11 +348,11 @@ class RecordParser:
             self._rewind(step, None)
 
     def _rewind(self, step: float, epochs: int | None) -> None:
-        """Drop what was recorded from `step` on.
+        """Drop the lines that were recorded from `step` on.
 
         Args:
-            step: The number of the first step that no longer counts.
-            epochs: The number of epochs that still count; None for those before `step`.
+            step: The number of the first dropped step.
+            epochs: The number of epochs to keep. None: the epochs that ended before `step`.
         """
         if epochs is None:
             times = [block.scalars["t"][block.scalars["step"] >= step] for block in self.blocks]
@@ -362,7 +363,7 @@ class RecordParser:
         rewound = [block.rewind(step) for block in self.blocks]
         self.blocks = [block for block in rewound if len(block.ranks)]
         self.timelines = [each for each in self.timelines if not as_float(each.get("step")) >= step]
-        # A checkpoint of step N is the state after N steps: the one that was resumed stays.
+        # A checkpoint of step N holds the state after N steps: keep the one that was resumed.
         self.checkpoints = [
             each for each in self.checkpoints if not as_float(each.get("step")) > step
         ]
@@ -389,8 +390,8 @@ class RecordParser:
 
         Args:
             folder: The folder of the run.
-            locked: Whether a process holds the lock of the record; None if that is unknown.
-            age: Seconds since the record was written last.
+            locked: Whether a process holds the lock of the record. None: unknown.
+            age: The time since the last write to the record, in seconds.
         """
         state = self._state(locked, age)
         return Run(
@@ -412,9 +413,9 @@ class RecordParser:
     def _state(self, locked: bool | None, age: float) -> State:
         """Return the state of the run.
 
-        A held lock always means that the run is going. A lock that is not held decides only
-        on the host that wrote the record; elsewhere, and on file systems without locks, the
-        age of the last line decides.
+        A record with a line "end" is complete. Without one, a held lock means that the run is
+        running. A free lock means that it died only on the host that wrote the record; elsewhere,
+        and on file systems without locks, the age of the last line decides.
         """
         if self.end is not None:
             given = self.end.get("state")
@@ -486,7 +487,7 @@ def _is_locked(descriptor: int) -> bool | None:
 
 @contextlib.contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Keep the garbage collector from traversing the dicts of all lines again and again."""
+    """Pause the garbage collector, which would traverse the dicts of all lines repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

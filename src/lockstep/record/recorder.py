@@ -1,4 +1,4 @@
-"""The recorder: writes the record of a run.
+"""The recorder, which writes the record of a run.
 
     rank 0 ── write("step", loss=...) ──> runs/NAME/record.jsonl ── read_run() ──> Run
                                           one JSON object per line         ├─> report, compare, runs
@@ -6,13 +6,13 @@
 
 `Recorder` never raises during a training step. Each line is one system call, so a killed
 run loses at most the line that it was writing. The recorder holds a lock on its file, which
-the kernel releases when the process ends: this is how a reader distinguishes a run that is
-still going from one that died.
+the kernel releases when the process ends. This is how a reader distinguishes a run that is
+still running from one that died.
 
-The record of a run that is resumed is continued. Its line "resume" rewinds it:
+A resumed run continues its record. The line "resume" rewinds it:
 
     step 0 | ... | step 40 | ... | step 47 | resume, step 40 | step 40 | step 41 | ...
-                   ~~~~~~~~~~~~~~~~~~~~~~~ no longer counts: the reader drops these lines
+                   ~~~~~~~~~~~~~~~~~~~~~~~ the reader drops these lines
 
 Each line holds a hash of itself and of the line before it, under `chain` (`chain.py`).
 Non-finite numbers are written as null and read back as NaN.
@@ -50,38 +50,41 @@ RECORD_VERSION = 1
 TIME_CATEGORIES = ("compute", "communication", "waiting", "data")
 """The categories of a step's time, in the order of a row of `ranks`."""
 
-LOCK_SECONDS = 2.0  # until a lock that is held counts as another run's
-TAIL_BYTES = 1 << 17  # of a record's end, in which the last time is looked for
+LOCK_SECONDS = 2.0  # after which a held lock counts as another run's
+TAIL_BYTES = 1 << 17  # bytes at the end of a record that are searched for the last time
 JSON_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 _open: weakref.WeakValueDictionary[tuple[int, int], Recorder] = weakref.WeakValueDictionary()
-"""The recorders of this process that are open, by device and number of their file."""
+"""The open recorders of this process, by the device and inode number of their file."""
 
 
 class Recorder:
     """The logger that writes the record of one run, on rank 0.
 
-    `write` adds the field `t` to each line, the seconds since the recorder was created, and
-    `version`, `name`, `started`, `sources` and `variables` to the line "run": the name of the
-    folder with the program's own files, which are copied there, and the variables of the
-    environment that these name. The line "end" gets `core_wait`, the
-    fraction of its time that this thread waited for a core, where the system counts it. Writing
-    the line of a step takes about 5 microseconds.
+    `write` adds the field `t`, the seconds since the recorder was created, to each line. It adds
+    these fields to the line "run":
 
-    In `lockstep check` and `lockstep replay` it neither reads nor writes anything.
+        version, name, started
+        sources      the name of the folder into which the program's own files are copied
+        variables    the environment variables whose names are strings in these files
 
-    A recorder of this process that still writes the record which is continued is closed.
+    A line "checkpoint" or "end" gets `variables` again if newly imported modules name others. The
+    line "end" gets `core_wait`, the fraction of its time that this thread waited for a core, if the
+    system counts it. Writing the line of a step takes about 5 microseconds.
 
-    A record that is continued keeps its first line: the line "run" of the resumed run is not
-    written, and its line "resume" gets the field `resumed`, the time of day. `t` continues at
-    the value of the last line, so the time between the two processes does not count.
+    Under `lockstep check` and `lockstep replay` the recorder neither reads nor writes anything.
+
+    A continued record keeps its first line: the line "run" of the resumed run is not written, and
+    its line "resume" gets `sources`, `variables` and the field `resumed`, the time of day. `t`
+    continues at the value of the last line, so the time between the two processes does not count.
+    If an earlier recorder of this process still has the record open, it is closed.
 
     Args:
         folder: The folder of the run, which is created if it does not exist.
-        metadata: More entries for the line "run" ("recipe", "epochs", "options", ...). Of
-            these a line "resume" gets "options" and "program".
-        resume: Continue the record that the folder holds, if it holds one. By default True
-            in a run that `--resume` started (the variable LOCKSTEP_RESUME is set).
+        metadata: More entries for the line "run" ("recipe", "epochs", "options", ...). The entries
+            "options" and "program" are also added to a line "resume".
+        resume: Whether to continue a record that the folder already holds. None: only in a run
+            that `--resume` started (the variable LOCKSTEP_RESUME is set).
 
     Raises:
         UsageError: The folder already holds a record and `resume` is false, or another
@@ -103,11 +106,11 @@ class Recorder:
         self.failure: str | None = None
         """The message that was printed when the record could not be written any more."""
         self.is_continued = False
-        """Whether the lines follow those of an earlier process."""
+        """Whether the record continues that of an earlier process."""
         passed, self._link = 0.0, 0
         resume = is_resuming() if resume is None else resume
         self._descriptor = -1
-        if calls_in_this_process():  # a check or a replay, maybe of the run that is here
+        if calls_in_this_process():  # a check or a replay, perhaps of the run in this folder
             self._sources = None
         elif resume and self.path.exists():
             self._descriptor, last, self._link = _open_file(self.path)
@@ -123,7 +126,7 @@ class Recorder:
         self._core_wait = _read_core_wait(self._thread) or 0.0
 
     def write(self, kind: str, /, **fields: Any) -> None:
-        """Append one line. Never raises: a full disk ends the record, not the run."""
+        """Append one line. Never raises: a full disk ends the record, but not the run."""
         if self._descriptor < 0 or (kind == "run" and self.is_continued):
             return
         line = {"kind": kind, "t": round(time.perf_counter() - self._began, 6), **fields}
@@ -145,7 +148,7 @@ class Recorder:
         text, self._link = add_link(text, self._link)
         try:
             written = os.write(self._descriptor, text)
-            while written < len(text):  # a disk that is almost full accepts only a part
+            while written < len(text):  # an almost full disk may accept only a part
                 written += os.write(self._descriptor, text[written:])
         except OSError as error:
             self._fail(error)
@@ -158,7 +161,7 @@ class Recorder:
             self._descriptor = -1
 
     def __del__(self) -> None:
-        """Release the lock of a recorder that nobody has closed."""
+        """Close the recorder if it was not closed, to release the lock."""
         if hasattr(self, "_descriptor"):
             self.close()
 
@@ -176,16 +179,16 @@ class Recorder:
         return own | {"started": _now()} | fields | metadata
 
     def _changed_metadata(self) -> dict[str, Any]:
-        """Return the entries "options" and "program" of a line "resume", if there are some."""
+        """Return the metadata "options" and "program", for a line "resume"."""
         found: dict[str, Any] = redact(self._metadata)
         return {name: found[name] for name in ("options", "program") if name in found}
 
     def _store_sources(self, new: bool = True) -> dict[str, Any]:
-        """Copy the program's own files; return their folder and their variables as entries.
+        """Copy the program's own files; return the fields `sources` and `variables` of a line.
 
         Args:
-            new: Whether a process begins to write the record; otherwise only modules that it
-                has imported since then are copied, and only variables that they add returned.
+            new: Whether this process begins to write the record. If False, copy only modules that
+                were imported since, and return only `variables`, if they have changed.
         """
         if self._sources is None:
             return {}
@@ -232,16 +235,17 @@ def _create_file(path: Path) -> int:
         raise FileError(
             f"{path} cannot be created ({error.strerror}); choose a folder that is writable"
         ) from None
-    with contextlib.suppress(OSError):  # no locks on this file system: readers use the file's age
+    with contextlib.suppress(OSError):  # without locks, readers use the age of the file
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 
 
 def _open_file(path: Path) -> tuple[int, float | None, int]:
-    """Lock the file of a record that is continued, and end its last line.
+    """Open and lock the file of a record that is continued, and end its last line.
 
-    Returns the descriptor, the `t` of the last line, or None if there is no complete line, and
-    the link of that line.
+    Returns:
+        The descriptor; the `t` of the last line, None if there is no complete line; and the link
+        of the last line.
     """
     try:
         flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -254,7 +258,7 @@ def _open_file(path: Path) -> tuple[int, float | None, int]:
     try:
         found = os.fstat(descriptor)
         if (earlier := _open.get((found.st_dev, found.st_ino))) is not None:
-            earlier.close()  # a cell of a notebook is run again
+            earlier.close()  # a cell of a notebook was run again
         _lock(descriptor, path)
         with open(descriptor, "rb", closefd=False) as file:
             last, link, has_newline = _read_last(file)
@@ -272,10 +276,10 @@ def _open_file(path: Path) -> tuple[int, float | None, int]:
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    """Take the lock of a record; raise UsageError if another process keeps it.
+    """Lock a record; raise UsageError if another process holds the lock for two seconds.
 
-    A reader holds a lock for microseconds, to see whether the run is going, so a lock that
-    is taken is tried again.
+    A reader holds the lock for microseconds, to see whether the run is running, so a held lock is
+    tried again.
     """
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
@@ -295,10 +299,10 @@ def _lock(descriptor: int, path: Path) -> None:
 
 
 def _read_last(file: BinaryIO) -> tuple[float | None, int, bool]:
-    """Return the `t` of the last line that has one, its link, and whether the file ends it.
+    """Return the last `t`, the link of the last line, and whether the file ends with a newline.
 
-    The time is 0 if no line has one, and None if the file has no complete line. The file ends
-    its last line with a newline, unless the process was killed.
+    The time is 0 if no line has a `t`, and None if the file has no complete line. The final newline
+    is missing only if the process was killed.
     """
     size = file.seek(0, os.SEEK_END)
     begin = max(0, size - TAIL_BYTES)
@@ -312,7 +316,7 @@ def _read_last(file: BinaryIO) -> tuple[float | None, int, bool]:
             found = float(times[-1]) if times else 0.0
             link = find_last_link([text for text, _ in parsed])
             return found if parsed else None, link, tail.endswith(b"\n")
-        begin = 0  # a line that is longer than the tail
+        begin = 0  # a line is longer than the tail
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
@@ -324,7 +328,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _read_core_wait(thread: int) -> float | None:
-    """Return the seconds that a thread could have run but had no core; None if unknown."""
+    """Return the seconds that a thread was ready to run but waited for a core; None if unknown."""
     try:
         return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):  # not Linux, or a kernel that does not count it
@@ -336,7 +340,7 @@ def _now() -> str:
 
 
 def _to_json(value: Any) -> Any:
-    """Return a JSON value for one that JSON does not have, such as a tensor or a path."""
+    """Return a JSON value for a value of another type, such as a tensor or a path."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, (set, frozenset)) or (
@@ -348,7 +352,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _stringify_unsupported(line: dict[str, Any]) -> dict[str, Any]:
-    """Return `line` with the values that cannot be written as JSON converted to text."""
+    """Return `line` with values that cannot be written as JSON converted to text."""
     values: dict[str, Any] = {}
     for name, value in line.items():
         try:

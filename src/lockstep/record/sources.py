@@ -1,14 +1,14 @@
-"""The sources of a run: the program's own files, as they were when it ran.
+"""The sources of a run: copies of the program's own files at the time of the run.
 
-    RUN/sources/home/ann/train.py       what /home/ann/train.py held when the run began
-    RUN/sources-2/...                   the same of a resumed run whose files had changed
+    RUN/sources/home/ann/train.py       /home/ann/train.py, as it was when the run began
+    RUN/sources-2/...                   the files of a resumed run, if they had changed
 
-Own files are those of modules that belong to no installation. They are copied as they are:
-a secret that someone wrote into a source is in the copy, too. Files that a program reads
-by itself, such as its configuration, are not copied.
+The program's own files are those of modules outside of installations. They are copied unchanged: a
+secret in a source file is in the copy too. Other files that a program reads, such as its
+configuration, are not copied.
 
-Variables of the environment whose names are strings in these files are recorded beside them, since
-`float(os.environ["LR"])` decides the bits as an argument does.
+Environment variables whose names are strings in these files are recorded too, since
+`float(os.environ["LR"])` affects the bits just as an argument does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["FOLDER", "SourceFolder", "find_named_variables", "find_sources", "lo
 
 FOLDER = "sources"
 NAME = re.compile(rb"""["']([A-Z][A-Z0-9_]*)["']""")
-# Variables of the rank, its launcher or its user: a replay has its own.
+# Variables of the rank, its launcher or its user: a replay has different ones.
 FOREIGN = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE|NODE)_.*|(MASTER|OMPI|PMIX?|MPI|SLURM|PET|TORCHELASTIC)_.*"
     r"|LOCKSTEP_.*|(CUDA|HIP)_VISIBLE_DEVICES|COLUMNS|HOME|HOSTNAME|LANG|LOGNAME|PATH|PWD"
@@ -38,7 +38,7 @@ FOREIGN = re.compile(
 
 
 def find_sources() -> dict[str, bytes]:
-    """Return the program's own files by absolute path, with their content."""
+    """Return the contents of the program's own files, by absolute path."""
     found = {}
     for path in _find_files():
         try:
@@ -49,10 +49,10 @@ def find_sources() -> dict[str, bytes]:
 
 
 def find_named_variables(sources: Iterable[bytes], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of an environment whose names are strings in sources.
+    """Return the environment variables whose names are strings in sources.
 
-    Variables such as RANK and HOME, which only this process is meant to have, and those that may
-    be secrets are left out.
+    Variables that are specific to this process or user, such as RANK and HOME, and variables that
+    may be secrets are left out.
     """
     names = {name.decode() for source in sources for name in NAME.findall(source)}
     return {
@@ -63,12 +63,12 @@ def find_named_variables(sources: Iterable[bytes], environ: Mapping[str, str]) -
 
 
 def _find_files() -> list[str]:
-    # A function of `ls.launch` comes from a script that is no module of this process. A module
-    # may run code where its attributes are read, so only its dict is.
+    # A function of `ls.launch` comes from a script that is not a module of this process. A module
+    # may run code when its attributes are read, so only its dict is read.
     modules = [getattr(each, "__dict__", {}) for each in list(sys.modules.values())]
     files = [sys.argv[0], *(each.get("__file__") for each in modules)]
     python = [each for each in files if isinstance(each, str) and each.endswith(".py")]
-    # First, because resolving the paths of thousands of library files takes milliseconds.
+    # Filtered first, because resolving the paths of thousands of library files takes milliseconds.
     python = [each for each in python if is_user_code(each) or os.pardir in each]
     started = find_started_folder()
     paths = (os.path.normpath(os.path.join(started, each)) for each in python)
@@ -76,12 +76,12 @@ def _find_files() -> list[str]:
 
 
 def locate_stored(folder: Path, path: str) -> Path:
-    """Return where a folder of sources has the copy of a file, by its absolute path."""
+    """Return the path of a file's copy in a folder of sources; `path` is absolute."""
     return folder / os.path.relpath(path, os.sep)
 
 
 class SourceFolder:
-    """The folder of sources of a run that this process records.
+    """The folder of sources in a run that this process records.
 
     Args:
         run: The folder of the run.
@@ -91,14 +91,14 @@ class SourceFolder:
         self._run = run
         self._stored: set[str] = set()
         self.name: str | None = None
-        """The name of the folder in the run's; None while it has no file."""
+        """The name of the folder, within the folder of the run. None: it has no file yet."""
         self.variables: dict[str, str] = {}
-        """The variables that the sources name, with the values that they have."""
+        """The environment variables that the sources name, with their values."""
 
     def open(self) -> None:
         """Store the sources of a process that begins or resumes the run.
 
-        Where a file differs from the copy that an earlier process stored, a new folder is begun.
+        If a file differs from the copy of an earlier process, all files go into a new folder.
 
         Raises:
             OSError: A file cannot be written.
@@ -135,7 +135,7 @@ class SourceFolder:
 
 
 def _has_changed(folder: Path, path: str, content: bytes) -> bool:
-    """Return whether a folder of sources has another copy of a file."""
+    """Return whether a folder of sources has a different copy of a file."""
     try:
         return locate_stored(folder, path).read_bytes() != content
     except OSError:
@@ -147,6 +147,6 @@ def _name(number: int) -> str:
 
 
 def _number(path: Path) -> int:
-    """Return the number of a folder of sources, from 1; 0 for another name."""
+    """Return the number of a folder of sources, from 1; 0 if the name is not that of one."""
     match = re.fullmatch(rf"{FOLDER}(?:-([1-9]\d*))?", path.name)
     return 0 if match is None else int(match[1] or 1)

@@ -1,15 +1,15 @@
-"""The timeline: which rank computed what, and when.
+"""The timeline of a run: the work of each rank over time.
 
     rank 0   ▓0▓1▓2▓3    ██0██▓4██1██▓5      one lane per rank, spans of work over time
     rank 1      ▓0▓1▓2██0██▓3██1██▓4
 
-A timeline is planned (a simulated schedule), or read from a record:
+A timeline is either planned (a simulated schedule) or read from a record:
 
     {"kind": "timeline", "step": 7, "ranks": [{"begin": 812.1, "works": [[...], ...]}, ...]}
     {"kind": "step", "ranks": [[compute, communication, waiting, data], ...]}
 
-Runs without pipeline stages record no spans. Their steps are drawn from the sums in
-the lines of steps, in the order in which a rank spends the time: data, compute, waiting,
+Runs without pipeline stages record no spans. Their steps are drawn from the times per category in
+the lines of steps, in the order in which a rank spends them: data, compute, waiting,
 communication.
 """
 
@@ -52,7 +52,7 @@ KIND_NAMES = {
 }
 """The known kinds of work and their display names; other kinds are shown as recorded."""
 
-TYPICAL_STEPS = 6  # steps in a timeline that is drawn from sums
+TYPICAL_STEPS = 6  # steps in a timeline that is drawn from times per category
 MAX_SECONDS = 1e9  # a record with longer times is damaged
 SUM_ORDER = ("data", "compute", "waiting", "communication")
 
@@ -63,14 +63,14 @@ class Span:
 
     Args:
         rank: The rank that worked.
-        kind: What it did, a key of `KIND_NAMES` or another name.
-        begin: When the work began.
-        end: When it ended.
-        stage: The pipeline stage; None if the work belongs to no stage.
-        microbatch: The micro-batch; None if the work belongs to no micro-batch.
-        waited: How long the rank waited before `begin`.
-        source: The rank that it waited for.
-        num_bytes: How many bytes `source` sent.
+        kind: The kind of work, a key of `KIND_NAMES` or another name.
+        begin: The beginning of the work.
+        end: The end of the work.
+        stage: The pipeline stage. None: the work belongs to no stage.
+        microbatch: The micro-batch. None: the work belongs to no micro-batch.
+        waited: The time that the rank waited before `begin`.
+        source: The rank that it waited for. None: it waited for no rank.
+        num_bytes: The number of bytes that `source` sent.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class Span:
     num_bytes: int = 0
 
     def shift(self, by: float) -> Span:
-        """Return the span moved to `by` later."""
+        """Return the span moved later by `by`."""
         return replace(self, begin=self.begin + by, end=self.end + by)
 
     @property
@@ -97,9 +97,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of all ranks, in order for each rank; times begin at 0.
+    """The spans of all ranks, in order for each rank, with times from 0.
 
-    `origin` is the time of 0 on the clock of the run; it is 0 for a planned timeline.
+    `origin` is the time 0 of the timeline on the clock of the run; 0 for a planned timeline.
     """
 
     title: str
@@ -109,12 +109,12 @@ class Timeline:
 
     @property
     def duration(self) -> float:
-        """When the last span ends."""
+        """The end of the last span."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property
     def busy_times(self) -> list[float]:
-        """How long each rank works."""
+        """The time for which each rank works."""
         found = [0.0] * self.num_ranks
         for span in self.spans:
             if span.kind != "waiting":
@@ -123,7 +123,7 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """The fraction of all ranks' time in which a rank is idle, 0 to 1."""
+        """The fraction of the ranks' total time in which they are idle, from 0 to 1."""
         total = self.duration * self.num_ranks
         return max(0.0, 1 - math.fsum(self.busy_times) / total) if total > 0 else 0.0
 
@@ -151,11 +151,11 @@ class Timeline:
         return max(1, self.num_ranks // len(holders)) if holders else 1
 
     def chunk(self, span: Span) -> int:
-        """Return which of its rank's stages a span belongs to, from 0."""
+        """Return the number of the span's stage among the stages of its rank, from 0."""
         return (span.stage or 0) // self.ranks_per_replica
 
     def label(self, span: Span) -> str:
-        """Return the micro-batch of a span, with a letter for the chunk where there are several."""
+        """Return the micro-batch of a span, with a letter for the chunk if there are several."""
         if span.microbatch is None:
             return ""
         if self.num_stages <= self.ranks_per_replica:
@@ -163,7 +163,7 @@ class Timeline:
         return f"{span.microbatch}{chr(ord('a') + self.chunk(span) % 26)}"
 
     def select(self, kinds: Collection[str]) -> Timeline:
-        """Return the timeline of some kinds of work, which begins with the first such span."""
+        """Return the timeline of only some kinds of work, from the first such span on."""
         spans = [span for span in self.spans if span.kind in kinds]
         begin = min((span.begin for span in spans), default=0.0)
         shifted = tuple(span.shift(-begin) for span in spans)
@@ -171,15 +171,16 @@ class Timeline:
 
 
 def longest_duration(timelines: Sequence[Timeline]) -> float:
-    """Return the duration of the longest timeline, the common scale of several."""
+    """Return the duration of the longest timeline, as the common scale of all."""
     return max((timeline.duration for timeline in timelines), default=0.0)
 
 
 def typical_timeline(run: Run) -> Timeline | None:
-    """Return the recorded step of median duration, or the sums of a few steps.
+    """Return the timeline of a typical step, or of six steps if no spans were recorded.
 
-    The steps are those of the last layout, and the first recorded one is left out where
-    there are others. Returns None for a run of one rank and for a run without times.
+    The typical step is the recorded one of median duration in the last layout; the first recorded
+    step is left out if there are others. Returns None if there are no spans and the run has one
+    rank or no times.
     """
     recorded = read_timelines(run.layout_timelines)
     found = sorted(recorded[1:] or recorded, key=lambda one: one.duration)
@@ -193,14 +194,14 @@ def typical_timeline(run: Run) -> Timeline | None:
 
 
 def read_timelines(lines: Sequence[Line]) -> list[Timeline]:
-    """Return the timelines of lines of a record, such as `run.timelines`."""
+    """Return the valid timelines of lines of a record, such as `run.timelines`."""
     return [found for line in lines if (found := parse_timeline(line))]
 
 
 def parse_timeline(line: Line) -> Timeline | None:
-    """Return the timeline of one line of a record, which begins with the first span.
+    """Return the timeline of one line of a record, from the wait before its first span on.
 
-    Malformed spans are skipped. Returns None if none is left.
+    Malformed spans are skipped. Returns None if no span is left.
     """
     rows = _as_list(line.get("ranks"))
     spans = [
@@ -246,7 +247,7 @@ def _as_index(value: Any) -> int | None:
 
 
 def sum_steps(steps: Steps, first: int, last: int) -> Timeline:
-    """Return the timeline of the steps at the positions `first` to `last` - 1, from their sums."""
+    """Return the timeline of the steps at positions `first` to `last` - 1, from their times."""
     rows = np.nan_to_num(steps.ranks[first:last])
     ranks = rows.shape[1]
     compute, data = TIME_CATEGORIES.index("compute"), TIME_CATEGORIES.index("data")
