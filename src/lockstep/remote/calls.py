@@ -1,4 +1,4 @@
-"""Calls: what this process has asked others to do, and the answers that it waits for."""
+"""Calls: the requests of this process to others, and the answers that it waits for."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ DRIVER = -1  # the driver's rank, which is outside the world
 
 
 class Transport(Protocol):
-    """How frames get from this process to others."""
+    """The way of frames from this process to others."""
 
     def post(self, rank: int, frame: Frame) -> None:
         """Send a frame to a rank; raise UsageError or RankError if that is not possible."""
 
     def post_drop(self, address: ObjectAddress) -> None:
-        """Tell the owner of a dropped reference; called in destructors, so it must not wait."""
+        """Notify the owner of a dropped reference; called in destructors, so it must not wait."""
 
 
 class Calls:
     """The calls that one process makes.
 
     Args:
-        rank: This process; -1 is the driver.
+        rank: The rank of this process; -1 is the driver.
         transport: Sends its frames.
-        wait: How it waits for answers.
+        wait: Waits for answers.
     """
 
     def __init__(self, rank: int, transport: Transport, wait: Wait) -> None:
@@ -62,11 +62,11 @@ class Calls:
 
         Args:
             to: The rank.
-            what: The call, for messages.
+            what: The description of the call in messages.
             function: The function; it is sent along.
             args: Its positional arguments.
             options: Its keyword arguments.
-            keep: Leave the value there; the future's value is a reference to it.
+            keep: Whether the value stays there; the future's value is then a reference to it.
 
         Raises:
             UsageError: The function or an argument cannot be pickled.
@@ -120,7 +120,7 @@ class Calls:
         return RemoteObject(address, self)
 
     def drop(self, address: ObjectAddress) -> None:
-        """Tell the owner that a reference is gone; safe in a destructor."""
+        """Notify the owner that a reference is gone; safe in a destructor."""
         self._transport.post_drop(address)
 
     def pending(self) -> list[Future[Any]]:
@@ -159,7 +159,7 @@ class Calls:
     def _lend(
         self, address: ObjectAddress, to: int, lends: list[tuple[int, int]] | None
     ) -> ObjectAddress:
-        """Lend a reference to rank `to`; if that is its owner, along with the call."""
+        """Lend a reference to rank `to`; if `to` is its owner, the call carries the new token."""
         token = self._tokens.new()
         if address.owner == to and lends is not None:
             lends.append((address.number, token))

@@ -51,17 +51,17 @@ def connect(
 
     Args:
         address: Name or address of its host.
-        port: Where it listens.
-        credentials: Those of this process.
+        port: The port at which it listens.
+        credentials: The credentials of this process.
         called: The process that must answer; any other one is refused.
-        silence: Seconds that the connection may be silent later on.
+        silence: Seconds of silence after which the open connection counts as lost.
         timeout: Seconds until the last attempt.
 
     Raises:
         RendezvousError: It did not answer, was busy or closed the connection, or another
             process of Lockstep answered.
-        UsageError: The address is unknown, or what listens there has another key or is
-            not a process of this version of Lockstep.
+        UsageError: The address is unknown, or the process that listens there has another key or
+            does not belong to this version of Lockstep.
     """
     deadline = time.monotonic() + timeout
     target = f"{called} at {address}:{port}"

@@ -1,4 +1,4 @@
-"""Credentials: the key that a driver and its workers share, and who each process is.
+"""Credentials: the key that a driver and its workers share, and the identity of each process.
 
     workers that the driver starts        get the key through an anonymous file
     `lockstep worker` on another host     from LOCKSTEP_DRIVER_KEY or --key-file
@@ -93,7 +93,7 @@ def _parse_key(text: str, source: str) -> bytes:
 
 
 class Role(IntEnum):
-    """What a process does for its driver."""
+    """The role of a process for its driver."""
 
     DRIVER = 0
     NODE_AGENT = 1  # `lockstep worker` on another host
@@ -129,13 +129,13 @@ class Identity:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a process opens and answers connections with.
+    """The credentials with which a process opens and answers connections.
 
     Attributes:
         key: The key that the driver and its workers share.
         own: The identity of this process.
-        session: Random bytes of one driver, for as long as it runs. They prevent workers of
-            an earlier driver with the same key from being taken for its own.
+        session: Random bytes that each driver draws. They keep out workers of an earlier driver
+            with the same key.
     """
 
     key: bytes = field(repr=False)

@@ -193,9 +193,10 @@ class Worker:
         return self._pool.calls.start(self.rank, _function_name(function), function, args, options)
 
     def create(self, factory: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Call `factory`, a class or function, there; the value stays; return a reference to it.
+        """Call `factory`, a class or function, there; return a reference to the value.
 
-        Its type is the value's own to a type checker: calls of its methods are forwarded.
+        The value stays in the worker. Calls of the reference's methods are forwarded to it, so to
+        a type checker the reference has the type of the value.
         """
         calls = self._pool.calls
         reference: T = calls.start(
@@ -205,5 +206,5 @@ class Worker:
 
 
 def _function_name(function: Callable[..., Any]) -> str:
-    inner = getattr(function, "func", function)  # of a partial
+    inner = getattr(function, "func", function)  # unwraps functools.partial
     return str(getattr(inner, "__qualname__", type(function).__qualname__))

@@ -25,7 +25,7 @@ class Future(Generic[T]):
 
     Attributes:
         rank: The worker.
-        what: The call, for messages.
+        what: The description of the call in messages.
     """
 
     def __init__(self, rank: int, what: str, wait: Wait) -> None:
@@ -55,7 +55,7 @@ class Future(Generic[T]):
             RankError: The call raised or the worker exited; the worker's traceback is a note,
                 and the exception itself the cause if it could be sent. An error of Lockstep
                 keeps its class.
-            TimeoutError: The call has not returned; it goes on, and may be waited for again.
+            TimeoutError: The call has not returned. It continues, and you may wait for it again.
         """
         self._wait(self.done, None if timeout is None else time.monotonic() + timeout)
         if not self.done():

@@ -11,9 +11,9 @@
     secret        HMAC(key, "connection", all of the first message, nonce L)
     proofs, keys  HMAC(secret, label), with a label for each of the four
 
-HMAC is HMAC-SHA-256. The secret covers everything that was said: both identities, the
-driver's session and both nonces. Two ends that agree on it therefore agree on who is at the
-other end, and a connection fails that is redirected to another worker or a later driver,
+HMAC is HMAC-SHA-256. The secret covers everything that was sent: both identities, the
+driver's session and both nonces. Two ends with the same secret therefore agree on both
+identities. A connection fails if it is redirected to another worker or a later driver,
 reflected, or composed of recorded ones. The address of the listener is not covered, because
 an SSH tunnel changes it.
 
@@ -64,8 +64,8 @@ class Refused(Exception):
 
     Args:
         reason: A sentence that contains nothing that the other end sent.
-        status: What a listener sends before it closes the connection, or has sent; None if
-            nothing.
+        status: The status that a listener sends before it closes the connection, or has sent;
+            None if it sends none.
     """
 
     def __init__(self, reason: str, status: Status | None = None) -> None:
@@ -75,7 +75,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Agreement:
-    """The result of a handshake: who is at the other end, and a key for each direction."""
+    """The result of a handshake: the identity of the other end, and a key for each direction."""
 
     other: Identity
     sending: bytes

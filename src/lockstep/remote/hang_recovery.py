@@ -5,12 +5,12 @@
       │ raised at once to the user     │          │
       │ ── look ──────────────────────────────────> where is the main thread?
       │ <── seen {waits} ──────────────────────────
-      │     all that are busy wait, twice in a row
+      │     all busy workers wait, in two checks in a row
       │ ── leave ────────────────────> leaves     │
       │                             the world     │ "rank 1 has left the group"
       │ ── end ──────────────────────> exits      │ if that was not enough
 
-A worker that computes is left alone until it waits, too: its call may not need the others.
+Nothing is done while a busy worker still computes: its call may not need the others.
 Gloo's connections exist as long as anything holds the group, such as a trainer; then only
 the end of the process closes them.
 """
@@ -29,7 +29,7 @@ from lockstep.remote.future import Future
 __all__ = ["HangRecovery", "is_in_collective"]
 
 CHECK_INTERVAL = 0.5  # seconds
-CHECKS = 2  # in a row that must find a worker waiting; a collective that runs is over by then
+CHECKS = 2  # checks in a row that must find a worker waiting: longer than a running collective
 COMMUNICATION = ("torch/distributed/", "lockstep/comm/", "lockstep/pipeline/p2p")
 MAX_FRAMES = 6  # counted from the innermost one
 
@@ -41,9 +41,10 @@ class HangRecovery:
     Attributes:
         futures: The calls.
         reason: The error.
-        checks: How often the busy workers were checked.
-        last_check: When they were checked last, a `time.monotonic()` time.
-        left_at: When the failed workers were told to leave the world; 0 if not yet.
+        checks: The number of checks of the busy workers so far.
+        last_check: The `time.monotonic()` time of the last check.
+        left_at: The `time.monotonic()` time at which the failed workers were asked to leave the
+            world; 0 if they were not.
     """
 
     futures: Sequence[Future[Any]]
@@ -61,7 +62,7 @@ class HangRecovery:
         return [future.rank for future in self.futures if not future.done()]
 
     def start_check(self) -> bool:
-        """Return whether it is time for another check; counts it in that case."""
+        """Return whether another check is due; if so, count it."""
         now = time.monotonic()
         if now < self.last_check + CHECK_INTERVAL:
             return False

@@ -5,15 +5,14 @@
         └── wrong, late, or its slot is needed ──> refused
 
 One thread serves all connections that are not authenticated yet. There are `SLOTS` for them,
-and each has `HANDSHAKE_TIMEOUT` seconds. When all slots are taken, a new connection gets the
-slot of another one: of one that has not introduced itself with the key if there is any, from
-the network with the most of them, the oldest first. So strangers compete with strangers,
-however many come; a caller with the key that loses its slot before its first message has
-arrived is told so, and tries again. Authenticated connections take no slot.
+and each has `HANDSHAKE_TIMEOUT` seconds. When all slots are taken, a new connection takes the
+slot of the oldest connection from the network that has the most slots. Only connections that
+have not introduced themselves with the key are considered, if there are any. So strangers only
+compete with strangers. A caller with the key that loses its slot before its first message has
+arrived gets the status BUSY, and tries again. Authenticated connections take no slot.
 
-Refused connections are reported in one line, however many there are. The line consists of
-the callers' addresses, as the kernel gives them, and of fixed sentences: nothing that a
-stranger sent is in it.
+All refused connections are reported in one line. The line consists of the callers' addresses,
+as the kernel gives them, and of fixed sentences. It contains nothing that a stranger sent.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class RefusalLog:
 
 @dataclass(eq=False)
 class Pending:
-    """A connection that is not authenticated yet, and what it has sent for the current step."""
+    """A connection that is not authenticated yet, and the bytes received for the current step."""
 
     end: socket.socket
     address: str
@@ -96,7 +95,7 @@ class Pending:
 
     @property
     def network(self) -> bytes:
-        """The caller's IPv4 address or IPv6 /64 network, in which it can have many addresses."""
+        """The caller's IPv4 address, or its IPv6 /64 network: one caller can have all of that."""
         return ipaddress.ip_address(self.address).packed[:8]
 
 
@@ -106,15 +105,15 @@ class Listener:
     Args:
         address: An address of this host.
         port: 0 for a free one.
-        credentials: Those of this process.
+        credentials: The credentials of this process.
         silence: Seconds that an authenticated connection may be silent.
         accept: Called with each authenticated connection and the caller's identity.
         refused: Called with a line about refused connections, every 10 s at most.
 
-    Both are called on the listener's own thread, so they must not wait.
+    Both callables run on the listener's own thread, so they must not wait.
 
     Raises:
-        UsageError: It is impossible to listen there.
+        UsageError: It is impossible to listen at this address and port.
     """
 
     def __init__(
@@ -215,7 +214,7 @@ class Listener:
         try:
             agreement = self._continue_handshake(each)
             frames = open_frame_socket(each.end, agreement, self._silence)
-        except BlockingIOError:  # until more arrives
+        except BlockingIOError:  # continue when more arrives
             return
         except Refused as error:
             self._refuse(each, str(error), error.status)

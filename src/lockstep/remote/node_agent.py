@@ -48,10 +48,11 @@ class NodeAgent:
 
     Args:
         address: Name or address of the driver's host.
-        port: Where the driver listens.
+        port: The port at which the driver listens.
         key: The driver's key.
         nprocs: Number of workers.
-        timeout: Seconds to wait for the driver, and of silence after which it counts as lost.
+        timeout: Seconds to wait for the driver, and seconds of silence after which the driver
+            counts as lost.
 
     Raises:
         RendezvousError: The driver did not answer within the timeout.

@@ -1,7 +1,7 @@
 """Remote objects: an owner stores them, and other processes hold references to them.
 
-Every reference has its own token. A process that passes one on lends the receiver a new
-token first, and drops its own afterwards:
+Every reference has its own token. A process that passes a reference on first lends the receiver a
+new token. It drops its own token when it no longer needs the reference:
 
     owner                        driver (token 1)              worker 2
       <── lend object, token 7, for 2 ──│
@@ -10,8 +10,8 @@ token first, and drops its own afterwards:
       <── drop token 7 ────────────────────────────────────────────────────────│
 
 An object exists until its last token is dropped. A token may be dropped before its owner
-learns that it was lent, because the two messages take different connections. Such drops are
-remembered until then, which a reference count could not do: it cannot tell them apart.
+learns that it was lent, because the two messages take different connections. The owner remembers
+such early drops by their tokens; a reference count could not distinguish them.
 
     ref.method(1, 2)          call a method there and return the value
     ref.method.start(1, 2)    call a method there and return a Future at once
@@ -120,7 +120,7 @@ class ObjectStore:
 
 
 class Caller(Protocol):
-    """How references reach the owner of their object."""
+    """The way of references to the owner of their object."""
 
     def start(
         self,
@@ -133,14 +133,14 @@ class Caller(Protocol):
         """Ask rank `to` to call a function, described by `what`."""
 
     def drop(self, address: ObjectAddress) -> None:
-        """Tell the owner that a reference is gone; called in destructors."""
+        """Notify the owner that a reference is gone; called in destructors."""
 
 
 class RemoteObject:
-    """A reference to an object of a worker; the object exists while any process holds one.
+    """A reference to an object of a worker; the object exists while any process holds a reference.
 
-    It may be passed to another worker, as an argument or within one; that worker then calls
-    the object's owner directly. At its owner it arrives as the object itself.
+    You may pass it to another worker, as an argument or inside an argument. That worker then calls
+    the object's owner directly. Passed to the owner, it arrives as the object itself.
     """
 
     __slots__ = ("_address", "_calls")
@@ -189,7 +189,7 @@ class RemoteObject:
         return f"<{self._address.name} on rank {self._address.owner}>"
 
     def __del__(self) -> None:
-        """Tell the owner that this reference is gone."""
+        """Notify the owner that this reference is gone."""
         self._calls.drop(self._address)
 
 
@@ -217,7 +217,7 @@ class RemoteMethod:
         )
 
 
-# These run where the object is, and get the object itself instead of the reference.
+# These functions run at the owner, and get the object itself instead of the reference.
 
 
 def get_itself(thing: Any) -> Any:

@@ -27,7 +27,7 @@ class OutputForwarder:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._lines: deque[tuple[StreamName, str]] = deque()
-        self._waiting = 0  # callers
+        self._waiting = 0  # waiting callers
         self.received = 0  # pieces of text so far
 
     def put(self, name: StreamName, text: str) -> None:
@@ -88,7 +88,7 @@ class OutputForwarder:
 
 
 class ForwardedStream(io.RawIOBase):
-    """A binary stream that passes what is written to `forward`, as text."""
+    """A binary stream that passes written data to `forward`, as text."""
 
     def __init__(self, forward: Callable[[str], None]) -> None:
         super().__init__()
@@ -99,6 +99,6 @@ class ForwardedStream(io.RawIOBase):
         return True
 
     def write(self, content: bytes) -> int:  # type: ignore[override]
-        """Forward whole lines; what is not UTF-8 becomes a replacement character."""
+        """Forward whole lines; bytes that are not UTF-8 become a replacement character."""
         self._forward(content.decode(errors="replace"))
         return len(content)

@@ -1,7 +1,7 @@
 """Serialization: functions, classes and values as bytes, with the memory of tensors uncopied.
 
-    pieces[0]     the pickle, by cloudpickle: what is defined in __main__ or a notebook is
-                  sent by value
+    pieces[0]     the pickle, by cloudpickle: functions and classes of __main__ or a notebook
+                  are sent by value
     pieces[1:]    the memory of each dense CPU tensor and numpy array
 
 A received tensor uses the memory that it was received into. References are not part of the
@@ -60,7 +60,7 @@ class Deserializer(pickle.Unpickler):
 
 
 def serialize(value: Any, lend: Lend) -> list[Buffer]:
-    """Return the pieces of `value`; raises what pickle raises if it cannot be pickled."""
+    """Return the pieces of `value`; errors of pickle are raised unchanged."""
     file, tensors = io.BytesIO(), list[pickle.PickleBuffer]()
     Serializer(file, lend, tensors).dump(value)
     return [file.getbuffer(), *(tensor.raw() for tensor in tensors)]
@@ -82,7 +82,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """Return a tensor's memory and layout; one with gaps is made dense, with its stride order."""
+    """Return a tensor's memory and layout; gaps are removed, the order of strides is kept."""
     dense = tensor.detach()
     if not _is_dense(dense):
         dense = dense.clone(memory_format=torch.preserve_format)

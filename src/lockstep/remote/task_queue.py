@@ -1,9 +1,9 @@
-"""The task queue: what a worker's main thread has to do, and in which order.
+"""The task queue: the tasks of a worker's main thread, and their order.
 
     calls of the driver          one after another, in the order in which they were made, so
                                  that calls on all ranks meet in their collectives
-    calls of other workers       before those; also while this worker waits for an answer, so
-                                 that two workers may call each other
+    calls of other workers       before calls of the driver; also while this worker waits for an
+                                 answer, so that two workers may call each other
 
 User code runs only on the main thread, one call at a time, as in a script: torch's
 generators and settings belong to the call that runs.
@@ -67,7 +67,7 @@ class TaskQueue:
     def _take(
         self, over: Callable[[], bool], deadline: float | None, *queues: deque[Task]
     ) -> Task | None:
-        """Return the next task of the first queue that has one; None if over or past deadline."""
+        """Return the next task of the first queue that has one; None if done or past deadline."""
         with self._changed:
             while not over():
                 for waiting in queues:

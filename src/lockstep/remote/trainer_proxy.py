@@ -5,7 +5,7 @@
                activations and gradients from worker to worker
     driver     <── loss, metrics: numbers
 
-The workers' trainers are those of any script, so results are bit-identical, too.
+The workers run ordinary trainers, so results are bit-identical to those of a script.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ForwardedMethod(Generic[Arguments, Value]):
 
 
 class TrainerProxy:
-    """Trainers on all workers of a driver, used like one; made by `Driver.trainer`.
+    """Trainers on all workers of a driver, used like a single trainer; made by `Driver.trainer`.
 
     Attributes:
         last: The `StepResult` of the last step: loss, metrics, learning rate, times.
@@ -104,14 +104,14 @@ class TrainerProxy:
     def step(self, batch: Any) -> float:
         """Train on one global batch and return its loss.
 
-        Each replica is sent its own micro-batches; with stages, the inputs go to its first
-        worker and the targets to its last one.
+        Each replica gets its own micro-batches. With pipeline stages, the inputs go to the first
+        worker of the replica and the targets to the last one.
 
         Args:
             batch: A pair (inputs, targets) of tensors, as for `Trainer.step`.
 
         Raises:
-            LockstepError: What a worker's trainer raises.
+            LockstepError: A worker's trainer failed.
         """
         replicas = self._pool.size // self._stages
         batches = [
@@ -190,9 +190,9 @@ class TrainerProxy:
             )
 
     def select_data(self, batch: Batch, stage: int) -> Batch:
-        """Return what the worker of a stage needs of its replica's batch.
+        """Return the part of its replica's batch that the worker of a stage needs.
 
-        A function that gives micro-batches their loss weight may need all of it.
+        A function that computes the loss weight of micro-batches may need the whole batch.
         """
         first, last = stage == 0, stage == self._stages - 1
         if (first and last) or (self._is_weighted and (first or last)):
@@ -209,7 +209,7 @@ class TrainerProxy:
         return self._call_each(method, [args] * self._pool.size)[0]
 
     def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        # finish closes the record, also when the world has ended.
+        # finish() must close the record even if the world has ended.
         if not (method == "call" and arguments[0][0] == "finish"):
             self._pool.require_world()
         futures = [
@@ -220,13 +220,13 @@ class TrainerProxy:
 
 
 class TrainerActor:
-    """One worker's trainer, and what its driver calls there."""
+    """One worker's trainer, with the methods that its driver calls."""
 
     def __init__(self, blocks: Blocks, seed: int, arguments: dict[str, Any]) -> None:
         given = arguments.pop("callbacks", ())
         callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
         self._epochs: list[EpochResult] = []
-        # The trainer materializes a list, each block on the workers of its stage.
+        # The trainer materializes the blocks of a list on the workers of their stages.
         model = (
             blocks
             if isinstance(blocks, Sequence)
@@ -251,7 +251,7 @@ class TrainerActor:
         return replace(self._trainer.history.last)
 
     def load(self, dataset: Callable[[], Any]) -> None:
-        """Make the dataset of the following epochs."""
+        """Create the dataset of the following epochs."""
         self._dataset = make_dataset(dataset)
 
     def train_epoch(
@@ -280,7 +280,7 @@ def _select(data: Any, inputs: bool, targets: bool) -> Any:
 
 
 def make_dataset(factory: Any) -> Any:
-    """Return the dataset that a callable makes; raise UsageError for a dataset itself."""
+    """Return the dataset that a callable creates; raise UsageError for a dataset itself."""
     if not callable(factory) or hasattr(factory, "__getitem__"):
         raise UsageError(
             f"pass the dataset as a callable that makes it on each worker, such as `lambda: "

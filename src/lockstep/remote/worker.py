@@ -1,7 +1,7 @@
-"""A worker: a rank that runs what the driver, and other workers, call.
+"""A worker: a rank that runs the calls of the driver and of other workers.
 
     driver                              worker
-      <── hello {port, pid} ──────────────│  where other workers reach it
+      <── hello {port, pid} ──────────────│  the port for other workers
       ── join {rank, variables, peers} ──>│  lockstep.init()
       <── joined ─────────────────────────│
       ── call {number, keep, lends} ─────>│  function(*args) on its main thread
@@ -13,9 +13,9 @@
       ── leave ──────────────────────────>│  lockstep.shutdown(), to release the other workers
       ── end ────────────────────────────>│
 
-Workers call each other over direct connections, which are opened by the first call: what
-they send each other does not pass through the driver. Both ends prove which worker they are,
-so that a call to one worker is never answered by another one.
+Workers call each other over direct connections, which are opened by the first call: their data
+does not pass through the driver. Both ends prove which worker they are, so that a call to one
+worker is never answered by another one.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def run_worker(address: str, port: int, credentials: Credentials, silence: float
 
     Args:
         address: Name or address of the driver's host.
-        port: Where the driver listens.
-        credentials: Those of this worker.
+        port: The port at which the driver listens.
+        credentials: The credentials of this worker.
         silence: Seconds of silence after which a connection counts as lost.
 
     Raises:
@@ -98,14 +98,14 @@ class WorkerServer:
         for connection in [self._driver, *self._incoming, *self._outgoing.values()]:
             connection.close()
 
-    # --- the transport of its own calls ---------------------------------------------------
+    # --- the transport of this worker's calls ---------------------------------------------
 
     def post(self, rank: int, frame: Frame) -> None:
-        """Send a frame to another process; raise RankError if that has exited."""
+        """Send a frame to another process; raise RankError if it has exited."""
         (self._driver if rank == DRIVER else self._connection_to(rank)).post(frame)
 
     def post_drop(self, address: ObjectAddress) -> None:
-        """Tell a reference's owner; through the driver if there is no connection to the owner."""
+        """Notify a reference's owner; through the driver if there is no connection to the owner."""
         header = {"kind": "drop", "owner": address.owner, "object": address.number}
         connection = self._outgoing.get(address.owner) or self._driver
         connection.post(Frame({**header, "token": address.token}))

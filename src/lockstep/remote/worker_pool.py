@@ -1,12 +1,12 @@
 """The worker pool: a driver's workers, from their start to their end.
 
     waiting for workers ──all connected──> joining ──all joined──> at work ──> ended
-            │ timeout, or one exited          │ one could not
+            │ timeout, or a worker exited     │ a worker could not
             └───────────── ended, with the error that says why ─────────────────^
 
-Three kinds of threads: the two of each connection, and one that watches the processes of
-this host, reads what they print, and processes answers after what was printed before them.
-All are daemons, and none holds the driver itself, so that a driver without references is
+Threads: two for each connection, and one that watches the processes of this host and reads their
+output. It processes an answer after the output that was printed before the answer. All threads
+are daemons, and none holds a reference to the driver. So a driver without other references is
 garbage-collected, and its workers end with it.
 """
 
@@ -45,22 +45,23 @@ __all__ = ["WorkerHandle", "WorkerPool"]
 
 @dataclass(eq=False)
 class WorkerHandle:
-    """One worker, as its driver sees it.
+    """The state of one worker in its driver.
 
     Attributes:
         connection: Its connection to the driver.
-        host: Number of its host; 0 is the driver's own.
+        host: The number of its host; 0 is the driver's own.
         index: Its number on that host.
-        endpoint: Where other workers connect to it.
+        endpoint: The address and port at which other workers connect to it.
         rank: Its rank, once all workers have connected.
         has_joined: Whether it has joined the world.
-        error: The report of the error with which it could not join.
-        connection_lost: Why its connection was lost; empty while it exists.
-        process_ended: How its process ended; empty while it runs.
+        error: The report of the error that kept it from joining.
+        connection_lost: The reason why its connection was lost; empty while it exists.
+        process_ended: The way in which its process ended; empty while it runs.
         status: The exit status of its process.
-        lost: How it ended, decided from the two above; empty while it is usable.
-        lost_since: When the first of the two was noticed, a `time.monotonic()` time.
-        waits: In how many checks in a row it waited in a collective.
+        lost: The way in which the worker ended, from `process_ended`, else `connection_lost`;
+            empty while it is usable.
+        lost_since: The `time.monotonic()` time at which either of these was first noticed.
+        waits: The number of checks in a row that found it in a collective.
     """
 
     connection: Connection
@@ -92,7 +93,7 @@ class WorkerHandle:
             node_rank=hosts.index(self.host),
             store=store,
         )
-        # Hosts may have different numbers of workers, so these are not what torchrun computes.
+        # torchrun's formulas do not apply: hosts may have different numbers of workers.
         rank, world_size = str(self.rank), str(len(handles))
         return environment.variables(self.index) | {
             "RANK": rank,
@@ -108,8 +109,8 @@ class WorkerPool:
     Args:
         nprocs: Number of workers on this host.
         remote: Number of workers that connect from other hosts.
-        address: Where the driver listens.
-        port: Where the driver listens; 0 for a free port.
+        address: The address at which the driver listens.
+        port: The port at which the driver listens; 0 for a free port.
         key: The driver's key.
         silence: Seconds of silence after which a worker counts as lost.
         world: Arguments of `lockstep.init` on every worker.
@@ -241,20 +242,20 @@ class WorkerPool:
     # --- the transport of the driver's calls ------------------------------------------
 
     def post(self, rank: int, frame: Frame) -> None:
-        """Send a frame to a worker; raise RankError if that is lost."""
+        """Send a frame to a worker; raise RankError if the worker is lost."""
         handle = self.handle(rank)
         if handle.lost:
             raise RankError(f"rank {rank} {handle.lost}, so it cannot be called")
         handle.connection.post(frame)
 
     def post_drop(self, address: ObjectAddress) -> None:
-        """Tell a worker that the driver has dropped a reference."""
+        """Notify a worker that the driver has dropped a reference."""
         if not self._is_closing and os.getpid() == self._owner:
             header = {"kind": "drop", "object": address.number, "token": address.token}
             self.handles[address.owner].connection.post(Frame(header))
 
     def handle(self, rank: int) -> WorkerHandle:
-        """Return a worker by its rank; raise UsageError if there is none."""
+        """Return a worker by its rank; raise UsageError if there is no such worker."""
         if self._is_closing:
             raise UsageError("the driver is closed: its workers and their objects are gone")
         if not isinstance(rank, int) or not 0 <= rank < self.size:
@@ -304,7 +305,7 @@ class WorkerPool:
                 self._on_remote_exit(connection, frame.header)
 
     def _add_worker(self, caller: Identity, connection: Connection, header: dict[str, Any]) -> None:
-        """Add a worker, once and with one connection."""
+        """Add a worker; refuse a second connection of the same worker."""
         with self._lock:
             is_expected = caller in self._expected
             if is_expected:
@@ -320,7 +321,7 @@ class WorkerPool:
         self.output.wake()
 
     def _add_host(self, connection: Connection, workers: int) -> None:
-        """Accept the workers of another host, if as many are still missing."""
+        """Accept the workers of another host, if the driver still needs that many."""
         with self._lock:
             is_welcome = workers <= self._remote
             self._remote -= workers if is_welcome else 0
@@ -385,14 +386,17 @@ class WorkerPool:
         return True
 
     def _read_output(self) -> None:
-        """Read all that was printed before the answers that have arrived."""
+        """Read all output that was printed before the answers that have arrived."""
         before = -1
         while self._answers and before != self.output.received:
             before = self.output.received
             self._local.process_events(0)
 
     def _reap(self) -> None:
-        """Decide how a worker ended, as soon as its connection and its process have ended."""
+        """Decide how a worker ended, once its connection and its process have ended.
+
+        If only one of them has ended, decide after `SETTLE` seconds.
+        """
         now = time.monotonic()
         for handle in list(self._handles.values()):
             if not handle.host and self._local.outcomes[handle.index].status is not None:
@@ -416,7 +420,7 @@ class WorkerPool:
     def _continue_recovery(self, recovery: HangRecovery) -> bool:
         """Take the next step of a hang recovery; return whether it is done.
 
-        It is not needed after the death of a worker, which the backend reports to the others.
+        Recovery is not needed after the death of a worker: the backend reports it to the others.
         """
         busy = [self.handles[rank] for rank in recovery.busy()]
         failed = [self.handles[rank] for rank in recovery.failed()]
@@ -439,7 +443,7 @@ class WorkerPool:
         return False
 
     def _end_failed_workers(self, recovery: HangRecovery, failed: Sequence[WorkerHandle]) -> bool:
-        """End the workers that failed if leaving the world did not help; return whether it did."""
+        """End the failed workers if leaving the world did not help; return whether it is time."""
         if time.monotonic() < recovery.left_at + SETTLE:
             return False
         for handle in failed:
