@@ -252,6 +252,8 @@ MODELS = {
     "recurrent": (recurrent_model, {}),
     "transformer": (transformer_model, {"autocast_dtype": torch.bfloat16}),
     "channels last": (channels_last_model, {"autocast_dtype": torch.bfloat16}),
+    # Autocast would keep the cast of a weight that is used twice, but not across stages.
+    "tied, cast": (tied_model, {"autocast_dtype": torch.bfloat16}),
     "frozen": (frozen_model, {}),
     "repeated": (repeated_model, {}),
     "recomputed": (recomputed_model, {}),

@@ -277,6 +277,41 @@ def test_evaluation_adds_losses_and_metrics_exactly(ranks):
     assert set(outcomes) == {(2.75 / 8, 2.75 / 8)}
 
 
+class Jitter(nn.Module):
+    """Draws random numbers in evaluation mode, too."""
+
+    def forward(self, inputs):
+        return inputs + torch.rand(())
+
+
+def test_every_microbatch_of_an_evaluation_draws_other_numbers(ranks):
+    """The same ones on any number of ranks, and in each evaluation."""
+
+    def evaluate():
+        drawn = []
+
+        def keep(outputs, targets):
+            drawn.append(outputs[0, 0].item())
+            return 0.0
+
+        model = nn.Sequential(Jitter(), nn.Linear(6, 10))
+        nn.init.ones_(model[1].weight)
+        nn.init.zeros_(model[1].bias)
+        trainer = ls.Trainer(
+            model, nn.CrossEntropyLoss(), SGD, microbatches=4, metrics={"kept": keep}
+        )
+        same = TensorDataset(torch.zeros(16, 6), torch.zeros(16, dtype=torch.int64))
+        for _ in range(2):
+            trainer.evaluate(same, 8)
+        return drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
+
+    ((alone, again),) = ranks(evaluate, 1)
+    assert alone == again
+    assert len({*alone}) == 8  # two batches of four micro-batches
+    of_ranks = [first for first, _ in ranks(evaluate, 3)]
+    assert sorted(sum(of_ranks, [])) == sorted(alone)
+
+
 def test_training_goes_on_at_another_width_from_any_batch(ranks, tmp_path):
     def start(stop):
         trainer = ls.Trainer(
