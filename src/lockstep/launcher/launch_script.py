@@ -77,7 +77,7 @@ __all__ = [
 
 STDOUT, STDERR = 1, 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-OF_LAUNCH = (RUN, RESUME, *OF_ELASTIC)  # of this launch only: ranks do not inherit them
+OF_LAUNCH = (RUN, RESUME, *OF_ELASTIC)  # variables that nested launches do not inherit
 TAIL = 12  # lines of the failed rank that are shown again at the end
 
 

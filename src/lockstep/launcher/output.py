@@ -37,12 +37,12 @@ COLOURS = (36, 33, 35, 32, 34, 31)  # of the prefixes, by rank
 
 
 class LineSplitter:
-    """Splits one stream into lines; `now` is a time in seconds of any clock."""
+    """A splitter of one stream into lines; `now` is a time in seconds of any one clock."""
 
     def __init__(self) -> None:
         self._rest = b""
-        self._since = 0.0  # when the rest grew, or was last returned
-        self._is_continued = False  # the beginning of the rest was returned as a line already
+        self._since = 0.0  # when the rest grew or was last returned
+        self._is_continued = False  # whether the beginning of this line was returned already
 
     def feed(self, data: bytes, now: float) -> list[bytes]:
         """Add `data` and return the lines that it completes, without their ends."""
@@ -98,8 +98,8 @@ class RankOutput:
         log: File to write to, or None.
         consoles: Where stdout and stderr are shown; None if they are not.
         prefixed: Whether each line begins with the rank.
-        separator: A line to write before what is added to a log that exists; None if the log
-            must be new.
+        separator: A line to write before appending to an existing log; None if the log must be
+            new.
 
     Raises:
         OSError: The log cannot be opened.
@@ -140,7 +140,7 @@ class RankOutput:
         return True
 
     def hide_stderr(self, sentence: str = "") -> None:
-        """Show nothing of what follows on stderr, or one sentence; the log still gets all of it."""
+        """Stop showing stderr, after an optional last sentence; the log still gets all of it."""
         errors = self.streams[1]
         self._show(errors, [*errors.lines.take_rest(), *([sentence.encode()] if sentence else [])])
         errors.console = None
@@ -197,7 +197,7 @@ def _open_log(log: Path, separator: str | None) -> BinaryIO:
         return os.fdopen(create_file(log, os.O_APPEND), "ab", 0)
     file = os.fdopen(open_or_create(log, os.O_WRONLY | os.O_APPEND), "ab", 0)
     if os.fstat(file.fileno()).st_size:
-        with contextlib.suppress(OSError):  # a full disk; what follows says so
+        with contextlib.suppress(OSError):  # a full disk, which the next write reports
             file.write(f"\n{separator}\n".encode())
     return file
 

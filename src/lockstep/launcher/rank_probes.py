@@ -1,4 +1,4 @@
-"""Probes of running ranks: where each one is, as its launcher sees it from outside.
+"""Probes of running ranks: where each rank is, as its launcher sees it from outside.
 
 activity page   what a rank published last, in memory that it shares with the launcher
 stack           written by Python's fault handler into an anonymous file, on a signal
@@ -18,11 +18,11 @@ __all__ = ["RankProbes"]
 
 
 class RankProbes:
-    """Says where ranks are.
+    """The probes of the ranks of one launch.
 
     Args:
-        pids: The ranks' processes.
-        ask: Lets a rank write its stack.
+        pids: The ranks' process ids.
+        ask: Called with a rank to make it write its stack.
     """
 
     def __init__(self, pids: Mapping[int, int], ask: Callable[[int], None]) -> None:
@@ -58,17 +58,17 @@ class RankProbes:
         """Return the stacks of the main threads of ranks; empty for those that do not answer."""
         files = {rank: self._stacks[rank] for rank in ranks if rank in self._stacks}
         for rank, file in files.items():
-            os.ftruncate(file, 0)  # of an earlier answer
+            os.ftruncate(file, 0)  # removes an earlier answer
             self._ask(rank)
         return {**dict.fromkeys(ranks, ""), **read_stacks(files)}
 
     def remove(self, rank: int) -> None:
-        """Close what belongs to a rank that has exited."""
+        """Close the files of a rank that has exited."""
         for files in (self._stacks, self._activities):
             if rank in files:
                 os.close(files.pop(rank))
 
     def close(self) -> None:
-        """Close what belongs to all ranks, of which nothing is known from now on."""
+        """Close the files of all ranks; from then on nothing is known about them."""
         for rank in [*self._stacks]:
             self.remove(rank)

@@ -1,9 +1,10 @@
 """A rank's process, from its first instruction to its last.
 
-A forked process receives a message and descriptors: stdin, stdout, stderr, the socket on
-which it reports to the launcher, and an anonymous file with the pickled function ("task":
-"function"), or the name of a script, module or program to run. It does that work in the
-process that the fork server forked, or in a new interpreter ("spawn": true).
+A forked process receives a message and descriptors. The message names a script, module or
+program to run, or asks to call a function ("task": "function"). The descriptors are stdin,
+stdout, stderr, the socket on which the process reports to the launcher, and an anonymous file
+with the pickled function. The work runs in the forked process, or in a new interpreter ("spawn":
+true).
 
 The parent-death pipe kills ranks whose fork server was killed. The server holds the only
 writing end; when that closes, the kernel sends SIGKILL to the rank's process group, even
@@ -82,7 +83,7 @@ _launch_number: int | None = None
 
 @dataclass(frozen=True)
 class ForkedProcess:
-    """What a forked process has to run.
+    """The work of a forked process.
 
     Attributes:
         message: The launcher's message.
@@ -100,7 +101,7 @@ class ForkedProcess:
 
     def run(self) -> int:
         """Run it in this process and return the exit status."""
-        with contextlib.suppress(PermissionError):  # the fork server was faster
+        with contextlib.suppress(PermissionError):  # the fork server has done it
             os.setpgid(0, 0)
         is_inherited = self.message["kind"] == "rank" and self._calls_exec
         die_with_parent(self.parent_death_pipe, inherit=is_inherited)
@@ -124,11 +125,11 @@ def die_with_parent(reading: int, *, inherit: bool = False) -> None:
 
     Args:
         reading: The pipe's reading end.
-        inherit: Keep this in effect in a program that this process executes.
+        inherit: Whether this stays in effect in a program that this process executes.
     """
     try:
-        # Open it again: F_SETOWN belongs to the open file description, and the ranks share
-        # the inherited one.
+        # Open it again: F_SETOWN applies to the open file description, and the ranks share the
+        # inherited description.
         own = os.open(f"/proc/self/fd/{reading}", os.O_RDONLY)
         os.set_inheritable(own, inherit)
         fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp())
@@ -159,7 +160,7 @@ def serve_store(listening: int, host: str, port: int) -> int:
 
 def exec_program(message: Message) -> int:
     """Replace this process by another program (`--no-python`)."""
-    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1):  # which are ignored here
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1):  # ignored in this process
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(message["target"], [message["target"], *message["argv"]], message["environ"])
@@ -182,7 +183,7 @@ def exec_interpreter(message: Message, report: int, work: int) -> NoReturn:
 
 
 def main(order: str, report: int, work: int) -> None:
-    """Run in a new interpreter; its streams, working directory and variables are set."""
+    """Do the work in a new interpreter, whose streams, folder and variables are already set."""
     message = json.loads(order)
     sys.argv[:] = message["argv"]
     exit_process(run_and_report(message, open_channel(report), work))
@@ -199,12 +200,12 @@ def get_task() -> str | None:
 
 
 def get_launch_number() -> int | None:
-    """Return which call of `launch` in its program runs this, from 0; None outside of them."""
+    """Return the index of the call of `launch` that runs this process, from 0; None without one."""
     return _launch_number
 
 
 def set_launch_number(number: int | None) -> None:
-    """Set what `get_launch_number` returns, where `launch` calls its function in this process."""
+    """Set the result of `get_launch_number`, if `launch` calls its function in this process."""
     global _launch_number
     _launch_number = number
 
@@ -228,7 +229,7 @@ def receive_from_launcher(timeout: float | None) -> tuple[Message, list[int]] | 
         timeout: Seconds to wait; None waits without limit.
 
     Returns:
-        None if none has come, or if there is no launcher.
+        None if no message has come, or if there is no launcher.
     """
     if _report is None or not _is_rank() or not select.select([_report], [], [], timeout)[0]:
         return None
@@ -244,8 +245,8 @@ def exit_process(status: int) -> NoReturn:
     """Exit as an interpreter does, but without destroying its modules.
 
     A forked rank shares torch's pages with the fork server; destroying every object in them
-    would copy them first, which takes a second. What programs rely on is kept: threads are
-    joined, atexit handlers run, open files are flushed.
+    would copy them first, which takes a second. As in any other program, threads are joined,
+    atexit handlers run, and open files are flushed.
     """
     try:
         threading._shutdown()  # type: ignore[attr-defined]
@@ -277,18 +278,18 @@ def _set_up_interpreter(message: Message) -> None:
         # libgomp read the variable before the fork.
         sys.modules["torch"].set_num_threads(int(threads))
     tempfile.tempdir = None  # TMPDIR may have been read before the fork
-    # What the parent made is not this process's to finalize, such as a temporary folder; torch
-    # alone has hundreds of finalizers, 50 ms of copied pages in every rank that exits.
+    # This process must not finalize objects of its parent, such as a temporary folder. torch
+    # alone has hundreds of finalizers, which would copy pages for 50 ms in every rank at exit.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
-    # Otherwise every rank draws the same numbers. numpy imports this module when it is first used,
-    # which takes 15 ms in a rank.
+    # Without a new seed every rank would draw the same numbers. If the module is not imported
+    # yet, leave that to its first use: the import takes 15 ms in a rank.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
 
 
 def _path(message: Message) -> list[str]:
-    """Return the launcher's sys.path for a function, that of `python SCRIPT` for a script."""
+    """Return sys.path: the launcher's for a function, that of `python SCRIPT` for a script."""
     return message["path"] or [message["first_path"], *sys.path[1:]]
 
 
@@ -338,7 +339,7 @@ def run_code(kind: str, target: str, source: bytes | None = None) -> None:
     Args:
         kind: "module" or "script".
         target: The module, file or folder.
-        source: What a file is taken to hold; None for what it holds now.
+        source: Source code to run instead of the file's content; None for the file's content.
     """
     if kind == "module":
         runpy.run_module(target, run_name="__main__", alter_sys=True)
@@ -377,7 +378,7 @@ def _send_value(report: Channel, value: Any) -> None:
 def describe_error(error: BaseException) -> Message:
     """Return the report of an error that was just raised, in plain values.
 
-    Of Lockstep's own errors it contains only the user's frames.
+    For Lockstep's own errors it contains only the user's frames.
     """
     is_own = is_own_error(error)
     shown = format_user_frames(error) if is_own else "".join(traceback.format_exception(error))
@@ -429,10 +430,10 @@ _prints_stack = False
 def dump_stack_on_signal(descriptor: int) -> None:
     """Make this process write its stack to `descriptor` when it receives STACK_SIGNAL.
 
-    SIGUSR1, whose default action would end it, prints the stack on standard error.
+    SIGUSR1, whose default action would end the process, prints the stack on standard error.
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError):
-        # The launcher empties the file, so writing must not go on at the old position.
+        # The launcher empties the file, so writing must not continue at the old position.
         fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(STACK_SIGNAL, descriptor, all_threads=False)
     before = signal.getsignal(signal.SIGUSR1)
@@ -441,10 +442,10 @@ def dump_stack_on_signal(descriptor: int) -> None:
 
 
 def print_place_on_signal(rank: int) -> None:
-    """Make SIGUSR1 print where this rank is and its last operation, unless it has a handler.
+    """Make SIGUSR1 print this rank's stack and last operation, unless the program handles it.
 
-    The stack is printed at once, also in the middle of C code; the operation as soon as
-    Python runs.
+    The stack is printed at once, even in the middle of C code; the operation as soon as Python
+    runs.
     """
     global _rank, _rank_owner
     is_main = threading.current_thread() is threading.main_thread()
@@ -481,14 +482,14 @@ def _handle_request(
 ) -> None:
     """Make SIGUSR1 print the stack, which needs no Python, and then run a Python handler.
 
-    Only the stack is printed if the handler is SIG_DFL. `signal.getsignal` then returns that, so
-    programs that ask it before they install a handler of their own do so.
+    Only the stack is printed if the handler is SIG_DFL. `signal.getsignal` then returns SIG_DFL, so
+    that programs that install a handler only in place of the default one still install theirs.
     """
     global _prints_stack
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     try:
         with contextlib.suppress(OSError, RuntimeError, ValueError):
-            faulthandler.unregister(signal.SIGUSR1)  # which sets the handler before it
+            faulthandler.unregister(signal.SIGUSR1)  # restores the handler before it
         signal.signal(signal.SIGUSR1, handler)
         _prints_stack = with_stack
         if with_stack:
@@ -502,7 +503,7 @@ def _handle_request(
 
 
 def _silence_child() -> None:
-    """Keep SIGUSR1 from ending a forked child, such as a loader worker, or printing there."""
+    """Make SIGUSR1 neither end a forked child, such as a loader worker, nor print its stack."""
     if _prints_stack and is_replaceable(signal.getsignal(signal.SIGUSR1)):
         _handle_request(_stay_silent, with_stack=False)
 

@@ -50,9 +50,9 @@ __all__ = ["find_interface", "leave", "wait_for_ranks"]
 LEAVE_TIMEOUT = 5.0  # seconds that the rank that serves the store waits at exit for the others
 RETRY = 0.1  # seconds between two attempts
 
-# What the client of a TCPStore sends first: validate, a magic number, ping, a number that the
-# store returns. The client itself prints a hundred lines of C++ frames if another program
-# answers, and waits beyond its timeout for a program that does not.
+# The first bytes from the client of a TCPStore: validate, a magic number, ping, a number that the
+# store returns. They are sent before the client is created: it prints a hundred lines of C++
+# frames if another program answers, and waits beyond its timeout if a program does not answer.
 PING_NUMBER = b"\x01\x02\x03\x04"
 FOREIGN = "another program answers"
 SILENT = "a program accepts connections there and does not answer"
@@ -60,9 +60,9 @@ GREETING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + PING_NUMBER
 
 
 class ProcessState:
-    """What this process keeps between worlds: its store, and the number of worlds it joined.
+    """The state that a process keeps between worlds: its store, and the number of worlds joined.
 
-    `is_private` means that every rank holds the store itself and none needs another process.
+    `is_private` means that every rank holds the store itself and needs no process that serves it.
     """
 
     store: Store | None = None
@@ -75,7 +75,7 @@ def wait_for_ranks(rank_info: RankInfo, timeout: float) -> Store:
     """Wait until every rank has come, and return the store of this world for torch.
 
     Args:
-        rank_info: Who this rank is, and where the store is.
+        rank_info: This rank, and the address of the store.
         timeout: Seconds to wait for the other ranks.
 
     Raises:
@@ -86,8 +86,8 @@ def wait_for_ranks(rank_info: RankInfo, timeout: float) -> Store:
     if rank_info.world_size == 1 and rank_info.master_addr is None:
         return HashStore()
     deadline = time.monotonic() + timeout
-    # A prefix for each world: keys of an earlier one must not be taken for keys of this one
-    # (torchrun's restarts fail on that in 3 of 8 trials).
+    # A prefix for each world: keys of an earlier world must not be taken for keys of this one
+    # (torchrun's restarts fail because of that in 3 of 8 trials).
     ProcessState.worlds += 1
     if ProcessState.store is None or ProcessState.rank_info != rank_info:
         ProcessState.store, ProcessState.rank_info = _open_store(rank_info, deadline), rank_info
@@ -153,8 +153,8 @@ def _serve(listening: socket.socket, deadline: float) -> Store:
     if reason := find_obstacle(listening):
         raise RendezvousError(f"rank 0 cannot serve the ranks' store: {reason}")
     port = int(listening.getsockname()[1])
-    # TCPStore listens on every interface, regardless of its host argument: it is given a
-    # socket that is bound already.
+    # TCPStore would listen on every interface, regardless of its host argument. It gets a socket
+    # that is already bound instead.
     return TCPStore(
         get_connectable_address(listening),
         port,
@@ -202,7 +202,7 @@ def _describe_foreign_program(rank_info: RankInfo, address: str, port: int) -> s
 
 
 def _try_connect(address: str, port: int, deadline: float) -> str:
-    """Return why a connection fails; FOREIGN for another program, "" if it succeeds."""
+    """Return why a connection fails: FOREIGN for another program; "" if it succeeds."""
     timeout = min(5.0, max(0.1, deadline - time.monotonic()))
     try:
         with socket.create_connection((address, port), timeout=timeout) as connection:
@@ -219,9 +219,9 @@ def _try_connect(address: str, port: int, deadline: float) -> str:
 
 
 def _greet(connection: socket.socket, timeout: float) -> str:
-    """Return FOREIGN if a text answers a TCPStore's greeting, SILENT if nothing does, else "".
+    """Return FOREIGN if the answer to the greeting is text, SILENT if there is none, else "".
 
-    Other bytes and the end of the connection may come from a store of another torch.
+    Binary data, or the end of the connection, may come from a TCPStore of another torch version.
     """
     connection.settimeout(timeout)
     try:
@@ -241,7 +241,7 @@ def _time_left(deadline: float) -> timedelta:
 
 
 def _open_local_store(rank_info: RankInfo, deadline: float) -> Store:
-    """Meet on one host: rank 0 publishes the address of its store, the others wait for it."""
+    """Open the store on one host: rank 0 publishes its address, the others wait for that."""
     file = RendezvousFile(rank_info.rank)
     if rank_info.rank == 0:
         return _publish_store(file, deadline)

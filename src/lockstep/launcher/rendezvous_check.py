@@ -7,12 +7,12 @@
       <─ all here, or two ranks ──────  complete    a rank that finds an error writes the two
                                                     ranks that contradict each other
 
-So every rank learns of a contradiction at once and raises the same message, and a rank that
-waits can name the missing ones. After a few seconds the lowest rank that has registered
-prints them; every rank reports them to its launcher, which knows which ranks have exited.
+So on a contradiction every rank raises the same message at once, and a rank that waits can name
+the missing ranks. After a few seconds the lowest rank that has registered prints them; every
+rank reports them to its launcher, which knows which ranks have exited.
 
-A store on a port can be written by every user who reaches it. Values are therefore parsed
-as data of known types, and messages are composed here.
+Every user who can reach the port of a store can write to it. Values are therefore validated, and
+error messages are composed from them here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["check_ranks"]
 
 ALL_HERE = "all here"
 CHECK_INTERVAL = 0.5  # seconds between two checks for missing ranks
-MIN_POLL, MAX_POLL = 0.001, 0.05  # seconds between two looks whether all have come
+MIN_POLL, MAX_POLL = 0.001, 0.05  # seconds between two checks for completion
 NOTE_AFTER = 3.0  # seconds until a waiting rank prints a note
 NOTE_INTERVAL = 30.0  # seconds between two notes
 MAX_HOST_NAME = 255  # characters
@@ -44,7 +44,7 @@ MAX_HOST_NAME = 255  # characters
 
 @dataclass(frozen=True)
 class Registration:
-    """What a rank writes into the store about itself."""
+    """The entry in the store that a rank writes about itself."""
 
     rank: int
     world_size: int
@@ -61,7 +61,7 @@ def check_ranks(store: Store, rank_info: RankInfo, deadline: float) -> None:
 
     Args:
         store: The store, with a prefix for this world.
-        rank_info: Who this rank is.
+        rank_info: This rank.
         deadline: A `time.monotonic()` time.
 
     Raises:
@@ -174,9 +174,9 @@ def _wait(store: Store, rank_info: RankInfo, deadline: float) -> None:
 
 
 def _is_complete(store: Store, timeout: float) -> bool:
-    """Wait until all have come, at most `timeout` s.
+    """Wait until all ranks have registered or one reports an error, at most `timeout` seconds.
 
-    `store.wait` would do it, but a TCPStore prints two lines whenever such a wait times out.
+    It polls, because a TCPStore prints two lines whenever `store.wait` times out.
     """
     began = time.monotonic()
     while not store.check(["complete"]):

@@ -1,4 +1,4 @@
-"""SIGUSR1 to a launcher asks it to print where its ranks are."""
+"""Requests to a launcher, by SIGUSR1, to print where its ranks are."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def take_request() -> bool:
 def reports_on_request() -> Iterator[None]:
     """Make SIGUSR1 to this process print where the ranks are, while it waits for them.
 
-    A handler of the program's own stays in effect. Only the main thread can install one.
+    A handler that the program has installed stays in effect. Does nothing outside the main thread.
     """
     before = signal.getsignal(signal.SIGUSR1)
     is_main = threading.current_thread() is threading.main_thread()

@@ -3,12 +3,12 @@
     runs/NAME/launch.json   the command, and how it ended
               run.lock      locked by every process that writes to the run
 
-A rank may give the folder of its launch another name. Then a link at the old path leads to it
-until the launch ends.
+A rank may rename the folder of its launch. Then a link at the old path leads to it until the
+launch ends.
 
 Each process of a run keeps a shared lock on `run.lock` until it exits; loader workers that
 it forks inherit it. A process that is about to continue the run takes the lock exclusively,
-which succeeds only when nobody is left, and then shares it:
+which succeeds only when no other process holds it, and then shares it:
 
     A   exclusive, writes its name ── shared, reads its name back ─────> holds the run
     B        exclusive: refused ...        exclusive: refused ... ─────> names A
@@ -69,7 +69,7 @@ __all__ = [
 ]
 
 RUNS = "runs"  # the folder of the runs, unless another one is given
-CHECKPOINTS = "checkpoints"  # the folder of checkpoints in that of a run
+CHECKPOINTS = "checkpoints"  # the folder of checkpoints in the folder of a run
 RUN = "LOCKSTEP_RUN"  # the variable with the path of the launch's run folder
 RESUME = "LOCKSTEP_RESUME"  # the variable that is 1 if the launch continues that run
 VERSION = 1  # of launch.json
@@ -101,7 +101,7 @@ class LaunchDescription:
         started: When the launch began, in ISO 8601.
         exit_status: The launcher's exit status; None while it runs, or if it was killed.
         is_redacted: Whether secrets were removed, so that the command cannot be repeated.
-        min_nprocs: The least number of ranks of an elastic run; None for another one.
+        min_nprocs: The minimum number of ranks of an elastic run; None for other runs.
         version: Version of the format.
     """
 
@@ -154,10 +154,10 @@ def describe_launch(
 
 
 def command_words(environ: Mapping[str, str], argv: Sequence[str]) -> list[str]:
-    """Return the command that started this rank's program, as words that are typed in a shell.
+    """Return the words of the shell command that started this rank's program.
 
-    That of `lockstep run` is read from the run folder. For other launchers it is put together
-    from their variables, without options that these do not tell.
+    The command of `lockstep run` is read from the run folder. For other launchers it is
+    reconstructed from their environment variables, without options that these do not contain.
 
     Args:
         environ: The environment variables of the rank.
@@ -237,7 +237,7 @@ def find_run(name: str, parent: Path, who: str = "--resume") -> Path:
     Args:
         name: The name or path.
         parent: The folder of runs.
-        who: The option or command that it was given to, for messages.
+        who: The option or command that `name` was given to, for messages.
 
     Raises:
         UsageError: There is no such run.
@@ -277,7 +277,7 @@ def claim_newest_run(parent: Path, description: LaunchDescription) -> Path | Non
             if found and found.exit_status != 0 and found.is_same_command(description):
                 started = datetime.datetime.fromisoformat(found.started)
                 runs.append((started.timestamp(), folder.name, folder))
-    deadline = time.monotonic() + EXIT_TIMEOUT  # for what an interrupted run left
+    deadline = time.monotonic() + EXIT_TIMEOUT  # for processes of an interrupted run
     for *_, folder in sorted(runs, reverse=True):
         with contextlib.suppress(UsageError):
             wait_until_free(folder, max(0.0, deadline - time.monotonic()))
@@ -343,11 +343,11 @@ def find_launch_folder() -> Path | None:
 
 
 def rename_launch_folder(folder: Path) -> bool:
-    """Give the folder of this launch another name, and leave a link at its path.
+    """Rename the folder of this launch to `folder`, and leave a link at its old path.
 
     Returns:
-        Whether it is at `folder` now. Not if another trainer has renamed it, if something is at
-        `folder` already, or if that is on another file system.
+        Whether it is at `folder` now. False if another trainer has renamed it, if something is
+        at `folder` already, or if `folder` is on another file system.
     """
     launch = Path(os.environ.get(RUN) or os.devnull)
     if not launch.is_dir() or launch.is_symlink():
@@ -356,7 +356,7 @@ def rename_launch_folder(folder: Path) -> bool:
         return True
     try:
         make_folder(folder.parent)
-        os.rename(launch, folder)  # a folder that is there must be empty
+        os.rename(launch, folder)  # fails if `folder` exists and is not empty
     except OSError:
         return False
     try:
@@ -368,7 +368,7 @@ def rename_launch_folder(folder: Path) -> bool:
 
 
 def link_launch_folder(folder: Path) -> None:
-    """Leave a link to the folder of a run in that of its launch, which is another one."""
+    """Create a link to a run's folder in the folder of its launch, if those are different."""
     launch = find_launch_folder()
     if launch is not None and launch != folder.resolve():
         with contextlib.suppress(OSError):
@@ -376,7 +376,7 @@ def link_launch_folder(folder: Path) -> None:
 
 
 def find_linked_runs(launch: Path) -> list[Path]:
-    """Return the folders of runs that `link_launch_folder` has linked from that of a launch."""
+    """Return the run folders that `link_launch_folder` has linked in the folder of a launch."""
     if not launch.is_dir():
         return []
     links = (path for path in sorted(launch.iterdir()) if path.is_symlink())
@@ -385,17 +385,17 @@ def find_linked_runs(launch: Path) -> list[Path]:
 
 
 def locate_renamed(path: Path) -> Path:
-    """Return where the folder of a launch is, which a rank may have renamed."""
+    """Return the current path of a launch's folder, which a rank may have renamed."""
     if not path.is_symlink():
         return path
     return path.with_name(path.resolve().name) if is_link_to_sibling(path) else path.resolve()
 
 
 def remove_old_name(path: Path) -> Path:
-    """Return where the folder of a launch is once the launch has ended, and remove its link.
+    """Return the current path of an ended launch's folder, and remove the link at its old path.
 
-    The link stays if the folder was moved to another parent, so that it is still found where
-    the launch was asked to put it.
+    The link stays if the folder was moved to another parent, so that the run is still found in
+    the folder that the launch was given.
     """
     folder = locate_renamed(path)
     if is_link_to_sibling(path):
@@ -422,7 +422,7 @@ def hold_run(folder: str | os.PathLike[str]) -> None:
     Does nothing where the folder cannot be written, or its file system has no locks.
 
     Raises:
-        UsageError: Another process is about to continue the run, and does not finish.
+        UsageError: Another process that is about to continue the run keeps the lock.
     """
     descriptor = _open_lock(folder)
     if descriptor is None:
@@ -438,9 +438,9 @@ def hold_run(folder: str | os.PathLike[str]) -> None:
 def wait_until_free(folder: str | os.PathLike[str], timeout: float = EXIT_TIMEOUT) -> None:
     """Wait until no other process uses a run folder, then hold it as `hold_run` does.
 
-    Of several processes that continue a run at the same moment, one gets it. Returns at once
+    If several processes continue a run at the same moment, one of them gets it. Returns at once
     if the run is in use by this process or by a process that started it, such as its launcher.
-    In a world that no launcher started, one rank calls this before any rank calls `hold_run`.
+    In a world without a launcher, call it on one rank before any rank calls `hold_run`.
 
     Args:
         folder: The run folder.
@@ -474,7 +474,7 @@ def release_run(folder: str | os.PathLike[str]) -> None:
 
 
 def _open_lock(folder: str | os.PathLike[str]) -> int | None:
-    """Open the lock file; None if this process holds it already, or it cannot be opened."""
+    """Open the lock file; None if this process already holds it, or it cannot be opened."""
     try:
         descriptor = open_or_create(Path(folder) / LOCK_FILE, os.O_RDWR)
     except OSError:
@@ -491,7 +491,7 @@ def _inode(descriptor: int) -> Inode:
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
-    """Take a lock unless another process has one in the way."""
+    """Take a lock; return False if another process holds a conflicting one."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -502,7 +502,7 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _try_to_claim(descriptor: int) -> bool:
-    """Take the lock exclusively, and then share it; False if somebody else has it."""
+    """Take the lock exclusively, and then share it; return False if another process has it."""
     if not _try_lock(descriptor, fcntl.LOCK_EX):
         return False
     name = f"{os.uname().nodename} {os.getpid()} {secrets.token_hex(8)}\n".encode()
@@ -529,7 +529,7 @@ def _belongs_to_launcher(folder: str | os.PathLike[str]) -> bool:
 
 
 def _make_error(folder: str | os.PathLike[str], descriptor: int, timeout: float) -> UsageError:
-    """Close the descriptor, and return an error that names the processes in the way."""
+    """Close the descriptor, and return an error that names the processes that use the run."""
     inode = _inode(descriptor)
     os.close(descriptor)
     names = {pid: _command_name(pid) for pid in _find_holders(inode)}

@@ -1,10 +1,10 @@
-"""Stacks of ranks, as Python's fault handler writes them on a signal, and what they say.
+"""Stacks of ranks, as Python's fault handler writes them on a signal, and their locations.
 
     Current thread 0x00007f (most recent call first):
       File ".../torch/distributed/distributed_c10d.py", line 3168 in all_reduce
       File "/home/ann/train.py", line 31 in main          -> "in all_reduce, train.py:31"
 
-The location names the innermost call that is not the user's, and the user's line.
+A location names the innermost line of user code, and the function that it called.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 
 TIMEOUT = 1.0  # seconds that ranks have to write their stacks
-POLL = 0.005  # seconds between two looks at what they have written
+POLL = 0.005  # seconds between two checks of what they have written
 MAX_STACK = 1 << 16  # bytes that are read of a stack
 
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
@@ -41,16 +41,16 @@ LAUNCHER = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(LAUNCHER)
 NOT_USER_CODE = (sysconfig.get_path("stdlib"), "<frozen", "<string>", PACKAGE)
 INSTALLED = ("/site-packages/", "/dist-packages/")  # of any environment
-# Where a rank is that waits for others: in a collective or in the rendezvous check.
+# Files in which a rank waits for others: in a collective or in the rendezvous check.
 WAITING = ("torch/distributed/", os.path.join(LAUNCHER, "rendezvous_check"))
-# Where a rank is that waits for others or computes: DistributedDataParallel waits in backward,
-# and `work.wait()` is a function without a frame.
+# Places where a rank either waits for others or computes: DistributedDataParallel waits in
+# backward, and `work.wait()` is a C++ function without a frame.
 MAY_WAIT = ("torch/autograd/",)
 WAIT_CALL = ".wait("
 
 
 def read_stacks(files: Mapping[int, int]) -> dict[int, str]:
-    """Return what ranks write into files within a second of their signal; "" for no answer.
+    """Return what ranks write into files within a second after the signal; "" for no answer.
 
     Args:
         files: The descriptor of each rank's file, which is empty.
@@ -68,12 +68,12 @@ def read_stacks(files: Mapping[int, int]) -> dict[int, str]:
 
 
 def is_user_code(file: str) -> bool:
-    """Return whether a file belongs to the user: not Python's, not installed, not ours."""
+    """Return whether a file is the user's: not Python's, not an installed package's, not ours."""
     return not file.startswith(NOT_USER_CODE) and not any(part in file for part in INSTALLED)
 
 
 def describe_location(dump: str) -> str:
-    """Return where the last stack of `dump` is, such as "in all_reduce, train.py:31"."""
+    """Return the location of the last stack of `dump`, such as "in all_reduce, train.py:31"."""
     called = ""
     frames = _all_frames(dump)
     for file, line, function in frames:
@@ -86,12 +86,12 @@ def describe_location(dump: str) -> str:
 
 
 def is_waiting(dump: str) -> bool:
-    """Return whether that stack is in a call of torch.distributed or the rendezvous check."""
+    """Return whether the last stack of `dump` is in torch.distributed or the rendezvous check."""
     return any(part in file for file, _, _ in _all_frames(dump)[:6] for part in WAITING)
 
 
 def may_wait(dump: str) -> bool:
-    """Return whether that stack is where a rank waits for others, unless it computes there."""
+    """Return whether the last stack of `dump` is where a rank waits for others or computes."""
     for file, line, _ in _all_frames(dump)[:1]:
         is_in_backward = any(part in file for part in MAY_WAIT)
         return is_in_backward or WAIT_CALL in linecache.getline(file, int(line))
@@ -99,13 +99,13 @@ def may_wait(dump: str) -> bool:
 
 
 def _all_frames(dump: str) -> list[tuple[str, str, str]]:
-    """Return file, line and function of the frames of the last stack, the innermost first."""
+    """Return file, line and function of each frame of the last stack, the innermost first."""
     lines = dump.rpartition("(most recent call first)")[2].splitlines()
     return [(match[1], match[2], match[3]) for line in lines if (match := FRAME.match(line))]
 
 
 def parse_frames(dump: str) -> list[tuple[str, str, str]]:
-    """Return the frames without those of the launcher that called the program."""
+    """Return the frames of the last stack, without the launcher's that called the program."""
     frames = _all_frames(dump)
     while frames and not is_user_code(frames[-1][0]):
         if any(part in frames[-1][0] for part in INSTALLED):

@@ -1,8 +1,8 @@
 """The standard streams that ranks inherit from their launcher.
 
-Rank 0 inherits the standard input; that of the others is empty. The process of a later rank 0
-that begins the script again reads a file again, from where the first one has. What was read from
-a terminal or a pipe is gone.
+Rank 0 inherits the standard input; the standard input of the others is empty. If a new process
+of rank 0 begins the script again, it reads an input file from where the first process began.
+Input from a terminal or a pipe cannot be read again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class StandardStreams:
     """The standard streams of this process."""
 
     def __init__(self) -> None:
-        self._begin: int | None = None  # of the input's file; None until a rank has inherited it
+        self._begin: int | None = None  # offset in the input file; None before rank 0's start
 
     @contextlib.contextmanager
     def inherit(self, has_input: bool) -> Iterator[list[int]]:
@@ -39,7 +39,7 @@ class StandardStreams:
             yield streams
 
     def _rewind(self, descriptor: int) -> None:
-        """Set the input's file to where the first process began; those before this are gone."""
+        """Set the input file to where the first process began; no earlier process reads it now."""
         if self._begin is None:
             self._begin = os.lseek(descriptor, 0, os.SEEK_CUR)
         os.lseek(descriptor, self._begin, os.SEEK_SET)

@@ -7,9 +7,9 @@
 While ranks stop on request, their data loader workers must live: a rank may need another
 batch before it can save a checkpoint.
 
-Settling is short: a rank that lost its connection often reports before the kernel announces
-that the other end was killed. Nothing here runs in the background: the ranks are supervised
-while a caller waits for them.
+Settling waits for the cause of a failure: a rank that lost its connection often reports
+before the kernel announces that the other end was killed. Nothing here runs in the background:
+the ranks are supervised while a caller waits for them.
 """
 
 from __future__ import annotations
@@ -53,13 +53,15 @@ from lockstep.messages import say
 __all__ = ["GRACE", "STOP_GRACE", "TICK", "RankSupervisor"]
 
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
-# Seconds that ranks have to stop on request. Kubernetes and Slurm kill everything after 30:
-# until then the launcher must have named the ranks that are late.
+# Seconds that ranks have to stop on request. Kubernetes and Slurm kill everything after 30 s;
+# before that, the launcher must have named the ranks that are late.
 STOP_GRACE = 28.0
 EXIT_TIMEOUT = 5.0  # seconds to wait for processes after SIGKILL
-SETTLE = 0.05  # seconds to wait for a better explanation of a failure ...
-SETTLE_CONSEQUENCE = 2.0  # ... that looks like the consequence of another rank's end
-SETTLE_SAME = 0.5  # ... that every rank may report
+# Seconds to wait for a better explanation of any failure, of a failure that looks like the
+# consequence of another rank's end, and of a failure that every rank may report.
+SETTLE = 0.05
+SETTLE_CONSEQUENCE = 2.0
+SETTLE_SAME = 0.5
 POLL = 0.005  # seconds between two checks of process groups that are ending
 TICK = 0.25  # seconds between two checks for unfinished lines of output
 
@@ -72,17 +74,16 @@ class RankSupervisor:
         ranks: The ranks to start here.
         own_fork_server: A fork server for this launch only, closed together with it.
         hang_policy: What to do about ranks that hang.
-        noun: What the numbers of ranks are called: "member" in an elastic run, where a process
-            has another rank in each round.
+        noun: The word before the number of a rank in messages: "member" in an elastic run, where
+            the rank of a process can differ from round to round.
 
     Attributes:
         after_events: Called while ranks are waited for, before failures are looked for; returns
-            why the launch has to end, if so.
+            the error that ends the launch, or None.
         before_end: Called before all ranks are ended.
         before_close: Called before folders that belong to the launch are removed.
-        on_report: Called with every message of a rank; returns whether it is not to be processed
-            any further.
-        has_fork_server: Whether the fork server runs; without it all ranks are killed.
+        on_report: Called with every message of a rank; returns whether it has handled the message.
+        has_fork_server: Whether the fork server runs; if it ends, all ranks are killed.
     """
 
     def __init__(
@@ -123,15 +124,15 @@ class RankSupervisor:
     def serve_store(self, address: str, port: int, *, is_single_host: bool = True) -> int:
         """Serve the ranks' TCPStore at `address`:`port` (0: a free port); return the port.
 
-        Without a loopback interface nothing is served, which only scripts need that call
-        `torch.distributed.init_process_group` themselves.
+        Without a loopback interface nothing is served. Only scripts that call
+        `torch.distributed.init_process_group` themselves need this store.
         """
         with listen(address, port, is_single_host=is_single_host) as listening:
             self.start_store(listening)
             return int(listening.getsockname()[1])
 
     def start_store(self, listening: socket.socket) -> None:
-        """Serve the ranks' TCPStore on a socket that listens already, as `serve_store` does."""
+        """Serve the ranks' TCPStore as `serve_store` does, on a socket that already listens."""
         assert self._channel is not None
         if reason := find_obstacle(listening):
             say(f"{reason}; torch.distributed.init_process_group cannot connect the ranks")
@@ -155,7 +156,7 @@ class RankSupervisor:
         return address
 
     def remove_at_end(self, folder: str) -> None:
-        """Have a folder removed with all that is in it, even if this process is killed."""
+        """Have a folder and its contents removed at the end, even if this process is killed."""
         assert self._channel is not None
         self._channel.send({"kind": "folder", "path": folder})
 
@@ -181,7 +182,8 @@ class RankSupervisor:
             task: What to run (`rank_process.ForkedProcess`).
             work: Descriptor of the file with the pickled function, if it runs one.
             output: Where its output goes; None for this process's stdout and stderr.
-            streams: Descriptors of its stdin, stdout and stderr, instead of these.
+            streams: Descriptors of its stdin, stdout and stderr; None for the streams that
+                `output` and `has_input` select.
             has_input: Whether it inherits this process's standard input; it is empty otherwise.
         """
         assert self._channel is not None
@@ -243,8 +245,8 @@ class RankSupervisor:
             is_stop_requested: Whether to ask them to stop; called several times per second.
 
         Returns:
-            None, or the error of the rank that failed first, or that hangs if the launch
-            ends then.
+            None, or the error of the rank that failed first, or of a rank that hangs if the
+            policy ends the launch then.
 
         Raises:
             TimeoutError: The deadline passed; the ranks are still running.
@@ -289,7 +291,7 @@ class RankSupervisor:
                 self._reports[rank].send(message, descriptors)
 
     def terminate(self, grace: float | None = None) -> None:
-        """End every rank: SIGTERM, and after a grace period SIGKILL, to its process group.
+        """End every rank: send SIGTERM, and after a grace period SIGKILL, to its process group.
 
         A rank that has reported an error gets no SIGTERM: it is exiting, and may still print.
 
@@ -326,7 +328,7 @@ class RankSupervisor:
         self.close()
         failure = find_first_failure(self._all)
         if self.was_asked_to_stop and failure is not None and is_consequence(failure):
-            return None  # of the end of a rank that SIGTERM killed
+            return None  # the consequence of a rank's end by SIGTERM
         return make_rank_error(self._all)
 
     def _ask_to_stop(self, grace: float) -> None:
@@ -335,7 +337,7 @@ class RankSupervisor:
         for rank in self.running:
             self.outcomes[rank].was_terminated = True
             self.send_signal(rank, signal.SIGTERM, group=False)
-            self.send_signal(rank, signal.SIGCONT)  # a stopped rank and its workers go on
+            self.send_signal(rank, signal.SIGCONT)  # a stopped rank and its workers continue
 
     def _end_late_ranks(self, grace: float) -> None:
         late = self.running
@@ -366,7 +368,7 @@ class RankSupervisor:
             self._own_fork_server.close()
 
     def release(self, rank: int) -> None:
-        """Close what belongs to a rank that has exited; the others go on without it."""
+        """Close what belongs to a rank that has exited; the others continue without it."""
         self.outcomes[rank].is_replaced = True
         self.pids.pop(rank, None)
         if report := self._reports.pop(rank, None):
@@ -396,7 +398,7 @@ class RankSupervisor:
             self.hang_monitor.print_places()
 
     def end_ranks(self, ranks: Sequence[int], number: int) -> None:
-        """Send a signal to ranks and what they have started, whose end is then no failure."""
+        """Send a signal to ranks' process groups; the end of these ranks is no failure then."""
         for rank in ranks:
             self.outcomes[rank].was_terminated = True
             self.send_signal(rank, number)
@@ -425,7 +427,7 @@ class RankSupervisor:
         return bool(same) and any(self.outcomes[rank].error is None for rank in self.running)
 
     def _process_events_until(self, deadline: float) -> bool:
-        """Process events until every rank that was started has exited, or the deadline."""
+        """Process events until all started ranks have exited; return False at the deadline."""
         while self._started.intersection(self.running):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -480,7 +482,7 @@ class RankSupervisor:
             outcome.status = 1
 
     def _on_exit(self, rank: int, status: int) -> None:
-        while self._on_report(rank):  # what it reported before it exited
+        while self._on_report(rank):  # messages from before its exit
             pass
         outcome = self.outcomes[rank]
         outcome.status, outcome.when = status, outcome.when or time.monotonic()
@@ -504,7 +506,7 @@ class RankSupervisor:
             self.outcomes[rank].hint = "; the fork server that had started it exited"
 
     def _on_reports(self, rank: int) -> bool:
-        """Process all messages that have come: the last may decide how output is shown."""
+        """Process all available messages: the last one may decide how output is shown."""
         while self._on_report(rank):
             report = self._reports.get(rank)
             if report is None:
@@ -544,7 +546,7 @@ class RankSupervisor:
         return True
 
     def _hide_traceback(self, rank: int, outcome: Outcome, report: Message) -> None:
-        """Show no traceback of an error that its sentence, or another rank's end, explains."""
+        """Hide the traceback of an error that its message, or another rank's end, explains."""
         is_own = report["plain"] and report["type"] not in BACKEND_ERRORS
         if is_consequence(outcome) and not is_own:
             where = f" ({report['where']})" if report["where"] else ""

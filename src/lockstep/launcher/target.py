@@ -14,7 +14,7 @@ __all__ = ["check_target", "find_source"]
 
 
 def check_target(kind: str, target: str) -> None:
-    """Check, before anything starts, what every rank would otherwise report.
+    """Check a target before anything starts, so that errors are not reported by every rank.
 
     Args:
         kind: "script", "module" or "program".
@@ -54,7 +54,7 @@ def _check_module(target: str) -> None:
 
 
 def _find_module(target: str) -> ModuleSpec:
-    """Find a module, or that which runs a package, as an import does but without running any."""
+    """Find a module, or a package's `__main__`, as an import does but without running code."""
     places, name = [os.getcwd(), *sys.path], ""
     for part in target.split("."):
         name = f"{name}.{part}" if name else part

@@ -5,9 +5,9 @@
         trainer = ls.Trainer(model, loss, optimizer)
     lockstep.errors.UsageError: this process has not joined a world: call lockstep.init() first
 
-The sentence says what is wrong, so the frames that raised it do not help; nor do those of
-torch.distributed, through which the backend "lockstep" is called. Errors of other classes,
-such as those of the user's model, keep every frame. LOCKSTEP_TRACEBACK=1 shows all.
+The message says what is wrong, so the frames that raised it do not help; nor do the frames of
+torch.distributed, through which the backend "lockstep" is called. Errors of other classes, such
+as errors of the user's model, keep every frame. LOCKSTEP_TRACEBACK=1 shows all frames.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 FULL = "LOCKSTEP_TRACEBACK"
-# Of torch: the classes of what the backend "lockstep" says about a collective or a message.
+# Classes of torch whose errors the backend "lockstep" raises for a collective or a message.
 BACKEND_ERRORS = ("DistBackendError", "DistNetworkError")
 COMMUNICATION = "/torch/distributed/"  # the folder of torch that calls the backend
 
@@ -47,7 +47,7 @@ def is_full() -> bool:
 
 
 def is_own_error(error: BaseException) -> bool:
-    """Return whether Lockstep has written this error's message, in a class of torch's or its own.
+    """Return whether Lockstep wrote this error's message, in one of its classes or of torch's.
 
     Messages of the backend "lockstep" begin with a rank, unlike those of torch's backends.
     """
@@ -61,8 +61,8 @@ def is_own_error(error: BaseException) -> bool:
 def install() -> None:
     """Show uncaught errors of Lockstep without its frames, unless the program has its own hook.
 
-    Debuggers and torch, once a group is initialized, have one. IPython and notebooks get a
-    handler for these errors, unless the user has set one for any errors.
+    Debuggers have one, and so has torch once a group is initialized. IPython and notebooks get
+    a handler for these errors, unless the user has set one for any errors.
     """
     if (shell := find_ipython_shell()) is not None:
         if not shell.custom_exceptions:
@@ -96,7 +96,7 @@ def _show_in_notebook(
 
 @contextmanager
 def _without_lockstep_frames(error: BaseException) -> Iterator[None]:
-    """Drop the frames of Lockstep and IPython from an error and its causes, until the exit.
+    """Drop the frames of Lockstep and IPython from an error and its causes during the body.
 
     Causes that have no other frames are dropped, too.
     """
@@ -119,7 +119,7 @@ def _without_lockstep_frames(error: BaseException) -> Iterator[None]:
 
 
 def _select_traceback(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback with the frames that `_select_frames` selects, from the user's first."""
+    """Return a traceback with the frames that `_select_files` selects, from the user's first."""
     entries = [] if frames is None else list(_iterate(frames))
     kept: TracebackType | None = None
     files = [each.tb_frame.f_code.co_filename for each in entries]
@@ -151,7 +151,7 @@ def _show_uncaught(
 
 
 def _drop_frames(shown: traceback.TracebackException) -> None:
-    """Drop Lockstep's frames, also of causes; and causes that have no other frames."""
+    """Drop Lockstep's frames from an error and its causes, and causes without other frames."""
     shown.stack = _select_frames(shown.stack)
     for name in ("__cause__", "__context__"):
         cause: traceback.TracebackException | None = getattr(shown, name)
@@ -162,7 +162,7 @@ def _drop_frames(shown: traceback.TracebackException) -> None:
 
 
 def _select_frames(frames: traceback.StackSummary) -> traceback.StackSummary:
-    """Return the frames without Lockstep's, and without what those call that is not the user's.
+    """Return the frames without Lockstep's, and without library frames that those call.
 
     Frames of torch.distributed count as Lockstep's.
     """
@@ -173,7 +173,7 @@ def _select_frames(frames: traceback.StackSummary) -> traceback.StackSummary:
 
 
 def _select_files(files: list[str]) -> list[bool]:
-    """Return for the file of each frame, the outermost first, whether the frame is shown."""
+    """Return whether each frame is shown, given the frames' files, the outermost first."""
     selected, is_inside = [], False
     for file in files:
         begins = file.startswith(PACKAGE) or COMMUNICATION in file
@@ -183,7 +183,7 @@ def _select_files(files: list[str]) -> list[bool]:
 
 
 def format_user_frames(error: BaseException) -> str:
-    """Return the frames of a traceback that are not Lockstep's, as in a traceback."""
+    """Return an error's traceback as text, without Lockstep's frames."""
     return "".join(_select_frames(traceback.extract_tb(error.__traceback__)).format())
 
 
@@ -200,8 +200,8 @@ def find_user_location(error: BaseException) -> str:
 def find_location(error: BaseException) -> str:
     """Return the innermost line of user code in the traceback, or the innermost line of all.
 
-    It is empty instead of a line of Lockstep: if the caller forgot an argument, for example,
-    no line of the user has run.
+    The result is "" instead of a line of Lockstep: if the caller forgot an argument, for
+    example, no line of user code has run.
     """
     if location := find_user_location(error):
         return location

@@ -1,7 +1,7 @@
 """The world of ranks, as seen from one of them.
 
-`init` joins it, `world` and the four numbers describe it, `shutdown` leaves it. In between,
-programs call `torch.distributed`.
+`init` joins it; `world`, `rank`, `world_size` and `local_rank` describe it; `shutdown` leaves it.
+In between, programs call `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class World:
         local_rank: Rank within its host, from 0.
         local_world_size: Number of ranks on its host.
         host: Index of its host, from 0.
-        device: Where this rank computes.
-        backend: What `torch.distributed` was given: "lockstep", "gloo", or for GPUs
+        device: The device that this rank computes on.
+        backend: The backend of `torch.distributed`: "lockstep", "gloo", or for GPUs
             "cpu:gloo,cuda:nccl".
     """
 
@@ -131,7 +131,7 @@ def init(
             raise
     _current, _arguments = _describe_world(rank_info, chosen), arguments
     if os.environ.get(JOIN):
-        # The ranks that it will have, so that a script does not take it for rank 0.
+        # The rank that it will have, so that a script does not take it for rank 0.
         _current = _with_ranks(_current, rank_info.rank, rank_info.world_size)
     print_place_on_signal(_current.rank)
     atexit.unregister(shutdown)
@@ -166,7 +166,7 @@ def default_backend(device: torch.device, rank_info: RankInfo) -> str:
 
 @functools.cache
 def _explain_gloo() -> None:
-    """Say why the ranks of one host use Gloo, if they do: once, however often a script joins."""
+    """Print why the ranks of one host use Gloo, if they do; only once per process."""
     if (reason := comm.reason_unavailable()) is not None:
         say(
             "using the backend gloo, which is many times slower than the backend 'lockstep'; "
@@ -214,7 +214,7 @@ def rejoin(store: Store, rank: int, world_size: int) -> World:
     """Join the group of the next round; call it after `leave_round`.
 
     Args:
-        store: Where all ranks of the round have come to.
+        store: The store of the round, which all its ranks have reached.
         rank: This process's rank in the round.
         world_size: The number of ranks.
 
@@ -253,7 +253,7 @@ def _with_ranks(world: World, rank: int, world_size: int) -> World:
 
 
 def _wait_alone(backend: str, timeout: float) -> None:
-    """Form a world of one, until the process joins a round with its first call of a trainer."""
+    """Form a world of one, until the process joins a round in its first call of a trainer."""
     _check_backend(backend)
     if backend == "lockstep":
         _set_variable("DDP_DISABLE_COMM_MEM", "0")
@@ -331,7 +331,7 @@ def choose_device(requested: str | torch.device | None, rank_info: RankInfo) -> 
 
 
 def _configure_torch(threads: int, device: torch.device) -> None:
-    """Set what results depend on bit by bit, before the first operation."""
+    """Set the options that the bits of results depend on, before the first operation."""
     if threads < 1:
         raise UsageError(f"init(threads={threads}): at least one thread is needed")
     keep_freed_memory()
@@ -340,15 +340,14 @@ def _configure_torch(threads: int, device: torch.device) -> None:
         # cuBLAS is deterministic only with this workspace, set before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
-    # Not use_deterministic_algorithms(True): that imports torch's compiler, in 1.4 s. The
-    # compiler reads the variable when it is imported, and only its own setting later on.
+    # Not use_deterministic_algorithms(True): that imports torch's compiler, which takes 1.4 s. The
+    # compiler reads the variable when it is imported; after that only its own setting counts.
     torch.set_deterministic_debug_mode("error")
     if "torch._inductor.config" in sys.modules:
         torch.use_deterministic_algorithms(True)
     else:
         _set_variable("TORCHINDUCTOR_DETERMINISTIC", "1")
-    # Otherwise deterministic algorithms fill every empty tensor: 68 us for 4 MiB, which changes
-    # no result.
+    # Otherwise torch fills every empty tensor: 68 us for 4 MiB, without an effect on results.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -357,8 +356,8 @@ def _join(rank_info: RankInfo, backend: str, timeout: float, device: torch.devic
         raise UsageError(f"init(timeout={timeout}): expected a positive number of seconds")
     _check_backend(backend)
     if backend == "lockstep":
-        # DistributedDataParallel reads this when it allocates its buckets: then they are in the
-        # shared memory of the backend.
+        # With this variable DistributedDataParallel allocates its buckets in the shared memory of
+        # the backend.
         _set_variable("DDP_DISABLE_COMM_MEM", "0")
     started = time.monotonic()
     store = rendezvous.wait_for_ranks(rank_info, timeout)
@@ -381,7 +380,7 @@ def _join(rank_info: RankInfo, backend: str, timeout: float, device: torch.devic
         )
         if "gloo" in backend:
             # Gloo returns when this rank is connected. A rank that left the world at once would
-            # close connections that a slower one is still setting up, which then fails.
+            # close connections that a slower rank is still setting up, and that rank would fail.
             dist.all_reduce(torch.zeros(1))
     except (dist.DistError, RuntimeError) as error:
         said = escape_control(str(error).partition("\n")[0])
@@ -417,7 +416,7 @@ def _choose_interface(rank_info: RankInfo) -> bool:
 
 
 def _describe_world(rank_info: RankInfo, device: torch.device) -> World:
-    """Return the world of the default group, which decides if it differs from `rank_info`."""
+    """Return the world of the default group, which overrides `rank_info` if they differ."""
     rank, size = dist.get_rank(), dist.get_world_size()
     same = (rank, size) == (rank_info.rank, rank_info.world_size)
     return World(
@@ -432,7 +431,7 @@ def _describe_world(rank_info: RankInfo, device: torch.device) -> World:
 
 
 def _backend_name() -> str:
-    """Return a single name if all devices share a backend: torch has "cpu:gloo,cuda:gloo"."""
+    """Return the backend's name; "gloo" where torch has "cpu:gloo,cuda:gloo"."""
     config = str(dist.get_backend_config())
     names = {part.rpartition(":")[2] for part in config.split(",")}
     return names.pop() if len(names) == 1 else config
