@@ -1,4 +1,4 @@
-"""`python -m lockstep`: the command line, where its script is not on the path."""
+"""`python -m lockstep`: the command line, if the script `lockstep` is not on the path."""
 
 from lockstep.cli import main
 

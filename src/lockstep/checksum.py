@@ -1,8 +1,7 @@
 """Checksums of tensors: 64-bit XXH3 over their bytes, at the speed of memory.
 
-They tell whether two tensors hold the same bits, and where the same bits lie: the
-hash depends on the position of every byte. They do not protect from an attacker;
-digests that people compare use SHA-256 (`digest`).
+They show whether two tensors hold the same bits at the same positions. They do not
+protect against an attacker; digests that people compare use SHA-256 (`digest`).
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ def checksum(tensor: torch.Tensor) -> int:
     """Return a 64-bit hash of a tensor's dtype, shape and elements in row-major order.
 
     Args:
-        tensor: Of any dtype, strided, sparse or nested, on any device; also of a subclass that
-            wraps other tensors. Elements that are not contiguous on the CPU already are copied
-            there, 8 MiB at a time.
+        tensor: A strided, sparse or nested tensor of any dtype, on any device, or an instance of
+            a subclass that wraps other tensors. Elements that are not in contiguous memory of
+            the CPU are copied there, 8 MiB at a time.
 
     Returns:
-        A number from 0 to 2**64 - 1; of a tensor on the meta device the hash of dtype and
-        shape alone.
+        An integer from 0 to 2**64 - 1; for a tensor on the meta device, the hash of its dtype
+        and shape alone.
     """
     tensor = tensor.detach()
     if (parts := _wrapped_parts(tensor)) is not None:
@@ -47,14 +46,14 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor's elements in row-major order; of a view without a copy."""
+    """Return the bytes of a tensor's elements in row-major order; no copy if it is contiguous."""
     # Torch calls a single element with any stride contiguous, and then cannot view its bytes.
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements in order, in pieces that need little memory where they are copied."""
+    """Yield the elements in order, in pieces that need little memory if they must be copied."""
     size = tensor.numel() * tensor.element_size()
     if size <= PIECE_BYTES or (tensor.is_contiguous() and tensor.device.type == "cpu"):
         yield tensor
@@ -66,7 +65,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _wrapped_parts(tensor: Any) -> Sequence[torch.Tensor] | None:
-    """Return the tensors that a tensor without memory of its own stands for; None for others."""
+    """Return the tensors that a nested tensor or a subclass wraps; None for other tensors."""
     if tensor.is_nested and tensor.layout is torch.jagged:
         lengths = tensor.lengths()
         return [tensor.values(), tensor.offsets(), *([] if lengths is None else [lengths])]
@@ -153,7 +152,7 @@ def _named_tensors(state: object) -> dict[str, torch.Tensor]:
 def name_optimizer_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> dict[str, Any]:
-    """Name the optimizer's state after its parameters: "conv.weight/exp_avg" and so on."""
+    """Return the optimizer's state under its parameters' names, such as "conv.weight/exp_avg"."""
     return {
         f"{names[parameter]}/{entry}": value
         for parameter, state in optimizer.state.items()

@@ -38,7 +38,7 @@ COMMANDS = {
 
 
 class Commands(click.Group):
-    """The group of subcommands; each is `command` in `lockstep.commands.NAME`."""
+    """The group of subcommands; each one is `command` in the module `lockstep.commands.NAME`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the help."""

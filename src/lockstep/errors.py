@@ -1,7 +1,7 @@
-"""What can go wrong, drawn.
+"""The classes of Lockstep's errors.
 
     LockstepError                     one sentence: who, what, where, what to do next
-    ├── UsageError                    exit status 2: used wrongly; nothing was started
+    ├── UsageError                    exit status 2: usage error; nothing was started
     │   ├── LaunchEnvironmentError    environment variables contradict each other about this rank
     │   ├── LayoutError               ranks, replicas and micro-batches that do not fit together
     │   └── DatasetError              a dataset that cannot be used as asked
@@ -11,7 +11,7 @@
         ├── DisagreementError         ranks hold different models, data or settings
         ├── FileError                 a data file that is damaged, or a place that cannot be written
         ├── SampleError               the dataset raised while a sample was loaded
-        ├── LossError                 a loss that is no scalar, no number, or that raised
+        ├── LossError                 a loss is not a scalar, is not finite, or raised an error
         ├── GradientError             a gradient that cannot be added exactly
         ├── BufferMismatchError       a buffer whose results cannot be merged
         ├── StateError                a step wrote parameters or drew from private generators
@@ -19,7 +19,7 @@
         └── LostError                 another rank of a pipeline cannot be reached
 
 Every message is written for the person who runs the program: the launcher and
-the command line print it alone, without a traceback.
+the command line print only the message, without a traceback.
 """
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class LockstepError(Exception):
-    """Any error of Lockstep; `exit_status` is what a command ends with."""
+    """The base class of Lockstep's errors; `exit_status` is the exit status of a command."""
 
     exit_status = 1
 
@@ -56,15 +56,15 @@ class UsageError(LockstepError, ValueError):
 
 
 class LaunchEnvironmentError(UsageError):
-    """The environment variables contradict each other about who this rank is."""
+    """The environment variables of this rank are missing, invalid or contradict each other."""
 
 
 class LayoutError(UsageError):
-    """The numbers of ranks, replicas, stages and micro-batches do not fit."""
+    """The numbers of ranks, replicas, stages and micro-batches do not fit together."""
 
 
 class DatasetError(UsageError):
-    """A dataset that cannot be used as asked: empty, of unknown length, cut wrongly."""
+    """A dataset cannot be used as requested: it is empty, or its length or partition is wrong."""
 
 
 class WorkError(LockstepError, RuntimeError):
@@ -74,8 +74,8 @@ class WorkError(LockstepError, RuntimeError):
 class RankError(WorkError):
     """A rank raised, exited with a status, or was killed by a signal.
 
-    `rank` is the one that failed first, `status` its exit status (negative for a
-    signal), `exception` the name of the class that it raised; None where that is not known.
+    `rank` is the rank that failed first, `status` its exit status (negative for a signal), and
+    `exception` the class name of the error that it raised. Each is None if it is not known.
     """
 
     rank: int | None = None
@@ -92,7 +92,7 @@ class DisagreementError(WorkError):
 
 
 class FileError(WorkError):
-    """A data file that is damaged, or a place that cannot be read or written."""
+    """A data file is damaged, or a file or folder cannot be read or written."""
 
 
 class SampleError(WorkError):
@@ -100,20 +100,20 @@ class SampleError(WorkError):
 
 
 class LossError(WorkError):
-    """A loss that is no scalar, is not finite, or that raised.
+    """A loss is not a scalar, is not finite, or its function raised an error.
 
-    `microbatch` is the first micro-batch whose loss is not finite; None for another failure.
+    `microbatch` is the first micro-batch whose loss is not finite; None for other failures.
     """
 
     microbatch: int | None = None
 
 
 class GradientError(WorkError):
-    """A gradient that cannot be added exactly, such as one of another dtype than its parameter."""
+    """A gradient cannot be added exactly, for example if its dtype is not its parameter's."""
 
 
 class BufferMismatchError(WorkError):
-    """A buffer whose results differ between micro-batches and cannot be merged."""
+    """A buffer's results differ between micro-batches and cannot be merged."""
 
 
 class StateError(WorkError):
@@ -121,7 +121,7 @@ class StateError(WorkError):
 
 
 class StoppedError(WorkError):
-    """Another rank of the pipeline failed and said so."""
+    """Another rank of the pipeline failed and reported it."""
 
 
 class LostError(WorkError):

@@ -2,13 +2,13 @@
 
     make_folder     a run's folder                  0700
     create_file     a record, a log                 0600, a new file
-    open_or_create  a lock, a continued log         0600 where it is new
-    open_for_write  a report                        0600 where it is new
-    replace_file    weights                         0600, complete or not there
+    open_or_create  a lock, a continued log         0600 if it is new
+    open_for_write  a report                        0600 if it is new
+    replace_file    weights                         0600, replaced atomically
 
-The modes are given when a file is created, so there is no moment in which others
-can open it, and no umask widens them. Folders and files that exist keep their modes:
-use `chmod` to share one. A link is followed only where the user named it as output.
+The modes are set when a file is created, so others can never open it in between, and no
+umask widens them. Existing folders and files keep their modes: use `chmod` to share one.
+A link is followed only if the user named it as output.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FILE_MODE, FOLDER_MODE = 0o600, 0o700
 
 
 def make_folder(path: Path, *, exist_ok: bool = True) -> None:
-    """Create a folder, and the parents that are missing, for their owner alone.
+    """Create a folder, and missing parents, for their owner alone.
 
     Raises:
         FileExistsError: the folder exists and `exist_ok` is false, or a file has its name.
@@ -86,13 +86,13 @@ def open_for_write(path: Path) -> BinaryIO:
 def replace_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
     """Yield a new file that takes the name `path` when the block ends without an error.
 
-    Until then the old file stays as it is, and it stays for good after an error or
-    the end of the process. The temporary file lies beside it under a random name.
+    Until then the old file stays as it is, also after an error or the end of the process.
+    The temporary file is in the same folder, under a random name.
 
     Args:
         path: The name of the file. A link of this name is replaced, not followed.
-        mode: The permissions of the file. By default those of the user's own file
-            that it replaces, else 0600.
+        mode: The permissions of the file. None: those of the replaced file if it belongs to
+            the user, else 0600.
 
     Raises:
         OSError: the file cannot be written.
@@ -114,7 +114,7 @@ def replace_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
 
 
 def exchange_folders(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders at once; False where the system cannot."""
+    """Exchange the names of two folders atomically; return False if the system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return rename is not None and not rename(
@@ -123,7 +123,7 @@ def exchange_folders(first: Path, second: Path) -> bool:
 
 
 def _mode_of(path: Path) -> int:
-    """Return the permissions of the user's own file at `path`, else those of a new one."""
+    """Return the permissions of the file at `path` if it is the user's, else of a new file."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -133,7 +133,7 @@ def _mode_of(path: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a renaming survive a crash of the machine, where the file system can."""
+    """Make a rename survive a crash of the machine, if the file system supports that."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -91,12 +91,12 @@ def format_metric(name: str, value: float) -> str:
 
 
 def format_metric_value(name: str, value: float) -> str:
-    """Format the value of a metric: a percentage where the name says that it is a ratio."""
+    """Format the value of a metric, as a percentage if its name is that of a ratio."""
     return format_percent(value) if is_ratio(name) else format_number(value)
 
 
 def is_ratio(metric: str) -> bool:
-    """Return whether a metric of this name lies between 0 and 1."""
+    """Return whether a metric of this name is between 0 and 1."""
     return any(metric == ratio or metric.endswith("_" + ratio) for ratio in RATIOS)
 
 

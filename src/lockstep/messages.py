@@ -1,8 +1,8 @@
 r"""Messages for the person at the terminal, with control characters made visible.
 
 Names, paths and messages may come from another process, a record or a file's header. Printed
-as they are, they could move the cursor, change colours or hide what was printed before;
-here "\x1b[2J" is printed as those six characters.
+as they are, they could move the cursor, change colours or hide earlier output. With
+`escape_control`, "\x1b[2J" is printed as the text "\x1b[2J".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import IO, Any
 __all__ = ["JSON_HELP", "discard_if_lost", "escape_control", "say"]
 
 JSON_HELP = "Print one JSON object as the last line of stdout; text goes to stderr."
-"""What `--json` means in every command that measures or compares one thing."""
+"""The help text of `--json` in every command that measures or compares one thing."""
 
 # C0 and C1 controls except newline and tab, line separators, marks that change the direction
 # of text, halves of surrogate pairs, and what XML forbids.
@@ -33,7 +33,7 @@ def escape_control(text: str) -> str:
 
 
 def say(sentence: str) -> None:
-    """Print one sentence on standard error; without one, or without its terminal, do nothing."""
+    """Print one sentence on standard error; do nothing if its reader or terminal is gone."""
     try:
         # One call, so that the sentences of two threads do not share a line.
         print(f"lockstep: {escape_control(sentence)}\n", end="", file=sys.stderr, flush=True)
@@ -48,7 +48,10 @@ def discard_if_lost(stream: IO[Any], error: OSError) -> bool:
 
     Args:
         stream: The stream.
-        error: What writing to it raised.
+        error: The error that writing to it raised.
+
+    Returns:
+        Whether the reader or terminal is gone.
     """
     if error.errno not in (errno.EPIPE, errno.EIO):
         return False

@@ -1,12 +1,12 @@
-"""Random numbers that depend on what is computed, never on who computes it.
+"""Random numbers that depend on the computation, never on the rank that performs it.
 
-A *key* names a piece of work by whole numbers: (seed, step, micro-batch, unit)
+A *key* identifies a piece of work by integers: (seed, step, micro-batch, unit)
 in training, (seed, epoch, sample) in loading. Its 64-bit seed is
 
     key(a, b, ...) = first 8 bytes, little-endian, of BLAKE2b over a, b, ... as int64 LE
 
-so that neighbouring keys share nothing. Seeding a generator object costs about
-a microsecond; `torch.manual_seed` walks every device and costs a hundred.
+so that the seeds of neighbouring keys are unrelated. Seeding a generator object takes about
+1 us; `torch.manual_seed` visits every device and takes 100 us.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def key(*parts: int) -> int:
-    """Return the 64-bit seed of the work named by `parts` (whole numbers, int64 range)."""
+    """Return the 64-bit seed of the work that `parts` identify (integers in the int64 range)."""
     packed = struct.pack(f"<{len(parts)}q", *parts)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
@@ -66,7 +66,7 @@ def _pack(*parts: int) -> bytes:
 
 
 def seed_torch(seed: int, device: torch.device | None = None) -> None:
-    """Seed torch's default generator of the CPU, and of `device` where it is a GPU.
+    """Seed torch's default generator of the CPU, and of `device` if it is a GPU.
 
     The CPU's Mersenne Twister takes the low 32 bits of `seed`.
     """
@@ -76,19 +76,19 @@ def seed_torch(seed: int, device: torch.device | None = None) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed what a dataset may draw from: torch (CPU), `random`, and numpy's global generator."""
+    """Seed the generators that a dataset may use: torch's (CPU), `random`, and numpy's global."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFF_FFFF)
 
 
 def state_of_torch(device: torch.device | None = None) -> bytes:
-    """Return the states of torch's generators, on the CPU and on `device` where it is a GPU."""
+    """Return the states of torch's generators, on the CPU and on `device` if it is a GPU."""
     return b"".join(each.get_state().numpy().tobytes() for each in _generators(device))
 
 
 def set_state_of_torch(state: bytes, device: torch.device | None = None) -> None:
-    """Put torch's generators into the states that `state_of_torch` returned."""
+    """Restore the states of torch's generators that `state_of_torch` returned."""
     rest = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     for generator in _generators(device):
         size = generator.get_state().numel()
@@ -106,8 +106,8 @@ def _generators(device: torch.device | None) -> list[torch.Generator]:
 def global_states(device: torch.device | None = None, *, everything: bool = True) -> dict[str, Any]:
     """Return the states of the global generators by name, as tensors, tuples and arrays.
 
-    Those of torch, on the CPU and on `device` where it is a GPU; with `everything` also
-    `random` and numpy.
+    These are torch's generators, on the CPU and on `device` if it is a GPU; with `everything`
+    also those of `random` and numpy.
     """
     found = zip(("torch", "cuda"), _generators(device), strict=False)
     states: dict[str, Any] = {kind: generator.get_state() for kind, generator in found}
@@ -117,7 +117,7 @@ def global_states(device: torch.device | None = None, *, everything: bool = True
 
 
 def set_global_states(states: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Put the global generators that `states` has into the states of `global_states`."""
+    """Restore the states of global generators that `global_states` returned."""
     for kind, each in zip(("torch", "cuda"), _generators(device), strict=False):
         if kind in states:
             each.set_state(states[kind])
@@ -128,7 +128,7 @@ def set_global_states(states: Mapping[str, Any], device: torch.device | None = N
 
 
 def state_of_others() -> tuple[object, ...]:
-    """Return the states of Python's and numpy's global generators, to be compared."""
+    """Return the states of Python's and numpy's global generators, for comparison."""
     _, numbers, position, *_ = cast("tuple[Any, ...]", numpy.random.get_state())
     return random.getstate(), bytes(numbers), position
 
@@ -136,9 +136,9 @@ def state_of_others() -> tuple[object, ...]:
 def remembered(
     device: torch.device | None = None, *, everything: bool = False
 ) -> Callable[[], None]:
-    """Return what puts the generators back to where they are now, as often as it is called.
+    """Return a function that restores the generators' present states, each time it is called.
 
-    `device` and `everything` as for `global_states`.
+    `device` and `everything` select the generators as in `global_states`.
     """
     states = global_states(device, everything=False)
     if not everything:
@@ -157,9 +157,9 @@ MEMORY_BYTES = 624 * 4 + 4  # of numpy's MT19937: its words, and the position in
 
 
 def _remember_numpy() -> Callable[[], None]:
-    """Return what puts numpy's global generator back to where it is now.
+    """Return a function that restores the present state of numpy's global generator.
 
-    numpy's own functions take 140 us to get and set a state; copies of its memory take 5.
+    numpy's own functions take 140 us to get and set a state; copying its memory takes 5 us.
     """
     generator: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(generator) is not numpy.random.MT19937 or not _is_memory_known():
@@ -170,12 +170,12 @@ def _remember_numpy() -> Callable[[], None]:
     def restore() -> None:
         if numpy.random.get_bit_generator() is not generator:  # type: ignore[attr-defined]
             numpy.random.set_bit_generator(generator)  # type: ignore[attr-defined]
-        numpy.random.seed(0)  # forgets the second of a pair
+        numpy.random.seed(0)  # drops a cached second number
         with generator.lock:
             ctypes.memmove(address, memory, MEMORY_BYTES)
 
-    # Normal numbers are drawn in pairs, and the second is kept outside of the memory: if there is
-    # one, it comes without a change of the memory.
+    # Normal numbers are drawn in pairs, and the second one is cached outside of this memory. If
+    # there is one, drawing it does not change the memory.
     second = numpy.random.standard_normal()
     if ctypes.string_at(address, MEMORY_BYTES) == memory:
         state: Any = numpy.random.get_state(legacy=False)
@@ -187,7 +187,7 @@ def _remember_numpy() -> Callable[[], None]:
 
 @functools.cache
 def _is_memory_known() -> bool:
-    """Return whether this numpy keeps the state of MT19937 as `_read_memory` expects."""
+    """Return whether this numpy keeps the state of MT19937 as `_remember_numpy` expects."""
     generator = numpy.random.MT19937(1)
     expected = generator.state["state"]
     memory = ctypes.string_at(generator.ctypes.state_address, MEMORY_BYTES)
@@ -197,11 +197,11 @@ def _is_memory_known() -> bool:
 
 @contextlib.contextmanager
 def isolated(device: torch.device | None = None, *, everything: bool = False) -> Iterator[None]:
-    """Give the generators back as they were found, whatever the body seeds or draws.
+    """Restore the generators' states after the body.
 
-    Without this the numbers that a user's own code draws between two steps would
-    depend on which micro-batch this rank happened to compute last. `device` and
-    `everything` as for `remembered`.
+    Without this, the numbers that the user's code draws between two steps would depend on
+    which micro-batch this rank computed last. `device` and `everything` select the generators
+    as in `remembered`.
     """
     restore = remembered(device, everything=everything)
     try:

@@ -1,14 +1,14 @@
-"""Redaction: secrets are taken out of what is recorded, reported or pasted into an issue.
+"""Redaction: the removal of secrets from records, reports and text for bug reports.
 
-    {"api_key": "abc", "lr": 0.1}            a name that speaks of a secret
+    {"api_key": "abc", "lr": 0.1}            the name of a secret
     ["train.py", "--token", "abc"]           an option and its value
     "postgresql://me:abc@host/db?sig=abc"    credentials and parameters of a URL
     "hf_abcdefghijklmnopqrst"                the formats of well-known services
     any occurrence of $HF_TOKEN's value      secrets that this process's environment holds
 
-become "[redacted]". Names of two strengths are told apart: what a password or an API key is
-called hides every value, what a token or a key is called hides strings only where they
-do not look like a setting, because models have tokens and dictionaries have keys.
+become "[redacted]". Names such as "password" or "api_key" hide every value. Names such as
+"token" or "key" hide only strings that do not look like a setting, because models have tokens
+and dictionaries have keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STRONG = (
     "signingkey", "encryptionkey", "masterkey", "licensekey", "driverkey", "authkey",
     "authtoken", "accesstoken", "apitoken",
 )  # fmt: skip
-# As the last word of a name: a string is a secret, if it is no number.
+# As the last word of a name: a string is a secret unless it is a number.
 WEAK = {"token", "pass", "pwd", "auth", "oauth", "sig", "signature", "psk", "dsn"}
 # As any word of a name: a string that looks random is a secret.
 HINTS = WEAK | {"key", "keys", "tokens", "session", "sid", "pin", "otp", "nonce", "salt"}
@@ -49,7 +49,7 @@ FORMATS = re.compile(
 )
 BEARER = re.compile(r"\b([Bb]earer|Basic)(\s+)([\w.~+/=-]{8,})")
 URL = re.compile(r"(?<![\w+.-])([A-Za-z][\w+.-]*+://)([^\s/?#\"'<>]*)@")
-# A name and what stands between it and its value: "=", ":", or for an option a space.
+# A name and the separator between it and its value: "=", ":", or for an option a space.
 NAMED = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?\s*+(?:=|:(?!//))\s*+|(?:["'],)?\s++)""")
 VALUE = re.compile(r""""(?:[^"\\]|\\.)*+"?|'(?:[^'\\]|\\.)*+'?|\S++""")
 OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
@@ -64,13 +64,13 @@ DEEPEST = 32  # containers within containers; deeper ones, and cycles, become te
 def redact(value: Any, name: str = "") -> Any:
     """Return `value` with every secret in it replaced by "[redacted]".
 
-    Mappings, sequences, sets and dataclasses are searched and come back as dictionaries
-    and lists; any other object comes back as it is, or as text where its text holds
-    a secret.
+    Mappings, sequences, sets and dataclasses are searched and returned as dictionaries and
+    lists. Any other object is returned unchanged, or as redacted text if its text contains a
+    secret.
 
     Args:
-        value: Anything that is going to be written or shown.
-        name: What the value is called, for example an environment variable's name.
+        value: A value that will be written or shown.
+        name: The value's name, for example that of an environment variable.
     """
     return _redact(value, name, _held(os.environ), 0)
 
@@ -109,7 +109,7 @@ def _redact(value: Any, name: str, held: list[str], depth: int) -> Any:
         }
     if isinstance(value, (list, tuple, Set)):
         return _redact_list(list(value), name, held, depth)
-    if hasattr(value, "tolist"):  # numbers in a tensor or an array
+    if hasattr(value, "tolist"):  # a tensor or an array
         return value
     text = str(value)
     redacted = _redact_text(text, held)
@@ -133,7 +133,7 @@ def _redact_list(values: list[Any], name: str, held: list[str], depth: int) -> l
 
 
 def _redact_text(text: str, held: list[str]) -> str:
-    """Redact secrets that stand anywhere in a text."""
+    """Redact secrets anywhere in a text."""
     for secret in held:
         text = text.replace(secret, MARK)
     text = FORMATS.sub(MARK, text)
@@ -175,7 +175,7 @@ def _redact_named(text: str) -> str:
 
 
 def _names_secret(name: str, sign: str, value: str) -> bool:
-    """Whether a name, the sign behind it and a value within a text hold a secret."""
+    """Return whether a name, the separator after it and a value within a text are a secret."""
     if not sign.strip("\"', \t\r\n"):
         return name.startswith("-") and not value.startswith("-") and _is_secret(name, value)
     if ":" in sign and sign[0] not in "\"'":  # prose, such as "unexpected token: x"
@@ -194,7 +194,7 @@ def _held(environ: Mapping[str, str]) -> list[str]:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Whether what is called `name` and reads `value` is a secret."""
+    """Return whether `value` is a secret if its name is `name`."""
     if not value or value == MARK:
         return False
     if _is_strong(name):
@@ -217,6 +217,6 @@ def _is_hint(name: str) -> bool:
 
 
 def _looks_random(value: str) -> bool:
-    """Whether a text looks made by chance: long, with letters and digits in one piece."""
+    """Return whether a text looks random: long, with letters and digits in one piece."""
     is_path = value.startswith(("/", ".", "~"))
     return len(value) >= 16 and not is_path and PIECE.search(value) is not None

@@ -1,1 +1,1 @@
-"""The native part of the backend "lockstep": compiled for one torch, found, loaded."""
+"""The native part of the backend "lockstep": its compilation, its cache and its import."""

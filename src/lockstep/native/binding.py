@@ -32,8 +32,8 @@ class BindingError(ImportError):
     """No binding fits this process.
 
     Args:
-        reason: Why, without what to do.
-        advice: What to do.
+        reason: Why no binding fits, without advice.
+        advice: What the user can do about it.
     """
 
     def __init__(self, reason: str, advice: str) -> None:
@@ -45,7 +45,7 @@ def load_binding() -> ModuleType:
     """Return the native module of the binding that was built for this process.
 
     Raises:
-        BindingError: There is none, or it cannot be loaded.
+        BindingError: There is no such binding, or it cannot be loaded.
     """
     reason = ""
     for path in find_bindings():
@@ -57,7 +57,7 @@ def load_binding() -> ModuleType:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Load the native module from a file; raise ImportError if the file is no such module."""
+    """Load the native module from a file; raise ImportError if the file is not such a module."""
     import torch  # noqa: F401 (loads the libraries that the module is linked with)
 
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
@@ -72,7 +72,8 @@ def load_file(path: Path) -> ModuleType:
 def find_bindings() -> list[Path]:
     """Return the native modules that fit this process, at least one, the preferred one first.
 
-    `lockstep build` builds again if the package's binding does not work, so its own comes first.
+    A module in the cache comes first: `lockstep build` puts one there if the package's does not
+    work.
 
     Raises:
         BindingError: There is none.

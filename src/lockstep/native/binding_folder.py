@@ -54,16 +54,16 @@ POLL = 0.1  # seconds between two attempts to get the lock
 def get_cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the folder of the user's bindings, which may not exist."""
     parent = Path(environment.get("XDG_CACHE_HOME", ""))
-    if not parent.is_absolute():  # as its specification says
-        # Without a home, a folder that cannot be written, and not ./~.
+    if not parent.is_absolute():  # the XDG specification ignores relative paths
+        # The "/" matters without a home: /~ cannot be created, but ./~ could be.
         parent = Path("/", os.path.expanduser("~"), ".cache")
     return parent / "lockstep" / "bindings"
 
 
 def reason_not_trusted(path: Path) -> str | None:
-    """Return why a file or folder of the cache must not be used; None if it may.
+    """Return why a file or folder of the cache must not be used; None if it may be used.
 
-    It belongs to this user, and nobody else can write to it.
+    It must belong to this user, and nobody else may be able to write to it.
     """
     try:
         found = path.stat()
@@ -87,7 +87,7 @@ def list_bindings(folder: Path, is_trusted: bool) -> dict[BindingKey, Path]:
     """
     found = {}
     for path in sorted(folder.glob(f"[!.]*/{KEY}")):
-        modules = list(path.parent.glob("_native*"))  # another Python's has another name
+        modules = list(path.parent.glob("_native*"))  # its suffix depends on Python
         if len(modules) != 1:
             continue
         if not is_trusted and any(map(reason_not_trusted, (path.parent, path, *modules))):
@@ -121,7 +121,7 @@ def read_installation_reason() -> str | None:
 
 
 def write_reason(folder: Path, reason: str | None) -> None:
-    """Write down why an installation built no binding; None removes what an earlier one wrote."""
+    """Write why an installation built no binding; None removes the reason of an earlier one."""
     if reason is None:
         (folder / REASON).unlink(missing_ok=True)
     else:
@@ -137,7 +137,8 @@ def lock_folder(
     Args:
         folder: The folder of bindings.
         timeout: Seconds to wait for another process.
-        before_waiting: Called once with the process that holds the lock, 0 if it is unknown.
+        before_waiting: Called once before a wait, with the process id of the lock's holder; 0 if
+            it is unknown.
 
     Raises:
         TimeoutError: Another process still holds the lock after `timeout`.
@@ -146,7 +147,7 @@ def lock_folder(
     deadline = time.monotonic() + timeout
     descriptor = _lock(folder, deadline, before_waiting)
     try:
-        for left_over in folder.glob(".build-*"):  # by builds that were killed
+        for left_over in folder.glob(".build-*"):  # from builds that were killed
             remove_folder(left_over)
         yield
     finally:
@@ -201,7 +202,7 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
 
 
 def publish(complete: Path, destination: Path) -> None:
-    """Give a complete folder its name; one that has the name already is replaced."""
+    """Rename a complete folder to `destination`; replace a folder that is already there."""
     if destination.exists():
         old = Path(tempfile.mkdtemp(prefix=".build-old-", dir=destination.parent))
         destination.rename(old / "replaced")

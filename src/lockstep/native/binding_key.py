@@ -1,8 +1,8 @@
 """What a binding is compiled for: one torch, one Python, one state of the C++ sources.
 
 torch has no stable interface for backends of `torch.distributed`, so a binding works with one
-build of torch only. A binding lies beside its key, and only one with the key of this process is
-loaded: with any other, `undefined symbol` would be the best case.
+build of torch only. The key of a binding is stored beside it, and a process loads only a binding
+with its own key: at best, any other would fail with `undefined symbol`.
 
 setup.py imports this module: it needs torch and the standard library only.
 """
@@ -30,7 +30,7 @@ __all__ = ["BindingKey", "core_key", "current_key", "describe_difference", "hash
 
 @dataclass(frozen=True)
 class BindingKey:
-    """What a binding depends on; equal keys mean that it can be loaded.
+    """The versions that a binding depends on; it can be loaded if the keys are equal.
 
     Attributes:
         torch: `torch.__version__`.
@@ -56,7 +56,7 @@ class BindingKey:
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
     def to_json(self) -> str:
-        """Return the key as JSON, equal for equal keys."""
+        """Return the key as JSON; equal keys have equal JSON."""
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
     @classmethod
@@ -64,7 +64,7 @@ class BindingKey:
         """Return the key that `to_json` wrote.
 
         Raises:
-            ValueError: The text is no key, or one of another version of Lockstep.
+            ValueError: The text is not a key, or a key of another version of Lockstep.
         """
         found = json.loads(text)
         names = {each.name for each in fields(cls)}
@@ -90,9 +90,9 @@ def current_key() -> BindingKey:
 
 
 def core_key(cxx_abi: int) -> dict[str, str]:
-    """Return what a compiled core depends on; equal keys mean that it can be linked.
+    """Return the versions that a compiled core depends on; it can be linked if they are equal.
 
-    The compiler is part of it, because an object may need a newer libstdc++ than another
+    The compiler is one of them, because an object may need a newer libstdc++ than another
     compiler links.
 
     Raises:
@@ -109,7 +109,7 @@ def core_key(cxx_abi: int) -> dict[str, str]:
 
 def hash_sources(folder: Path) -> str:
     """Return a hash of the names and contents of the C++ sources in a folder."""
-    # Every rank does this: os.walk and SHA-256 take 3 ms, Path.rglob and BLAKE2b took 11.
+    # Every rank does this: os.walk and SHA-256 take 3 ms, Path.rglob and BLAKE2b took 11 ms.
     hashed = hashlib.sha256()
     for path in list_sources(folder, ".cpp", ".h", ".inc"):
         with open(path, "rb", buffering=0) as file:

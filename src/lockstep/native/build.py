@@ -1,4 +1,4 @@
-"""A build: compiled in a temporary folder, verified, then published under its name.
+"""Builds: compiled in a temporary folder, verified, then published under their names.
 
 setup.py imports this module: it needs torch and the standard library only.
 """
@@ -34,8 +34,9 @@ def build_binding(
     Args:
         folder: An existing folder; the caller holds its lock.
         key: The key of this process.
-        log: Gets the compiler's commands and their output.
-        show_progress: Called with the part, its compiled files, and the number of its files.
+        log: File for the compiler's commands and their output.
+        show_progress: Called with the part ("core" or "binding"), the number of its files that
+            are compiled, and the number of all its files.
         verify: Called with the module before it is published; raises if it does not work.
 
     Returns:
@@ -71,8 +72,9 @@ def build_core(
 
     Args:
         folder: An existing folder; the caller holds its lock.
-        log: Gets the compiler's commands and their output.
-        show_progress: Called with the part, its compiled files, and the number of its files.
+        log: File for the compiler's commands and their output.
+        show_progress: Called with the part ("core"), the number of its files that are compiled,
+            and the number of all its files.
         cxx_abi: 1 for the C++11 ABI of libstdc++, which torch has had since 2.7.
 
     Raises:

@@ -3,8 +3,8 @@
     core      C++ without torch, compiled into libcore.a; fits any torch
     binding   the files that include torch, in two units, linked with the core into one module
 
-torch's headers take most of the time, and a unit reads them once: two units for two cores. The
-headers of pybind11 are read by the unit with bind.cpp only.
+torch's headers take most of the time. Each unit reads them once, so two units keep two cores
+busy. Only the unit with bind.cpp reads the headers of pybind11.
 
 setup.py imports this module: it needs the standard library only.
 """
@@ -59,7 +59,7 @@ TIMEOUT = 1800.0  # seconds for one call of the compiler; a loaded machine needs
 
 
 class CompilationError(Exception):
-    """The core or the binding could not be compiled: one sentence, without what to do."""
+    """The core or the binding could not be compiled; the message is one sentence without advice."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Command:
     """One call of the compiler.
 
     Attributes:
-        part: What it belongs to: "core" or "binding".
+        part: The part that it compiles: "core" or "binding".
         arguments: The program and its arguments.
         output: The file that it creates.
     """
@@ -82,7 +82,7 @@ class TorchBuild:
     """The torch that a binding is compiled for.
 
     Attributes:
-        folder: Folder of the package torch, with include/ and lib/.
+        folder: The folder of the package `torch`, with include/ and lib/.
         cxx_abi: 1 if it was built with the C++11 ABI of libstdc++, else 0.
     """
 
@@ -128,7 +128,7 @@ def plan_binding(
     """Return the commands that compile the binding's two units into objects in a folder.
 
     Args:
-        compiler: The compiler, with arguments of its own.
+        compiler: The compiler, which may be followed by arguments.
         sources: All files of the binding; bind.cpp is one unit, the others are the second.
         core: Folder of the core's headers.
         torch: The torch to compile for.
@@ -161,7 +161,7 @@ def plan_link(
 ) -> Command:
     """Return the command that links the binding with the core and with torch's libraries.
 
-    The module has no path to torch's libraries: they are loaded already when it is imported.
+    The module contains no path to torch's libraries: they are loaded before it is imported.
     """
     arguments = [
         *compiler,
@@ -195,7 +195,7 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str, ...
 
 
 def describe_compiler(compiler: Sequence[str]) -> str:
-    """Return the first line of what the compiler says about its version.
+    """Return the first line of the compiler's version output.
 
     Raises:
         CompilationError: The compiler cannot be started.
@@ -226,10 +226,11 @@ def compile_native(
 
     Args:
         folder: An existing, empty folder.
-        log: Gets the compiler's commands and their output.
+        log: File for the compiler's commands and their output.
         torch: The torch to compile a binding for; None compiles the core only.
-        archive: The core, if it is compiled already.
-        show_progress: Called with the part, its compiled files, and the number of its files.
+        archive: The compiled core; None to compile it.
+        show_progress: Called with the part ("core" or "binding"), the number of its files that
+            are compiled, and the number of all its files.
         cxx_abi: The C++ ABI of the core if `torch` is None.
 
     Raises:
@@ -251,7 +252,7 @@ def compile_native(
         )
     if archive is None:
         sources = [Path(path) for path in list_sources(CSRC / "core", ".cpp")]
-        sources.sort(key=os.path.getsize, reverse=True)  # no long one at the end
+        sources.sort(key=os.path.getsize, reverse=True)  # the longest jobs start first
         core = plan_core(compiler, sources, folder, torch.cxx_abi if torch else cxx_abi)
     with _Execution(log, show_progress) as execution:
         execution.run([*binding, *core])
@@ -276,10 +277,10 @@ def _check_headers(torch: TorchBuild | None) -> None:
 
 
 class _Execution:
-    """Commands that run at a time, one per usable core, until one fails.
+    """Commands that run in parallel, one per usable core, until one fails.
 
     Args:
-        log: Gets every command and its output.
+        log: File for every command and its output.
         show_progress: See `compile_native`.
     """
 
@@ -300,7 +301,7 @@ class _Execution:
         """Run commands that do not depend on one another.
 
         Raises:
-            CompilationError: One failed; the others have been ended.
+            CompilationError: A command failed; the others have been ended.
         """
         total = {part: sum(each.part == part for each in commands) for part in ("core", "binding")}
         done = dict.fromkeys(total, 0)
@@ -323,7 +324,7 @@ class _Execution:
                 raise
 
     def _run_one(self, command: Command) -> None:
-        environment = {**os.environ, "LC_ALL": "C"}  # for the word "error" in what it prints
+        environment = {**os.environ, "LC_ALL": "C"}  # `_first_error` looks for "error"
         with self._lock:
             if self._stopped.is_set():
                 return
@@ -369,7 +370,7 @@ class _Execution:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill a process that has not been waited for, and those that it started."""
+    """Kill a process that still runs, and the processes that it started."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -386,5 +387,5 @@ def _first_error(command: Command, status: int, output: str) -> str:
 
 
 def _count_cores() -> int:
-    """Return the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1

@@ -1,6 +1,6 @@
-"""Two ranks that add exactly and wait for each other, in a new process, with a new binding.
+"""The self-test of a new binding: in a new process, two ranks add exactly and reach a barrier.
 
-A binding that crashes or hangs does so here, before any run can find it.
+A binding that crashes or hangs does so here, before any run can load it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LENGTH = 1000
 
 
 class SelfTestError(Exception):
-    """The binding does not work; one sentence."""
+    """The binding does not work; the message is one sentence."""
 
 
 def run_self_test(module: Path) -> None:
@@ -34,7 +34,7 @@ def run_self_test(module: Path) -> None:
         module: The file of the native module.
 
     Raises:
-        SelfTestError: It cannot be loaded, crashes, hangs, or computes something else.
+        SelfTestError: The binding cannot be loaded, crashes, hangs, or computes a wrong sum.
     """
     package = str(Path(__file__).parents[2])
     code = (
@@ -68,7 +68,7 @@ def run_self_test(module: Path) -> None:
 
 
 def run_ranks(module: str, folder: str) -> None:
-    """Run two ranks, one of them in a fork of this process; raise what a rank raises."""
+    """Run two ranks, one of them in a fork of this process; raise an error if a rank fails."""
     import torch
 
     torch.set_num_threads(1)
@@ -97,8 +97,8 @@ def _run_rank(rank: int, module: Path, folder: Path) -> None:
     store = FileStore(str(folder / "store"), 2)
     timeout = timedelta(seconds=CALL_TIMEOUT)
     backend = native.create(store, rank, 2, timeout, "self-test", [0, 1])
-    # The sum depends on the order: leaf 0 is large, leaves 1 and 2 are half a unit in its last
-    # place, and more only together.
+    # The sum depends on the order: leaves 1 and 2 are each half a unit in the last place of leaf
+    # 0. Added to it one by one they are rounded away; their sum would not be.
     leaves = [torch.ones(LENGTH), *torch.full((2, LENGTH), 2.0**-24)]
     holders = [[(0, 1)], [(1, 2), (2, 3)]]
     own = [leaves[first] for first, _ in holders[rank]]
@@ -106,7 +106,7 @@ def _run_rank(rank: int, module: Path, folder: Path) -> None:
     values = packed[: -len(own)].view(torch.float32).view(len(own), LENGTH)
     for row, leaf in zip(values, own, strict=True):
         row.copy_(leaf)
-    packed[-len(own) :] = 1  # every node has a new value
+    packed[-len(own) :] = 1  # every leaf has a new value
     work = backend.exact_sum(
         packed,
         values[0],
