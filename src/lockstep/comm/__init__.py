@@ -1,1 +1,1 @@
-"""Adding across ranks: the tree, and the exact reduction over any backend."""
+"""Communication between ranks: the reduction tree, reproducible all-reduce, shared memory."""

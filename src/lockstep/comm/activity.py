@@ -1,18 +1,18 @@
-"""What this process does and waits for, published where its launcher can read it.
+"""The current activity of this process, published where its launcher can read it.
 
-The launcher of a rank gives it one page of memory, which the rank maps. The rank writes what
-it does; the launcher reads the page whenever it likes, without a signal and without ptrace,
-also while the rank is stopped or deep in C code. In a process without a launcher the page is
-private memory.
+The launcher of a rank gives it one page of memory, which the rank maps. The rank writes its
+current operation; the launcher can read the page at any time, without signals or ptrace, even
+while the rank is stopped or runs C code. In a process without a launcher the page is private
+memory.
 
        0   entry    | number | since | state | length | text | number |       published by
     1024   entry    the same; the two are written in turn                     Python
     2048   last collective call or message of the backend "lockstep"          csrc/core/activity.h
     2304   what a thread has been waiting for since it fell asleep
 
-The numbers at the ends of an entry differ while it is written. Then the other entry counts, also
-if the process was stopped at that moment. Publishing costs about a microsecond and makes no
-system call.
+The numbers at both ends of an entry differ while it is being written. A reader then uses the
+other entry, so it need not wait for a process that was stopped at that moment. Publishing costs
+about a microsecond and makes no system call.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ TEXT_BYTES = 992
 ENTRY = struct.Struct(f"<QqII{TEXT_BYTES}sQ")
 LAST_CALL, LAST_CALL_AT = struct.Struct("<IiqQQ16s48s"), 2048
 CURRENT_WAIT, CURRENT_WAIT_AT = struct.Struct("<IIq512s"), 2304
-ATTEMPTS = 4  # of reading a page that is being written
+ATTEMPTS = 4  # at a consistent copy of a page that is being written
 
 
 class State(IntEnum):
-    """What a published text means."""
+    """The kind of a published text."""
 
     COMPUTING = 0
     WAITING = 1  # for other ranks
@@ -57,19 +57,19 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process published last; times are in `time.monotonic()` seconds.
+    """The last publications of a process; times are in `time.monotonic()` seconds.
 
     Attributes:
-        number: The number of Python's publications.
-        text: The last one: "all_gather in step 12 of trainer 0"; "" for none.
-        state: What it means.
-        since: When it was published.
+        number: The number of texts that Python has published.
+        text: The last text, such as "all_gather in step 12 of trainer 0"; "" for none.
+        state: The kind of the text.
+        since: The time at which the text was published.
         call: The last call of the backend "lockstep" that began; "" for none.
-        call_number: Changes with every such call.
-        call_begun: When it began.
-        wait: What a thread has been sleeping in since `wait_since`; "" for nothing.
-        wait_since: When that began; 0 for nothing.
-        is_main_thread_waiting: Whether the main thread sleeps there.
+        call_number: A number that changes with every such call.
+        call_begun: The time at which `call` began.
+        wait: The call in which a thread has been sleeping since `wait_since`; "" for none.
+        wait_since: The time at which that wait began; 0 for none.
+        is_main_thread_waiting: Whether the sleeping thread is the main thread.
     """
 
     number: int = 0
@@ -95,7 +95,7 @@ class Activity:
 
     @property
     def operation(self) -> str:
-        """What the process waits in, or else what it did last; "" if it has published nothing."""
+        """The call in which the process waits, or else its last operation; "" for none."""
         if self.is_main_thread_waiting:
             wait = self.wait or "an asynchronous call"
             return f"{wait}, {self.text}" if self.state is State.WAITING else wait
@@ -105,7 +105,7 @@ class Activity:
 
     @property
     def operation_since(self) -> float:
-        """When that began; 0 if the process has published nothing."""
+        """The time at which `operation` began; 0 if the process has published nothing."""
         if self.state is State.WAITING:
             return self.since
         if self.is_main_thread_waiting:
@@ -141,7 +141,7 @@ _followers: list[Callable[[int], None]] = []
 
 
 def use_page(descriptor: int) -> None:
-    """Publish to the file of `PAGE_BYTES` bytes behind `descriptor` from now on."""
+    """Publish from now on to the open file `descriptor`, which has `PAGE_BYTES` bytes."""
     _replace_page(mmap.mmap(descriptor, PAGE_BYTES))
 
 
@@ -163,7 +163,7 @@ os.register_at_fork(after_in_child=lambda: _replace_page(mmap.mmap(-1, PAGE_BYTE
 
 
 def publish(text: str) -> None:
-    """Publish what this process computes from now on."""
+    """Publish the computation that this process begins."""
     _page.write(text, State.COMPUTING)
 
 
@@ -180,22 +180,22 @@ class Waiting:
         _page.write(self._text, State.WAITING)
 
     def __exit__(self, *error: object) -> None:
-        """Publish that it has ended."""
+        """Publish that the wait has ended."""
         _page.write(self._text, State.FINISHED)
 
 
 def read_own_activity() -> Activity:
-    """Return what this process published last."""
+    """Return the activity of this process."""
     return _read(lambda: _page.memory[:PAGE_BYTES])
 
 
 def read_activity(descriptor: int) -> Activity:
-    """Return what the process that publishes to the file `descriptor` published last."""
+    """Return the activity of the process that publishes to the file `descriptor`."""
     return _read(lambda: os.pread(descriptor, PAGE_BYTES, 0))
 
 
 def _read(copy: Callable[[], bytes]) -> Activity:
-    """Parse a copy of a page; one that changes while it is copied is copied again."""
+    """Parse a copy of a page; copy again if the page changes meanwhile."""
     page = copy()
     for _ in range(ATTEMPTS):
         again = copy()
@@ -206,7 +206,7 @@ def _read(copy: Callable[[], bytes]) -> Activity:
 
 
 def parse_page(page: bytes) -> Activity:
-    """Return what a page says; what is being written is left out."""
+    """Return the activity on a page, without entries that are being written."""
     if len(page) < PAGE_BYTES:
         return Activity()
     number, text, state, since = max(_parse_entry(page, 0), _parse_entry(page, ENTRY_BYTES))
@@ -229,7 +229,7 @@ def parse_page(page: bytes) -> Activity:
 
 
 def _parse_entry(page: bytes, offset: int) -> tuple[int, str, State, int]:
-    """Return number, text, state and time of an entry; number 0 if it is incomplete."""
+    """Return the number, text, state and time of an entry; the number is 0 if incomplete."""
     number, since, state, length, text, number_again = ENTRY.unpack_from(page, offset)
     if number != number_again or number == 0 or state not in list(State):
         return 0, "", State.FINISHED, 0

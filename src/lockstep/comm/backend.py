@@ -27,12 +27,13 @@ __all__ = [
 ]
 
 NAME = "lockstep"
-"""Never "cpu:lockstep": torch 2.13 then has no default backend, and DistributedDataParallel does
-not ask for memory for its buckets. Two custom backends in one group would be mistaken for each
-other."""
+"""The name of the backend. Do not use "cpu:lockstep": torch 2.13 then has no default backend, and
+its DistributedDataParallel does not ask the backend for the memory of its buckets. torch also
+confuses two custom backends in one group."""
 
 MIN_FILE_SIZE = 1 << 30
-"""Bytes. The limit of the size of files (ulimit -f) also applies to shared memory."""
+"""The least usable limit of the size of files (ulimit -f), which applies to shared memory too, in
+bytes."""
 
 
 class ArgumentError(ValueError, RuntimeError):
@@ -42,7 +43,7 @@ class ArgumentError(ValueError, RuntimeError):
     """
 
 
-_refusal = ""  # why this process creates no groups now
+_refusal = ""  # why this process refuses to create groups; "" if it does not
 
 _forked_from: int | None = None
 """The parent process, if this one was forked while torch.distributed was initialized."""
@@ -56,7 +57,7 @@ def register() -> None:
         if not dist.is_available() or NAME in dist.Backend.backend_list:
             return
         os.register_at_fork(after_in_child=_note_fork)
-        # A list: torch would iterate over the letters of a string.
+        # `devices` is a list, because torch would iterate over the letters of a string.
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     except Exception:  # an error here would break `import torch`
         return
@@ -111,11 +112,12 @@ def of_group(group: Any | None) -> Any | None:
 
 
 def refuse_calls(reason: str) -> None:
-    """Let collective calls, messages and new groups of this process raise ArgumentError.
+    """Make collective calls, messages and new groups of this process raise ArgumentError.
+
+    A barrier in a group of one rank is always permitted.
 
     Args:
-        reason: The end of the error's sentence; "" permits them again. A barrier in a group of
-            one is always permitted.
+        reason: The end of the error message; "" permits all calls again.
     """
     global _refusal
     _refusal = reason
@@ -146,7 +148,7 @@ def _check_not_forked() -> None:
 
 
 def _create(options: Any, _given: Any = None) -> Any:
-    """Create a rank's backend of a process group; called by torch."""
+    """Create the backend of this rank for a process group; called by torch."""
     _check_not_forked()
     if _refusal:
         raise ArgumentError(
@@ -166,7 +168,7 @@ def _create(options: Any, _given: Any = None) -> Any:
 
 
 def where(thread: int) -> str:
-    """Return the location of a thread in user code: "in train.py:31 (step)".
+    """Return the location of a thread in user code, such as "in train.py:31 (step)".
 
     The native module calls this when a wait times out or ranks disagree. Frames of torch, of
     lockstep and of the standard library are skipped if there are others.

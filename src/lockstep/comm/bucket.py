@@ -1,10 +1,10 @@
-"""Buckets: which tensors are reduced in one message, and their offsets in it.
+"""Buckets: tensors that are reduced in one message, with their offsets.
 
     bucket   | w0 ......... | b0 | w1 ................ |pad|     offsets and the ends of slices
     slices   |   rank 0     |   rank 1    |   rank 2       |     are multiples of 64 bytes
 
 Each rank adds one slice for all ranks. A tensor that crosses the end of a slice consists of
-several *pieces*. Plans depend only on sizes, so every rank computes the same plan.
+several *pieces*. A plan depends only on sizes and dtypes, so every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 __all__ = ["ALIGNMENT", "Bucket", "Member", "Piece", "parts", "pieces", "plan", "slice_length"]
 
 ALIGNMENT = 64
-"""Bytes. Kernels select their code path by alignment, and may round the elements after the last
-whole vector in another way than those before, so all offsets are multiples of this."""
+"""The alignment of all offsets, in bytes. Kernels select their code path by alignment, and may
+round the elements after the last whole vector differently from those before."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of member number `member`, at `offset` of slice `slice`."""
+    """Elements [start, stop) of member number `member`, at element `offset` of slice `slice`."""
 
     member: int
     start: int
@@ -69,7 +69,7 @@ def plan(
         numels: The number of elements of each tensor.
         dtypes: The dtype of each tensor.
         capacity: The maximum size of a bucket in bytes.
-        indices: The numbers of the tensors if they are not 0, 1, 2, ...
+        indices: The numbers of the tensors; None for 0, 1, 2, ...
     """
     numbers = range(len(numels)) if indices is None else indices
     buckets: list[Bucket] = []
@@ -93,7 +93,7 @@ def plan(
 
 
 def slice_length(bucket: Bucket, ranks: int) -> int:
-    """Return the number of elements per slice for that many ranks."""
+    """Return the number of elements of a slice for a number of ranks."""
     return _rounded(-(-bucket.length // ranks), ALIGNMENT // bucket.dtype.itemsize)
 
 
@@ -114,7 +114,7 @@ def pieces(bucket: Bucket, ranks: int) -> list[Piece]:
 def parts(
     bucket: Bucket, vector: torch.Tensor, present: Sequence[object]
 ) -> list[tuple[int, torch.Tensor | None]]:
-    """Return (index, view of `vector`) of every member; None if it is not `present`."""
+    """Return (index, view of `vector`) for every member; (index, None) if it is not `present`."""
     return [
         (
             member.index,

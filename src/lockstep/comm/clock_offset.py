@@ -3,8 +3,8 @@
     rank r   sent ──────┐              ┌──> received        several rounds; the one with the
     rank 0              └──> remote ───┘                    shortest round trip is used
 
-If both directions took equally long, `remote` would be the middle of sent and received, so the
-error is at most half the round trip (Cristian, "Probabilistic clock synchronization", 1989).
+The estimate assumes that `remote` was read in the middle between sent and received, so its error
+is at most half the round trip (Cristian, "Probabilistic clock synchronization", 1989).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDS = 8
 
 
 class Round(NamedTuple):
-    """One round trip: `remote` is a time of the other clock, the others are of this one."""
+    """One round trip; `remote` is a time of the other clock, the other times are of this clock."""
 
     sent: float
     remote: float
@@ -32,10 +32,10 @@ class Round(NamedTuple):
 
 
 def estimate(rounds: Sequence[Round]) -> float:
-    """Return the seconds to add to this clock to get the other one.
+    """Return the seconds to add to this clock to get the other clock.
 
-    The error is at most the shortest round trip. The result is exactly 0 if 0 is within the
-    error of the measurement, because two ranks of one host share a clock.
+    The error is at most the shortest round trip. If 0 is within the error of the measurement, the
+    result is exactly 0, because two ranks of one host share a clock.
     """
     best = min(rounds, key=lambda each: each.received - each.sent)
     offset = best.remote - (best.sent + best.received) / 2
@@ -45,15 +45,15 @@ def estimate(rounds: Sequence[Round]) -> float:
 def clock_offset(
     group: dist.ProcessGroup | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Measure the seconds to add to the clock of this rank to get that of rank 0.
+    """Measure the seconds to add to the clock of this rank to get the clock of rank 0.
 
-    Call it on every rank of the group; rank 0 answers the others in turn. Clocks of different
-    hosts drift by about 10 microseconds per second, so repeat the measurement from time to
-    time.
+    Call it on every rank of the group; rank 0 answers the other ranks one by one. Clocks of
+    different hosts drift by about 10 microseconds per second, so repeat the measurement from time
+    to time.
 
     Args:
         group: The process group; None is the default group.
-        clock: Returns the time in seconds.
+        clock: A function that returns the time in seconds.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if rank == 0:

@@ -1,8 +1,8 @@
 """Collectives of small messages and of lists of tensors.
 
 Data are sent as `uint8`, so that any dtype works on any backend, and in contiguous buffers:
-Gloo broadcasts non-contiguous tensors incorrectly, without an error. torch's own collectives of
-objects unpickle what they receive.
+Gloo broadcasts non-contiguous tensors incorrectly, without an error. torch's object collectives
+are not used, because they unpickle received data.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 PAGE = 1024
-"""The bytes of a message that fit into the first exchange, with its header."""
+"""The size of the first exchange in bytes: a header, and the message if it fits."""
 
 PIECE = 32 << 20
 """The size of the buffers of a broadcast, in bytes."""
@@ -40,7 +40,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device for small messages of a group: a GPU only for NCCL."""
+    """Return the device for small messages of a group: the CPU if its backend supports it."""
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -51,8 +51,8 @@ def all_gather_bytes(
 ) -> list[bytes]:
     """Gather the messages of all ranks, which may differ in length.
 
-    Every rank sends one page. Only if some message does not fit, there is a second exchange of
-    the length of the longest message.
+    Every rank sends one page. If a message does not fit, all messages are sent in a second
+    exchange, padded to the length of the longest.
 
         page    | length of the message, 8 bytes | of the topic, 2 | topic | message ... |
         topic   | about | or: about | 0 | remark |
@@ -61,8 +61,7 @@ def all_gather_bytes(
         message: The message of this rank.
         about: What the rank is doing, in a few words ("in step 12"); must be equal on all ranks.
         group: The process group; None is the default group.
-        remark: How this rank got here. It is not compared, but added to the error if `about`
-            differs.
+        remark: Additional information for the error if `about` differs; it is not compared.
 
     Returns:
         The messages in rank order.
@@ -135,8 +134,8 @@ def broadcast_tensors(
 ) -> None:
     """Overwrite tensors on every rank with those of rank `source` of the group, bit for bit.
 
-    Shapes and dtypes must be equal on all ranks; strides may differ. Autograd does not see the
-    change: a graph that holds a tensor continues with the new values.
+    Shapes and dtypes must be equal on all ranks; strides may differ. Autograd does not notice the
+    change: a graph that saved a tensor continues with the new values.
     """
     if dist.get_world_size(group) == 1:
         return

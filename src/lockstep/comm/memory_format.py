@@ -20,7 +20,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor as a vector in memory order, without a copy.
 
-    The vector of a tensor with gaps or overlaps is a copy in logical order.
+    For a tensor with gaps or overlaps, the vector is a copy in logical order.
     """
     if not is_dense(tensor):
         return tensor.reshape(-1)
@@ -28,7 +28,7 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_layout_of(vector: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """View a vector of `in_memory_order` in the shape and memory format of `model`."""
+    """View a vector from `in_memory_order` in the shape and memory format of `model`."""
     if not is_dense(model):
         return vector.view(model.shape)
     return vector.as_strided(model.shape, model.stride())

@@ -1,13 +1,14 @@
 """The reproducible all-reduce of the backend "lockstep": the same bits, without messages.
 
-Every rank packs its nodes into shared memory; the backend adds slice j on rank j, directly from
-the memory of all ranks into the first row of all ranks (csrc/core/collectives/exact_sum.h).
+Every rank packs its nodes into shared memory, one row per node. On rank j the backend reads slice j
+of all rows of all ranks, adds them, and writes the sum to the first row of every rank
+(csrc/core/collectives/exact_sum.h).
 
     packed    | node 0: member 0 . member 1 . | node 1: ... | flags of 0 | flags of 1 |
     after it  | the sums of all members       |
 
-A value that was written to its destination in a row is not copied. The bucket then costs one
-read of all rows and one write of the first.
+A value that was written directly to its destination in a row is not copied. The bucket then costs
+one read of all rows and one write of the first row.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lockstep.comm.tree import Node
 __all__ = ["ABSENT", "NEW", "STALE", "NativeAllReduce", "native_backend"]
 
 ABSENT, NEW, STALE = 0, 1, 2
-"""The flag of a tensor in a node."""
+"""The flags of a tensor in a node."""
 
 Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
 """As in `lockstep.comm.reproducible_all_reduce`."""
@@ -38,7 +39,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def native_backend(
     device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None
 ) -> Any | None:
-    """Return the native backend of the group if it supports such tensors, else None."""
+    """Return the native backend of the group; None if it does not support such tensors."""
     if device.type != "cpu" or dtype not in DTYPES:
         return None
     return backend.of_group(group)
@@ -48,8 +49,8 @@ class NativeAllReduce:
     """The implementation for the backend "lockstep"; arguments as of `ReproducibleAllReduce`.
 
     Args:
-        cuts: Rank j adds the elements [cuts[j], cuts[j + 1]); even slices if None. Cuts do not
-            affect the bits of the sums.
+        cuts: The bounds of the slices: rank j adds the elements [cuts[j], cuts[j + 1]). None for
+            even slices. Cuts do not affect the bits of the sums.
         scatter: Whether a rank gets only the sums of its own slice (a reproducible
             reduce-scatter); the rest of the result is undefined.
     """
@@ -72,7 +73,7 @@ class NativeAllReduce:
         rows = max(len(self._nodes), 1)  # a rank without nodes needs room for the sums
         values = rows * bucket.length * bucket.dtype.itemsize
         flags = len(self._nodes) * len(bucket.members)
-        # Zeros once: the gaps between the members are added too, and must stay finite.
+        # Zeroed once, because the gaps between the members are added too and must stay finite.
         self._packed = empty_shared(max(values + flags, 1), dtype=torch.uint8).zero_()
         self._values = self._packed[:values].view(bucket.dtype).view(rows, bucket.length)
         self.sums = self._values[0]
@@ -96,7 +97,7 @@ class NativeAllReduce:
         return row[member.offset : member.offset + member.numel]
 
     def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
-        """Copy values to their destinations and start; as `ReproducibleAllReduce.launch`."""
+        """Copy values to their destinations, and start; see `ReproducibleAllReduce.launch`."""
         flags = bytearray()
         own: torch.Tensor | None = None
         for node, row in zip(self._nodes, self._values, strict=False):
@@ -125,7 +126,7 @@ class NativeAllReduce:
         )
 
     def _fills(self, flat: torch.Tensor) -> bool:
-        """Return whether a tensor fills the bucket: other ranks do not read its own slice."""
+        """Return whether a tensor fills the bucket: this rank's slice need not be packed then."""
         return flat.numel() == self._bucket.length and flat.data_ptr() % ALIGNMENT == 0
 
     def wait(self) -> None:
@@ -137,7 +138,7 @@ class NativeAllReduce:
         """Do nothing: the backend adds and gathers by itself."""
 
     def gather(self) -> list[tuple[int, torch.Tensor | None]]:
-        """Finish; as `ReproducibleAllReduce.gather`."""
+        """Finish; see `ReproducibleAllReduce.gather`."""
         self.wait()
         self._work = None
         present = self._present[: len(self._bucket.members)].tolist()

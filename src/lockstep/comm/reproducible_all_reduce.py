@@ -10,17 +10,17 @@ which adds them in tree order, element by element; a gather sends the sums to al
     (2) combine  add          slice j of ((01 + (2 + 3)) + (45 + 67))
     (3) gather   all-gather   every rank receives every slice
 
-The traffic is that of a ring all-reduce if each rank holds one node. If ranks hold k nodes, the
-first half of it is k times larger (1.7 times a ring in total for 8 leaves on 3 ranks). A tensor
-without a value in some leaf is absent from the sum, not zero, so that -0.0 stays -0.0; one byte
-per node and tensor, after the slices of each rank, flags whether it is present.
+If each rank holds one node, the traffic is that of a ring all-reduce. If ranks hold k nodes, the
+exchange is k times larger (for 8 leaves on 3 ranks, 1.7 times a ring in total). A tensor without a
+value in some leaf is absent from the sum, not zero, so that -0.0 stays -0.0. One byte per node and
+tensor, after the slices of each rank, flags whether the tensor is present.
 
     message of one rank to rank j     | node 0, slice j | node 1, slice j | flags |
 
 The backend "lockstep" does all three steps in one call, in place, on values that may have been
-written to their destination (`lockstep.comm.native_all_reduce`). On other backends, each value
-is copied once, into the message, and the sums are read where they arrive. Messages are `uint8`;
-each addition rounds to the dtype of the tensor.
+written directly to their destination (`lockstep.comm.native_all_reduce`). On other backends, each
+value is copied once, into the message, and the sums are views of the received buffer. Messages are
+`uint8`; each addition rounds to the dtype of the tensor.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ __all__ = [
 ]
 
 Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
-"""Tensors by the index of their bucket member; None is absent."""
+"""Tensors by the index of their bucket member; None if absent."""
 
 
 def add_present(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
-    """Add two tensors into the memory of `left`; None adds nothing."""
+    """Return the sum of two tensors, in the memory of `left`; None stands for an absent tensor."""
     if left is None or right is None:
         return left if right is None else right
     return left.add_(right)
@@ -71,9 +71,9 @@ class ReproducibleAllReduce:
     Ranks must make the same calls in the same order.
 
     Args:
-        bucket: The plan, which indexes into lists of tensors.
-        holders: For every rank of the group, the nodes that it holds, ascending. Together they
-            cover all leaves.
+        bucket: The planned bucket; its members refer to tensors by index.
+        holders: The nodes that each rank of the group holds, ascending. Together they cover all
+            leaves.
         leaves: The number of leaves of the tree.
         device: The device of the tensors.
         group: The process group; None is the default group.
@@ -107,9 +107,9 @@ class ReproducibleAllReduce:
     def place(self, node: Node, member: Member) -> torch.Tensor | None:
         """Return the destination of a value of one of this rank's nodes, or None.
 
-        It is a vector of the member's length, aligned to 64 bytes. `launch` does not copy values
-        that are already there. Only the backend "lockstep" has destinations; afterwards those of
-        the first node hold the sums.
+        The destination is a vector of the member's length, aligned to 64 bytes. `launch` does not
+        copy values that are already there. Only the backend "lockstep" has destinations; the
+        destinations of the first node later hold the sums.
         """
         return self._sum.place(node, member) if isinstance(self._sum, NativeAllReduce) else None
 
@@ -119,7 +119,7 @@ class ReproducibleAllReduce:
         return self._sum.sums
 
     def uses(self) -> int:
-        """Return the reference count of the memory of the sums, to see whether a sum is in use."""
+        """Return the reference count of the memory of the sums, to detect sums that are in use."""
         return int(torch._C._storage_Use_Count(self.sums.untyped_storage()._cdata))
 
     def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
@@ -133,7 +133,7 @@ class ReproducibleAllReduce:
         self._sum.launch(held, stale)
 
     def finish_here(self) -> None:
-        """Compute additions that the backend would do in the background in this thread now."""
+        """Compute now, in this thread, additions that the backend would do in the background."""
         if isinstance(self._sum, NativeAllReduce):
             self._sum.wait()
 
@@ -153,7 +153,7 @@ class ReproducibleAllReduce:
 
 
 class PortableAllReduce:
-    """The implementation for any backend; arguments as of `ReproducibleAllReduce`."""
+    """The implementation for any backend; the arguments are as in `ReproducibleAllReduce`."""
 
     def __init__(
         self,
@@ -170,13 +170,13 @@ class PortableAllReduce:
         self._pieces = pieces(bucket, ranks)
         self._length = slice_length(bucket, ranks)
         slice_bytes = self._length * bucket.dtype.itemsize
-        # The bytes that each rank sends to every other: slices of its nodes, then flags.
+        # The bytes that each rank sends to each other rank: slices of its nodes, then flags.
         self._widths = [
             len(nodes) * slice_bytes + -(-len(nodes) * len(bucket.members) // ALIGNMENT) * ALIGNMENT
             for nodes in holders
         ]
         mine = self._widths[self._rank]
-        # Zeros once: the gaps between the members are added too, and must stay finite.
+        # Zeroed once, because the gaps between the members are added too and must stay finite.
         self._out = torch.zeros(ranks, mine, dtype=torch.uint8, device=device)
         self._in = torch.empty(sum(self._widths), dtype=torch.uint8, device=device)
         self.sums = torch.empty(ranks * self._length, dtype=bucket.dtype, device=device)
@@ -184,7 +184,7 @@ class PortableAllReduce:
         self._present: list[bool] = []
 
     def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
-        """Start step 1, as `ReproducibleAllReduce.launch`."""
+        """Start step 1; see `ReproducibleAllReduce.launch`."""
         nodes = self.holders[self._rank]
         members = self.bucket.members
         slices = self._length * self.bucket.dtype.itemsize
@@ -254,7 +254,7 @@ class PortableAllReduce:
     def _combine_members(
         self, slices: Mapping[Node, torch.Tensor], flags: Mapping[Node, Sequence[int]]
     ) -> torch.Tensor:
-        """Add member by member, because some are absent from some nodes."""
+        """Add member by member, because some members are absent from some nodes."""
         mine = torch.zeros(self._length, dtype=self.bucket.dtype, device=self._in.device)
         for piece in self._pieces:
             if piece.slice != self._rank or not self._present[piece.member]:

@@ -4,10 +4,11 @@
     create_group_tensor   one tensor for all ranks of a group on this host    | ranks 0 and 1   |
     map_peer_tensor       a view of another rank's tensor of `empty_shared`
 
-Atomic access serves decisions that must hold however ranks end (a step is committed, or not):
+Atomic access is for decisions that must be consistent even if ranks die, such as whether a step is
+committed:
 
     rank a   writes its part ... atomic_compare_exchange(tensor, 0, OPEN, COMMITTED)
-    rank b   atomic_load(tensor, 0) == COMMITTED, so it sees everything that rank a wrote before
+    rank b   atomic_load(tensor, 0) == COMMITTED: everything that rank a wrote before is visible
 
 Atomic access needs the native module.
 """
@@ -37,7 +38,8 @@ __all__ = [
 ]
 
 HANDLE_LENGTH = 6
-"""64-bit integers in a handle: process, descriptor, bytes and nonce (2) of a segment; offset."""
+"""The number of 64-bit integers in a handle: process, descriptor, bytes and nonce (2) of a segment,
+and the offset in it."""
 
 
 def empty_shared(*size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -52,11 +54,11 @@ def empty_shared(*size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         dtype: The element type, as for `torch.empty`; None selects torch's default dtype.
 
     Raises:
-        TypeError: `size` or `dtype` is something that `torch.empty` does not take.
+        TypeError: `torch.empty` does not accept this `size` or `dtype`.
         RuntimeError: A dimension is negative, or there is not enough memory.
     """
     try:
-        # A meta tensor has no memory: torch parses the arguments, exactly as for torch.empty.
+        # A meta tensor without memory: lets torch parse the arguments, exactly as in torch.empty.
         like = torch.empty(*size, dtype=dtype, device="meta")
     except (TypeError, RuntimeError) as error:
         message, _, _ = str(error).partition("\n")  # a C++ backtrace may follow
@@ -68,14 +70,14 @@ def empty_shared(*size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is in memory of `empty_shared`, also one of DDP or FSDP2."""
+    """Return whether a tensor is in shared memory, from `empty_shared` or from DDP or FSDP2."""
     return backend.available() and bool(backend.load().is_shared(tensor))
 
 
 def get_memory_handle(tensor: torch.Tensor) -> list[int]:
-    """Return the handle of a tensor of `empty_shared`: `HANDLE_LENGTH` integers of 64 bits.
+    """Return the handle of a tensor from `empty_shared`: `HANDLE_LENGTH` 64-bit integers.
 
-    An empty tensor has no memory: its handle is zeros.
+    The handle of an empty tensor, which has no memory, is all zeros.
 
     Raises:
         ValueError: The tensor is not contiguous, or not in shared memory.
@@ -88,19 +90,20 @@ def get_memory_handle(tensor: torch.Tensor) -> list[int]:
 def map_peer_tensor(
     handle: Sequence[int], numel: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Return a vector over memory of another rank.
+    """Return a vector that is a view of another rank's memory.
 
-    Not a collective call. The result stays valid as long as it exists. If a collective has read
-    the memory before, its owner may have died since.
+    This is not a collective call. The memory stays mapped while the result exists, even if its
+    owner dies. If a collective has read the memory before, the owner may be dead already.
 
     Args:
-        handle: What `get_memory_handle` returned there, for a tensor that begins as the vector.
+        handle: The result of `get_memory_handle` on the other rank, for a tensor that starts at
+            the same address as the vector.
         numel: The number of elements.
         dtype: The element type.
         group: The process group; None is the default group.
 
     Raises:
-        WorkError: There is no such memory, or it cannot be mapped any more.
+        WorkError: The memory does not exist, or can no longer be mapped.
     """
     if not numel:
         return torch.empty(0, dtype=dtype)
@@ -119,8 +122,8 @@ def create_group_tensor(
     """Return a CPU tensor of zeros whose memory is common to all ranks of a group.
 
     Every rank of the group must make this call, with the same arguments. Order accesses by a
-    barrier or by atomic operations. The memory starts on a page and is released when no rank
-    has a view of it, also after ranks were killed. A group of one rank gets ordinary memory.
+    barrier or by atomic operations. The memory is aligned to a page and is released when no rank
+    has a view of it, even if ranks were killed. A group of one rank gets ordinary memory.
 
     Args:
         shape: The shape.
@@ -142,7 +145,8 @@ def create_group_tensor(
             f"ranks; this group has the backend '{dist.get_backend(group)}'"
         )
     try:
-        # Every rank makes this call, also for sizes beyond the range of the backend's integers.
+        # Limit the size: every rank must make the call, even if the backend's integers are too
+        # small for the size.
         flat: torch.Tensor = native.share(min(math.prod(sizes) * dtype.itemsize, 1 << 62))
     except RuntimeError as error:
         raise WorkError(str(error)) from None
@@ -152,7 +156,7 @@ def create_group_tensor(
 def atomic_load(tensor: torch.Tensor, index: int) -> int:
     """Return the element at `index` of an int64 tensor, with acquire semantics.
 
-    The rank then sees everything that another rank wrote before it stored this value.
+    Everything that another rank wrote before it stored this value is then visible.
 
     Raises:
         ValueError: The tensor is not int64, not contiguous or not on the CPU.

@@ -1,12 +1,12 @@
-"""Add sparse gradients over the ranks along the tree.
+"""Sums of sparse gradients over the ranks, along the tree.
 
     rank 0   rows 1, 5        (1) every rank announces its gradients and numbers of rows
     rank 1   rows 5, 7        (2) every rank gets the rows of all ranks
                               (3) row 5 is added, rows 1 and 7 are copied
 
 Each rank adds all rows itself. The traffic is the longest message times the number of ranks,
-which is small while few rows are used, as with large embeddings. For a mean over the ranks, the
-sum is divided at the end.
+which is small if few rows are used, as with large embeddings. For a mean over the ranks, the sum
+is divided at the end.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Rows = torch.Tensor | None
 """A coalesced tensor, sparse in its first dimension, or None."""
 
 DENSE, ABSENT = -1, -2
-"""Stand for the number of rows of a gradient that is dense, or that there is none of."""
+"""Values in place of the number of rows, for a gradient that is dense or absent."""
 
 
 def sparse_weights(modules: Iterable[nn.Module]) -> set[torch.Tensor]:
-    """Return the parameters to which their modules give sparse gradients."""
+    """Return the parameters that get sparse gradients, according to their modules."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return {each.weight for each in modules if isinstance(each, kinds) and each.sparse}
 
@@ -52,8 +52,8 @@ def sum_sparse_gradients(
 
     Args:
         held: The gradients of each of this rank's nodes, by index: coalesced rows, or dense in
-            the memory format of the model; None if absent.
-        indices: The gradients that are added, the same on every rank.
+            the memory format of the model tensor; None if absent.
+        indices: The indices of the gradients to add, the same on every rank.
         leaves: The number of leaves of the tree.
         models: Tensors with the shape, dtype and memory format of each gradient.
         group: The process group; None is the default group.
@@ -82,7 +82,7 @@ def sum_sparse_gradients(
 
 
 def add_sparse(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
-    """Add two gradients, of which each is coalesced or dense, or None if it is absent.
+    """Return the sum of two gradients, each of which is coalesced, dense, or None if absent.
 
     A row has at most two values, so the order in which torch adds them does not affect the bits.
     """
@@ -102,9 +102,10 @@ def average_sparse_gradients(
     """Average every gradient that is new on some rank.
 
     Args:
-        gradients: The gradients by number, with the same numbers on every rank. None if there is
-            none; of a dense gradient, the rows that are not zero are used.
-        new: The numbers of new gradients. Others are used only if another rank has a new one.
+        gradients: The gradients by number, with the same numbers on every rank; None if absent.
+            Only the nonzero rows of a dense gradient are used.
+        new: The numbers of new gradients on this rank. An old gradient is used only if another
+            rank has a new one of this number.
         models: Tensors with the shape and dtype of each gradient.
         group: The process group; None is the default group.
 
@@ -170,14 +171,14 @@ def _gather(
 
 
 def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices, none if it is dense, and the values of a gradient."""
+    """Return the indices and the values of a gradient; a dense gradient has no indices."""
     if gradient.is_sparse:
         return gradient.indices(), gradient.values()
     return gradient.new_empty(0, dtype=torch.int64), in_memory_order(gradient)
 
 
 def _sizes(model: torch.Tensor, rows: int) -> tuple[int, int]:
-    """Return the sizes in bytes of the indices and of the values of that many rows."""
+    """Return the sizes in bytes of the indices and of the values of a number of rows."""
     if rows == DENSE:
         return 0, model.nbytes
     row = model.nbytes // max(model.shape[0], 1)
@@ -187,7 +188,7 @@ def _sizes(model: torch.Tensor, rows: int) -> tuple[int, int]:
 def _gradient(
     model: torch.Tensor, rows: int, indices: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """Create a gradient from bytes, cloned: a view must be aligned to its element size."""
+    """Return a gradient made of bytes, cloned: a view must be aligned to its element size."""
     if rows == DENSE:
         return in_layout_of(values.clone().view(model.dtype), model)
     where = indices.clone().view(torch.int64).view(1, -1)

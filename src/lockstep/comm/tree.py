@@ -1,4 +1,4 @@
-"""The tree: the order in which M values are added, on any number of ranks.
+"""The tree: the order in which values are added, the same on any number of ranks.
 
     node(lo, hi) = node(lo, mid) + node(mid, hi)
     mid - lo     = the largest power of two below hi - lo
@@ -9,8 +9,8 @@
                 └────0-6────┘
 
 The shape depends only on the number of leaves. A tree without its last leaves is the tree of
-the remaining leaves, so a short batch needs no special rule. Three ranks that own leaves 0-2,
-3-5 and 6 hold the nodes {01, 2}, {3, 45} and {6}; the remaining nodes are added across ranks
+the remaining leaves, so a short batch needs no special rule. Three ranks with the leaves 0-2, 3-5
+and 6 hold the nodes {01, 2}, {3, 45} and {6}; the remaining nodes are added across ranks
 (`lockstep.comm.reproducible_all_reduce`).
 """
 
@@ -49,7 +49,7 @@ def _parents(leaves: int) -> dict[Node, tuple[Node, Node]]:
 
 
 def nodes_of(owned: range, leaves: int) -> list[Node]:
-    """Return the largest nodes within the leaves `owned`, which their owner can add alone."""
+    """Return the largest nodes that cover only leaves in `owned`; their owner adds them alone."""
 
     def visit(lo: int, hi: int) -> Iterable[Node]:
         if hi <= owned.start or owned.stop <= lo:
@@ -66,12 +66,13 @@ def nodes_of(owned: range, leaves: int) -> list[Node]:
 class Fold(Generic[Value]):
     """Adds values along the tree as they arrive, as soon as both siblings are known.
 
-    Like the digits of a binary counter, at most log2(leaves) + 1 partial sums are held if leaves
-    arrive in order.
+    If leaves arrive in order, at most log2(leaves) + 1 partial sums are held at a time, like the
+    digits of a binary counter.
 
     Args:
         leaves: The number of leaves.
-        add: Adds the left and the right sibling; it may reuse the memory of the left one.
+        add: A function of the left and the right sibling that returns their sum; it may reuse
+            the memory of the left one.
     """
 
     def __init__(self, leaves: int, add: Callable[[Value, Value], Value]) -> None:
@@ -80,7 +81,7 @@ class Fold(Generic[Value]):
         self._add = add
 
     def put(self, node: Node, value: Value) -> None:
-        """Add the value of a node to its sibling if that is known, and so on upwards."""
+        """Add the value of a node to its sibling if the sibling is known; repeat upwards."""
         while node in self._parents and self._parents[node][0] in self.nodes:
             sibling, parent = self._parents[node]
             other = self.nodes.pop(sibling)
@@ -89,9 +90,9 @@ class Fold(Generic[Value]):
         self.nodes[node] = value
 
     def meet(self, leaf: int) -> tuple[list[Value], Node]:
-        """Remove the left siblings to which a leaf is added, innermost first.
+        """Remove and return the left siblings to which a leaf is added, innermost first.
 
-        For callers that add by other means than `put`. Leaves must arrive in order.
+        This is for callers that add without `put`. Leaves must arrive in order.
 
         Returns:
             The values of the siblings, and the node of the sum.
@@ -106,7 +107,7 @@ class Fold(Generic[Value]):
 
 
 def total(values: Mapping[Node, Value], leaves: int, add: Callable[[Value, Value], Value]) -> Value:
-    """Add nodes, which together cover all leaves, along the tree."""
+    """Return the sum, along the tree, of nodes that together cover all leaves."""
     fold = Fold(leaves, add)
     for node in sorted(values):
         fold.put(node, values[node])
