@@ -48,7 +48,7 @@ class Collective:
         is_in_place: Whether input and output are always one buffer (all_reduce).
         can_alias: Whether the smaller buffer can be a part of the larger one.
         is_reduction: Whether it takes a reduction operation.
-        has_part_per_rank: Whether the size of the message counts one part per rank.
+        has_part_per_rank: Whether the message consists of one part per rank.
     """
 
     name: str
@@ -106,12 +106,12 @@ def partner_part(rank: int, ranks: int) -> Contents:
 
 
 def one(ranks: int) -> float:
-    """Every byte counts once."""
+    """Return 1: every byte counts once."""
     return 1.0
 
 
 def other_ranks(ranks: int) -> float:
-    """Only bytes for other ranks count."""
+    """Return the share of the bytes that are for other ranks."""
     return (ranks - 1) / ranks
 
 

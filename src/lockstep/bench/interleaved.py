@@ -2,7 +2,7 @@
 
     round 1   gloo  mpi  lockstep  memcpy        one block of calls each
     round 2   mpi  lockstep  memcpy  gloo        starts with the next contender
-    ...       until each has had its share of time
+    ...       until each has used its share of time
 
 The time of a call is that of its slowest rank.
 """
@@ -41,7 +41,7 @@ class Progress:
     times: list[float] | None = None
 
     def is_done(self, seconds: float) -> bool:
-        """Return whether the contender has had its time, or has failed."""
+        """Return whether the contender has used its time, or has failed."""
         made = len(self.times or ())
         enough = made >= MIN_CALLS and self.rounds >= MIN_ROUNDS
         return bool(self.error) or (enough and (self.spent >= seconds or made >= MAX_CALLS))
@@ -105,7 +105,7 @@ def send_request(progress: Progress, message: dict[str, Any]) -> list[dict[str, 
 
 
 def copy_workload(workload: Workload, ranks: int) -> Workload:
-    """Return the workload of a copy that moves as many bytes as the message has."""
+    """Return the workload of a copy that moves as many bytes as the message contains."""
     parts = ranks if COLLECTIVES[workload.collective].has_part_per_rank else 1
     return replace(workload, count=workload.count * parts)
 

@@ -19,7 +19,7 @@ __all__ = ["CopyLibrary", "MpiLibrary", "NumpyBuffers"]
 
 Vector = npt.NDArray[Any]
 Call = Callable[[], object]
-NAMES = {"PRODUCT": "PROD"}  # where MPI's name differs
+NAMES = {"PRODUCT": "PROD"}  # operations that have another name in MPI
 
 
 class NumpyBuffers:
@@ -48,7 +48,7 @@ class NumpyBuffers:
 
 
 class CopyLibrary(NumpyBuffers):
-    """A memory copy by one thread, the limit of the memory itself."""
+    """A memory copy by one thread, as an upper limit for bandwidths."""
 
     def new(self, count: int, workload: Workload) -> Vector:
         """Return a vector of zeros."""

@@ -3,8 +3,8 @@
 one number of ranks      time | bus bandwidth
 several                  time, one panel per number of ranks
 
-A line goes through the medians, and a bar at each size from the quantile 0.1 to 0.9. The points
-of the contenders are beside each other at each size, so none covers another's bar.
+A line connects the medians, and a bar at each size extends from the quantile 0.1 to 0.9. The points
+of the contenders at one size are drawn beside each other, so that no bar covers another one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BARS = ("#85b5db", "#e8ab86", "#8abfa6", "#dca8cd", "#c5ad80", "#ada5d9")
 COPY, COPY_BAR = "#8793a1", "#c3c9d0"
 BAR_WIDTH, BAR_STEP = 4, 5  # in points; the second between the bars of two contenders
 PANELS = 4
-LABELS = 6  # ticks of the size axis at most
+LABELS = 6  # the largest number of ticks on the size axis
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves under one title, with the labels of the value axis."""
+    """Curves under one title, with the function that labels the value axis."""
 
     title: str
     curves: list[Curve]

@@ -82,7 +82,7 @@ class Result(TimingResult):
 
     @property
     def busbw(self) -> float:
-        """The bus bandwidth in GB/s; a memory copy's is its algorithm bandwidth."""
+        """The bus bandwidth in GB/s; for a memory copy, the algorithm bandwidth."""
         if is_copy(self.contender):
             return self.algbw
         return self.algbw * COLLECTIVES[self.workload.collective].bus_factor(self.ranks)

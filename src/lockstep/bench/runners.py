@@ -39,7 +39,7 @@ Main = Callable[[str, str, str, float], None]
 
 
 class Runner(Protocol):
-    """Something that measures workloads on a number of ranks."""
+    """The interface of a runner, which measures workloads on a number of ranks."""
 
     name: str
     library: str
@@ -304,7 +304,7 @@ def mpi_python(asked: str | None) -> str:
 
 
 def mpiexec(python: str) -> str:
-    """Return the `mpiexec` next to that Python, or else the one on the path."""
+    """Return the `mpiexec` in the folder of `python`, or else the first one on PATH."""
     beside = Path(os.path.abspath(python)).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:

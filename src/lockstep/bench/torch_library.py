@@ -14,7 +14,7 @@ from lockstep.bench.workload import UnsupportedError, Values, Workload
 
 __all__ = ["TorchLibrary"]
 
-# torch 2.13 renamed them
+# torch 2.13 renamed these functions
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

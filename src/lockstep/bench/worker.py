@@ -30,7 +30,7 @@ from lockstep.bench.workload import (
 
 __all__ = ["SOCKET", "START_BARRIER", "answer_requests", "mpi_main", "run_worker", "torch_main"]
 
-SOCKET, START_BARRIER = "socket", "start-barrier-"  # names in the folder of the rendezvous
+SOCKET, START_BARRIER = "socket", "start-barrier-"  # file names in the folder of the rendezvous
 
 
 def torch_main(backend: str, folder: str, key: str, timeout: float) -> None:

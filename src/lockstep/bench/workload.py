@@ -7,7 +7,7 @@ Only the call itself is timed. Ranks under MPI have no torch, so this module imp
 
 Input data are small integers in blocks of PERIOD elements that repeat over the buffer. A
 block depends on the rank, on the part of the buffer and on the *variant*, which alternates
-from call to call: a call that does nothing leaves the previous result, which is then wrong.
+from call to call. So a call that does nothing is detected: it leaves the previous result.
 The period is prime, so that a misplaced piece is wrong too. Sums are exact in every dtype
 and in any order.
 """
@@ -213,7 +213,7 @@ class StartBarrier:
         path: The file that `prepare` created.
         rank: The rank of this process.
         ranks: The number of ranks.
-        timeout: The longest wait in seconds; then `wait` raises TimeoutError, which names a
+        timeout: The longest wait in seconds, after which `wait` raises TimeoutError and names a
             missing rank.
     """
 
@@ -234,7 +234,7 @@ class StartBarrier:
             file.truncate(ranks * STRIDE * 8)
 
     def wait(self) -> None:
-        """Wait until every rank has called this as often as this rank."""
+        """Wait until every rank has called this method as often as this rank."""
         self._count = count = self._count + 1
         arrivals = self._arrivals
         arrivals[self._rank * STRIDE] = count
@@ -248,7 +248,7 @@ class StartBarrier:
                     break
 
     def _wait_yielding(self, other: int, count: int) -> None:
-        """Wait for a rank, and yield the core to other processes in between."""
+        """Wait for a rank, and yield the core to other processes between polls."""
         arrivals, polls, deadline = self._arrivals, 0, time.monotonic() + self._timeout
         while arrivals[other] < count:
             os.sched_yield()

@@ -1,7 +1,7 @@
 """`lockstep bench`: the benchmarks of collectives and of startup.
 
-BENCHMARKS maps each name to the module with its command and to its description. The module
-is imported when the benchmark runs. `bench_collective` makes one command per collective.
+BENCHMARKS maps each name to the module of the command and to its description. The module is
+imported when the benchmark runs. `bench_collective` makes one command per collective.
 """
 
 from __future__ import annotations

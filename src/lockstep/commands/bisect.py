@@ -122,7 +122,7 @@ def print_text(found: Bisection) -> None:
 
 
 class BisectProgress:
-    """Shows on standard error which run is replayed for what, and how far it has come."""
+    """The progress display of replays, on standard error."""
 
     def __init__(self) -> None:
         self._doing = ""
@@ -136,6 +136,6 @@ class BisectProgress:
         self._shown.show(done, total)
 
     def close(self) -> None:
-        """Erase the line of a terminal."""
+        """Erase the progress line on a terminal."""
         if self._shown is not None:
             self._shown.close()

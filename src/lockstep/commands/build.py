@@ -56,7 +56,7 @@ def command(clean: bool, verbose: bool) -> None:
     if sys.platform != "linux":
         raise UsageError(f"build: the backend 'lockstep' needs Linux, and this is {sys.platform}")
     cache = get_cache_folder()
-    previous = signal.signal(signal.SIGTERM, _exit_on_signal)  # ends the compilers too
+    previous = signal.signal(signal.SIGTERM, _exit_on_signal)  # also ends the compilers
     try:
         for folder in (cache.parent, cache):
             reason = reason_not_trusted(folder)
@@ -89,7 +89,7 @@ def _clean(cache: Path) -> None:
         remove_folder(cache)
     if cache.exists():
         raise FileError(f"build: {cache} could not be removed completely: look at its permissions")
-    with contextlib.suppress(OSError):  # other things of Lockstep may be in it
+    with contextlib.suppress(OSError):  # the folder may hold other files of Lockstep
         cache.parent.rmdir()
     say(f"removed {cache} ({format_bytes(size)})")
 
@@ -102,7 +102,7 @@ def _build(cache: Path, verbose: bool) -> None:
     found, _ = _find_working()
     if found is None:
         with lock_folder(cache, LOCK_TIMEOUT, _say_waiting):
-            found, reason = _find_working()  # by the build that this one waited for
+            found, reason = _find_working()  # the build that this one waited for may suffice
             if reason is not None:
                 say(f"{reason}: building it again")
             if found is None:
@@ -119,7 +119,7 @@ def _build(cache: Path, verbose: bool) -> None:
 
 
 def _find_working() -> tuple[Path | None, str | None]:
-    """Return the module that this process would load, or why that one does not work."""
+    """Return the module that this process would load, or the reason why it does not work."""
     try:
         found = find_bindings()[0]
     except BindingError:
@@ -163,7 +163,7 @@ def _advise(error: str) -> str:
 
 
 class _Progress:
-    """One line that changes on a terminal; elsewhere a line for every part that is complete."""
+    """The progress display: one changing line on a terminal, else one line per complete part."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -171,7 +171,7 @@ class _Progress:
 
     def show(self, part: str, done: int, total: int) -> None:
         """Show how many files of a part are compiled."""
-        if total == 1:  # the archive, the link
+        if total == 1:  # an archive or a link is not worth a line
             return
         self._parts[part] = f"{part} {done} of {total} {WORDS[part]}"
         if self._is_terminal:
@@ -180,7 +180,7 @@ class _Progress:
             click.echo(self._parts[part], err=True)
 
     def verify(self, module: Path) -> None:
-        """Test the new binding, and show that."""
+        """Test the new binding, and show that the test runs."""
         if self._is_terminal:
             self._draw("testing with two ranks")
         else:

@@ -101,7 +101,7 @@ def command(
 
 
 def make_config(target: str, arguments: tuple[str, ...], nprocs: int, runs: str) -> LaunchConfig:
-    """Return how to launch a recipe or a script as an elastic run; its output goes to the logs.
+    """Return the settings that launch a target as an elastic run, with its output in the logs.
 
     Raises:
         UsageError: There is no such recipe or script.
@@ -150,7 +150,7 @@ def store_result(found: ChaosResult) -> None:
 
 
 def print_result(found: ChaosResult) -> None:
-    """Print a table of the kills, what they cost, and the verdict."""
+    """Print a table of the kills and their cost, and the verdict."""
     from lockstep.report.terminal import print_table, wrap
 
     print_table(COLUMNS, [_row(number, each) for number, each in enumerate(found.kills, 1)])

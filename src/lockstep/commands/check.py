@@ -19,7 +19,7 @@ __all__ = ["command"]
 
 COLUMNS = ("layout", "digest", "last loss", "seconds", "verdict")
 SHORT = 12
-"""Characters of a digest in the table."""
+"""The number of characters of a digest in the table."""
 
 DIFFERENCES = {
     "initial": "`{parameter}` differs before the first step",
@@ -151,9 +151,9 @@ def _row(verdict: Verdict) -> list[str]:
 
 
 def _explain(found: Comparison, script: str, steps: int) -> list[str]:
-    """Return what the table does not show: causes, locations and advice."""
+    """Return sentences about causes, locations and advice, which the table does not show."""
     reference = found.verdicts[0].run
-    failures: dict[str, Verdict] = {}  # several layouts may fail alike
+    failures: dict[str, Verdict] = {}  # list each failure once: several layouts may share it
     for each in found.verdicts:
         if each.run.failure:
             failures.setdefault(each.run.failure, each)
@@ -194,7 +194,7 @@ def describe_difference(found: Difference, trainers: int = 1) -> str:
         location.append(f"step {found.step}")
     if found.microbatch is not None:
         location.append(f"micro-batch {found.microbatch}")
-    if found.rank:  # rank 0 agrees with the reference
+    if found.rank:  # another rank than 0 means that rank 0 agrees with the reference
         location.append(f"rank {found.rank}")
     text = DIFFERENCES[found.what].format(module=found.module, parameter=found.parameter)
     return f"{', '.join(location)}: {text}" if location else text

@@ -28,9 +28,9 @@ __all__ = ["ReplayProgress", "command"]
 
 POSITIVE = click.IntRange(min=1)
 SHORT = 24
-"""Characters of a digest that are shown; a float has no more."""
-MOST_NAMED = 16  # samples of a micro-batch
-INTERVAL = 30.0  # seconds between two lines of progress where there is no terminal
+"""The number of characters of a digest that are shown; no float is longer."""
+MOST_NAMED = 16  # the largest number of samples in a sentence
+INTERVAL = 30.0  # seconds between two lines of progress if standard error is not a terminal
 
 
 @click.command()
@@ -181,7 +181,7 @@ def _require_step(run: Run, recorded: Recorded, count: int, step: int) -> None:
     if recorded.step is not None or recorded.failure:
         return
     if step == count and run.state in ("failed", "died", "stopped"):
-        return  # what it did there is not known, and can be looked at
+        return  # the record says nothing about this step, but a replay can show it
     state = " so far" if run.state == "running" else ""
     if not count:
         raise UsageError(f"{run.folder} has no finished step{state}, so there is none to replay")
@@ -193,7 +193,7 @@ def _require_step(run: Run, recorded: Recorded, count: int, step: int) -> None:
 
 
 def _require_microbatch(run: Run, recorded: Recorded, microbatch: int | None, step: int) -> None:
-    """Raise UsageError unless a step has a micro-batch."""
+    """Raise UsageError unless the step has the requested micro-batch."""
     if microbatch is None:
         return
     count = len(recorded.step.losses) if recorded.step is not None else 0
@@ -206,7 +206,7 @@ def _require_microbatch(run: Run, recorded: Recorded, microbatch: int | None, st
 
 
 def _append_replay(folder: Path, result: Comparison) -> None:
-    """Add a line about a replay to RUN/replays.jsonl; a replay goes on without."""
+    """Add a line about a replay to RUN/replays.jsonl; if that fails, only print a message."""
     from lockstep.files import open_or_create
     from lockstep.report.reproduction import REPLAYS_FILE
 
@@ -280,27 +280,27 @@ def _describe_failure(recorded: Recorded) -> str:
 
 
 def _cell(plain: Mapping[str, Any], name: str) -> str:
-    """Return a number, what is not finite, or the beginning of a digest; "" for nothing."""
+    """Return a number or the beginning of a digest as text; "" if there is none."""
     value = plain[name] if plain[name] is not None else plain.get(f"{name}_hex")
     return "" if value is None else str(value)[:SHORT]
 
 
 class ReplayProgress:
-    """Shows on standard error how many steps are done, and the time that is left.
+    """The progress display of a replay on standard error: finished steps and remaining time.
 
     Args:
         first: The number of steps that were finished at the checkpoint.
-        title: What is shown before them; "" for nothing.
+        title: The text before the number of steps; "" for none.
     """
 
     def __init__(self, first: int, title: str = "") -> None:
         self._first, self._title = first, f"{title}: " if title else ""
         self._is_live = sys.stderr.isatty()
-        self._started: tuple[int, float] | None = None  # steps done, and when
+        self._started: tuple[int, float] | None = None  # steps done at that time, and the time
         self._shown_at = time.monotonic()
 
     def show(self, done: int, total: int) -> None:
-        """Show the progress, on a terminal in one line, otherwise at times."""
+        """Show the progress: on a terminal in one line, otherwise a line every `INTERVAL`."""
         now = time.monotonic()
         if self._started is None and done:
             self._started = done, now
@@ -326,11 +326,11 @@ class ReplayProgress:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close it."""
+        """Close the display."""
         self.close()
 
     def close(self) -> None:
-        """Erase the line of a terminal."""
+        """Erase the progress line on a terminal."""
         if self._is_live:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

@@ -78,7 +78,7 @@ def _render(run: Run, kind: str) -> bytes:
 
 
 def _simulate(run: Run) -> Timeline | None:
-    """Return the simulation of the run's typical timeline; None if it has no stages."""
+    """Return the simulation of the run's typical timeline; None without pipeline stages."""
     from lockstep.pipeline.simulation import simulate_recording
     from lockstep.record.timeline import typical_timeline
 
@@ -109,7 +109,7 @@ def format_of(output: str | None) -> str:
 
 
 def find_run(run: str, folder: str) -> Path:
-    """Return the folder or file of a run that is given by path or by name."""
+    """Return the folder or file of a run, given its path or name."""
     as_path = Path(run)
     by_name = Path(folder) / run
     if as_path.exists() or by_name.exists():

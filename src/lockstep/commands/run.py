@@ -27,7 +27,7 @@ from lockstep.launcher.supervisor import STOP_GRACE
 
 __all__ = ["command"]
 
-AUTO = "auto"  # of --resume: choose the run by its command
+AUTO = "auto"  # the value of --resume that chooses the run by its command
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -46,7 +46,7 @@ class Option(click.Option):
 
 
 def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Decorated]:
-    """Return an option by its name with dashes, which is accepted with underscores too."""
+    """Return the option with this name, which is accepted with dashes and with underscores."""
     parameter = name.replace("-", "_")
     names = dict.fromkeys([*more, f"--{name}", f"--{parameter}", parameter])
     return click.option(*names, cls=Option, **settings)
@@ -229,7 +229,7 @@ def command(script: str | None, arguments: tuple[str, ...], **options: Any) -> N
 def recall_command(options: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     """Return the recorded script and arguments of the run to resume.
 
-    Changes to its working directory, and puts what else was recorded into the options.
+    Changes to its working directory, and adds the other recorded settings to the options.
 
     Args:
         options: The options of the command, changed in place.
@@ -273,7 +273,7 @@ def recall_command(options: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
 
 
 def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:
-    """Return what the options ask for.
+    """Return the settings of the launch that the options describe.
 
     Raises:
         UsageError: The options contradict each other, or a value is not valid.
@@ -316,7 +316,7 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
 
 
 def _choose_nprocs(options: dict[str, Any]) -> tuple[int, int | None]:
-    """Return the number of ranks on each host, and the least number in an elastic run."""
+    """Return the number of ranks on each host, and the smallest number in an elastic run."""
     nprocs, least, most = options["nproc_per_node"], options["min"], options["max"]
     if most is not None and nprocs not in (None, str(most)):
         raise UsageError(

@@ -53,7 +53,7 @@ def command(folder: str, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A run of the list: its summary, or the reason why its record cannot be read."""
+    """A run in the list: its summary, or the reason why its record cannot be read."""
 
     name: str
     summary: Summary | None

@@ -16,8 +16,8 @@ from lockstep.messages import say
 
 __all__ = ["command"]
 
-TIMEOUT = 5.0  # seconds that a launcher has to read the request
-POLL = 0.02  # seconds between two looks whether it has
+TIMEOUT = 5.0  # seconds to wait until the launcher has read the request
+POLL = 0.02  # seconds between two checks
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

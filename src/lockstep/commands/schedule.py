@@ -28,7 +28,7 @@ FIELDS = ("forward", "input", "weight", "transfer", "backward", "held")
 
 
 def parse_numbers(context: click.Context, option: click.Parameter, value: str | None) -> Any:
-    """Return the numbers of an option like --forward 1,2,1.5."""
+    """Return the numbers of an option such as --forward 1,2,1.5."""
     try:
         return None if value is None else tuple(float(number) for number in value.split(","))
     except ValueError:
@@ -113,7 +113,7 @@ def command(
 def make_plans(
     names: Sequence[str], costs: Costs, stages: int, microbatches: int, stages_per_rank: int | None
 ) -> list[SchedulePlan]:
-    """Return the plans of schedules; a comparison leaves out those that are impossible."""
+    """Return the plans of schedules; a comparison leaves out impossible schedules."""
     from lockstep.pipeline.schedule_planner import plan_schedule
 
     found = []
@@ -134,7 +134,7 @@ def choose_costs(
     stages: int,
     stages_per_rank: int | None,
 ) -> Costs:
-    """Return the measured costs, or those of the options, by default unit costs."""
+    """Return the measured costs, or those of the options; unit costs if there are neither."""
     from lockstep.pipeline.simulation import Costs
 
     if measured:
@@ -152,7 +152,7 @@ def choose_costs(
     backward = given["backward"] or tuple(2 * cost for cost in forward)
     weight = given["weight"] or tuple(cost / 2 for cost in backward)
     inputs = tuple(whole - part for whole, part in zip(backward, weight, strict=False))
-    share = (stages / len(forward),) * len(forward)  # so that the blocks of a rank hold 1 in total
+    share = (stages / len(forward),) * len(forward)  # the blocks of a rank hold 1 in total
     return Costs(forward, inputs, weight, given["transfer"] or (), backward, share)
 
 
@@ -162,13 +162,13 @@ def open_run(file: Path) -> Run | None:
 
     try:
         is_run = file.is_dir() or file.suffix == ".jsonl"
-    except OSError as error:  # such as a name that is too long
+    except OSError as error:  # for example, the name is too long
         raise UsageError(f"--costs {os.fspath(file)[:40]}...: {error.strerror}") from None
     return read_run(file) if is_run else None
 
 
 def choose_layout(run: Run | None, stages: int | None, microbatches: int | None) -> tuple[int, int]:
-    """Return the numbers of ranks and of micro-batches: as given, else as in the run, else 4, 8."""
+    """Return the given numbers of ranks and micro-batches, else those of the run, else 4 and 8."""
     from lockstep.record.timeline import typical_timeline
     from lockstep.report.summary import number_or
 
@@ -203,7 +203,7 @@ def read_costs(measured: Run | Path) -> Costs:
 
 
 def recorded_costs(run: Run) -> Costs:
-    """Return the costs of the stages in the typical step of a run."""
+    """Return the costs of the stages in a typical step of a run."""
     from lockstep.pipeline.simulation import measure_costs
     from lockstep.record.timeline import typical_timeline
 

@@ -36,10 +36,10 @@ DECAYS = ("cosine", "none")
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
 CHANGEABLE = {"stages", "schedule", "activation_checkpointing", "workers", "logger"}
-CHANGEABLE |= {"checkpoint_every", "quiet", "download"}  # when a run is resumed: no bit changes
+CHANGEABLE |= {"checkpoint_every", "quiet", "download"}  # on resuming, because they change no bits
 NOT_RECALLED = {"quiet", "download"}  # apply to one process, not to the run
-SUMMARY_FILE = "summary.json"  # of a run whose ranks are processes of their own: the summary
-RECIPE_FILE = "recipe.json"  # of a run: what was asked for, until the record has its first line
+SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes of `lockstep run`
+RECIPE_FILE = "recipe.json"  # the options of a run, until its record has the first line
 
 
 @click.command()
@@ -204,9 +204,9 @@ def command(
     if recipe != "resnet50" and given["size"] is not None:
         raise UsageError(f"--size: the images of {recipe} have a fixed size; omit this option")
     for each in given["logger"]:
-        create_logger(each, Path(runs))  # its package is missing: say so before the ranks start
+        create_logger(each, Path(runs))  # report a missing package before the ranks start
     if given["data"] is not None:
-        given["data"] = os.path.abspath(given["data"])  # to be found from another directory, too
+        given["data"] = os.path.abspath(given["data"])  # valid in any directory
     if is_rank:
         _train_in_rank(recipe, given, as_json)
         return
@@ -214,7 +214,7 @@ def command(
     if resumed is not None:
         folder = resumed.folder
     elif is_elastic:
-        folder = Path(runs) / (name or name_run(recipe))  # which the launch creates
+        folder = Path(runs) / (name or name_run(recipe))  # the launch creates the folder
     else:
         folder = Path(runs) / name if name else create_run_folder(Path(runs), recipe)
     if given["download"]:
@@ -230,7 +230,7 @@ def command(
         return
     if resumed is None:
         _store_options(folder, recipe, nprocs, given)
-    get_fork_server(for_training=True)  # or every rank would import torch._dynamo
+    get_fork_server(for_training=True)  # otherwise every rank would import torch._dynamo
     try:
         summary = launch(_rank, (recipe, given, str(folder), resumed is not None), nprocs)[0]
     except SystemExit as stop:
@@ -282,12 +282,12 @@ def _list_words(recipe: str, given: Mapping[str, Any]) -> list[str]:
 def _train_elastic(
     words: list[str], nprocs: int, least: int, folder: Path, is_resumed: bool
 ) -> dict[str, Any]:
-    """Train in an elastic run, and return what its last rank 0 returned.
+    """Train in an elastic run, and return the summary from its last rank 0.
 
     Args:
         words: The command line of a rank.
         nprocs: The number of ranks.
-        least: The least number of them.
+        least: The smallest number of ranks.
         folder: The folder of the run.
         is_resumed: Whether the folder holds a run that is continued.
     """
@@ -325,7 +325,7 @@ def _train_elastic(
 
 
 def _print_summary(summary: dict[str, Any], quiet: bool, as_json: bool) -> None:
-    """Print what the training returned; raise FileError if its record is incomplete."""
+    """Print the summary of the training; raise FileError if its record is incomplete."""
     failure = summary.pop("failure", None)
     if not (as_json and quiet):
         click.echo(_format_summary(summary), err=as_json)
@@ -339,7 +339,7 @@ def _open_resumed(run: str, runs: str) -> Run:
     """Return the run to resume, once no other process uses it.
 
     Raises:
-        UsageError: There is no such run, it is not one of a recipe, or it is going.
+        UsageError: There is no such run, it is not a run of a recipe, or it is still running.
     """
     from lockstep.launcher.run_folder import find_run, wait_until_free
 
@@ -350,14 +350,14 @@ def _open_resumed(run: str, runs: str) -> Run:
 
 
 def _read_recorded(folder: Path) -> Run:
-    """Return a run of a recipe, with its options; raise UsageError if it is none."""
+    """Return a run with its options; raise UsageError if it is not a run of a recipe."""
     from lockstep.record.columns import as_dict
     from lockstep.record.reader import read_ends
     from lockstep.record.recorder import RECORD_FILE
 
     has_record = (folder / RECORD_FILE).exists()
     found = read_ends(folder) if has_record else None
-    if found is None or not found.header:  # it was killed before the record had a line
+    if found is None or not found.header:  # killed before the record had a line
         found = _load_options(folder) or read_ends(folder)
     if as_dict(found.latest("options")).get("recipe") not in RECIPES:
         raise UsageError(
@@ -368,16 +368,17 @@ def _read_recorded(folder: Path) -> Run:
 
 
 def _store_options(folder: Path, recipe: str, nprocs: int, given: dict[str, Any]) -> None:
-    """Store what a run was asked for, before its ranks start.
+    """Store the recipe and options of a run before its ranks start.
 
-    The record begins when the ranks have met; until then a killed run would be lost.
+    The record begins when all ranks have connected. Without this file, a run that is killed before
+    that could not be resumed.
     """
     from lockstep.files import make_folder
     from lockstep.record.recorder import RECORD_FILE
     from lockstep.redaction import redact
 
     content = {"recipe": recipe, "nprocs": nprocs, "options": redact(given)}
-    with contextlib.suppress(OSError):  # the recorder says what is wrong with the folder
+    with contextlib.suppress(OSError):  # the recorder reports what is wrong with the folder
         make_folder(folder)
         if not (folder / RECORD_FILE).exists():
             with replace_file(folder / RECIPE_FILE) as file:
@@ -385,7 +386,7 @@ def _store_options(folder: Path, recipe: str, nprocs: int, given: dict[str, Any]
 
 
 def _load_options(folder: Path) -> Run | None:
-    """Return a run that has nothing but what `_store_options` stored; None without it."""
+    """Return a run with only the options that `_store_options` stored; None if there are none."""
     from lockstep.record.columns import concatenate_blocks
     from lockstep.record.reader import Run
 
@@ -412,7 +413,7 @@ def _resolve_options(recipe: str, given: Mapping[str, Any]) -> Options:
 def _recall_options(
     run: Run, recipe: str | None, name: str | None, nprocs: int, given: dict[str, Any]
 ) -> tuple[str, int]:
-    """Put the options of a run that were not given into `given`.
+    """Add the recorded options of a run to `given`, unless they were given.
 
     Returns:
         The recipe and the number of ranks.
@@ -445,7 +446,7 @@ def _recall_options(
 
 
 def _require_same(run: Run, parameter: click.Parameter, value: Any, recorded: Any) -> None:
-    """Raise UsageError unless an option of a resumed run has the value that it had."""
+    """Raise UsageError unless an option of a resumed run has its recorded value."""
     if parameter.name == "data" and None not in (value, recorded):
         value, recorded = os.path.abspath(value), os.path.abspath(recorded)
     if value == recorded:
@@ -487,7 +488,7 @@ def _rank(recipe: str, given: dict[str, Any], folder: str, is_resumed: bool) -> 
     from lockstep.launcher.run_folder import RESUME
     from lockstep.recipes.classification import train
 
-    os.environ.pop(RESUME, None)  # of a script that starts this command
+    os.environ.pop(RESUME, None)  # may be inherited from a script that starts this command
     if is_resumed:
         os.environ[RESUME] = "1"
     module = importlib.import_module(f"lockstep.recipes.{recipe}")
@@ -537,5 +538,5 @@ def _format_summary(summary: dict[str, Any]) -> str:
     if summary["resumed_from_step"] is None:
         del rows["resumed"]
     if not summary["samples_per_second"]:
-        del rows["speed"]  # it was done before
+        del rows["speed"]  # the resumed run was already complete
     return "\n".join(f"{name:<10} {value}" for name, value in rows.items())
