@@ -1,1 +1,1 @@
-"""Gradients over ranks: sums for the trainer, means for DistributedDataParallel."""
+"""Gradients over ranks: sums for the trainer, means for `DistributedDataParallel`."""

@@ -1,7 +1,7 @@
 """Communication hooks: buckets that user code averages.
 
 A hook is called as torch's DistributedDataParallel calls it: `hook(state, bucket)` returns
-a future of the bucket's means. The next bucket's hook is called when the one before is
+a future of the bucket's means. The hook of the next bucket is called when the previous future is
 done, so that hooks with several exchanges make them in the same order on all ranks.
 
     launch 0   hook 0 ───────────────> means 0
@@ -27,9 +27,9 @@ __all__ = ["CommHook", "CommHookReduction", "GradBucket"]
 class GradBucket:
     """The bucket that a hook receives, with the methods of `torch.distributed.GradBucket`.
 
-    (torch's own class has no constructor.) `buffer()` is a vector of all gradients, each on a
-    64-byte boundary with zeros between them; `gradients()` are its views in the shapes of
-    `parameters()`. A parameter without a gradient has zeros there.
+    torch's own class cannot be constructed in Python. `buffer()` is a vector of all gradients,
+    each on a 64-byte boundary with zeros between them; `gradients()` are views of it in the shapes
+    of `parameters()`. The gradient of a parameter without one is zeros.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ CommHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 class CommHookReduction:
-    """Averages one bucket by a hook; has the methods of `ReproducibleAllReduce`."""
+    """Averages one bucket with a hook; has the methods of `ReproducibleAllReduce`."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class CommHookReduction:
     def launch(
         self, held: Mapping[Node, Mapping[int, torch.Tensor | None]], stale: Container[int] = ()
     ) -> None:
-        """Copy the gradients into the bucket, zeros where there is none, and call the hook."""
+        """Copy the gradients into the bucket, zeros if absent, and call the hook."""
         (values,) = held.values()
         memory = self._bucket.memory
         for member in self._layout.members:
@@ -114,7 +114,7 @@ class CommHookReduction:
         self._future = self._comm_hook(self._state, self._bucket)
 
     def combine(self) -> None:
-        """Wait for the hook's means, before which the next bucket's hook must not be called."""
+        """Wait for the hook's means; only then may the next bucket's hook be called."""
         if self._future is None:
             return
         with Waiting("averaging gradients by a hook"):
@@ -123,7 +123,7 @@ class CommHookReduction:
         self._means = means if isinstance(means, torch.Tensor) else means[0]
 
     def gather(self) -> list[tuple[int, torch.Tensor | None]]:
-        """Return (index, mean) of every member, as views of the hook's result."""
+        """Return (index, mean) for every member; the means are views of the hook's result."""
         self.combine()
         means, self._means = self._means, None
         assert means is not None

@@ -1,8 +1,8 @@
 """DistributedDataParallel: mean gradients over ranks, for an existing training loop.
 
-It works on whole batches, not micro-batches, so the digest depends on the number of ranks,
-as it does with torch's. It guarantees equal bits on all ranks and from run to run, for
-every bucket size: each element is added along the tree over the ranks
+It works on whole batches, not micro-batches, so the digest depends on the number of ranks, as
+with torch's class. It guarantees equal bits on all ranks and from run to run, for every bucket
+size: each element is added along the tree over the ranks
 (`lockstep.data_parallel.mean_reducer`).
 """
 
@@ -42,31 +42,30 @@ UNUSED = {
     "find_unused_parameters": "parameters without a gradient are always found",
     "static_graph": "each backward may differ from the one before",
 }
-"""Options of torch's class, and why there are none of them here."""
+"""The options of torch's class that do not exist here, with the reason."""
 
 
 class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module so that backward leaves the mean gradient of all ranks in `.grad`.
 
-    Use it like torch's: each rank computes its own part of the batch, of equal size, with a
+    Use it like torch's class: each rank computes its own part of the batch, of equal size, with a
     loss that is a mean. The state dict has the module's own names, without a prefix, also for
-    a compiled module. Parameters that get no gradient on some ranks count as zero there; those
-    that get none on any rank keep `.grad = None`. Frozen parameters are left alone. Sparse
+    a compiled module. A parameter that has no gradient on some ranks counts as zero there; a
+    parameter that has none on any rank keeps `.grad = None`. Frozen parameters are ignored. Sparse
     gradients of Embedding and EmbeddingBag stay sparse.
 
     Args:
-        module: The model, on this rank's device; all ranks start from rank 0's weights.
+        module: The model, on this rank's device; all ranks start with rank 0's weights.
         broadcast_buffers: Whether rank 0's buffers are broadcast before each forward in
             training mode.
-        process_group: The ranks that average, the whole world if None.
-        bucket_cap_mb: Capacity of a bucket in MiB, 16 by default. No bit depends on it.
-        gradient_as_bucket_view: Whether `.grad` is a view of the bucket, which the next
-            backward overwrites, instead of a copy in its own memory: one pass over the
-            gradients less, and the bucket is all the memory they take.
-        others: None; options of torch's class that there is no use for raise an error.
+        process_group: The ranks that average; None for the default group.
+        bucket_cap_mb: The capacity of a bucket in MiB, 16 by default. It does not affect bits.
+        gradient_as_bucket_view: Whether `.grad` is a view of the bucket, which the next backward
+            overwrites, instead of a copy. A view saves memory and one pass over the gradients.
+        others: Not used; an option of torch's class that does not apply here raises an error.
 
     Raises:
-        UsageError: `lockstep.init()` has not been called, or there is no such option.
+        UsageError: `lockstep.init()` has not been called, or an option does not exist.
         DisagreementError: The ranks' models differ.
         GradientError: In backward, for `create_graph=True` and for sparse gradients of other
             modules.
@@ -115,7 +114,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, in training mode with rank 0's buffers."""
+        """Call the module; in training mode, rank 0's buffers are broadcast first."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UsageError(
@@ -132,7 +131,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return outputs
 
     def _prepare_pass(self) -> None:
-        """Prepare for a forward pass that a backward pass will follow."""
+        """Prepare a forward pass that is followed by a backward pass."""
         averages = self._reducer.is_enabled
         buffers = self.training and averages and self._broadcast_buffers
         source = 0
@@ -148,13 +147,13 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def _origin(self) -> nn.Module:
-        """The module without the compiler's wrapper; an attribute would register it again."""
+        """The module without the compiler's wrapper; an attribute would register it twice."""
         origin: nn.Module = getattr(self.module, "_orig_mod", self.module)
         return origin
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank; the first backward after it averages their sum."""
+        """Accumulate gradients locally in the body; the next backward after it averages the sum."""
         before, self._reducer.is_enabled = self._reducer.is_enabled, False
         try:
             yield
@@ -162,16 +161,17 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._reducer.is_enabled = before
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Average the dense gradients by `hook(state, bucket)`; call it on every rank.
+        """Average the dense gradients with `hook(state, bucket)`; call this on every rank.
 
         The hooks of `torch.distributed.algorithms.ddp_comm_hooks` work. `bucket` has the
         methods of `torch.distributed.GradBucket`; the hook returns a future of the vector of
-        means, as long as `bucket.buffer()`. A bucket's hook is called after the one before is
-        done. Whether all ranks get the same bits depends on the hook.
+        means, as long as `bucket.buffer()`. The hook is called for one bucket after another, each
+        time after the previous future is done. Whether all ranks get the same bits depends on the
+        hook.
 
         Raises:
             UsageError: A hook has been registered already.
-            DisagreementError: The ranks register different hooks.
+            DisagreementError: The ranks registered different hooks.
         """
         if self._comm_hook is not None:
             raise UsageError(
@@ -195,13 +195,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Return a context for a loop in which some ranks have fewer batches than others.
 
         An iteration is one forward and one backward. A rank that has no more data takes part
-        without gradients, and at the end takes the model of a rank that finished last.
+        without gradients. At the end, all ranks get the model of a rank that finished last.
 
         Args:
-            divide_by_initial_world_size: Whether the mean is over all ranks, or over those
-                that still have data.
-            enable: Whether the context does anything.
-            throw_on_early_termination: Whether all ranks raise when one has no more data.
+            divide_by_initial_world_size: Whether the mean is over all ranks; otherwise it is over
+                the ranks that still have data.
+            enable: Whether the context has any effect.
+            throw_on_early_termination: Whether all ranks raise an error when a rank has no more
+                data.
         """
         return Join(
             [self],
@@ -211,10 +212,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what `Join` calls on a rank without data.
+        """Return the hook that `Join` calls on a rank without data.
 
         Raises:
-            UsageError: Several DistributedDataParallel use this process group.
+            UsageError: Several instances of `DistributedDataParallel` use this process group.
         """
         if self._reducer.shares_group:
             raise UsageError(
@@ -255,12 +256,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         tensors = [*self._origin.parameters(), *self._origin.buffers()]
         broadcast_tensors(tensors, self._group, source)
         self._reducer.scale = 1.0
-        # torch leaves it enabled, and each later forward would ask which ranks have data.
+        # torch leaves it enabled; each later forward would ask which ranks have data.
         self._join_config = type(self._join_config).construct_disabled_join_config()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the outputs of a model, in lists, mappings and dataclasses too."""
+    """Yield the tensors in the outputs of a model, including lists, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

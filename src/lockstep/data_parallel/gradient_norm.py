@@ -1,11 +1,11 @@
-"""Gradient clipping by the total norm, which is computed block by block.
+"""Gradient clipping by the total norm, computed block by block.
 
     gradient, in memory order   | block 0: 65,536 elements | block 1 | ... | the rest |
     per block                   norm in its own dtype, squared in float64
     total norm                  square root of the exact sum of all squares
 
-Blocks start at the first element of a gradient, so any rank that holds some of them can
-contribute their squares: a replica its part, a pipeline stage its parameters.
+Blocks are counted from the first element of each gradient, so any rank can contribute the squares
+of the blocks that it holds: a replica of its part, a pipeline stage of its parameters.
 `compute_partial_sums` reduces any number of squares to a few numbers with the same exact
 sum, which fit in one small message. The norm depends neither on the order of the squares
 nor on the rank that computes them.
@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 BLOCK = 1 << 16
-"""Elements per block; part of the determinism guarantee."""
+"""The number of elements per block. The bits of the norm depend on it."""
 
 
 def stored_values(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the elements that a gradient has in memory: all, or the rows of a coalesced one."""
+    """Return the elements that a gradient stores: all, or the rows of a sparse gradient."""
     return gradient._values() if gradient.is_sparse else gradient
 
 
@@ -45,15 +45,15 @@ def compute_squares(
     """Return the squared 2-norm of each block of the gradients, in order.
 
     Args:
-        gradients: The gradients; blocks follow each one's memory order.
-        part: Which part of the blocks is computed.
+        gradients: The gradients; blocks are in memory order.
+        part: The number of the part of the blocks to compute.
         parts: The number of parts into which all blocks are divided evenly and in order.
     """
     counts = [-(-gradient.numel() // BLOCK) for gradient in gradients]
     whole = sum(counts)
     lowest, highest = whole * part // parts, whole * (part + 1) // parts
     found: list[float] = []
-    short: list[torch.Tensor] = []  # of one block at most, whose norms one call computes
+    short: list[torch.Tensor] = []  # gradients of one block, whose norms one call computes
     begin = 0
     for gradient, count in zip(gradients, counts, strict=True):
         first, last = max(lowest - begin, 0), min(highest - begin, count)
@@ -76,7 +76,7 @@ def _compute_short_squares(vectors: list[torch.Tensor]) -> list[float]:
 
 
 def _compute_squares(vector: torch.Tensor) -> list[float]:
-    """Return the squared norms of a vector's blocks; one call computes all full ones."""
+    """Return the squared norms of a vector's blocks; one call computes all full blocks."""
     rows, rest = divmod(vector.numel(), BLOCK)
     norms: list[float] = []
     if rows:
@@ -88,7 +88,7 @@ def _compute_squares(vector: torch.Tensor) -> list[float]:
 
 
 def compute_partial_sums(squares: Iterable[float]) -> list[float]:
-    """Return a few numbers with the same exact sum as `squares`; one if it is not finite."""
+    """Return a few numbers with the same exact sum as `squares`; one number if not finite."""
     left = list(squares)
     found: list[float] = []
     while (value := _sum(left)) != 0:
@@ -106,7 +106,7 @@ def compute_norm(squares: Iterable[float]) -> float:
 
 @torch.no_grad()
 def clip_gradients_(gradients: Iterable[torch.Tensor], norm: float, max_norm: float | None) -> None:
-    """Scale gradients with the total norm `norm` in place, to a norm of at most `max_norm`.
+    """Scale gradients in place, from the total norm `norm` to at most `max_norm`.
 
     Nothing is scaled if `max_norm` is None or the norm is not finite.
     """

@@ -4,25 +4,25 @@
     after the last            ──> this rank's nodes ──reproducible sum──> .grad, on every rank
 
 Autograd never adds two micro-batches: after each backward pass the gradients are moved
-out of `.grad` and added as soon as siblings meet. A rank holds at most log2(M) + 1 partial
-sums at a time.
+out of `.grad` and added as soon as both siblings are known. A rank holds at most log2(M) + 1
+partial sums at a time, for M micro-batches.
 
-On the backend "lockstep" the last addition of a node writes to where the reproducible sum
-reads, in a bucket in shared memory, and the sum replaces it there:
+On the backend "lockstep" the last addition of a node writes directly to the bucket in shared
+memory, where the reproducible sum reads it and is stored in its place:
 
     passes over a gradient     lockstep                          other backends
-    to bring it there          none, the last addition does      one copy into the message
+    to write it to the bucket  none: the last addition does      one copy into the message
                                (a single leaf is copied; a large
                                one except for this rank's slice)
-    to add it over ranks       in place                          the backend's own
-    to bring it back           none: `.grad` is a view           none: `.grad` is a view
+    to add it over ranks       in place                          those of the backend
+    to write the sum           none: `.grad` is a view           none: `.grad` is a view
 
 The members of the buckets are known before the step: the parameters that got a gradient
-on some rank in the step before, which all ranks know from the masks that they exchanged.
+on some rank in the previous step, which all ranks know from the masks that they exchanged.
 Buckets may therefore be launched while the last backward pass runs, as soon as
 `lockstep.data_parallel.readiness` counts them as complete. Other parameters that get a
-gradient go into further buckets at the end of the step, and sparse gradients, whose rows are
-not known before, are exchanged last (`lockstep.comm.sparse_gradients`).
+gradient are added to further buckets at the end of the step. Sparse gradients, whose rows are
+not known in advance, are exchanged last (`lockstep.comm.sparse_gradients`).
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ from lockstep.errors import GradientError, LayoutError
 __all__ = ["BUCKET_BYTES", "GradientReducer"]
 
 BUCKET_BYTES = 16 << 20
-"""Bytes per bucket, chosen by measurement: see "Bucket sizes" in LOG.md."""
+"""The bytes per bucket, chosen by measurement: see "Bucket sizes" in LOG.md."""
 
 GradientList = list[torch.Tensor | None]
-"""A gradient for every parameter, None where it has none."""
+"""The gradient of every parameter; None for a parameter without one."""
 
 
 class GradientReducer:
     """Adds the gradients of one step over its micro-batches and over the ranks.
 
     After `reduce`, each `.grad` holds the sum, a 64-byte aligned view of a bucket, until the
-    next step begins. If user code keeps a reference to one of them, its bucket keeps the
-    memory, and the next step allocates new memory.
+    next step begins. If user code keeps a reference to such a view, the memory of its bucket is
+    not reused, and the next step allocates new memory.
 
     With `shards`, a rank gets only the sums of its own pieces, in `sums`, as vectors by the
     index of the parameter; `.grad` stays None.
 
     Args:
         parameters: Names and parameters, the same on every rank.
-        group: The ranks that add, the whole world if None.
-        shards: The pieces of the parameters that each rank gets the sums of.
-        modules: Modules whose backward hooks may look at `.grad`.
-        sparse: The parameters whose gradients may be sparse; none with `shards`.
+        group: The ranks that add; None for the default group.
+        shards: The pieces of the parameters, whose sums each rank gets; None for whole gradients.
+        modules: Modules whose backward hooks may read `.grad`.
+        sparse: The parameters whose gradients may be sparse; empty with `shards`.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class GradientReducer:
         self._partial_sums: Fold[GradientList] | None = None
         self._nodes_by_rank: list[list[Node]] = []
         self._announce: Callable[[], object] | None = None
-        # The micro-batch that is being accumulated: the left siblings that it is added to, and
-        # the node and the values of their sum.
+        # The micro-batch that is being accumulated: its left siblings in the tree, and the node and
+        # the values of their sum.
         self._siblings: list[GradientList] | None = None
         self._node: Node = (0, 0)
         self._values: GradientList = []
@@ -104,22 +104,22 @@ class GradientReducer:
         self._planned_for: tuple[int, ...] = ()
         self._is_planned = False
         self._bucket_sums: list[ReproducibleAllReduce] = []
-        self._further_sums: list[ReproducibleAllReduce] = []  # of this step alone
-        self._own_references: list[int] = []  # to the memory of each sum
+        self._further_sums: list[ReproducibleAllReduce] = []  # of this step only
+        self._own_references: list[int] = []  # the number of them to the memory of each sum
         self._destinations: dict[Node, dict[int, torch.Tensor]] = {}
         self._launched = 0
         self.enter_group()
-        # The backward pass that is watched.
+        # The watched backward pass.
         self._readiness = GradientReadiness(
             [parameter for _, parameter in parameters], self._on_gradient, modules
         )
         self._failure = ""
 
     def enter_group(self) -> None:
-        """Forget what was planned for the ranks of an earlier group; `.grad` stays as it is."""
+        """Discard the plans for the ranks of an earlier group; `.grad` does not change."""
         self._ranks = dist.get_world_size(self._group)
-        # The parameters that all ranks expect to get a gradient in the next step: in the first
-        # step those that require one, which is the same on all ranks because their models are.
+        # The parameters that are expected to get a gradient in the next step, the same on all
+        # ranks. In the first step these are all parameters that require a gradient.
         self._expected = self._without_sparse(
             n for n, (_, each) in enumerate(self._parameters) if each.requires_grad
         )
@@ -134,8 +134,8 @@ class GradientReducer:
 
         Args:
             leaves: The number of micro-batches of the batch.
-            announce: Tells the other ranks what this step is about, and raises if their
-                steps differ. Buckets may be launched before `reduce` only if it is given.
+            announce: A function that compares this step with the steps of the other ranks, and
+                raises an error if they differ. None: buckets are not launched before `reduce`.
         """
         self.clear()
         self._leaves, self._announce = leaves, announce
@@ -146,13 +146,13 @@ class GradientReducer:
             self._prepare(self._expected)
 
     def clear(self) -> None:
-        """Empty `.grad` of every parameter, and drop what has been accumulated."""
+        """Empty `.grad` of every parameter, and discard the accumulated gradients."""
         self.sums, self._further_sums = {}, []
         for _, parameter in self._parameters:
             parameter.grad = None
-        # Launched and never finished: other ranks may still write to the memory. Or user code,
-        # such as an optimizer that compares gradients, refers to those of the step before (the
-        # variable of a finished loop counts, too).
+        # Do not reuse the buckets if they were launched and never finished, because other ranks
+        # may still write to the memory, or if user code refers to gradients of the previous step,
+        # such as an optimizer that compares gradients, or the variable of a finished loop.
         if self._launched or [each.uses() for each in self._bucket_sums] != self._own_references:
             self._planned_for, self._destinations = (), {}
             self._bucket_sums, self._own_references = [], []
@@ -173,14 +173,14 @@ class GradientReducer:
         self._close()
 
     def skip(self, microbatch: int) -> None:
-        """Leave the leaf of `microbatch`, which is not computed, empty; `.grad` is not read."""
+        """Leave the leaf of a micro-batch that is not computed empty, without reading `.grad`."""
         self._open(microbatch)
         for index in range(len(self._parameters)):
             self._add(index, None)
         self._close()
 
     def _open(self, microbatch: int) -> None:
-        """Begin to accumulate the gradients of `microbatch`, unless begun before."""
+        """Begin to accumulate the gradients of `microbatch`, unless this has begun already."""
         if self._siblings is None:
             assert self._partial_sums is not None
             self._siblings, self._node = self._partial_sums.meet(microbatch)
@@ -188,10 +188,11 @@ class GradientReducer:
 
     @torch.no_grad()
     def _accumulate_together(self) -> bool:
-        """Move all gradients out of `.grad` at once, if they are as nearly always.
+        """Move all gradients out of `.grad` at once, in the usual case.
 
         Returns:
-            Whether they are: of the parameters' kind, and of the same ones in every sibling.
+            Whether this is the usual case: gradients have the dtype and layout of their
+            parameters, and every sibling has gradients of the same parameters.
         """
         assert self._siblings is not None
         if self._sparse:
@@ -228,7 +229,7 @@ class GradientReducer:
         return True
 
     def _accumulate_one(self, index: int) -> None:
-        """Move one parameter's gradient out of `.grad`, unless that has been done before."""
+        """Move one parameter's gradient out of `.grad`, unless it has been moved already."""
         name, parameter = self._parameters[index]
         if self._values[index] is None:
             may_be_sparse = index in self._sparse
@@ -247,12 +248,12 @@ class GradientReducer:
         if not terms:
             return
         if index in self._sparse:
-            for left in terms:  # the siblings of the gradient are to its left
+            for left in terms:  # the gradient itself, then its left siblings
                 self._values[index] = add_sparse(left, self._values[index])
             return
         *others, last = terms
         if not others:
-            self._values[index] = last  # copied to its destination by the launch
+            self._values[index] = last  # `launch` copies it to its destination
             return
         destination = self._destinations.get(self._node, {}).get(index)
         value = others[0]
@@ -279,8 +280,8 @@ class GradientReducer:
     def watch_backward(self, loss: torch.Tensor, microbatch: int) -> Iterator[None]:
         """Accumulate gradients and launch buckets while the body runs backward from `loss`.
 
-        For the last micro-batch of this rank, if its gradients come from this one backward
-        pass. The first time it only learns how they arrive.
+        Use it for the last micro-batch of this rank, if its gradients come from this backward pass
+        alone. The first pass only records how gradients arrive.
         """
         with self._readiness.watch(loss) as may_accumulate:
             if may_accumulate:
@@ -296,7 +297,7 @@ class GradientReducer:
                     )
 
     def _on_gradient(self, index: int) -> None:
-        """Accumulate a complete gradient, and launch the buckets that are complete with it."""
+        """Accumulate a complete gradient, and launch the buckets that it completes."""
         state = self._readiness.mark(index)
         if state is GradientState.LATE:
             self._fail_late(index)
@@ -314,12 +315,12 @@ class GradientReducer:
 
     @property
     def failure(self) -> str:
-        """Why a gradient was accumulated too early in this step, as a sentence, or ""."""
+        """The reason why a gradient was accumulated too early in this step; "" for none."""
         return self._failure
 
     @torch.no_grad()
     def reduce(self, nodes: Sequence[Sequence[Node]], masks: Sequence[str]) -> None:
-        """Leave the sum over all micro-batches in `.grad` of every parameter, on every rank.
+        """Set `.grad` of every parameter to the sum over all micro-batches, on every rank.
 
         A parameter without a gradient in any micro-batch keeps `.grad = None`.
 
@@ -360,7 +361,7 @@ class GradientReducer:
 
     @property
     def bucket_sums(self) -> list[torch.Tensor]:
-        """The sums of each bucket of the shards, of which this rank's slices are defined."""
+        """The sums of each bucket of the shards; only this rank's slices are defined."""
         return [each.sums for each in [*self._bucket_sums, *self._further_sums]]
 
     def _without_sparse(self, indices: Iterable[int]) -> list[int]:
@@ -374,7 +375,7 @@ class GradientReducer:
         return self._is_planned and self._announce is not None
 
     def launch_remaining(self) -> None:
-        """Launch the planned buckets that are not launched yet, if `reduce` need not come first."""
+        """Launch the remaining planned buckets, if this is allowed before `reduce`."""
         while self.can_launch_early and self._launched < len(self._bucket_sums):
             self.launch_next()
 
@@ -389,12 +390,12 @@ class GradientReducer:
         bucket_sum = self._bucket_sums[self._launched]
         bucket_sum.launch(held)
         self._launched += 1
-        if self._siblings is not None:  # during backward: add now, while the values are cached
+        if self._siblings is not None:  # during backward: add while the values are in the cache
             bucket_sum.finish_here()
             self._release_gradients(bucket_sum.bucket)
 
     def _release_gradients(self, bucket: Bucket) -> None:
-        """Free gradients whose sum is complete; destinations mark them as present."""
+        """Free gradients that have been added; their destinations mark them as present."""
         for member in bucket.members:
             destination = self._destinations[self._node].get(member.index)
             if destination is not None and self._values[member.index] is not None:
@@ -407,12 +408,12 @@ class GradientReducer:
         return all(native_backend(*kind, self._group) is not None for kind in kinds)
 
     def _prepare(self, indices: Sequence[int]) -> None:
-        """Prepare the buckets of these parameters, and the destinations of this rank's nodes."""
+        """Prepare the buckets of these parameters and the destinations of this rank's nodes."""
         planned_for = (self._leaves, *indices)
         if planned_for == self._planned_for:
             return
         self._planned_for = planned_for
-        self._bucket_sums, self._destinations = [], {}  # frees the old memory first
+        self._bucket_sums, self._destinations = [], {}  # free the old memory first
         buckets = self._plan(indices)
         if self._shards is not None:
             buckets = self._shards.buckets
@@ -423,7 +424,7 @@ class GradientReducer:
         self._own_references = [each.uses() for each in self._bucket_sums]
 
     def _destinations_of(self, node: Node) -> dict[int, torch.Tensor]:
-        """Return where the values of one of this rank's nodes belong, by parameter."""
+        """Return the destinations of the values of one of this rank's nodes, by parameter."""
         return {
             member.index: in_layout_of(place, self._parameters[member.index][1])
             for each in self._bucket_sums
@@ -432,7 +433,7 @@ class GradientReducer:
         }
 
     def _plan(self, indices: Sequence[int]) -> list[Bucket]:
-        """Plan buckets of these parameters; with shards, of those that have no bucket yet."""
+        """Plan buckets for these parameters; with shards, only for those that have none yet."""
         if self._shards is not None:
             for name, parameter in (self._parameters[index] for index in indices):
                 if native_backend(parameter.device, parameter.dtype, self._group) is None:
@@ -490,7 +491,7 @@ def _any(column: Sequence[torch.Tensor | None]) -> bool:
 
 
 def _union(masks: Sequence[str]) -> list[int]:
-    """Return the indices of the parameters that some rank has a gradient of."""
+    """Return the indices of the parameters that have a gradient on some rank."""
     bits = 0
     for each in masks:
         bits |= int(each, 16)

@@ -1,11 +1,11 @@
 """Uneven inputs: ranks without data take part in the exchanges of the others.
 
-torch's `Join` finds out in every iteration which ranks still have data. A rank without
-data repeats the collective calls of the others until no rank has any.
+In every iteration, torch's `Join` determines which ranks still have data. A rank without data
+repeats the collective calls of the other ranks until no rank has any data.
 
     rank with data      forward:   (1) exchange_iteration   (2) buffers   backward: (3) gradients
     rank without        main_hook: (1) exchange_iteration   (2) buffers   (3) without gradients
-    at the end          (4) all ranks take the model of a rank that finished last
+    at the end          (4) all ranks get the model of a rank that finished last
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["DDPJoinHook", "Iteration", "exchange_iteration", "find_last_joiner"]
 
 @dataclass(frozen=True)
 class Iteration:
-    """What the ranks with data do in an iteration."""
+    """The actions of the ranks with data in an iteration."""
 
     source: int
     """The first rank with data, whose buffers are broadcast."""
     active: int
-    """Number of ranks with data."""
+    """The number of ranks with data."""
     averages: bool
     buffers: bool
 
@@ -41,16 +41,16 @@ def exchange_iteration(
     buffers: bool = False,
     is_active: bool = True,
 ) -> Iteration:
-    """Exchange what each rank does in this iteration.
+    """Exchange the actions of all ranks in this iteration; return those of the ranks with data.
 
     Args:
         group: The ranks.
         averages: Whether this rank averages gradients.
         buffers: Whether this rank broadcasts buffers.
-        is_active: Whether this rank has data; without, it takes part in what the others do.
+        is_active: Whether this rank has data; a rank without data follows the other ranks.
 
     Raises:
-        DisagreementError: On every rank, if the ranks with data do different things.
+        DisagreementError: The actions of the ranks with data differ; raised on every rank.
     """
     message = json.dumps([averages, buffers] if is_active else None).encode()
     everyone = [
@@ -69,11 +69,12 @@ def exchange_iteration(
 
 
 class DDPJoinHook(JoinHook):
-    """What `Join` calls on a rank without data.
+    """The hook that `Join` calls on a rank without data.
 
     Args:
-        take_part: Takes part in one iteration of the other ranks.
-        finish: Does (4); its argument is whether this rank was among the last with data.
+        take_part: A function that takes part in one iteration of the other ranks.
+        finish: A function that does (4); its argument says whether this rank was among the last
+            with data.
     """
 
     def __init__(self, take_part: Callable[[], None], finish: Callable[[bool], None]) -> None:
@@ -89,7 +90,7 @@ class DDPJoinHook(JoinHook):
 
 
 def find_last_joiner(is_last: bool, group: dist.ProcessGroup | None) -> int:
-    """Return the first of the ranks that had data until the end."""
+    """Return the lowest of the ranks that had data until the end."""
     flags = [
         json.loads(each)
         for each in all_gather_bytes(json.dumps(is_last).encode(), "leaving Join", group)

@@ -1,17 +1,17 @@
 """Mean reducer of DistributedDataParallel: means over ranks, bucket by bucket, during backward.
 
-    backward   (1) a gradient is complete, by `lockstep.data_parallel.readiness`
-               (2) buckets whose members are complete are launched in one fixed order,
+    backward   (1) a gradient is complete, according to `lockstep.data_parallel.readiness`
+               (2) buckets whose members are complete are launched in a fixed order,
                    the last parameters first, the same on every rank
-               (3) meanwhile the bucket before is added and gathered
+               (3) meanwhile the previous bucket is added and gathered
     its end    (4) the other buckets are launched; members without a gradient are absent
-               (5) sparse gradients, whose rows are not known before
+               (5) sparse gradients are averaged: their rows are not known in advance
                (6) the means are written to `.grad`, or `.grad` becomes a view of them
 
-With several wrapped modules on one process group, backward passes may reach them in a
-different order on each rank. Then nothing is launched before the end of a pass. The ranks
-exchange which of them have gradients, and (2) to (6) follow in the order in which the
-wrappers were made.
+If several wrapped modules use one process group, backward passes may reach them in a different
+order on each rank. Then nothing is launched before the end of a pass. The ranks exchange which
+modules have gradients, and do (2) to (6) for these modules in the order in which the modules were
+wrapped.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class MeanReducer:
     Args:
         named: All parameters of the model with their names, in the model's order.
         sparse: The parameters whose gradients are sparse tensors.
-        bucket_bytes: Capacity of a bucket in bytes.
-        group: The ranks that average, the whole world if None.
+        bucket_bytes: The capacity of a bucket in bytes.
+        group: The ranks that average; None for the default group.
         as_view: Whether `.grad` becomes a view of the means instead of a copy.
     """
 
@@ -60,7 +60,7 @@ class MeanReducer:
     ) -> None:
         self.is_enabled = True
         self.scale = 1.0
-        """Factor of the means; not 1 in `Join` when some ranks have no more data."""
+        """A factor for the means; not 1 in `Join` if the mean is over the ranks with data."""
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._as_view = as_view
@@ -87,9 +87,9 @@ class MeanReducer:
         self._has_comm_hook = False
         self._shares_group = False
         self._unaveraged: set[int] = set()  # gradients that are not averaged yet
-        # The backward pass that runs.
+        # The current backward pass.
         self._launched = 0
-        self._is_active = False  # it has added to a gradient
+        self._is_active = False  # the pass has added to a gradient
         self._is_absent = False  # this rank takes part without gradients
         self._readiness = GradientReadiness(
             self._parameters, self._on_gradient, tracks_every_pass=True
@@ -105,11 +105,11 @@ class MeanReducer:
 
     @property
     def launched(self) -> int:
-        """Number of buckets that have been launched in the backward pass that runs."""
+        """The number of buckets that have been launched in the current backward pass."""
         return self._launched
 
     def set_comm_hook(self, comm_hook: CommHook, state: object) -> None:
-        """Average the dense gradients by a communication hook."""
+        """Average the dense gradients with a communication hook from now on."""
         self._has_comm_hook = True
         last, reductions = len(self._buckets) - 1, list[CommHookReduction]()
         for n, bucket in enumerate(self._buckets):
@@ -122,7 +122,7 @@ class MeanReducer:
         self._reductions = reductions
 
     def reset(self) -> None:
-        """Discard a backward pass that raised, once what it launched has ended."""
+        """Discard a backward pass that raised; wait first until its launched buckets are done."""
         if self._launched:
             self._reductions[self._launched - 1].combine()
         for each in self._reductions[: self._launched]:
@@ -134,7 +134,7 @@ class MeanReducer:
     def watch_outputs(self, outputs: Iterable[torch.Tensor]) -> None:
         """Track the backward pass that begins at these outputs of the model.
 
-        The gradients of the outputs come first of all, so the pass that is seen there is the
+        The gradients of the outputs are the first to arrive, so the pass that computes them is the
         outermost one.
         """
         if self._is_alone:
@@ -151,7 +151,7 @@ class MeanReducer:
                 output.register_hook(begin)
 
     def average_without_gradients(self) -> None:
-        """Take part in the average of the other ranks without gradients of this rank."""
+        """Take part in the averaging of the other ranks, without gradients of this rank."""
         self._unaveraged.clear()
         self._is_absent = True
         self.finish()
@@ -163,9 +163,9 @@ class MeanReducer:
     # --- while a backward pass runs --------------------------------------------------------------
 
     def _follow_pass(self) -> None:
-        """Follow the backward pass that runs now, unless it or one around it is followed."""
+        """Follow the current backward pass, unless it or an outer pass is followed already."""
         if not self._readiness.is_following:
-            self.reset()  # the pass before may have raised
+            self.reset()  # the previous pass may have raised
             self._readiness.follow(self._end_pass)
 
     def _on_gradient(self, index: int) -> None:
@@ -216,14 +216,14 @@ class MeanReducer:
             self._reductions[number - 1].combine()
 
     def _gradients(self, bucket: Bucket, stale: set[int]) -> dict[int, torch.Tensor | None]:
-        """Return the bucket's gradients by index, None where there is none to average."""
+        """Return the gradients of a bucket by index; None for a member without one."""
         if self._is_absent:
             return {member.index: None for member in bucket.members}
         gradients: dict[int, torch.Tensor | None] = {}
         for member in bucket.members:
             parameter = self._parameters[member.index]
             if self._as_view and member.index in stale and parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()  # it may stay, while the bucket changes
+                parameter.grad = parameter.grad.clone()  # may be kept, but the bucket changes
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
                 raise GradientError(
@@ -239,7 +239,7 @@ class MeanReducer:
     # --- at its end ------------------------------------------------------------------------------
 
     def _end_pass(self) -> None:
-        """Finish this reducer, or all that have gradients, in the order in which they were made."""
+        """Finish this reducer, or all of the group with gradients, in the order of creation."""
         if not self._is_active:
             return  # no gradients
         if not self._shares_group:
@@ -271,7 +271,7 @@ class MeanReducer:
         self._readiness.stop()
 
     def _write(self, pairs: Iterable[tuple[int, torch.Tensor | None]]) -> None:
-        """Write the means to `.grad`, in its own memory unless a view is wanted."""
+        """Write the means to `.grad`: a copy, or a view if requested."""
         new = self._unaveraged_anywhere() if self._has_comm_hook else None
         for index, mean in pairs:
             if mean is None or (new is not None and index not in new):
@@ -294,7 +294,7 @@ class MeanReducer:
         return {index for each in lists for index in json.loads(each)}
 
     def _write_sparse(self) -> None:
-        """Average the sparse gradients. They are replaced, since their rows may change."""
+        """Average the sparse gradients; replace them, because their rows may change."""
         values = {n: None if self._is_absent else self._parameters[n].grad for n in self._sparse}
         models = {n: self._parameters[n] for n in self._sparse}
         for index, mean in average_sparse_gradients(
@@ -304,7 +304,7 @@ class MeanReducer:
             parameter.grad = mean if self.scale == 1.0 else mean * self.scale
 
     def _find_others(self) -> None:
-        """Find out, with the other ranks, whether several reducers use this process group."""
+        """Determine, with the other ranks, whether several reducers use this process group."""
         _reducers.add(self)
         here = [each for each in _reducers if each._group is self._group]
         message = str(len(here)).encode()

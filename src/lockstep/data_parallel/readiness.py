@@ -1,23 +1,21 @@
-"""Gradient readiness: which gradients and buckets are complete while backward runs.
+"""Gradient readiness: detects complete gradients and buckets while backward runs.
 
     backward pass              ... layer 6 ─> layer 5 ─> layer 4 ...
     post-accumulate hooks          w6, b6     w5, b5
     bucket 0 = {w6, b6}            complete: may be launched
     bucket 1 = {w5, b5}                       complete, and so is bucket 0: may be launched
 
-Buckets are launched in one fixed order, the same on every rank, so ranks need not agree
-on when each of them launches a bucket. Whether a gradient is complete when its hook runs
-is decided here:
+Buckets are launched in a fixed order, the same on every rank, so each rank may launch a bucket at
+a different time. These rules decide whether a gradient is complete when its hook runs:
 
 - The first backward pass only shows how gradients arrive; none counts as complete.
 - Reentrant activation checkpointing runs a backward pass inside the outer one for each
-  segment. What an inner pass accumulates is complete only at the end of the outer one.
-- A parameter whose gradient arrived in several parts in some pass is never complete before
+  segment. Gradients that an inner pass accumulates are complete only at the end of the outer one.
+- If the gradient of a parameter arrived in several parts in some pass, it is never complete before
   the end of a pass.
-- Inside `watch`, where the caller moves complete gradients out of `.grad`, none counts as
-  complete while user code could look for it there: while a module has backward hooks, while
-  a parameter has post-accumulate hooks of others, and once a callback has been queued for
-  the end of a backward pass.
+- Inside `watch`, the caller moves complete gradients out of `.grad`. None counts as complete if
+  user code could read it there: if a module has backward hooks, if a parameter has post-accumulate
+  hooks of other code, or once a callback has been queued for the end of a backward pass.
 """
 
 from __future__ import annotations
@@ -38,31 +36,30 @@ __all__ = ["GradientReadiness", "GradientState"]
 
 
 class GradientState(Enum):
-    """State of a gradient after autograd has added to it."""
+    """The state of a gradient after autograd has added to it."""
 
     COMPLETE = "complete"
-    """Nothing else is expected in this backward pass."""
+    """No further part is expected in this backward pass."""
 
     INCOMPLETE = "incomplete"
-    """More may follow: the gradient is complete at the end of the backward pass."""
+    """More parts may follow: the gradient is complete at the end of the backward pass."""
 
     LATE = "late"
-    """The gradient was reported as complete before."""
+    """A further part arrived after the gradient was reported as complete."""
 
 
 class GradientReadiness:
     """Tracks one backward pass at a time, and counts the complete members of each bucket.
 
-    Only autograd's graph refers to the hooks, and the hooks hold weak references: they do
-    nothing once this object is gone.
+    The hooks on the parameters hold weak references, and have no effect once this object is freed.
 
     Args:
         parameters: The parameters, which are identified by their index.
-        on_gradient: Called with a parameter's index each time autograd has added to its
-            `.grad`. A bound method; its object is held weakly.
-        modules: Modules whose backward hooks could look at `.grad`.
-        tracks_every_pass: Whether `on_gradient` is called in every backward pass. Otherwise
-            only inside `watch`.
+        on_gradient: A bound method, called with a parameter's index each time autograd has added
+            to its `.grad`. Its object is referenced weakly.
+        modules: Modules whose backward hooks could read `.grad`.
+        tracks_every_pass: Whether `on_gradient` is called in every backward pass; otherwise it is
+            called only inside `watch`.
     """
 
     def __init__(
@@ -76,11 +73,11 @@ class GradientReadiness:
         self._on_gradient = weakref.WeakMethod(on_gradient)
         self._tracks_every_pass = tracks_every_pass
         self._hooked: set[int] = set()
-        # Learned from the passes so far.
+        # Observed in the passes so far.
         self._has_watched = False
         self._has_callbacks = False
         self._split: set[int] = set()  # arrived in several parts
-        # The pass that runs.
+        # The current pass.
         self._is_watching = False
         self._pass: weakref.ref[_Pass] | None = None
         self._outermost = -1  # autograd's number of the outermost pass
@@ -88,8 +85,8 @@ class GradientReadiness:
         self._arrived: set[int] = set()
         self._complete: set[int] = set()
         self.has_late_callback = False
-        """Whether, in the pass that was watched last, the first callback ever was queued
-        when gradients were complete already."""
+        """Whether a callback was queued, for the first time, in the last watched pass after
+        gradients had been counted as complete."""
         # The buckets.
         self._sizes: list[int] = []
         self._bucket_of: dict[int, int] = {}
@@ -97,7 +94,7 @@ class GradientReadiness:
         self._complete_buckets = 0
 
     def register_hooks(self) -> None:
-        """Register a hook on every parameter that requires a gradient and has none of ours."""
+        """Register a hook on every parameter that requires a gradient, once per parameter."""
         this = weakref.ref(self)
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad and index not in self._hooked:
@@ -105,7 +102,7 @@ class GradientReadiness:
                 self._hooked.add(index)
 
     def set_buckets(self, members: Sequence[Collection[int]]) -> None:
-        """Set the buckets, in the order of their launch, by the indices of their parameters."""
+        """Set the indices of the parameters in each bucket, in launch order."""
         self._sizes = [len(each) for each in members]
         self._bucket_of = {index: bucket for bucket, each in enumerate(members) for index in each}
 
@@ -113,10 +110,10 @@ class GradientReadiness:
 
     @contextmanager
     def watch(self, loss: torch.Tensor) -> Iterator[bool]:
-        """Track the backward pass that the body runs once, from `loss`.
+        """Track the backward pass from `loss` that the body runs, once.
 
         Yields:
-            Whether gradients may become complete before its end.
+            Whether gradients may become complete before the end of the pass.
         """
         self.register_hooks()
         self._begin(self._has_watched and not self.is_observed())
@@ -136,7 +133,7 @@ class GradientReadiness:
         return self._is_watching
 
     def follow(self, on_end: Callable[[], None]) -> None:
-        """Track the backward pass that runs now, as the outermost one.
+        """Track the current backward pass, as the outermost one.
 
         Args:
             on_end: Called when the pass ends, unless it raises or `stop` is called before.
@@ -153,7 +150,7 @@ class GradientReadiness:
         return self._pass is not None and self._pass() is not None
 
     def stop(self) -> None:
-        """Stop following the backward pass that runs."""
+        """Stop following the current backward pass."""
         self._pass = None
 
     def _begin(self, counts_complete: bool) -> None:
@@ -174,15 +171,15 @@ class GradientReadiness:
     # --- decisions -----------------------------------------------------------------------------
 
     def mark(self, index: int) -> GradientState:
-        """Record that autograd has added to a gradient; call it from `on_gradient`."""
+        """Record that autograd has added to a gradient; call this from `on_gradient`."""
         if index in self._arrived:
             self._split.add(index)
         self._arrived.add(index)
         if index in self._complete:
             return GradientState.LATE
-        # In a callback at the end of a backward, torch still returns the id of that backward,
-        # nested or not, and runs a callback that is queued there at once: so an inner backward
-        # is recognized here, by the id of the outermost one.
+        # An inner backward is detected here, by comparison with the id of the outermost one. A
+        # callback at its end cannot be used: there torch still returns the id of that backward,
+        # nested or not, and runs callbacks that are queued there immediately.
         is_inner = torch._C._current_graph_task_id() != self._outermost
         if not self._counts_complete or is_inner or index in self._split:
             return GradientState.INCOMPLETE
@@ -193,20 +190,20 @@ class GradientReadiness:
         return GradientState.COMPLETE
 
     def _advance(self) -> None:
-        """Count the buckets from the first one on that miss no member."""
+        """Count the leading buckets whose members are all complete."""
         missing = self._missing
         while self._complete_buckets < len(missing) and not missing[self._complete_buckets]:
             self._complete_buckets += 1
 
     @property
     def complete_buckets(self) -> int:
-        """Number of buckets, from the first one on, that may be launched in this pass."""
+        """The number of leading buckets that may be launched in this pass."""
         return self._complete_buckets
 
-    # --- user code that looks at `.grad` -------------------------------------------------------
+    # --- user code that reads `.grad` ----------------------------------------------------------
 
     def is_observed(self) -> bool:
-        """Return whether user code may look at `.grad` while a backward pass runs."""
+        """Return whether user code may read `.grad` while a backward pass runs."""
         return (
             self._has_callbacks
             or bool(global_hooks._global_backward_hooks)
@@ -225,14 +222,14 @@ class GradientReadiness:
 
 
 class _Pass:
-    """A backward pass that runs.
+    """A running backward pass.
 
-    Autograd alone refers to it, by the callback at its end, and drops it when the pass raises.
+    Only autograd refers to it, through the callback at its end, and frees it if the pass raises.
     """
 
 
 class _Hook:
-    """Post-accumulate hook of a parameter; does nothing once its GradientReadiness is gone."""
+    """A post-accumulate hook of a parameter; has no effect once its GradientReadiness is freed."""
 
     def __init__(self, owner: weakref.ref[GradientReadiness], index: int) -> None:
         self._owner, self._index = owner, index
@@ -246,7 +243,7 @@ class _Hook:
 
     @property
     def may_read_gradient(self) -> bool:
-        """Whether it does something in a backward pass that somebody else watches."""
+        """Whether the hook is active in a backward pass that another object watches."""
         owner = self._owner()
         return owner is not None and owner._tracks_every_pass
 
@@ -259,7 +256,7 @@ def _has_foreign_hooks(parameter: nn.Parameter) -> bool:
 
 
 class _NoticingEngine:
-    """Autograd's engine; calls `notice` for every callback that is queued on it."""
+    """A wrapper of autograd's engine that calls `notice` for every queued callback."""
 
     def __init__(self, engine: Any, notice: Callable[[], None]) -> None:
         self.engine, self._notice = engine, notice
@@ -268,20 +265,20 @@ class _NoticingEngine:
         return getattr(self.engine, name)
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
-        """Queue a callback for the end of the backward pass that runs."""
+        """Queue a callback for the end of the current backward pass."""
         self._notice()
         self.engine.queue_callback(callback)
 
 
 @contextmanager
 def _notice_callbacks(notice: Callable[[], None]) -> Iterator[None]:
-    """Call `notice` where the body queues a callback; torch has no list of them."""
+    """Call `notice` for each callback that the body queues, because torch does not list them."""
     holder: Any = Variable
     engine = _NoticingEngine(holder._execution_engine, notice)
     holder._execution_engine = engine
     try:
         yield
     finally:
-        # A backward pass in another thread may have replaced it meanwhile.
+        # A backward pass in another thread may have replaced the engine meanwhile.
         if holder._execution_engine is engine:
             holder._execution_engine = engine.engine

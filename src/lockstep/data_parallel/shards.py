@@ -1,13 +1,13 @@
-"""Shards: which rank holds which elements of the parameters, and steps the optimizer on them.
+"""Shards: the elements of the parameters on which each rank steps the optimizer.
 
     bucket     | w: block 0 | block 1 | block 2 | b |      cuts are at the start of a tensor,
     2 ranks    |       rank 0         |    rank 1   |      or whole blocks after it
     pieces     | w[0:131072]          | w[131072:] | b |
 
-A block is the unit of the gradient norm, and a multiple of the width of all vector
-instructions: a kernel that processes a piece treats each element as it does in the whole
-tensor. The plan depends on sizes only, so every rank computes the same one. A parameter
-keeps its place; parameters that require a gradient later get further buckets.
+A block is the unit of the gradient norm, and a multiple of the width of all vector instructions,
+so a kernel treats each element of a piece as it does in the whole tensor. The plan depends only on
+sizes and dtypes, so every rank computes the same plan. A parameter stays in its bucket; parameters
+that require a gradient later get further buckets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from lockstep.data_parallel.gradient_norm import BLOCK
 __all__ = ["PIECE", "Piece", "Shards", "find_cuts"]
 
 PIECE = 4 * BLOCK
-"""Elements per optimizer call, so that parameter, gradient and state stay in the cache."""
+"""The maximum number of elements per optimizer call, so that parameter, gradient and state stay in
+the cache."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Piece:
 def find_cuts(bucket: Bucket, ranks: int) -> list[int]:
     """Return the offsets at which a bucket is cut, as evenly as whole blocks allow.
 
-    Rank j has the elements from cut j to cut j + 1. The first cut is 0, the last one the
+    Rank j holds the elements [cuts[j], cuts[j + 1]). The first cut is 0, the last cut is the
     length of the bucket.
     """
     places = [
@@ -60,10 +61,10 @@ class Shards:
     """The buckets of some parameters, their cuts and their pieces.
 
     Args:
-        numels: Number of elements of each parameter.
-        dtypes: Dtype of each parameter.
-        ranks: Number of ranks that share the parameters.
-        capacity: Capacity of a bucket in bytes.
+        numels: The number of elements of each parameter.
+        dtypes: The dtype of each parameter.
+        ranks: The number of ranks that share the parameters.
+        capacity: The capacity of a bucket in bytes.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Shards:
         self.pieces: list[Piece] = []
 
     def cover(self, numbers: Sequence[int]) -> list[Bucket]:
-        """Plan buckets for those of these parameters that have none yet; return the buckets."""
+        """Plan and return buckets for those of these parameters that have no bucket yet."""
         new = sorted({*numbers} - {*self.covered})
         buckets = plan(
             [self._numels[number] for number in new],
@@ -90,7 +91,7 @@ class Shards:
         return buckets
 
     def find_cuts(self, bucket: Bucket) -> list[int]:
-        """Return the offsets at which one of the buckets is cut."""
+        """Return the offsets at which a bucket is cut."""
         return find_cuts(bucket, self._ranks)
 
     def _pieces(self, bucket: Bucket) -> list[Piece]:
@@ -103,5 +104,5 @@ class Shards:
                 for start in range(lowest, highest, PIECE):
                     found.append(Piece(member.index, start, min(start + PIECE, highest), rank))
             if not member.numel:
-                found.append(Piece(member.index, 0, 0, 0))  # has optimizer state, too
+                found.append(Piece(member.index, 0, 0, 0))  # an empty tensor has state, too
         return found
