@@ -3,7 +3,8 @@
 The public names, in reading order. They are imported when they are first used, because pytest
 loads this package in every run.
 
-PYTEST_DONT_REWRITE: nothing here asserts, and the template process imports it before pytest.
+PYTEST_DONT_REWRITE: nothing here asserts, and the template process imports this package before
+pytest.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ def assert_same_bits(actual: Tensors, expected: Tensors) -> None:
 
     Args:
         actual: A tensor, a module (its state dict), or mappings and sequences of them.
-        expected: What to compare with.
+        expected: The value to compare with.
 
     Raises:
-        AssertionError: They differ. The message names the first tensor that does, the number of
-            elements and the first of them.
+        AssertionError: They differ. The message names the first tensor that differs, the number of
+            different elements and the first of them.
     """
     __tracebackhide__ = True
     actual, expected = _name_tensors(actual), _name_tensors(expected)
@@ -87,17 +87,17 @@ def assert_width_invariant(
     Call it in an ordinary test, without the marker `ranks`: it starts the ranks itself.
 
     Args:
-        step: Computes the step in every rank, and returns the model or its parameters. It finds
-            its rank with `torch.distributed.get_rank()`.
-        widths: Numbers of ranks; the first one is what the others are compared with.
-        rtol: Relative tolerance; None demands the same bits.
+        step: Computes the step in every rank, and returns the model or its parameters. It gets
+            its rank from `torch.distributed.get_rank()`.
+        widths: Numbers of ranks; the results of the others are compared with that of the first.
+        rtol: Relative tolerance; None requires the same bits.
         atol: Absolute tolerance; None for 0 if `rtol` is given.
         backend: The backend of the groups.
         timeout: Deadline of each width in seconds.
 
     Raises:
-        AssertionError: A result differs. The message names the first parameter that does, by how
-            much, and whether beyond a tolerance or only in bits.
+        AssertionError: A result differs. The message names the first parameter that differs, the
+            size of the difference, and whether it exceeds a tolerance or is only in bits.
     """
     __tracebackhide__ = True
     if dist.is_available() and dist.is_initialized():
@@ -211,7 +211,7 @@ def _describe_difference(a: torch.Tensor, b: torch.Tensor, this: str, that: str)
 
 
 def _describe_size(a: torch.Tensor, b: torch.Tensor) -> str:
-    """Return by how much floating-point tensors differ at most, absolutely and in ulps."""
+    """Return the largest difference of floating-point tensors, absolutely and in ULPs."""
     if not a.dtype.is_floating_point or a.itemsize not in INTEGERS:
         return ""
     distance = (a.double() - b.double()).abs()
@@ -222,7 +222,7 @@ def _describe_size(a: torch.Tensor, b: torch.Tensor) -> str:
 
 
 def _number(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the position of each floating-point number among all of its dtype."""
+    """Return the position of each floating-point number among all numbers of its dtype."""
     bits = tensor.view(INTEGERS[tensor.itemsize]).long()
     lowest = -(1 << (8 * tensor.itemsize - 1))
     return torch.where(bits < 0, lowest - bits, bits)

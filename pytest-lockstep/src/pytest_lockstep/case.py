@@ -1,7 +1,7 @@
-"""One case of a test: its ranks are started, watched until they end, and what they say collected.
+"""One case of a test: starts its ranks, watches them until they end, and collects their reports.
 
-A rank that fails reports that at once and then waits: the other ranks are asked where they are
-before its leaving the group can disturb them.
+A rank that fails reports its failure at once and then waits. So the places where the other ranks
+are can be recorded before the failed rank leaves the group, which would disturb them.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ Streams = list[int]
 
 @dataclass
 class CaseResult:
-    """How a case ended.
+    """The result of a case.
 
     Attributes:
-        failure: Why it failed; None if it did not.
+        failure: The failure; None if the case did not fail.
         outcome: "passed", "skipped", "xfailed" or "exit".
-        reason: Why it did not pass.
-        sections: Titles and texts of what the ranks printed and logged.
-        results: What each rank reported that did not fail.
+        reason: The reason if the outcome is not "passed".
+        sections: Titles and texts of the output and logs of the ranks.
+        results: The report of each rank that did not fail.
     """
 
     failure: Failure | None = None
@@ -71,12 +71,12 @@ def run_case(
     """Run a test in its ranks.
 
     Args:
-        template: The process that the ranks are forked from.
-        order: What rank 0 has to run.
+        template: The process from which the ranks are forked.
+        order: The order for rank 0.
         timeout: Deadline in seconds.
         is_captured: Whether the ranks' output is collected, instead of shown line by line.
-        debugs: Whether a rank that has failed first is to be debugged on the terminal, without
-            a deadline; None without `--pdb`.
+        debugs: Returns whether a failed rank is debugged on the terminal; there is no deadline
+            then. None without `--pdb`.
     """
     memory = leaks.list_shared_memory()
     channel = template.open_launch(order.nodeid)
@@ -117,7 +117,7 @@ def _start(ranks: RankSupervisor, order: Order, output: _Output) -> None:
 
 
 class _Output:
-    """Where the output of the ranks goes: into files that are read at the end, or shown."""
+    """The destination of the ranks' output: files that are read at the end, or the terminal."""
 
     def __init__(self, width: int, is_captured: bool) -> None:
         self.streams: dict[int, Streams] = {}
@@ -140,7 +140,7 @@ class _Output:
                 os.close(file)
 
     def read(self) -> list[tuple[str, str]]:
-        """Return what the ranks have printed, with titles."""
+        """Return titles and texts of the ranks' output."""
         sections = []
         for rank, (_, *files) in self.streams.items():
             for name, file in zip(("stdout", "stderr"), files, strict=True):
@@ -151,20 +151,20 @@ class _Output:
 
 
 class _Watch:
-    """Waits for the ranks of a case, and looks where they are when one fails."""
+    """Waits for the ranks of a case, and records where they are when one of them fails."""
 
     def __init__(self, ranks: RankSupervisor, debugs: Callable[[int], bool] | None) -> None:
         self.places: dict[int, str] = {}
         self._ranks = ranks
         self._debugs = debugs
         self._released: set[int] = set()
-        self._until: float | None = None  # when to kill what is left
+        self._until: float | None = None  # when to kill the ranks that still run
 
     def wait(self, deadline: float | None) -> str:
-        """Wait until every rank has ended; kill what does not end in time.
+        """Wait until every rank has ended; kill ranks that do not end in time.
 
         Returns:
-            Which ranks wait for which, if the deadline has passed; otherwise "".
+            An explanation of which ranks wait for which, if the deadline has passed; otherwise "".
         """
         while self._ranks.running:
             now = time.monotonic()
@@ -194,7 +194,7 @@ class _Watch:
         )
 
     def _note_exits(self) -> None:
-        """Judge exits: one in the middle of a test is a failure, one by `kill` is none."""
+        """Classify exits: one in the middle of a test is a failure, one by `kill` is not."""
         for rank, outcome in self._ranks.outcomes.items():
             if outcome.status == -signal.SIGKILL and outcome.returned:
                 outcome.returned = False
@@ -212,12 +212,12 @@ class _Watch:
                 }
 
     def _handle_failures(self) -> None:
-        """After the first failure, look where the others are; let failed ranks tear down."""
+        """After the first failure, record where the others are; let failed ranks tear down."""
         if self._until is None:
             self._settle()
             if not all(self._has_reported(rank) for rank in self._ranks.running):
                 places = self._ranks.hang_monitor.describe_ranks()
-                self._ranks.process_events(0)  # what failed meanwhile has a report to show
+                self._ranks.process_events(0)  # ranks that failed meanwhile have a report to show
                 self.places = {
                     rank: place for rank, place in places.items() if not self._has_reported(rank)
                 }
@@ -247,7 +247,7 @@ class _Watch:
         return outcome.returned or outcome.error is not None
 
     def _debug(self) -> None:
-        """Let the rank to be debugged use the terminal, if it has failed, until it ends."""
+        """Lend the terminal to a failed rank that is debugged, until it ends."""
         failure = find_first_failure(self._ranks.outcomes.values())
         if self._debugs is None or failure is None:
             return
@@ -264,7 +264,7 @@ class _Watch:
 
 
 def _conclude(result: CaseResult) -> None:
-    """Decide how the test ended from how it ended in each rank."""
+    """Derive the outcome of the test from the outcomes in its ranks."""
     if result.failure is not None:
         return
     outcomes = {each.outcome for each in result.results.values()} - {"killed"}
@@ -282,7 +282,7 @@ def _conclude(result: CaseResult) -> None:
 
 
 def _find_leaks(template: Template, order: Order, memory: set[str], pids: list[int]) -> list[str]:
-    """Return what the test left on this host, and remove it."""
+    """Return the processes and files that the test left on this host, and remove them."""
     left = []
     if "shared memory" not in order.allowed_leaks:
         left = leaks.find_shared_memory(memory)

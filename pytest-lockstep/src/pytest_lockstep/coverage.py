@@ -1,4 +1,4 @@
-"""Line coverage in ranks, as pytest-cov or `coverage run` measures it in pytest's own process."""
+"""Line coverage in ranks, if pytest-cov or `coverage run` measures it in pytest's own process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["measure_lines", "read_settings"]
 
 
 def read_settings() -> dict[str, Any] | None:
-    """Return the settings of the measurement that runs in this process; None if none does."""
+    """Return the settings of the measurement that runs in this process; None if none runs."""
     module = sys.modules.get("coverage")
     current = module.Coverage.current() if module is not None else None
     if current is None:
@@ -27,14 +27,14 @@ def read_settings() -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def measure_lines(settings: dict[str, Any] | None) -> Iterator[None]:
-    """Measure the body, into a data file of this process that is combined with the others."""
+    """Measure the body; write a separate data file, which is combined with the others later."""
     if settings is None:
         yield
         return
     import coverage
 
     measurement = coverage.Coverage(data_suffix=True, **settings)
-    # The template has imported what is measured here, and a rank may run none of it.
+    # The template has already imported the measured modules, and a rank may run none of them.
     measurement.set_option("run:disable_warnings", ["module-not-measured", "no-data-collected"])
     measurement.start()
     try:

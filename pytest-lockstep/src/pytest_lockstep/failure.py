@@ -1,4 +1,4 @@
-"""How a test on ranks ended, in text: what failed first, and where the other ranks were."""
+"""The failure of a test on ranks as text: the first failure, and where the other ranks were."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pytest_lockstep.rank_order import Result
 
 __all__ = ["Failure", "describe_failure", "drop_outer_frames", "summarize"]
 
-# The frames of pytest that call a test or fixture: what is further out is pytest, and we.
+# The frames of pytest that call a test or fixture; frames outside of them are pytest's or ours.
 OUTER = re.compile(
     r"    _pytest/(python|fixtures)\.py:\d+ in (pytest_pyfunc_call|call_fixture_func)$"
 )
@@ -27,13 +27,13 @@ OUTER = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a test on ranks failed.
+    """The failure of a test on ranks.
 
     Attributes:
-        sentence: What failed first.
-        rank: The rank that failed first; None if it is not one rank.
-        others: The other ranks' state, one line each.
-        report: The serialized report of that rank; None if it made none.
+        sentence: A sentence about the first failure.
+        rank: The rank that failed first; None if it was not a single rank.
+        others: The state of the other ranks, in lines.
+        report: The serialized report of that rank; None if there is none.
         kind: The pickled class of its exception, in hexadecimal; "" if there is none.
     """
 
@@ -51,12 +51,12 @@ class Failure:
 def describe_failure(
     outcomes: Mapping[int, Outcome], places: Mapping[int, str], results: Mapping[int, Result]
 ) -> Failure | None:
-    """Return why a test failed; None if no rank failed.
+    """Return the failure of a test; None if no rank failed.
 
     Args:
-        outcomes: How each rank ended.
-        places: Where the ranks were that ran at the moment of the first failure.
-        results: What the ranks reported that did not fail.
+        outcomes: The outcome of each rank.
+        places: The places at which the other ranks were at the moment of the first failure.
+        results: The reports of the ranks that did not fail.
     """
     outcomes = _align(outcomes)
     first = find_first_failure(outcomes.values())
@@ -92,7 +92,7 @@ def describe_failure(
 
 
 def _align(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:
-    """Let the lowest of the ranks that fail in the same place count as the first one."""
+    """Count the lowest of the ranks that failed in the same place as the first to fail."""
     first = find_first_failure(outcomes.values())
     if first is None or first.error is None:
         return dict(outcomes)
@@ -112,7 +112,7 @@ def _identify(outcome: Outcome) -> object:
 
 
 def summarize(result: Result) -> str:
-    """Return how a test ended in a rank where it did not fail."""
+    """Return the outcome of a test in a rank in which it did not fail."""
     if result.outcome == "killed":
         return "was killed by pytest_lockstep.kill"
     return result.outcome + (f" ({result.reason})" if result.reason else "")

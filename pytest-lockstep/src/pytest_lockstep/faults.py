@@ -3,8 +3,8 @@
     with pytest_lockstep.kill(rank=1, call=2, op="all_reduce"):
         train_one_step()
 
-Calls are counted where torch dispatches them, so those that DistributedDataParallel or another
-library makes count too, and where Lockstep calls its backend directly.
+Calls are counted in torch's dispatcher, so calls by DistributedDataParallel or another library
+count too. Lockstep's direct calls of its backend are counted as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pytest_lockstep.rank_order import Result
 
 __all__ = ["corrupt", "delay", "kill"]
 
-# torch's operator, without underscores and suffixes, begins with -> our name of the call
+# prefix of torch's operator, without leading underscores -> our name of the call
 OPERATIONS = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
@@ -57,11 +57,11 @@ Inject = Callable[[list[torch.Tensor]], None]
 def kill(rank: int, *, call: int = 1, op: str | None = None) -> Iterator[None]:
     """Kill a rank (SIGKILL) when it makes a call; its death does not fail the test.
 
-    What the other ranks see is an error in this call, or in the next one.
+    The other ranks get an error in this call, or in the next one.
 
     Args:
         rank: The rank.
-        call: Which of its calls in the block, from 1.
+        call: The number of its call in the block, from 1.
         op: Count only calls of this operation, such as "all_reduce"; None counts all.
     """
 
@@ -80,8 +80,8 @@ def delay(rank: int, *, seconds: float, call: int = 1, op: str | None = None) ->
 
     Args:
         rank: The rank.
-        seconds: By how much.
-        call: Which of its calls in the block, from 1.
+        seconds: The delay in seconds.
+        call: The number of its call in the block, from 1.
         op: Count only calls of this operation, such as "all_reduce"; None counts all.
     """
     with _inject(rank, call, op, lambda tensors: time.sleep(seconds)):
@@ -96,10 +96,10 @@ def corrupt(
 
     Args:
         rank: The rank.
-        call: Which of its calls in the block, from 1.
+        call: The number of its call in the block, from 1.
         op: Count only calls of this operation, such as "all_reduce"; None counts all.
-        bit: The bit, 0 for the lowest; None for the highest of a floating-point number's
-            mantissa, and for the lowest of others.
+        bit: The bit, 0 for the lowest; None for the highest mantissa bit of a floating-point
+            number, and for the lowest bit of other dtypes.
     """
 
     def inject(tensors: list[torch.Tensor]) -> None:
@@ -160,7 +160,7 @@ class _Counter:
 
 
 class _CountedCalls(TorchDispatchMode):
-    """Sees every call that goes through torch's dispatcher while it is active."""
+    """Counts every call of a collective in torch's dispatcher while it is active."""
 
     def __init__(self, counter: _Counter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -177,7 +177,7 @@ class _CountedCalls(TorchDispatchMode):
 
 
 def _inputs(operator: str, args: Any) -> Any:
-    """Return the tensors that a call sends; some operators take those that it fills first."""
+    """Return the tensors that a call sends; some operators take their output tensors first."""
     fills_first = ("allgather", "reduce_scatter", "alltoall", "gather", "scatter")
     has_output = operator.startswith(fills_first) and len(args) > 1
     return args[1] if has_output and list(_find_tensors(args[1])) else args

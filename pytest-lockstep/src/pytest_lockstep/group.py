@@ -19,7 +19,7 @@ __all__ = ["join_group"]
 
 @contextlib.contextmanager
 def join_group(backend: str, timeout: float) -> Iterator[None]:
-    """Be a member of the group that the environment describes while the body runs.
+    """Join the group that the environment describes; leave it after the body.
 
     Unlike `lockstep.init`, this changes no setting of torch.
 
@@ -43,8 +43,9 @@ def join_group(backend: str, timeout: float) -> Iterator[None]:
         timeout=timedelta(seconds=timeout),
     )
     if backend == "gloo":
-        # Gloo returns when this rank is connected. A rank that left the group at once would
-        # close connections that a slower one is still setting up, which then fails.
+        # Gloo returns as soon as this rank is connected. If the rank then left the group at once,
+        # it would close connections that a slower rank is still setting up, and that rank would
+        # fail.
         dist.all_reduce(torch.zeros(1))
     try:
         yield

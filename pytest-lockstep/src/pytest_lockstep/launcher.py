@@ -1,4 +1,4 @@
-"""The plugin in the process that runs pytest: fixtures run here, tests on ranks elsewhere."""
+"""The plugin in the process that runs pytest: fixtures run here, tests run in the ranks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["Launcher"]
 
 MENTION = b"mark.ranks"
-# What torch imports for these takes a second.
+# Words of tests that make torch import its compiler, which takes a second.
 TRAINS = (b"optim", b"Trainer", b"backward", b"corrupt(", b"delay(", b"kill(", b"DispatchMode")
 GROUP_TIMEOUT = 60.0  # seconds by which the backend's own timeout exceeds the deadline of the test
 
-# Of pytest, what reports to the process in which it runs.
+# Fixtures of pytest that report to the process in which they run.
 REFUSED = ("record_testsuite_property", "record_xml_attribute", "subtests")
 
 RESULT = pytest.StashKey["CaseResult"]()
@@ -72,14 +72,14 @@ class Launcher:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collectstart(self, collector: pytest.Collector) -> None:
-        """Start the template process when a file is imported that seems to use it."""
+        """Start the template process before the import of a file that mentions the marker."""
         if isinstance(collector, pytest.Module) and self._template is None:
             source = _read(collector.path)
             if MENTION in source and not self._config.getoption("collectonly"):
                 self._start_template(trains=_looks_like_training(source))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Send the files that have tests on ranks to the template process."""
+        """Note the files with tests on ranks; if there are none, end the template process."""
         files = [item.path for item in session.items if _is_on_ranks(item)]
         self._files = list(dict.fromkeys(files))
         if not self._files and self._template is not None:
@@ -111,7 +111,7 @@ class Launcher:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> object | None:
-        """Put a placeholder where the value of a rank fixture would be."""
+        """Replace the value of a rank fixture by a placeholder."""
         name = fixturedef.argname
         if not is_rank_fixture(fixturedef):
             on_ranks = isinstance(request.node, pytest.Item) and _is_on_ranks(request.node)
@@ -239,7 +239,7 @@ def _read(path: Path) -> bytes:
 
 
 def _looks_like_training(source: bytes) -> bool:
-    """Guess whether tests train or count calls; a wrong guess costs a second, in every rank."""
+    """Guess whether tests train or count calls; a wrong guess costs a second in every rank."""
     return any(word in source for word in TRAINS)
 
 
@@ -253,7 +253,7 @@ def _find_misuse(definition: pytest.FixtureDef[Any], request: pytest.FixtureRequ
     info: Any = request.node._fixtureinfo
     if not _is_on_ranks(request.node):
         if name not in _find_named(request.node, info):
-            return ""  # an autouse fixture, for other tests
+            return ""  # an autouse fixture for other tests
         return (
             f"the rank fixture {name!r} exists only in ranks: add @pytest.mark.ranks(2) to "
             f"{request.node.name}"
@@ -284,7 +284,7 @@ def _find_named(item: pytest.Item, info: Any) -> set[str]:
 
 
 def _find_arguments(item: pytest.Function) -> Iterator[tuple[str, str]]:
-    """Yield what the ranks need of fixtures that run here, and who uses it."""
+    """Yield the fixtures that run here and that the ranks need, with their users."""
     info: Any = item._fixtureinfo
     waiting = [(name, "the test") for name in info.argnames]
     waiting += [
@@ -333,7 +333,7 @@ def _pickle(value: object, what: str, user: str) -> bytes:
 
 
 def _choose_backend(name: str) -> str:
-    """Return the backend; gloo for the default one where that is not available."""
+    """Return the backend; gloo if the name is Lockstep's backend and it is not available."""
     from torch import distributed
 
     from lockstep.comm import backend
@@ -352,7 +352,7 @@ def _choose_backend(name: str) -> str:
 
 
 def _raise_outcome(result: CaseResult, *, is_debugged: bool) -> None:
-    """Raise in pytest's own process what makes it count the test as it ended in its ranks."""
+    """Raise the exception that gives the test its outcome in the ranks."""
     failure = result.failure
     if failure is None:
         if result.outcome == "skipped":

@@ -1,4 +1,4 @@
-"""What a test leaves behind: processes, groups, threads and shared memory."""
+"""Leaks of a test: processes, groups, threads and shared memory that it leaves behind."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["RankLeaks", "find_processes", "find_shared_memory", "list_shared_mem
 
 T = TypeVar("T")
 
-PATIENCE = 0.5  # seconds that something has to disappear after the test
+PATIENCE = 0.5  # seconds that leaks have to disappear after the test
 POLL = 0.002
 SHARED_MEMORY = "/dev/shm"
 
 
 class RankLeaks:
-    """Finds what the test leaves behind in its rank; what is there before it does not count."""
+    """Finds the leaks of a test in its rank, not counting things that existed before the test."""
 
     def __init__(self) -> None:
         self._threads = set(threading.enumerate())
         self._processes = set(_list_descendants(os.getpid()))
 
     def find(self, allowed: Collection[str]) -> list[str]:
-        """Return what the test has left, after it had some time to disappear.
+        """Return the leaks that remain after `PATIENCE`.
 
         Args:
-            allowed: Kinds that are not looked for.
+            allowed: The kinds of leaks that are ignored.
         """
         searches: Mapping[str, Callable[[], list[str]]] = {
             "threads": self._find_threads,
@@ -45,7 +45,7 @@ class RankLeaks:
 
         if not search():
             return []
-        gc.collect()  # what is only part of a cycle has not been kept
+        gc.collect()  # an unreachable cycle is not a leak
         return _wait_until_gone(search)
 
     def _find_threads(self) -> list[str]:
@@ -61,10 +61,10 @@ class RankLeaks:
 
 
 def find_processes(template: int, ranks: Collection[int]) -> list[tuple[int, str]]:
-    """Return ids and commands of what ranks have detached from themselves.
+    """Return the ids and commands of processes that ranks have detached from themselves.
 
     Args:
-        template: The process that adopts orphans of its ranks.
+        template: The process that adopts the orphans of its ranks.
         ranks: The ranks, which have exited.
     """
 
@@ -91,8 +91,8 @@ def list_shared_memory() -> set[str]:
 def find_shared_memory(before: Collection[str]) -> list[str]:
     """Return the files in shared memory that are new and that no process has mapped or open.
 
-    Those of other tests that run at the same time are in use, and so are the folders of other
-    launchers that run.
+    Files of tests that run at the same time are in use, so they are not returned. Folders of other
+    running launchers are ignored too.
     """
 
     def search() -> list[str]:
@@ -145,7 +145,7 @@ def _kept_processes() -> Iterator[int]:
 
 
 def _list_descendants(pid: int, known: Collection[int] = ()) -> list[int]:
-    """Return the descendants of a process that run, without `known` and what descends from them."""
+    """Return the running descendants of a process, without `known` and their descendants."""
     found, waiting = [], [pid]
     while waiting:
         for child in _list_children(waiting.pop()):

@@ -1,4 +1,4 @@
-"""`@pytest.mark.ranks(...)` and `@rank_fixture`: what a test asks for."""
+"""`@pytest.mark.ranks(...)` and `@rank_fixture`: the requirements of a test."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ CASE = "_ranks_case"
 """The fixture whose parameter is the number of ranks and the backend of a case."""
 
 LEAKS = ("groups", "processes", "shared memory", "threads")
-"""What a test may leave behind."""
+"""The kinds of leaks."""
 
 RANK_FIXTURE = "_is_rank_fixture"
 
 SENT_BUILTINS = ("tmp_path", "tmpdir")
-"""Of the fixtures that pytest itself defines, those whose values are sent to the ranks. The others
-act in each rank, such as monkeypatch, capsys and caplog."""
+"""The built-in fixtures of pytest whose values are sent to the ranks. The other ones, such as
+monkeypatch, capsys and caplog, act in each rank."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class RankSettings:
     """The arguments of `@pytest.mark.ranks`.
 
     Attributes:
-        widths: Numbers of ranks; each one is a case of its own.
-        timeout: Deadline of one case in seconds; None for that of `--ranks-timeout`.
+        widths: Numbers of ranks; each number is a separate case.
+        timeout: Deadline of one case in seconds; None for the value of `--ranks-timeout`.
         joins: Whether the ranks join torch.distributed's default group before the test.
-        allowed_leaks: Which of `LEAKS` do not fail the test.
-        backends: Backends to run it on; none for those of `--ranks-backend`.
+        allowed_leaks: The kinds of `LEAKS` that do not fail the test.
+        backends: Backends to run the test on; empty for those of `--ranks-backend`.
     """
 
     widths: tuple[int, ...]
@@ -110,15 +110,15 @@ def rank_fixture(
     """Declare a fixture that is built in every rank of a test, after the ranks joined their group.
 
     It may depend on other fixtures, whose values are sent to the ranks, and on `rank`,
-    `world_size` and `group`. What follows its `yield` runs in the rank too. The scope is always
+    `world_size` and `group`. The code after its `yield` runs in the rank too. The scope is always
     the test, because its ranks end with it.
 
     Args:
         function: The fixture function.
-        name: Name of the fixture; None for that of the function.
-        params: As of `pytest.fixture`: one case per value.
-        ids: As of `pytest.fixture`.
-        autouse: Build it in the ranks of every test that sees it and runs on ranks.
+        name: Name of the fixture; None for the name of the function.
+        params: As for `pytest.fixture`: one case per value.
+        ids: As for `pytest.fixture`.
+        autouse: Whether it is built for every test that sees it and runs on ranks.
     """
 
     def declare(function: Callable[..., Any]) -> Any:

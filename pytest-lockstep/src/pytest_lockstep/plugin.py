@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker; in a process that runs tests, be ready to start ranks."""
+    """Register the marker; in a process that runs tests, also register the launcher."""
     config.addinivalue_line(
         "markers",
         "ranks(*widths, timeout=None, init=True, allow_leaks=(), backend=()): run the test in "
@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make a case for each width and backend of the marker."""
+    """Create a case for each number of ranks and backend of the marker."""
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is None:
         return

@@ -5,7 +5,7 @@
                                                └ on a failure: report it, and wait until the
                                                  launcher has seen where the other ranks are
 
-What the test's other fixtures returned comes from pytest's own process, where they run.
+The test's other fixtures run in pytest's own process, which sends their values.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from pytest_lockstep.rank_order import Order, Result
 __all__ = ["RankRunner", "get_current", "keep_items", "run_test"]
 
 INNER = ("/torch/distributed/", os.path.dirname(__file__))
-RELEASE_TIMEOUT = 10.0  # seconds that a failed rank waits until the launcher lets it go on
+RELEASE_TIMEOUT = 10.0  # seconds that a failed rank waits for the launcher's permission to continue
 
 
 class Rank:
-    """The rank that this process is."""
+    """The rank of this process."""
 
     def __init__(self, order: Order) -> None:
         self.rank = order.rank
@@ -52,7 +52,7 @@ class Rank:
         self._order = order
 
     def check_joined(self) -> None:
-        """Raise if the test asks for a group that it has told its ranks not to join."""
+        """Fail the test if it uses the group although its marker has `init=False`."""
         if not self._order.joins:
             pytest.fail(
                 "the fixture 'group' needs ranks that join their group: remove init=False from "
@@ -71,7 +71,7 @@ def keep_items(items: Sequence[pytest.Item]) -> None:
 
 
 def get_current() -> Rank:
-    """Return the rank that this process is."""
+    """Return the rank of this process."""
     assert _current is not None
     return _current
 
@@ -80,7 +80,7 @@ def run_test(order: Order) -> Result:
     """Run a test in this process, which is a rank."""
     global _current
     _current = Rank(order)
-    atexit._clear()  # what the template registered is not this process's to clean up
+    atexit._clear()  # the template cleans up what it registered
     # torch logs each failing call with all of its arguments; the error says the same.
     logging.getLogger("c10d-NullHandler-default").disabled = True
     faulthandler.enable(file=2)
@@ -108,7 +108,7 @@ def run_test(order: Order) -> Result:
 
 
 class RankRunner:
-    """Runs one test through pytest's own machinery, and reports how it ended."""
+    """Runs one test through pytest's own hooks, and reports its outcome."""
 
     order: Order
 
@@ -119,7 +119,7 @@ class RankRunner:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
-        """Set up, call and tear down, reporting a failure before the teardown."""
+        """Set up, call and tear down; report a failure before the teardown."""
         is_set_up = self._run(item, "setup")
         if is_set_up:
             self._run(item, "call")
@@ -171,14 +171,14 @@ class RankRunner:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Take the values of fixtures that run in pytest's own process from there."""
+        """Use the values that pytest's own process sent for the fixtures that it runs."""
         name = fixturedef.argname
         if name in self.order.values:
             value = pickle.loads(self.order.values[name])
         elif not is_sent(fixturedef):
             return
         elif self._when == "setup":
-            value = None  # no argument of the test or of its rank fixtures
+            value = None  # neither the test nor its rank fixtures take it as an argument
         else:
             pytest.fail(
                 f"the fixture {name!r} runs in pytest's own process and was not sent to the "
@@ -197,7 +197,7 @@ class RankRunner:
 
 
 def _drop_inner_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Drop the innermost frames that are torch.distributed's or ours: hundreds of lines."""
+    """Drop the innermost frames of torch.distributed and this package, often hundreds of lines."""
     chain = []
     while frames is not None:
         chain.append(frames)
@@ -241,7 +241,7 @@ def _refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
 def _debug(
     rank: int, report: pytest.TestReport, error: BaseException, streams: Sequence[int]
 ) -> None:
-    """Open the debugger where the test failed, on the terminal."""
+    """Open the debugger on the terminal, at the place where the test failed."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     sys.stdin = os.fdopen(0, closefd=False)

@@ -1,4 +1,4 @@
-"""What pytest's own process and a rank tell each other, in plain values."""
+"""The messages between pytest's own process and a rank, as plain values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Order", "Result", "run_order"]
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank has to run.
+    """An order to a rank to run a test.
 
     Attributes:
         nodeid: The test.
@@ -18,10 +18,10 @@ class Order:
         width: The number of ranks.
         backend: The backend of the group.
         joins: Whether to join the group.
-        timeout: Seconds after which the backend gives up a call.
-        allowed_leaks: Kinds of leaks that are not looked for.
+        timeout: Seconds after which a call of the backend fails.
+        allowed_leaks: The kinds of leaks that are ignored.
         values: Pickled values of fixtures.
-        instance: Pickled attributes of the object whose method the test is.
+        instance: Pickled attributes of the test class's instance, if the test is a method.
         coverage: Settings of the line coverage; None if it is not measured.
         debugs: Whether the launcher runs with `--pdb`.
     """
@@ -41,13 +41,13 @@ class Order:
 
 @dataclass
 class Result:
-    """How a test ended in a rank without failing.
+    """The result of a test in a rank in which it did not fail.
 
     Attributes:
         outcome: "passed", "skipped", "xfailed", "exit", or "killed" by `pytest_lockstep.kill`.
-        reason: Why, if it did not pass.
-        sections: Titles and texts of what was logged.
-        properties: What the fixture `record_property` recorded.
+        reason: The reason if the outcome is not "passed".
+        sections: Titles and texts of the logs.
+        properties: The properties recorded by the fixture `record_property`.
         warnings: Message, category, file and line of each warning.
     """
 
@@ -61,7 +61,7 @@ class Result:
 def run_order(order: Order) -> Result:
     """Run a test in this process, which is a rank.
 
-    Pickled by its name in pytest's own process, which need not import torch for that.
+    pytest's own process pickles this function by name, so it does not have to import torch.
     """
     from pytest_lockstep.rank import run_test
 

@@ -39,12 +39,12 @@ def run(
         ranks: The number of ranks.
         backend: The backend of the group.
         timeout: Deadline in seconds.
-        init: Whether the ranks join the group; without, they have torchrun's environment
-            variables, and `fn` joins.
+        init: Whether the ranks join the group. If not, they have torchrun's environment
+            variables, and `fn` must join.
 
     Raises:
-        lockstep.LockstepError: A rank failed (the first one is named, with its traceback as a
-            note), or the deadline has passed; the message says where the ranks were.
+        lockstep.LockstepError: A rank failed, or the deadline has passed. The message names the
+            first rank that failed, with its traceback as a note, or says where the ranks were.
     """
     with _send_by_value(fn):
         if not init:

@@ -1,14 +1,14 @@
-"""The template process as the process that runs pytest sees it.
+"""The interface of the template process in the process that runs pytest.
 
     pytest                               template (`template_main`)
        │ ── options, arguments, log ───────> │ configures pytest in the same way
        │    (collects)                       │ imports conftest.py files and plugins
        │ ── files with tests on ranks ─────> │ collects them: imports them rewritten
-       │ <─ what could not be collected ──── │
+       │ <─ errors of the collection ─────── │
        │ ══ launches of a fork server ══════ │ forks the ranks of every test
 
-It starts as soon as a file that mentions the marker is about to be collected, and imports torch
-while pytest's own process does.
+It starts as soon as a file that mentions the marker is about to be collected. It imports torch
+while pytest's own process does so, too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ONE_THREAD = {
     )
 }
 
-# Options that must not act twice: what writes files, shows output, or selects and repeats tests.
+# Options that must not act twice: those that write files, show output, or select or repeat tests.
 OPTIONS: dict[str, Any] = {
     "capture": "no",
     "xmlpath": None,
@@ -100,11 +100,11 @@ class Template:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._server.pid
 
     def collect(self, files: Sequence[Path], *, trains: bool) -> None:
-        """Let it import the files with tests on ranks, all of them, and what they need."""
+        """Make the process collect all files with tests on ranks, and import what they need."""
         wanted = {"files": [os.fspath(file) for file in files], "trains": trains}
         order = write_memfd(json.dumps(wanted).encode())
         with contextlib.suppress(OSError):  # it has exited; `open_launch` says why
@@ -129,12 +129,12 @@ class Template:
         return self._server.open_launch()
 
     def close(self) -> None:
-        """End it and what it has started."""
+        """End the process and the processes that it started."""
         self._server.close()
         self._log.close()
 
     def _receive_errors(self) -> dict[str, str]:
-        """Wait until the files were imported; return the errors by path relative to the root."""
+        """Wait until the files are imported; return the errors by path relative to the root."""
         deadline = time.monotonic() + START_TIMEOUT
         readable, _, _ = select.select([self._server.channel], [], [], START_TIMEOUT)
         received = self._server.channel.receive() if readable else None
@@ -152,12 +152,12 @@ class Template:
 
 
 def _options(config: pytest.Config) -> dict[str, Any]:
-    """Return the options that can be sent, with what must differ."""
+    """Return the options that can be pickled, changed where the template's options must differ."""
     options = {}
     for name, value in vars(config.option).items():
         try:
             options[name] = pickle.loads(pickle.dumps(value))
-        except Exception:  # of any plugin's option
+        except Exception:  # an option of any plugin may raise any exception
             continue
     options.update({name: value for name, value in OPTIONS.items() if name in options})
     options["rootdir"] = os.fspath(config.rootpath)

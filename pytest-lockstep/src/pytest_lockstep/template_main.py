@@ -1,8 +1,8 @@
 """The template process: pytest whose main loop is a fork server.
 
-It is configured like the process that runs the tests, collects the files with tests on ranks, and
-never runs a test itself, nor a thread. Each rank of a test is a fork that finds its test collected
-and its module imported.
+It is configured like the process that runs the tests, and collects the files with tests on ranks.
+It never runs a test or a thread. Each rank of a test is a fork of it, in which the test is already
+collected and its module imported.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ PRELOADED = (
     "lockstep.native.binding",
     "pytest_lockstep.rank",
 )
-# By the first step of any optimizer, and by any mode of torch's dispatcher: 1.4 s.
+# Imported by the first step of any optimizer and by any TorchDispatchMode: 1.4 s.
 PRELOADED_FOR_TRAINING = ("torch._dynamo",)
 OPTIONAL = ("coverage",)
 
 
 def main(descriptor: int, launcher: int) -> NoReturn:
-    """Be the template process of the process `launcher`."""
+    """Run the template process for the process with the id `launcher`."""
     handler = ignore_sigterm()
     ignore_requests()
     channel = open_channel(descriptor)
@@ -53,19 +53,19 @@ def main(descriptor: int, launcher: int) -> NoReturn:
         os.dup2(log, number)
     os.close(log)
     options, arguments, sys.argv[:], trains = pickle.loads(read_memfd(order))
-    gc.disable()  # until everything is imported: nothing of it is garbage
+    gc.disable()  # until everything is imported: imports leave no garbage
     from pytest_lockstep import plugin, rank  # imports torch
 
     _import((*PRELOADED, *(PRELOADED_FOR_TRAINING if trains else ())))
     config = pytest.Config.fromdictargs(options, arguments)
     config.stash[plugin.IS_TEMPLATE] = True
-    # Up to pytest 8, a comparison that fails asks for it, and there is no terminal plugin here.
+    # Up to pytest 8, a failing comparison needs a terminal writer, which no plugin provides here.
     writer = TerminalWriter(io.StringIO())
     config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
     config.pluginmanager.register(Server(config, channel, launcher, handler), "lockstep-template")
     config.pluginmanager.register(rank.RankRunner(), "lockstep-rank")
     config.hook.pytest_cmdline_main(config=config)
-    os._exit(1)  # an error, which pytest has printed
+    os._exit(1)  # only after an error, which pytest has printed
 
 
 def _import(names: Iterable[str]) -> None:
@@ -80,7 +80,7 @@ class Server:
         config: pytest's configuration.
         channel: The socket of the process that runs the tests.
         launcher: Its process id.
-        sigterm_handler: What ranks do on SIGTERM.
+        sigterm_handler: The handler of SIGTERM in ranks.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Server:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> bool:
-        """Collect the files that the other process asks for."""
+        """Collect the files that the other process names."""
         received = self._channel.receive()
         if received is None:
             os._exit(0)
@@ -102,7 +102,7 @@ class Server:
         _import(PRELOADED_FOR_TRAINING if order["trains"] else ())
         factory = getattr(self._config, "_tmp_path_factory", None)
         if factory is not None:
-            factory.getbasetemp()  # once, here: it empties the folder
+            factory.getbasetemp()  # only here, not in each rank: it empties the folder
         for name in ("timeout", "cacheprovider"):
             self._config.pluginmanager.unregister(name=name)
         session.perform_collect(order["files"])
@@ -122,7 +122,7 @@ class Server:
         rank.keep_items(items)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note what cannot be imported."""
+        """Note the files that cannot be imported."""
         if report.failed:
             self._errors[report.nodeid] = (
                 f"the ranks' template process could not import {report.nodeid}, unlike pytest's "
@@ -131,7 +131,7 @@ class Server:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> NoReturn:
-        """Fork ranks until the other process is done."""
+        """Fork ranks until the other process closes the channel."""
         for name in OPTIONAL:
             try:
                 importlib.import_module(name)
@@ -140,6 +140,6 @@ class Server:
         comm.available()  # loads the backend once, instead of in every rank
         gc.collect()
         gc.enable()
-        gc.freeze()  # ranks neither traverse nor copy what was here before the fork
+        gc.freeze()  # ranks neither traverse nor copy objects from before the fork
         self._channel.send({"kind": "ready", "errors": self._errors})
         serve(self._channel, self._launcher, self._sigterm_handler)  # type: ignore[arg-type]
