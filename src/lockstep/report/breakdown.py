@@ -1,6 +1,6 @@
 """Breakdowns of a run: time and memory by rank, waiting between ranks, epochs, resumptions.
 
-A run may be resumed in another layout; what is broken down by rank is then that of the last one.
+If a run was resumed in another layout, breakdowns by rank cover only the last layout.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["MAX_EPOCHS", "MAX_RANKS", "RESUME_COLUMNS", "EpochTable", "RankMemor
 __all__ += ["WaitMatrix", "epoch_table", "peak_memory", "resume_table", "time_by_rank"]
 __all__ += ["time_shares", "wait_matrix"]
 
-MAX_RANKS = 32  # ranks that are drawn
+MAX_RANKS = 32  # ranks that are shown
 MAX_MATRIX_RANKS = 16  # ranks in the matrix of waiting
 MAX_EPOCHS = 60  # epochs that are listed
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """How one rank spent its time; `length` is its time relative to the longest rank's."""
+    """The time of one rank by category; `length` is its time relative to the longest one."""
 
     rank: int
     seconds: float
@@ -52,7 +52,7 @@ class RankTime:
 
 
 def time_by_rank(run: Run) -> list[RankTime]:
-    """Return how each rank spent its time; if they are many, the busiest rank comes first."""
+    """Return the time of each rank by category; of more than 32 ranks, the busiest comes first."""
     totals = np.nansum(run.layout_steps.ranks, axis=0)
     longest = totals.sum(axis=1).max(initial=0.0)
     if not longest > 0:
@@ -79,11 +79,11 @@ def time_shares(run: Run) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class WaitMatrix:
-    """Who waited for whom, as means per step.
+    """The waiting between ranks, as means per step.
 
-    `seconds[r, s]` is how long rank r waited for rank s, and `num_bytes[r, s]` how many bytes
-    it received from it; both have the shape [ranks, ranks]. `is_planned` is true if the bytes
-    are those of the plan of the all-reduce of the gradients, and not recorded ones.
+    `seconds[r, s]` is the time that rank r waited for rank s, and `num_bytes[r, s]` the number of
+    bytes that it received from it; both have the shape [ranks, ranks]. `is_planned` is true if the
+    bytes are computed from the plan of the gradients' all-reduce instead of recorded.
     """
 
     steps: int
@@ -121,7 +121,7 @@ class WaitMatrix:
 
 
 def wait_matrix(run: Run) -> WaitMatrix | None:
-    """Return who waited for whom; None if no rank waited or no times were recorded."""
+    """Return the waiting between ranks; None if no rank waited or no times were recorded."""
     recorded = read_timelines(run.layout_timelines)
     found = _waits_of_timelines(recorded) if recorded else _waits_of_steps(run)
     return found if found and (found.seconds.any() or found.num_bytes.any()) else None
@@ -139,7 +139,7 @@ def _waits_of_timelines(recorded: Sequence[Timeline]) -> WaitMatrix:
 
 
 def _waits_of_steps(run: Run) -> WaitMatrix | None:
-    """Add up the waiting of the steps, in which all wait for the rank that works longest."""
+    """Add up the waiting per step, in which all ranks wait for the one that works longest."""
     rows = np.nan_to_num(run.layout_steps.ranks)
     steps, ranks = rows.shape[:2]
     if steps == 0 or ranks < 2:
@@ -153,10 +153,10 @@ def _waits_of_steps(run: Run) -> WaitMatrix | None:
 
 
 def _gradient_bytes(run: Run, ranks: int) -> Column:
-    """Return the bytes of gradients that each replica receives from each other per step.
+    """Return the bytes of gradients that each replica receives from each other one per step.
 
-    A replica adds one slice of the gradients: it receives that slice of every node of the tree
-    that another replica holds, and from each of them a slice of the sums.
+    A replica adds one slice of the gradients: it receives that slice of every tree node that
+    another replica holds, and one slice of the sums from each other replica.
     """
     found = np.zeros((ranks, ranks))
     layout, model = run.layout, as_dict(run.header.get("model"))
@@ -165,7 +165,7 @@ def _gradient_bytes(run: Run, ranks: int) -> Column:
         return found
     if not math.isfinite(num_bytes):
         return found
-    gathered = 0 if layout.get("storage") == "shared" else 1  # the sums stay where they are used
+    gathered = 0 if layout.get("storage") == "shared" else 1  # no replica receives the sums
     small, larger = divmod(leaves, ranks)
     starts = [rank * small + min(rank, larger) for rank in range(ranks + 1)]
     for source in range(ranks):
@@ -200,7 +200,7 @@ def peak_memory(run: Run) -> list[RankMemory]:
 
 @dataclass(frozen=True)
 class EpochTable:
-    """The epochs as rows of text; `num_hidden` epochs in the middle are left out."""
+    """A table of epochs as rows of text, without `num_hidden` epochs in the middle."""
 
     names: list[str]
     rows: list[list[str]]
@@ -208,7 +208,7 @@ class EpochTable:
 
 
 def epoch_table(run: Run) -> EpochTable:
-    """Return the table of epochs; if they are many, only the first and the last of them."""
+    """Return the table of epochs; of more than 60 epochs, only the first and the last ones."""
     lines = run.epochs
     if len(lines) > MAX_EPOCHS:
         lines = lines[: MAX_EPOCHS // 2] + lines[-MAX_EPOCHS // 2 :]
@@ -231,12 +231,12 @@ def _epoch_row(line: dict[str, Any], metrics: list[str], held_out: bool) -> list
     return [*row, format_number(speed), format_duration(seconds)]
 
 
-MAX_RESUMES = 40  # that are listed
+MAX_RESUMES = 40  # rows that are listed
 RESUME_COLUMNS = ("from step", "time", "layout", "differences")
 
 
 def resume_table(run: Run) -> list[list[str]]:
-    """Return when and how a run began and was resumed, as rows of text; none if it was not."""
+    """Return the start and the resumptions of a run as rows of text; none if it was not resumed."""
     layout: dict[str, Any] = {}
     rows: list[list[str]] = []
     for line in (run.header, *run.resumes) if run.resumes else ():

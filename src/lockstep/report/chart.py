@@ -1,6 +1,6 @@
-"""Charts as plain values: axes, ticks and curves, which page.py and slide.py draw.
+"""Charts as plain values (axes, ticks and curves), which page.py and slide.py draw.
 
-A curve of a million steps is downsampled to a few hundred points, without losing a peak:
+A curve of a million steps is downsampled to a few hundred points that preserve its peaks:
 
     values    . . ' . . , . . | . ' . . . . ^ . | ...        n values
     buckets   [low, mean, high] [low, mean, high] ...        at most `buckets`
@@ -69,10 +69,10 @@ class Axis:
     ticks: tuple[Tick, ...] = ()
 
     def positions(self, values: Column) -> Column:
-        """Return the positions of `values` on the axis, 0 to 1.
+        """Return the positions of `values` on the axis, from 0 to 1.
 
-        Values beyond the axis are at its ends; values without a logarithm are NaN on a
-        logarithmic axis.
+        Values beyond the axis are clipped to its ends. On a logarithmic axis, values that are not
+        positive are NaN.
         """
         low, high = self.low, self.high
         if self.is_log:
@@ -103,7 +103,7 @@ def exact_axis(
 ) -> Axis:
     """Return an axis from exactly `low` to exactly `high`, with round numbers as ticks.
 
-    If `whole` is true, these are integers.
+    If `whole` is true, the ticks are integers.
     """
     if not high > low:
         high = low + 1
@@ -118,7 +118,7 @@ def log_axis(low: float, high: float, label: Label = format_number) -> Axis:
     The axis covers at most twelve decades below `high`.
     """
     low = max(low, high * 1e-12)
-    if not high > low * (1 + 1e-9):  # a narrower range has no ticks inside
+    if not high > low * (1 + 1e-9):  # a narrower range would have no ticks
         low, high = low / 2, high * 2
     margin = (high / low) ** 0.03
     low, high = low / margin, high * margin
@@ -164,15 +164,15 @@ def _trim_zeros(label: str) -> str:
 
 
 LOSS_NAME, RATE_NAME = "loss of the batch", "rate of the first parameter group"
-MAX_POINTS = 400  # of a curve
-MAX_METRICS = 6  # that have a chart
-MAX_MARKS = 50  # of a chart
-MAX_VALUE = 1e300  # of an axis: a longer range overflows
+MAX_POINTS = 400  # points of a curve
+MAX_METRICS = 6  # metrics with a chart
+MAX_MARKS = 50  # marks on a chart
+MAX_VALUE = 1e300  # limit of an axis: a longer range overflows
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A downsampled curve; `first` and `last` are the ends of each bucket in x."""
+    """A downsampled curve; `first` and `last` are the smallest and largest x of each bucket."""
 
     first: Column
     last: Column
@@ -212,11 +212,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over the steps.
+    """A chart of curves over the steps.
 
-    `log` is the logarithmic axis, None if the chart has none. `marks` are positions on the
-    axis of the steps at which something happened, which `mark_name` names. `y_name` names the
-    values; the labels of the ticks have their unit.
+    `log` is the logarithmic axis, None if the chart has none. `marks` are positions of events on
+    the axis of the steps, and `mark_name` is the kind of event. `y_name` is the name of the values;
+    the labels of the ticks include the unit.
     """
 
     key: str
@@ -232,7 +232,7 @@ class Chart:
 
 
 def run_charts(run: Run) -> list[Chart]:
-    """Return the charts of one run: loss, metrics, and the duration of a step."""
+    """Return the charts of one run: loss, metrics, duration of a step, learning rate."""
     losses = [_step_series("training", run, run.steps.loss), _evaluation_series(run, None)]
     loss = _chart("loss", "Loss", losses, y_name=LOSS_NAME)
     charts = [replace(loss, marks=_resume_marks(run, loss.x))]
@@ -268,7 +268,7 @@ def comparison_charts(runs: list[Run], names: list[str]) -> list[Chart]:
 
 
 def difference_charts(runs: list[Run], names: list[str], step: int | None) -> list[Chart]:
-    """Return the losses of two runs, and how far they are apart, with a mark at a step."""
+    """Return charts of the losses of two runs and of their distance, with a mark at a step."""
     losses = _overlay(runs, names, lambda run: run.steps.loss)
     charts = [_chart("loss", "Loss", losses, y_name=LOSS_NAME)]
     a, b = (run.steps for run in runs)
@@ -285,7 +285,7 @@ def difference_charts(runs: list[Run], names: list[str], step: int | None) -> li
 
 
 def _mark(step: int | None, x: Axis) -> tuple[Tick, ...]:
-    """Return a mark at a step; none where it is not on the axis."""
+    """Return a mark at a step; none if the step is not on the axis."""
     if step is None or not x.low <= step <= x.high:
         return ()
     return (Tick(float(x.positions(np.array([step], np.float64))[0]), f"step {step:,}"),)
@@ -298,7 +298,7 @@ def _changes(values: Column) -> bool:
 
 
 def _resume_marks(run: Run, x: Axis) -> tuple[Tick, ...]:
-    """Return the steps at which the run was resumed, but not those that it took again later."""
+    """Return the steps at which the run was resumed, without those that were repeated later."""
     steps: list[float] = []
     for line in run.resumes if _are_numbered(run) else ():
         step = number_or(line.get("step"))
@@ -329,7 +329,7 @@ def _chart(
     log: bool = True,
     y_name: str = "mean of the batch",
 ) -> Chart:
-    """Put series into one chart, with axes that hold them all; empty series are left out."""
+    """Return a chart of the series that are not empty, with axes that hold them all."""
     kept = tuple(one for one in series if np.isfinite(one.curve.mean).any())
     lows = np.concatenate([one.curve.low for one in kept] or [np.array([0.0])])
     highs = np.concatenate([one.curve.high for one in kept] or [np.array([1.0])])

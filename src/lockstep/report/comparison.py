@@ -1,7 +1,7 @@
 """Comparison of runs: speed, digests, losses, weights and settings.
 
-Each run is compared with the first one. The sentence that calls one of two runs faster also names
-other possible reasons: another time, another machine, a busy machine.
+Each run is compared with the first one. If one run is faster, the sentence about it also names
+other possible reasons: different times, different machines, a busy machine.
 Saved weights are compared tensor by tensor.
 """
 
@@ -97,7 +97,7 @@ class PairComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of runs; `pairs` compares each but the first with the first."""
+    """The comparison of runs; `pairs` holds one comparison with the first run per other run."""
 
     runs: list[Run]
     names: list[str]
@@ -151,8 +151,8 @@ def _first_difference(first: Run, second: Run, name: str) -> tuple[int, int | No
     """Compare a column of two runs at the steps that both have.
 
     Returns:
-        How many steps were compared, the first one at which the values differ, None if there is
-        none, and both values there.
+        The number of compared steps; the first step at which the values differ, None if there is
+        none; and both values at that step.
     """
     _, ours, theirs = np.intersect1d(first.steps.step, second.steps.step, return_indices=True)
     a, b = getattr(first.steps, name)[ours], getattr(second.steps, name)[theirs]
@@ -170,7 +170,7 @@ def _same_digest(first: Run, second: Run) -> bool | None:
 
 
 def _speed_sentence(runs: tuple[Run, Run], names: tuple[str, str], speed: Significance) -> str:
-    """Return the sentence about the difference in speed, and what else may be its reason."""
+    """Return the sentence about the difference in speed and its other possible reasons."""
     first, second = names
     busy = " and ".join(_busy_phrases(runs, names))
     caveat = f"; the machine was busy: {busy}" if busy else ""
@@ -205,14 +205,14 @@ def _busy_phrases(runs: tuple[Run, Run], names: tuple[str, str]) -> list[str]:
 
 
 def _is_overlapping(first: Run, second: Run) -> bool:
-    """Return whether two runs are known to have run at the same time for a while."""
+    """Return whether the times of two runs are known and overlap."""
     spans = _time_span(first), _time_span(second)
     known = [span for span in spans if span is not None]
     return len(known) == 2 and max(s[0] for s in known) < min(s[1] for s in known)
 
 
 def _time_span(run: Run) -> tuple[float, float] | None:
-    """Return when a run began and ended, in seconds since 1970; None if that is not known."""
+    """Return the begin and end of a run, in seconds since 1970; None if the begin is not known."""
     try:
         began = datetime.datetime.fromisoformat(run.header["started"]).timestamp()
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -243,7 +243,7 @@ def _optimizer_sentences(first: Run, second: Run) -> list[str]:
     return ["Their optimizer states differ, although their weights are the same."]
 
 
-# The beginnings of the settings that can change results, and options that do not.
+# The prefixes of the settings that can change results, and the options among them that cannot.
 DECISIVE = ("optimizer.", "options.", "model.", "layout.microbatches", "layout.threads")
 INDECISIVE = {
     "options.activation_checkpointing", "options.checkpoint_every", "options.download",
@@ -253,13 +253,13 @@ INDECISIVE = {
 
 
 def settings_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
-    """Return the sentence about the settings that explain different results."""
+    """Return the sentence about the settings that may explain different results."""
     if is_same:
         return []
     found = [
         f"{name} ({' and '.join(values)})"
         for name, values in find_setting_differences([first, second]).items()
-        if all(values)  # a record of another version may lack one
+        if all(values)  # a record of another version may lack a setting
         and (name == RATE or (name.startswith(DECISIVE) and name not in INDECISIVE))
     ]
     if not found:
@@ -308,7 +308,7 @@ def _bisect_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
 
 
 def find_setting_differences(runs: list[Run]) -> dict[str, list[str]]:
-    """Return the differing values of command, layout, options, model, optimizer and environment."""
+    """Return the settings that differ between runs, with the value of each run."""
     each = [_flat_settings(run) for run in runs]
     names = dict.fromkeys(name for found in each for name in found)
     table = {RATE: _rate_texts(runs)}
@@ -429,10 +429,10 @@ def _finite(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class WeightsDifference:
-    """How two files of weights differ.
+    """The differences between two files of weights.
 
-    `tensor` is the first differing one in order of names and `how` describes the difference;
-    `count` of `total` tensors differ.
+    `tensor` is the name of the first tensor that differs, in the order of names, and `how`
+    describes its difference; `count` of `total` tensors differ.
     """
 
     tensor: str

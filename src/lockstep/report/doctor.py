@@ -1,6 +1,6 @@
 """The doctor: checks whether this machine has what a run needs.
 
-    Requirements ──> checks ──> CheckResults (good, note, bad) ──┬─> lines, one after the other
+    Requirements ──> checks ──> CheckResults (good, note, bad) ──┬─> lines on the terminal
                                                                  └─> a block for an issue
 
 A check that raises an exception is reported as a bad result.
@@ -66,7 +66,7 @@ def run_checks(
 
     Args:
         requirements: The run that the machine is checked for.
-        checks: The checks by name, by default `CHECKS`.
+        checks: The checks by name. None: `CHECKS`.
         before_check: Called with the name of each check before it runs.
     """
     for name, check in (CHECKS if checks is None else checks).items():

@@ -1,8 +1,8 @@
-r"""Markdown from texts that may contain markup: none of it becomes a tag, a link or a cell.
+r"""Markdown from texts whose own markup is escaped, so that it forms no tag, link or cell.
 
 escape_markdown("<b> a|b")      &lt;b&gt; a\|b      within a line or a cell
-fenced_block("a\nb")            a fenced block      literal, several lines
-markdown_table(names, rows)     | a | b |           of texts
+fenced_block("a\nb")            a fenced block      several literal lines
+markdown_table(names, rows)     | a | b |           a table of texts
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def escape_markdown(value: str) -> str:
 
 
 def fenced_block(value: str) -> list[str]:
-    """Return the lines of a fenced block with a text, which cannot end the block."""
+    """Return the lines of a fenced block whose fence is longer than any in the text."""
     longest = max(map(len, re.findall("`+", value)), default=0)
     fence = "`" * max(3, longest + 1)
     return [fence, *escape_control(value).split("\n"), fence]

@@ -1,6 +1,6 @@
 """HTML pages: charts as inline SVG within one self-contained file.
 
-A page loads nothing. Each scale of a chart is drawn here, so the page is complete without
+A page loads no other files. Each scale of a chart is drawn here, so the page is complete without
 its script, which adds the hover and the switch between linear and logarithmic scale.
 
     frame of a chart     text has the same size at any width:
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Panel", "Stroke", "draw_panel", "render_template"]
 
-WIDTH, HEIGHT = 4000, 1000  # of the coordinates of a chart, which the page stretches
+WIDTH, HEIGHT = 4000, 1000  # range of a chart's coordinates, which the page stretches
 MAX_DOTS = 60  # evaluations drawn as dots; more are drawn as a line
 
 
 @dataclass(frozen=True)
 class Stroke:
-    """One path: its kind ("band", "line" or "dots"), the index of its color, its outline."""
+    """One path: its kind ("band", "line" or "dots"), the index of its color, its SVG data."""
 
     kind: str
     color: int

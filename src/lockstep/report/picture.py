@@ -19,7 +19,7 @@ __all__ = ["Area", "Box", "Dot", "Label", "Line", "Picture", "text_width"]
 
 Point = tuple[float, float]
 PIXELS_PER_POINT = 2  # in a PNG
-OVERSAMPLING = 2  # draw larger and scale down: smooth edges
+OVERSAMPLING = 2  # drawn larger and scaled down, for smooth edges
 FONT_MARGIN = 1.12  # a viewer's font may be this much wider than Pillow's
 BOLD_STROKE, BOLD_SPACING = 0.02, 0.04  # fractions of the size of a bold label
 FONT = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
@@ -178,8 +178,7 @@ def _paint(brush: ImageDraw.ImageDraw, shape: Shape, scale: int) -> None:
 def _paint_text(brush: ImageDraw.ImageDraw, label: Label, scale: int) -> None:
     """Paint a label; Pillow's font has a single weight, so bold letters get a thin stroke.
 
-    Strokes make letters wider, so bold letters are set one by one with more space between
-    them; in the spacing of the regular weight they would run into each other.
+    Strokes make letters wider, so bold letters are set one by one with more space between them.
     """
     from PIL import ImageFont
 

@@ -1,4 +1,4 @@
-"""What a run left to check and to repeat it: checkpoints, sources, fingerprints, replays."""
+"""The files for checking and repeating a run: checkpoints, sources, fingerprints, replays."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = [
 CHECKPOINT_COLUMNS = ("steps", "after", "size", "digest of the weights")
 REPLAY_COLUMNS = ("step", "time", "layout", "result")
 REPLAYS_FILE = "replays.jsonl"
-MAX_ROWS = 40  # of a table
-SHOWN_DIGITS = 16  # of a digest
+MAX_ROWS = 40  # rows of a table
+SHOWN_DIGITS = 16  # digits of a digest
 
 
 def checkpoint_table(run: Run) -> list[list[str]]:
@@ -54,12 +54,12 @@ def checkpoint_table(run: Run) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class ReproductionSummary:
-    """What a run left to repeat it.
+    """The summary of the files for checking and repeating a run.
 
     Attributes:
-        sentences: About its sources, fingerprints and replays.
-        replays: The replays as rows of text, the last ones last.
-        remarks: What is wrong with the files.
+        sentences: Sentences about its sources, fingerprints and replays.
+        replays: The replays as rows of text, in chronological order.
+        remarks: Sentences about unreadable or incomplete files.
     """
 
     sentences: list[str]
@@ -68,7 +68,7 @@ class ReproductionSummary:
 
 
 def summarize_reproduction(run: Run) -> ReproductionSummary:
-    """Return what a run left to repeat it."""
+    """Return the summary of the files for checking and repeating a run."""
     sentences: list[str] = []
     if sources := as_text(run.latest("sources")):
         sentences.append(f"Copies of the program's own files are in {sources}.")
@@ -94,7 +94,7 @@ def summarize_reproduction(run: Run) -> ReproductionSummary:
 
 
 def _read_replays(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of RUN/replays.jsonl; none where it is missing or cannot be read."""
+    """Return the lines of RUN/replays.jsonl; none if it is missing or cannot be read."""
     try:
         texts = (folder / REPLAYS_FILE).read_bytes().splitlines()
     except OSError:
@@ -133,7 +133,7 @@ def _format_step(value: Any) -> str:
 
 
 def shorten_table(rows: list[list[str]]) -> list[list[str]]:
-    """Return the first and the last rows of a long table, with one that says how many it hides."""
+    """Return the first and last rows of a long table, and between them the number left out."""
     if len(rows) <= MAX_ROWS:
         return rows
     half = MAX_ROWS // 2

@@ -1,11 +1,11 @@
-"""The rounds of an elastic run: who took part when, who died, and what each death cost.
+"""The rounds of an elastic run: its members over time, their deaths, and the cost of each death.
 
     place 0   0 ──────────────────────────x      4 ──────────
     place 1   1 ─────────────────────────────────────────────     x  killed
     place 2   2 ────────x    3 ──────────────────────────────
 
-A member is a process; its number is never used again. A newcomer is drawn at the first place
-whose member has ended. Times are those of the record, in seconds since the run began.
+A member is a process; its number is never reused. A newcomer is drawn at the first place whose
+member has ended. Times are those of the record, in seconds since the run began.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from lockstep.report.timeline import HTML_WIDTH
 __all__ = ["CHAOS_FILE", "KILL_COLUMNS", "ROUND_COLUMNS", "MemberBar", "MemberLane"]
 __all__ += ["MembersDrawing", "RoundsSummary", "summarize_rounds"]
 
-CHAOS_FILE = "chaos.json"  # of a run: what `lockstep chaos --json` printed
+CHAOS_FILE = "chaos.json"  # in the folder of a run: the output of `lockstep chaos --json`
 ROUND_COLUMNS = (
     *("round", "step", "after", "ranks", "lost", "joined", "left"),
     *("pause", "repeated work"),
 )
 KILL_COLUMNS = ("kill", "member", "step", "next round", "kill to repeated step", "repeated work")
-MAX_PLACES = 32  # that are drawn
+MAX_PLACES = 32  # places that are drawn
 MAX_MARKS = 60  # rounds that are marked; more would hide the members
 MIN_LABELED = 0.013  # fraction of the width per character from which a bar shows its member
 
 
 @dataclass(frozen=True)
 class MemberBar:
-    """The time of one member, as the template draws it; `tooltip` is shown under the pointer."""
+    """The bar of one member, as the template draws it; `tooltip` is shown under the pointer."""
 
     x: int
     width: int
@@ -60,7 +60,7 @@ class MemberBar:
 
 @dataclass(frozen=True)
 class MemberLane:
-    """The members that followed each other at one place."""
+    """The successive members at one place."""
 
     place: int
     bars: tuple[MemberBar, ...]
@@ -68,7 +68,7 @@ class MemberLane:
 
 @dataclass(frozen=True)
 class MembersDrawing:
-    """Members over time; `rounds` are the positions at which a round began."""
+    """A drawing of members over time; `rounds` are the positions at which a round began."""
 
     lanes: tuple[MemberLane, ...]
     rounds: tuple[Tick, ...]
@@ -78,13 +78,13 @@ class MembersDrawing:
 
 @dataclass(frozen=True)
 class RoundsSummary:
-    """What a report says of the rounds of a run; everything is empty for a run without.
+    """The summary of the rounds of a run; all attributes are empty if the run is not elastic.
 
     Attributes:
-        sentences: Deaths, newcomers and time lost; and what `lockstep chaos` found.
+        sentences: Sentences about deaths, newcomers, lost time and the result of `lockstep chaos`.
         rows: The rounds as rows of text.
         kills: The kills of `lockstep chaos` as rows of text.
-        drawing: The members over time; None where nothing is known.
+        drawing: The members over time. None: they are not known.
     """
 
     sentences: list[str]
@@ -94,7 +94,7 @@ class RoundsSummary:
 
 
 def summarize_rounds(run: Run) -> RoundsSummary:
-    """Return what a report says of the rounds of a run."""
+    """Return the summary of the rounds of a run."""
     chaos = _read_chaos(run)
     kills = [each for each in _as_list(chaos.get("deaths")) if isinstance(each, dict)]
     return RoundsSummary(
@@ -128,12 +128,12 @@ def _lost(line: Line) -> dict[int, int]:
 
 
 def _pause(line: Line) -> float:
-    """Return the seconds for which training paused before a round; NaN if unknown."""
+    """Return the seconds that training paused before a round; NaN if unknown."""
     return number_or(line.get("continued")) - number_or(line.get("noticed"))
 
 
 def _lost_seconds(line: Line) -> float:
-    """Return the seconds that the deaths before a round cost: the pause and repeated work."""
+    """Return the seconds lost by the deaths before a round: the pause and the repeated work."""
     return _pause(line) + number_or(line.get("undone"), 0.0)
 
 
@@ -194,7 +194,7 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _read_chaos(run: Run) -> dict[str, Any]:
-    """Return what `lockstep chaos` found in this run; empty where it did not make it."""
+    """Return the result of `lockstep chaos`; empty if the command did not create this run."""
     try:
         return as_dict(orjson.loads((run.folder / CHAOS_FILE).read_bytes()))
     except (OSError, orjson.JSONDecodeError):
@@ -229,7 +229,7 @@ def _kill_row(number: int, kill: dict[str, Any]) -> list[str]:
 
 @dataclass
 class _Member:
-    """A member, at its place, from `begin` until `end`; killed by `signal`, if by one."""
+    """A member at its place, from `begin` to `end`; `signal` is None if it was not lost."""
 
     number: int
     place: int
@@ -269,14 +269,14 @@ def _last_launch(rounds: Sequence[Line]) -> list[Line]:
 
 
 def _launch_begin(run: Run, lines: Sequence[Line]) -> float:
-    """Return when the launch of some rounds began."""
+    """Return the time at which the launch of some rounds began."""
     first = number_or(lines[0].get("t")) if lines else math.nan
     times = [number_or(line.get("t")) for line in run.resumes]
     return max((time for time in times if time < first), default=0.0)
 
 
 def _trace_members(lines: Sequence[Line], begin: float, world_size: float) -> list[_Member]:
-    """Return the members, each at its place; the numbers of newcomers follow those of the first."""
+    """Return the members at their places; the numbers of newcomers follow the initial members'."""
     if not lines:
         return []
     joined = [member for line in lines for member in _members(line, "joined")]

@@ -62,7 +62,7 @@ from lockstep.report.timeline import layout_timelines
 
 __all__ = ["report_html", "report_markdown"]
 
-MAX_WARNINGS = 50  # that are listed
+MAX_WARNINGS = 50  # warnings that are listed
 
 
 def report_html(run: Run, simulated: Timeline | None = None) -> str:
@@ -70,7 +70,7 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
 
     Args:
         run: The run.
-        simulated: The simulation of the run's typical timeline, drawn below it.
+        simulated: The simulation of the run's typical timeline, drawn below it. None: none.
     """
     recorded, waits = typical_timeline(run), wait_matrix(run)
     summary = summarize(run)
@@ -189,7 +189,7 @@ def report_markdown(run: Run) -> str:
 
 
 def _time_table(run: Run) -> list[str]:
-    """Return how the ranks spent their time, as a Markdown table."""
+    """Return the time of the ranks by category, as a Markdown table."""
     rows = [
         [str(one.rank), format_duration(one.seconds), *map(format_percent, one.shares.values())]
         for one in time_by_rank(run)[:MAX_RANKS]
@@ -198,7 +198,7 @@ def _time_table(run: Run) -> list[str]:
 
 
 def _waits_table(run: Run) -> list[str]:
-    """Return who waits for whom as a Markdown table."""
+    """Return the waiting between ranks, as a Markdown table."""
     waits = wait_matrix(run)
     if waits is None:
         return []

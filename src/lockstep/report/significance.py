@@ -4,13 +4,13 @@ Consecutive steps are correlated (a busy machine stays busy for a while), so a t
 treats them as independent samples finds differences that do not exist. Therefore:
 
     1. Take the seconds per sample of each step, without the warm-up steps.
-    2. Estimate the integrated autocorrelation time of their ranks (of ranks, so that a
-       single step of a minute does not hide the rest).
-    3. Divide the steps into blocks longer than that, and take the median of each block.
+    2. Estimate the integrated autocorrelation time of their ranks by size (ranks, so that a single
+       step of a minute does not dominate the estimate).
+    3. Divide the steps into blocks of at least twice that length, and take the blocks' medians.
     4. Compare the medians of the blocks: their ratio, its 95% bootstrap interval, and the
        p-value of a permutation test.
 
-Two single runs also differ by the load of the machine; only repeated runs show that.
+Two single runs also differ because of the machine's load, which only repeated runs can show.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from lockstep.record.reader import Run
 __all__ = ["Significance", "StepTimes", "autocorrelation_time", "compare_speeds", "step_times"]
 
 
-WARMUP_FRACTION = 0.05  # of the steps, which are dropped
+WARMUP_FRACTION = 0.05  # fraction of the steps that is dropped
 MAX_WARMUP_STEPS = 20
 MAX_BLOCKS = 100
-MIN_BLOCKS = 6  # for a conclusion
+MIN_BLOCKS = 6  # minimum number of blocks for a conclusion
 NUM_RESAMPLES = 4000
-MAX_P_VALUE = 0.05  # of a significant difference
+MAX_P_VALUE = 0.05  # p-value below which a difference is significant
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Median seconds per sample and per step, and the medians of the blocks of steps."""
+    """The median seconds per sample and per step, and the medians of the blocks of steps."""
 
     per_sample: float
     per_step: float
@@ -44,13 +44,13 @@ class StepTimes:
 
     @property
     def speed(self) -> float:
-        """Samples per second."""
+        """The speed in samples per second."""
         return 1 / self.per_sample if self.per_sample > 0 else math.nan
 
 
 @dataclass(frozen=True)
 class Significance:
-    """The speed of the second run divided by that of the first, with its 95% interval.
+    """The ratio of the second run's speed to the first one's, with its 95% interval.
 
     `p_value` is the probability of a ratio at least as far from 1 if there is no difference.
     `is_known` is False if there are too few steps for a conclusion.
@@ -64,7 +64,7 @@ class Significance:
 
     @property
     def is_significant(self) -> bool:
-        """Whether the difference is larger than the variation of the steps explains."""
+        """Whether the variation of the steps does not explain the difference."""
         return self.is_known and self.p_value < MAX_P_VALUE and not self.low <= 1 <= self.high
 
 
@@ -83,7 +83,7 @@ def step_times(run: Run) -> StepTimes:
 
 
 def _block_medians(values: Column) -> Column:
-    """Return the medians of blocks that are longer than twice the autocorrelation time."""
+    """Return the medians of blocks of at least twice the autocorrelation time, at most 100."""
     length = max(
         math.ceil(2 * autocorrelation_time(values)), math.ceil(len(values) / MAX_BLOCKS), 1
     )
@@ -92,9 +92,9 @@ def _block_medians(values: Column) -> Column:
 
 
 def autocorrelation_time(values: Column) -> float:
-    """Return the integrated autocorrelation time of the ranks of `values`, in steps.
+    """Return the integrated autocorrelation time of the ranks (by size) of `values`, in steps.
 
-    It is 1 for independent values. The sum ends at the first lag that exceeds five times the
+    It is 1 for independent values. The sum ends at the first lag that is at least five times the
     sum so far.
     """
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
@@ -116,7 +116,7 @@ def compare_speeds(first: StepTimes, second: StepTimes) -> Significance:
     if not len(first.blocks) or not len(second.blocks):
         return Significance(math.nan, math.nan, math.nan, 1.0, is_known=False)
     ours, theirs = np.log(first.blocks), np.log(second.blocks)
-    # Fewer seconds per sample are a higher speed, hence first - second.
+    # Fewer seconds per sample mean a higher speed, hence first - second.
     observed = float(np.median(ours) - np.median(theirs))
     generator = np.random.default_rng(0)
     spread = _bootstrap_medians(generator, ours) - _bootstrap_medians(generator, theirs)
@@ -137,7 +137,7 @@ def _bootstrap_medians(generator: np.random.Generator, values: Column) -> Column
 
 
 def _permutation_p_value(generator: np.random.Generator, first: Column, second: Column) -> float:
-    """Return how often random relabeling separates the medians at least as far."""
+    """Return the fraction of random relabelings that separate the medians at least as far."""
     together = np.concatenate([first, second])
     observed = abs(float(np.median(first) - np.median(second)))
     mixed = generator.permuted(np.broadcast_to(together, (NUM_RESAMPLES, len(together))), axis=1)

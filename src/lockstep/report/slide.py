@@ -1,4 +1,4 @@
-"""The slide: one run as a picture of 16:9, for a talk or an issue.
+"""The slide: one run as a 16:9 picture, for a talk or an issue.
 
 name                                  state
 headline
@@ -33,7 +33,7 @@ __all__ = ["draw_slide"]
 
 WIDTH, HEIGHT, MARGIN = 1200, 675, 56
 INK, SOFT, FAINT, PAPER, WASH = "#16202e", "#5a6675", "#e4e8ee", "#ffffff", "#f5f7fa"
-MARK = "#aab4c0"  # of a step at which the run was resumed
+MARK = "#aab4c0"  # color of the mark at a step at which the run was resumed
 LINES = ("#0b6bb8", "#d1570c")
 BANDS = ("#b5d3ec", "#f3cdb4")
 FILLS = dict(zip(TIME_CATEGORIES, ("#0b6bb8", "#e3a008", "#aab4c0", "#b9509a"), strict=True))
@@ -129,7 +129,7 @@ def _draw_band(picture: Picture, series: Series, x: Axis, y: Axis, box: Frame) -
             outline = [
                 *high,
                 *reversed(low),
-            ]  # with a line, so that a peak of one step stays visible
+            ]  # a line keeps a peak of one step visible
             picture.add(Area(outline, color), Line([*outline, high[0]], color, 1.25))
 
 
@@ -156,7 +156,7 @@ def _finite_runs(x: Column, y: Column, box: Frame) -> list[list[Point]]:
 
 
 def _draw_time(picture: Picture, run: Run, x: float, y: float, width: float) -> None:
-    """Draw how each rank spent its time, one bar per rank."""
+    """Draw the time of each rank by category, one bar per rank."""
     rows = time_by_rank(run)
     if not rows:
         return

@@ -22,18 +22,18 @@ from lockstep.record.recorder import TIME_CATEGORIES
 __all__ = ["SlowRank", "SlowStep", "Summary", "as_text", "describe_layout", "find_slowest_rank"]
 __all__ += ["find_slowest_step", "last_time", "number_or", "numbers_of", "summarize"]
 
-MIN_EXCESS = 0.02  # a rank is called slow if it works longer than the mean by more than this
+MIN_EXCESS = 0.02  # fraction above the mean working time from which a rank is called slow
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a run; NaN or "" where the record does not have them.
+    """The figures of a run; NaN or "" if the record does not have them.
 
     `loss` and `metrics` are those of the last evaluation if there is one (`held_out`), else
-    those of the last epoch, else the means of the last steps. `seconds` is the duration of
+    those of the last epoch, else the means of the last 20 steps. `seconds` is the duration of
     the run, `speed` the samples per second during steps, and `step_seconds` the median
     duration of a step, both in the last layout. `resume_command` is "" if the run is done or
-    going, or has no checkpoint.
+    running, or has no checkpoint.
     """
 
     name: str
@@ -85,7 +85,7 @@ def summarize(run: Run) -> Summary:
 
 
 def _resume_command(run: Run) -> str:
-    """Return the command that resumes a run which has ended before it was done, else ""."""
+    """Return the command that resumes a run that ended early, else ""."""
     if run.state in ("done", "running"):
         return ""
     if not any((run.folder / "checkpoints").glob("step-*")):
@@ -103,7 +103,7 @@ def _resume_command(run: Run) -> str:
 
 
 def _total_seconds(run: Run) -> float:
-    """Return the duration of a run, over all of its processes."""
+    """Return the duration of a run over all of its processes, in seconds."""
     end = run.end or {}
     name = (
         "t" if run.resumes or run.rounds else "seconds"
@@ -112,7 +112,7 @@ def _total_seconds(run: Run) -> float:
 
 
 def _final_quality(run: Run) -> tuple[float, dict[str, float], bool]:
-    """Return the loss, the metrics, and whether they are those of held-out samples."""
+    """Return the loss, the metrics, and whether they were measured on held-out samples."""
     for epoch in reversed(run.epochs):
         evaluation = epoch.get("evaluation")
         if isinstance(evaluation, dict):
@@ -147,8 +147,8 @@ def describe_layout(layout: Line) -> str:
 class SlowRank:
     """The rank that the others wait for.
 
-    `seconds` is its mean working time per step, and `excess` how much that is above the mean
-    of all ranks, as a fraction.
+    `seconds` is its mean working time per step, and `excess` the fraction by which it exceeds the
+    mean of all ranks.
     """
 
     rank: int
@@ -187,7 +187,7 @@ class SlowStep:
 
 
 def find_slowest_step(run: Run) -> SlowStep | None:
-    """Return the longest step of the last layout and what made it long."""
+    """Return the longest step of the last layout, with the cause of its duration."""
     steps = run.layout_steps
     seconds = steps.seconds
     if not np.isfinite(seconds).any():
@@ -208,7 +208,7 @@ def find_slowest_step(run: Run) -> SlowStep | None:
 def _find_cause(rows: Column, at: int, excess: float) -> tuple[str, int]:
     """Return the category and rank that account for most of a step's excess, or ("", 0).
 
-    Waiting is never the cause, because a rank waits for the work of another rank.
+    Waiting is never the cause, because a waiting rank waits for the work of another one.
     """
     near = rows[max(0, at - 500) : at + 500]
     if not np.isfinite(rows[at]).any():
@@ -220,7 +220,7 @@ def _find_cause(rows: Column, at: int, excess: float) -> tuple[str, int]:
 
 
 def last_time(run: Run) -> float:
-    """Return the largest time `t` of the last lines, in seconds since the run began."""
+    """Return the largest time `t` of the last lines, in seconds since the run began, or NaN."""
     lines = (*run.epochs[-1:], *run.warnings[-1:], *run.resumes[-1:], *run.rounds[-1:])
     times = [number_or(line.get("t")) for line in lines]
     times += run.steps.t[-1:].tolist()

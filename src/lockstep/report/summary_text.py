@@ -189,7 +189,7 @@ def timeline_sentences(recorded: Timeline | None, simulated: Timeline | None) ->
 
 
 def _learning_rates(run: Run) -> list[str]:
-    """Return the learning rates to show: the only one; or the first, a larger one, the last."""
+    """Return the only learning rate, or the first, the maximum (if between them) and the last."""
     rates = run.steps.lr[np.isfinite(run.steps.lr)]
     if not len(rates):
         return []
@@ -218,7 +218,7 @@ def learning_rate_sentence(run: Run) -> str:
 
 
 def warning_sentence(line: dict[str, Any]) -> str:
-    """Return the line of a warning as a sentence."""
+    """Return a record's line "warning" as a sentence."""
     at, rank = number_or(line.get("t")), line.get("rank")
     when = f"after {format_duration(at)}" if math.isfinite(at) else ""
     who = "" if rank is None else f"rank {rank}"
@@ -227,7 +227,7 @@ def warning_sentence(line: dict[str, Any]) -> str:
 
 
 def command_line(run: Run) -> str:
-    """Return the command as it is typed in a shell; "" if the record does not have it."""
+    """Return the run's command for a shell; "" if the record does not have it."""
     command = run.header.get("command")
     if not isinstance(command, list) or not command:
         return ""
@@ -241,14 +241,14 @@ def command_line(run: Run) -> str:
 
 @dataclass(frozen=True)
 class SettingsGroup:
-    """Settings under one heading, as text."""
+    """A group of settings under one heading, as text."""
 
     name: str
     values: dict[str, str]
 
 
 def settings_groups(run: Run) -> list[SettingsGroup]:
-    """Return what is recorded of environment, layout, options, model, optimizer and variables."""
+    """Return the recorded environment, layout, options, model, optimizer and variables."""
     environment = dict(run.environment)
     variables = as_dict(environment.pop("variables", None))
     memory = number_or(environment.pop("memory_bytes", None))

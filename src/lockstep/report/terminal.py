@@ -35,7 +35,7 @@ def terminal_width() -> int:
 
 
 def wrap(sentence: str, indent: str = "", first: str | None = None) -> list[str]:
-    """Wrap a sentence to lines; `first` is the indent of the first line."""
+    """Wrap a sentence to lines; `first` is the indent of the first line, by default `indent`."""
     room = max(terminal_width(), len(indent) + 20)
     first = indent if first is None else first
     sentence = escape_control(sentence)
@@ -98,7 +98,7 @@ def _print_columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _print_blocks(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print each row as a block: its first cell, and below it the named others."""
+    """Print each row as a block: its first cell, and below it the other cells with their names."""
     indent = 2 + max(map(len, names)) + GAP
     for row in rows:
         _print_trimmed(Text(row[0], style="bold"))

@@ -41,8 +41,8 @@ DEFAULT_COLUMNS = 160  # of a drawing that is not written to a terminal
 def render_lines(timeline: Timeline, scale: float) -> list[Text]:
     """Return one line of text per rank, with `scale` columns per unit of time.
 
-    A span is its micro-batch, filled up with the sign of its kind, so it is readable without
-    colors. A label that does not fit is left out.
+    A span is the number of its micro-batch, padded with the sign of its kind, so it is readable
+    without colors. A number that does not fit is left out.
     """
     lines = []
     margin = _name_columns(timeline)
@@ -79,7 +79,7 @@ def text_scale(timelines: Sequence[Timeline], columns: int | None = None) -> flo
 
 
 def text_legend(timeline: Timeline) -> list[str]:
-    """Return one phrase per kind of work that explains its sign."""
+    """Return the sign and the name of each kind of work."""
     return [f"0{_sign(kind) * 2} {KIND_NAMES.get(kind, kind)}" for kind in timeline.kinds]
 
 
@@ -122,9 +122,9 @@ def draw_timelines(
 
     Args:
         timelines: The timelines.
-        title: The title of the picture, which is not drawn.
-        label: Formats a time.
-        name: The name of the axis, with the unit if `label` has none.
+        title: The title of the SVG document, which is not drawn.
+        label: The function that formats a time.
+        name: The name of the axis, with the unit if `label` does not add it.
     """
     heights = [TITLE_HEIGHT + one.num_ranks * (LANE_HEIGHT + LANE_GAP) for one in timelines]
     picture = Picture(
@@ -184,7 +184,7 @@ def _draw_legend(picture: Picture, kinds: Sequence[str], y: float) -> None:
 # ---- HTML ----
 
 MAX_LANES = 32  # ranks that are drawn
-HTML_WIDTH = 10_000  # of the coordinates of a lane, which the page stretches
+HTML_WIDTH = 10_000  # range of a lane's coordinates, which the page stretches
 MIN_LABELED = 0.018  # fraction of the width from which a span shows its micro-batch
 HTML_SHADES = 2
 

@@ -1,7 +1,7 @@
 """Timelines as JSON in the Trace Event Format, for Perfetto and chrome://tracing.
 
     process   the run                 thread   a rank
-    slice     (ph X) a step; within it its spans of span, and the waiting between them
+    slice     (ph X) a step; within it the spans of work, and the waiting between them
     arrow     (ph s, f) from the span that computed an output or gradient to the span on
               another rank that used it
 
@@ -35,7 +35,7 @@ COLORS = {
 def export_trace(run: Run) -> bytes:
     """Return the trace of all recorded timelines of a run as JSON.
 
-    If there are none, the trace has the sums of the last 2,000 steps.
+    If there are none, the trace has the times per category of the last 2,000 steps.
     """
     recorded = list(_recorded_steps(run)) or list(_summed_steps(run))
     found = {
@@ -49,8 +49,8 @@ def export_trace(run: Run) -> bytes:
 def _recorded_steps(run: Run) -> Iterator[Timeline]:
     """Yield the recorded timelines.
 
-    Each process of a resumed run has a clock of its own, so the first timeline of a process
-    follows the last one of the process before.
+    Each process of a resumed run has a separate clock, so the first timeline of a process is moved
+    to the end of the last one of the previous process.
     """
     shift, end, segment = 0.0, 0.0, -1
     for line in run.timelines:
@@ -125,7 +125,7 @@ def _slices(title: str, rank: int, spans: Sequence[Span], at: float) -> Iterator
 def _slice(
     name: str, kind: str, rank: int, begin: float, end: float, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return one slice; times in seconds."""
+    """Return one slice; `begin` and `end` are in seconds."""
     ts = _microseconds(begin)
     found = {
         "ph": "X", "name": name, "cat": kind, "pid": PROCESS_ID, "tid": rank, "ts": ts,

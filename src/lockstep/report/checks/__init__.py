@@ -17,8 +17,8 @@ class CheckResult:
     Args:
         verdict: "bad" if a run would fail, "note" if something is worth knowing, else "good".
         subject: What was checked, such as "memory".
-        what: What was found.
-        advice: What to do about it.
+        what: The finding.
+        advice: The action to take; "" for none.
     """
 
     verdict: Verdict
@@ -36,15 +36,15 @@ class Requirements:
 
 
 def good(subject: str, what: str) -> CheckResult:
-    """Return the result of a passed check."""
+    """Return a result with the verdict "good"."""
     return CheckResult("good", subject, what)
 
 
 def note(subject: str, what: str, advice: str = "") -> CheckResult:
-    """Return a result that is worth knowing, without which a run would still work."""
+    """Return a result with the verdict "note": a run works despite it."""
     return CheckResult("note", subject, what, advice)
 
 
 def bad(subject: str, what: str, advice: str) -> CheckResult:
-    """Return the result of a failed check."""
+    """Return a result with the verdict "bad": a run would fail."""
     return CheckResult("bad", subject, what, advice)

@@ -198,7 +198,7 @@ NUM_ELEMENTS = 1 << 20  # 4 MiB of float32
 
 
 def check_native(requirements: Requirements) -> Iterator[CheckResult]:
-    """Say whether the backend "lockstep" can be used, and if not, why."""
+    """Check whether the backend "lockstep" can be used; if not, report the reason."""
     reason = native.reason_unavailable()
     if reason is None:
         yield good("backend", "'lockstep' can be used by runs on one host")
@@ -277,7 +277,7 @@ def check_backend(name: str) -> CheckResult:
 
 @dataclass(frozen=True)
 class AllReduceResult:
-    """The results of one rank: wrong elements, median seconds for 4 MiB and for 4 bytes."""
+    """The results of one rank: number of wrong elements, median seconds for 4 MiB and 4 bytes."""
 
     wrong: int
     seconds: float

@@ -27,7 +27,7 @@ from lockstep.report.checks import CheckResult, Requirements, bad, good, note
 __all__ = ["check_clock", "check_cores", "check_disk", "check_memory", "check_memory_speed"]
 __all__ += ["check_microbatches", "check_open_files", "check_ranks_at_once", "check_shared_memory"]
 
-RANK_BYTES = 400e6  # memory of a rank that has imported torch, before any model
+RANK_BYTES = 400e6  # memory of a rank that has imported torch, without a model
 CGROUP = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
 MIN_SHM_BYTES = 1 << 30
@@ -37,7 +37,7 @@ FILES_PER_RANK = 64
 OTHER_FILES = 128
 MIN_DISK_BYTES = 100e6
 RANKS_TIMEOUT = 60.0  # seconds for ranks to start, compute and end
-COMPUTE_SECONDS = 0.15  # alone and at the same time
+COMPUTE_SECONDS = 0.15  # duration of each measurement
 
 
 def check_cores(requirements: Requirements) -> Iterator[CheckResult]:
@@ -174,7 +174,7 @@ def segment_refusal() -> str:
 
 
 def check_disk(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check that a file can be written in the current folder and in that of temporary files."""
+    """Check that files can be written to the current folder and the folder of temporary files."""
     for place, use in ((Path.cwd(), "runs are recorded here"), (None, "temporary files")):
         name = "disk" if place else "temporary files"
         try:
@@ -277,7 +277,7 @@ def check_ranks_at_once(requirements: Requirements) -> Iterator[CheckResult]:
 
 
 def _products_per_second(start: float) -> float:
-    """Multiply matrices from the wall-clock time `start` on; return products per second."""
+    """Multiply matrices, starting at the wall-clock time `start`; return products per second."""
     import torch
 
     torch.set_num_threads(1)

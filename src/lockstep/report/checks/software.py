@@ -20,7 +20,7 @@ __all__ = ["check_compiler", "check_gpus", "check_mpi", "check_python", "check_t
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 11)
-TIMEOUT = 30.0  # seconds for each program
+TIMEOUT = 30.0  # seconds for each program that is run
 
 RANK_PROGRAM = """
 import os
@@ -77,7 +77,7 @@ def check_torch(requirements: Requirements) -> Iterator[CheckResult]:
 
 
 def check_compiler(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check that a C++20 program, as the native extension is one, can be compiled and run."""
+    """Check that a C++20 program can be compiled and run, as the native extension requires."""
     advice = "only `lockstep build` needs one: install g++ or clang++, or set CXX"
     try:
         found = find_compiler()
