@@ -41,11 +41,11 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
 
     Args:
         value: Nested dicts, lists, tuples, sets, numbers, strings, bytes, tensors, numpy arrays.
-        tensors: Receives the tensors by name, as they are, not copied.
-        path: What `value` is, such as "optimizer": the first part of the tensors' names.
+        tensors: Receives the tensors by name, without copying them.
+        path: The first part of the tensors' names, such as "optimizer".
 
     Raises:
-        UsageError: The state holds an object of another type; the message names its place.
+        UsageError: The state holds an object of another type; the message names its position.
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -160,7 +160,7 @@ def _decode_pairs(pairs: list[Any], tensors: Mapping[str, torch.Tensor]) -> dict
 
 
 def _sort_key(element: Any) -> tuple[str, str]:
-    """Order the elements of a set alike in all processes; their own order depends on hashes."""
+    """Return a key that sorts a set alike in all processes; its own order depends on hashes."""
     return type(element).__name__, repr(element)
 
 
@@ -191,7 +191,7 @@ def _encode_leaf(value: Any, path: str) -> Any:
 
 
 def _encode_tensor(value: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -> Any:
-    """Return the reference to a tensor: its name, and what its file cannot say about it."""
+    """Return the reference to a tensor: its name, and properties that its file cannot store."""
     if value.layout is torch.sparse_coo:  # such as SGD's momentum of a sparse gradient
         parts: dict[str, Any] = {"shape": list(value.shape), "coalesced": value.is_coalesced()}
         for name, part in (("indices", value._indices()), ("values", value._values())):

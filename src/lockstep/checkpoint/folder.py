@@ -1,17 +1,17 @@
-"""The folder of checkpoints: which there are, which are whole, and what is in one.
+"""The folder of checkpoints: finding, verifying and reading them.
 
     runs/NAME/checkpoints/
         step-100/
             manifest.json              every file's size and checksum, written last
-            state.json                 what is not a tensor; refers to tensors by name
+            state.json                 values other than tensors; refers to tensors by name
             model.safetensors          the model's state dict, for any program
             optimizer.safetensors      "conv.weight/exp_avg"
             ema.safetensors            the averaged weights, if there are any
             state.safetensors          buffers, registered objects
         .step-200.37/                  being written, renamed when it is complete
 
-With pipeline stages each stage writes files of its own: model-00001-of-00002.safetensors, with
-an index as of Hugging Face's libraries.
+With pipeline stages each stage writes separate files: model-00001-of-00002.safetensors, with an
+index in the format of Hugging Face's libraries.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def count_steps(path: Path) -> int:
-    """Return how many steps are in a checkpoint that `find_checkpoints` returned."""
+    """Return the number of steps before a checkpoint that `find_checkpoints` returned."""
     return int(path.name.split("-")[1])
 
 
 def verify(path: Path) -> str:
-    """Read every file of a checkpoint; return what is wrong with it, or ""."""
+    """Read every file of a checkpoint; return a description of its damage, or ""."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         version, files = manifest["format"], dict(manifest["files"])
@@ -109,7 +109,7 @@ def find_newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def locate_checkpoint(place: str | Path, runs: str | Path = RUNS) -> tuple[Path | None, Path]:
-    """Return the checkpoint at `place` if it is one, and the folder of its checkpoints.
+    """Return the checkpoint at `place` (None for a run) and the folder of checkpoints.
 
     Args:
         place: A checkpoint, a run's folder, or the name of a run in `runs`.
@@ -158,7 +158,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint, read when they are asked for: "model/conv.weight"."""
+    """The tensors of a checkpoint by name ("model/conv.weight"), each read on access."""
 
     def __init__(self, path: Path, names: list[str]) -> None:
         self._stack = ExitStack()
@@ -195,7 +195,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints."""
     for path in find_checkpoints(folder)[keep:]:
-        # The manifest first: what is left after an interruption does not count as complete.
+        # The manifest first, so that an interrupted removal leaves no complete checkpoint.
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
 
@@ -205,11 +205,11 @@ def set_aside_newer(folder: Path, used: Path, step: int) -> list[Path]:
 
     Args:
         folder: The run's folder of checkpoints.
-        used: The checkpoint that it continues from, which may be elsewhere.
-        step: The number of steps finished there.
+        used: The checkpoint that it continues from, which may be in another folder.
+        step: The number of steps finished in that checkpoint.
 
     Returns:
-        Their new paths, the newest first. They no longer count, and are never removed.
+        Their new paths, the newest first. They are no longer used, and never removed.
     """
     found = find_checkpoints(folder)
     if used in found:
@@ -228,11 +228,11 @@ def set_aside_newer(folder: Path, used: Path, step: int) -> list[Path]:
 
 
 def remove_incomplete(folder: Path, name: str | None = None) -> None:
-    """Remove what interrupted runs left half-written, while no process writes here.
+    """Remove incomplete checkpoints of interrupted runs; call it while no process writes here.
 
     Args:
-        folder: A folder of checkpoints, or the parent of a checkpoint of the user's own.
-        name: The name of that checkpoint.
+        folder: A folder of checkpoints, or the parent folder of a checkpoint at a user's path.
+        name: The name of that checkpoint. None: all incomplete ones.
     """
     aside = INCOMPLETE if name is None else re.compile(rf"\.{re.escape(name)}\.\d+")
     for path in list(folder.iterdir()) if folder.is_dir() else ():

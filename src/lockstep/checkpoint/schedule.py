@@ -11,18 +11,18 @@ from lockstep.errors import UsageError
 
 __all__ = ["CheckpointConfig", "CheckpointSchedule", "Stateful"]
 
-LEAST_SECONDS, MOST_SECONDS = 10.0, 300.0  # between two checkpoints if no interval is given
-COST = 1 / 200  # of the time is what writing may take then
+LEAST_SECONDS, MOST_SECONDS = 10.0, 300.0  # between two checkpoints by default
+COST = 1 / 200  # fraction of the time that writing may take by default
 
 
 class Stateful(Protocol):
     """An object whose state is saved and restored: a module, a meter, a trainer."""
 
     def state_dict(self) -> Any:
-        """Return its state."""
+        """Return the state."""
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Go on from a state that `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class CheckpointConfig:
 
 
 class CheckpointSchedule:
-    """Decides after which steps a checkpoint is due.
+    """The rule that decides after which steps a checkpoint is due.
 
     Args:
         config: The intervals.
@@ -102,7 +102,7 @@ class CheckpointSchedule:
         Args:
             steps: The number of finished steps.
             now: The time, by the same clock.
-            cost: Seconds that writing the latest checkpoint took.
+            cost: The seconds that writing the latest checkpoint took.
         """
         if self._steps is not None and steps // self._steps > self._last_step // self._steps:
             return True
@@ -112,5 +112,5 @@ class CheckpointSchedule:
         return seconds is not None and now - self._last_time >= seconds
 
     def saved(self, steps: int, now: float) -> None:
-        """Count a checkpoint that was saved, or loaded, after `steps` steps."""
+        """Note that a checkpoint was saved or loaded after `steps` steps."""
         self._last_step, self._last_time = steps, now

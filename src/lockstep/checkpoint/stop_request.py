@@ -20,7 +20,7 @@ from lockstep.launcher.failure_attribution import STOPPED
 __all__ = ["Finish", "StopRequest", "StoppedOnRequest", "stopping"]
 
 Finish = Callable[[str, str], None]
-"""Ends a training as "done", "failed" or "stopped", with a message."""
+"""A function that ends a training as "done", "failed" or "stopped", with a message."""
 
 
 class StoppedOnRequest(SystemExit):
@@ -31,19 +31,19 @@ class StoppedOnRequest(SystemExit):
         self.message = message
 
     def __str__(self) -> str:
-        """Return where it stopped."""
+        """Return the message of the stop."""
         return self.message
 
 
 @contextmanager
 def stopping(finish: Finish, abandon: Callable[[], None]) -> Iterator[None]:
-    """Finish the training as stopped, if the body stops on request.
+    """Finish the training as stopped if the body stops on request.
 
-    After a failure, the checkpoint that is being written is given up.
+    If the body fails, the checkpoint that is being written is abandoned.
     """
     try:
         yield
-    except Exception:  # of any kind: the state that was copied before it is not trusted
+    except Exception:  # the state that was copied before a failure is not trusted
         abandon()
         raise
     except StoppedOnRequest as stop:
@@ -52,13 +52,13 @@ def stopping(finish: Finish, abandon: Callable[[], None]) -> Iterator[None]:
 
 
 class StopRequest:
-    """Notes SIGTERM from `listen` to `close`; a second one ends the process as usual.
+    """A handler that notes SIGTERM from `listen` to `close`; a second SIGTERM ends the process.
 
-    A process that a launcher started ignores the second one: launchers pass on a signal that
-    systemd or srun send to every process anyway, and end ranks that take too long.
+    A process that a launcher started ignores the second signal: launchers pass on a signal that
+    systemd or srun also send to every process, and they end ranks that take too long.
 
-    It leaves a handler of the program's own in place, and does nothing outside the main thread.
-    Forked children, such as loader workers, keep their default.
+    If the program has a handler for SIGTERM, it stays in place. Outside the main thread nothing
+    happens. Forked children, such as loader workers, keep their default.
     """
 
     def __init__(self) -> None:

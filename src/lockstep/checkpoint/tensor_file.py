@@ -2,9 +2,9 @@
 
     | length of the header, 8 bytes | header: JSON of name -> dtype, shape, offsets | tensors ... |
 
-The format is that of the library safetensors, which reads the files here and elsewhere. Its
-own writer copies all tensors into one object first and keeps other threads from running
-meanwhile; this one writes from the tensors' memory in pieces, so that training continues.
+The format is that of the library safetensors, which reads the files here and elsewhere. The
+library's writer first copies all tensors into one object and blocks other threads meanwhile. This
+writer writes pieces of the tensors' memory, so that training continues.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
                                   └──> write, sync ─> wait for the parts ─> rename   (a thread)
                                        of the other stages
 
-    every writing rank                          rank 0, when all parts are there
+    every writing rank                          rank 0, after all parts are written
     .step-100.7/model-00002-of-00002.safetensors    .step-100.7/manifest.json
     .step-100.7/part-1.json                         .step-100.7 -> step-100
 
-A checkpoint is therefore complete or absent, whenever the processes or the machine stop.
+A checkpoint is therefore either complete or absent, even if the processes or the machine stop.
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ from lockstep.messages import say
 __all__ = ["CheckpointWriter", "SavedCheckpoint"]
 
 PART_TIMEOUT = 600.0  # seconds that rank 0 waits for the files of the other stages
-POLL = 0.02  # seconds between two looks for them
+POLL = 0.02  # seconds between two checks for these files
 REMARK_AFTER = 60.0  # seconds of waiting for the disk
 
 Check = Callable[[], None]
-"""Raises if the checkpoint is abandoned."""
+"""A function that raises an exception if the checkpoint is abandoned."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that was written, or could not be.
+    """A checkpoint that was written, or that failed.
 
     Attributes:
         step: The number of finished steps.
-        path: Its folder.
-        size: Bytes that this rank wrote.
-        stall: Seconds that training waited for the copy.
-        seconds: Seconds until it was complete.
-        failure: Why it is not there; "" if it is.
-        digest: The digest of the model in it; None where each stage wrote a part of the model.
+        path: The folder of the checkpoint.
+        size: The number of bytes that this rank wrote.
+        stall: The seconds that training waited for the copy.
+        seconds: The seconds until the checkpoint was complete.
+        failure: The reason for a failure; "" if the checkpoint is complete.
+        digest: The digest of the model in the checkpoint. None: not computed, or each stage wrote a
+            part of the model.
     """
 
     step: int
@@ -77,9 +78,9 @@ class CheckpointWriter:
 
     Attributes:
         folder: The folder of checkpoints.
-        keep: How many of the latest are kept.
+        keep: The number of latest checkpoints that are kept.
         has_digests: Whether the digest of the model in a checkpoint is computed.
-        latest: The checkpoint that was written, or failed, last.
+        latest: The last checkpoint that was written or failed. None: there is none.
     """
 
     folder: Path
@@ -105,15 +106,15 @@ class CheckpointWriter:
         path: Path | None = None,
         begun: float | None = None,
     ) -> None:
-        """Copy a state and begin to write it; returns when the copy is made.
+        """Copy a state and begin to write it; return after the copy.
 
         Args:
-            state: What this rank has of the state.
+            state: This rank's part of the state.
             step: The number of finished steps.
             attempt: A number that no other checkpoint of this training has.
             part: The number of this rank's part, and the number of parts.
             path: The folder to create; None for "step-N" in the folder of checkpoints.
-            begun: When training began to wait, by `time.perf_counter`; None for now.
+            begun: The time at which training began to wait, by `time.perf_counter`. None: now.
 
         Raises:
             UsageError: The state cannot be encoded.
@@ -145,21 +146,21 @@ class CheckpointWriter:
         self._thread = None
 
     def abandon(self) -> None:
-        """Give up the checkpoint that is being written, and wait until it is removed.
+        """Abandon the checkpoint that is being written, and wait until it is removed.
 
-        Called when a failure is diagnosed: what was copied just before it is not trusted.
+        Called after a failure: the state that was copied just before it is not trusted.
         """
         self._abandoned.set()
         self.wait()
 
     def take_saved(self) -> list[SavedCheckpoint]:
-        """Return the checkpoints that were finished, or failed, since the last call."""
+        """Return the checkpoints that were completed or failed since the last call."""
         found, self._saved = self._saved, []
         return found
 
     @torch.no_grad()
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy tensors into memory that every checkpoint uses again: page faults are slow."""
+        """Copy tensors into memory that all checkpoints reuse, because page faults are slow."""
         copies = {}
         for name, tensor in tensors.items():
             here = self._buffers.get(name)
@@ -183,7 +184,7 @@ class CheckpointWriter:
         stall: float,
         abandoned: threading.Event,
     ) -> None:
-        """Write this rank's files, and on rank 0 complete the checkpoint; runs in the thread."""
+        """Write this rank's files and, on rank 0, complete the checkpoint; runs in the thread."""
         folder = self.folder if path is None else path.absolute().parent
         aside = folder / f".{f'step-{step}' if path is None else path.name}.{attempt}"
         final, size, failure = path or folder / f"step-{step}", 0, ""
@@ -211,7 +212,7 @@ class CheckpointWriter:
             failure = said or type(error).__name__
             shutil.rmtree(aside, ignore_errors=True)
         seconds = time.perf_counter() - begun
-        # Last: a resuming process may need the checkpoint, and nothing waits for the digest.
+        # Last, because a resuming process may need the checkpoint; nothing waits for the digest.
         is_whole = self.has_digests and part == (0, 1) and not failure
         model = _digest_model(plain, tensors) if is_whole else None
         self.latest = SavedCheckpoint(step, final, size, stall, seconds, failure, model)
@@ -219,7 +220,7 @@ class CheckpointWriter:
 
 
 def _digest_model(plain: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str | None:
-    """Return the digest of the encoded model of a state; None if it holds none that has one."""
+    """Return the digest of the model in an encoded state; None if it has no digest."""
     if "model" not in plain:
         return None
     state: dict[str, Any] = {}
@@ -250,7 +251,7 @@ def _write_files(
     files: dict[str, dict[str, Any]] = {}
     for kind, group in kinds.items():
         name = name_part(kind, *part, ".safetensors")
-        (aside / name).unlink(missing_ok=True)  # of a rank that was killed, whose part this is
+        (aside / name).unlink(missing_ok=True)  # left by a killed rank with the same part
         descriptor = create_file(aside / name)
         with os.fdopen(descriptor, "wb", buffering=0) as file:
             size, checksum = write_tensors(file, group, check)
@@ -271,7 +272,7 @@ def _write_file(path: Path, text: bytes) -> None:
 
 
 def _await_parts(aside: Path, count: int, check: Check) -> dict[str, dict[str, Any]]:
-    """Wait for the files of the other stages; return what they said about them."""
+    """Wait for the files of the other stages; return their sizes, checksums and tensors by name."""
     deadline = time.monotonic() + PART_TIMEOUT
     found: dict[str, dict[str, Any]] = {}
     for number in range(1, count):
@@ -292,7 +293,7 @@ def _complete(
     step: int,
     check: Check,
 ) -> Path:
-    """Write index and manifest, and rename the folder; return its new path."""
+    """Write the index and the manifest, and rename the folder; return its new path."""
     shards = {name: entry.pop("tensors") for name, entry in files.items() if "tensors" in entry}
     if shards:
         weight_map = {tensor: name for name, names in shards.items() for tensor in names}
