@@ -4,18 +4,18 @@
     ├── UsageError                    exit status 2: usage error; nothing was started
     │   ├── LaunchEnvironmentError    environment variables contradict each other about this rank
     │   ├── LayoutError               ranks, replicas and micro-batches that do not fit together
-    │   └── DatasetError              a dataset that cannot be used as asked
+    │   └── DatasetError              a dataset that cannot be used as requested
     └── WorkError                     exit status 1: the work failed
         ├── RankError                 a rank raised, exited or was killed
         ├── RendezvousError           ranks that did not find each other in time
         ├── DisagreementError         ranks hold different models, data or settings
-        ├── FileError                 a data file that is damaged, or a place that cannot be written
+        ├── FileError                 a damaged data file, or a file that cannot be read or written
         ├── SampleError               the dataset raised while a sample was loaded
-        ├── LossError                 a loss is not a scalar, is not finite, or raised an error
+        ├── LossError                 a loss that is not a scalar, is not finite, or raised an error
         ├── GradientError             a gradient that cannot be added exactly
         ├── BufferMismatchError       a buffer whose results cannot be merged
         ├── StateError                a step wrote parameters or drew from private generators
-        ├── StoppedError              another rank of a pipeline failed and said so
+        ├── StoppedError              another rank of a pipeline failed and reported it
         └── LostError                 another rank of a pipeline cannot be reached
 
 Every message is written for the person who runs the program: the launcher and

@@ -36,7 +36,7 @@ STORE = "LOCKSTEP_STORE"
 #     JOIN       1 if the process joins others that are already running
 #     MIRROR     folder of mirrors
 #     ROUND      why the process replaces others, as JSON
-#     HANDOVER   folder with the state of those others
+#     HANDOVER   folder with the state that the surviving processes wrote
 ELASTIC, MEMBER = "LOCKSTEP_ELASTIC", "LOCKSTEP_MEMBER"
 JOIN, MIRROR = "LOCKSTEP_JOIN", "LOCKSTEP_MIRROR"
 ROUND, HANDOVER = "LOCKSTEP_ROUND", "LOCKSTEP_HANDOVER"

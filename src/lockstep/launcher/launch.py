@@ -194,8 +194,8 @@ class _Terminated(BaseException):
 def _catch_sigterm() -> Iterator[list[int]]:
     """Collect SIGTERM in the list that this yields; a second one raises.
 
-    At the end the program is ended by SIGTERM after all, unless the list has been cleared.
-    Does nothing outside the main thread, and if the program has its own handler.
+    After the body SIGTERM ends the program if there was one, unless the list has been cleared.
+    Does nothing outside the main thread, or if the program has its own handler.
     """
     requests: list[int] = []
 
@@ -260,7 +260,7 @@ def launch(
 ) -> list[T] | ProcessContext:
     """Run `fn(*args)` in `nprocs` processes and return their values in rank order.
 
-    Functions of `__main__` or a notebook, closures and lambdas are sent by value. Inside,
+    Functions of `__main__` or a notebook, closures and lambdas are sent by value. In the function,
     `lockstep.rank()` and the like work at once, and `lockstep.init()` joins the world. Rank 0
     inherits this process's standard input.
 
@@ -282,7 +282,8 @@ def launch(
         RankError: A rank failed (the first one is named, with its traceback as a note), or
             the timeout expired; the other ranks were ended.
         SystemExit: The ranks stopped on request (`ProcessContext.join`); the status is 75.
-        UsageError: `nprocs` is below 1, or the function cannot be pickled.
+        UsageError: An argument is not valid, the function cannot be pickled, or this process may
+            not open enough files.
     """
     _check(fn, args, nprocs, start_method, timeout)
     if _calls_in_this_process:

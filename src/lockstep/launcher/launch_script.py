@@ -82,7 +82,7 @@ TAIL = 12  # lines of the failed rank that are shown again at the end
 
 
 class Interrupted(Exception):
-    """A signal, `number`, asked the launcher to stop; `has_stopped`: the ranks can be resumed."""
+    """The signal `number` asked the launcher to stop; `has_stopped`: whether the run can resume."""
 
     has_stopped = False
 
@@ -128,8 +128,8 @@ def launch_script(
     """Run what `config` describes and wait for it; no process remains afterwards.
 
     Args:
-        config: What to run, and how.
-        start: Starts the ranks; None for `start_ranks`.
+        config: The configuration of the launch.
+        start: Function that starts the ranks; None for `start_ranks`.
 
     Returns:
         The exit status: 0, or 75 if the ranks stopped on request and can be resumed.
@@ -287,7 +287,7 @@ def terminating(ranks: RankSupervisor) -> Iterator[None]:
 
 
 def open_supervisor(config: LaunchConfig, folder: RunFolder, ranks: range) -> RankSupervisor:
-    """Return the supervisor of ranks that are yet to be started."""
+    """Return the supervisor of ranks that have not been started yet."""
     return RankSupervisor(
         get_fork_server(for_training=_is_training(config)).open_launch(),
         ranks,

@@ -183,19 +183,19 @@ def exec_interpreter(message: Message, report: int, work: int) -> NoReturn:
 
 
 def main(order: str, report: int, work: int) -> None:
-    """Do the work in a new interpreter, whose streams, folder and variables are already set."""
+    """Do the work in a new interpreter that has its streams, working directory and variables."""
     message = json.loads(order)
     sys.argv[:] = message["argv"]
     exit_process(run_and_report(message, open_channel(report), work))
 
 
 def get_exit_code() -> object:
-    """Return what the program has passed to `sys.exit`, for atexit handlers of a rank."""
+    """Return the argument that the program passed to `sys.exit`, for a rank's atexit handlers."""
     return _exit_code
 
 
 def get_task() -> str | None:
-    """Return what this rank runs: a "function", "script" or "module"; None without a launcher."""
+    """Return this rank's kind of task: "function", "script" or "module"; None if not launched."""
     return _task
 
 
@@ -323,7 +323,7 @@ def run_and_report(message: Message, report: Channel, work: int) -> int:
 
 
 def _skip_breakpoint(*args: Any, **kwargs: Any) -> None:
-    """Handle `breakpoint()` in a rank without input: say so, once, and go on."""
+    """Handle `breakpoint()` in a rank without input: print a note the first time, and continue."""
     sys.breakpointhook = lambda *args, **kwargs: None
     caller = sys._getframe(1)
     say(
@@ -403,7 +403,7 @@ def _send_error(report: Channel, error: BaseException, *, shown: bool) -> int:
     else:
         shown = True  # a forked child has no launcher that would show it
     if _is_rank() and report_message["plain"] and shown:
-        traceback.print_exception(error)  # into the log; the launcher shows the sentence
+        traceback.print_exception(error)  # into the log; the launcher shows the message
     elif shown:
         sys.excepthook(type(error), error, error.__traceback__)
     if isinstance(error, KeyboardInterrupt):

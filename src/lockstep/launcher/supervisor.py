@@ -73,7 +73,7 @@ class RankSupervisor:
         channel: The fork server's socket for this launch (`ForkServer.open_launch`).
         ranks: The ranks to start here.
         own_fork_server: A fork server for this launch only, closed together with it.
-        hang_policy: What to do about ranks that hang.
+        hang_policy: The policy for ranks that hang; None for the default one.
         noun: The word before the number of a rank in messages: "member" in an elastic run, where
             the rank of a process can differ from round to round.
 
@@ -179,7 +179,7 @@ class RankSupervisor:
 
         Args:
             rank: The rank.
-            task: What to run (`rank_process.ForkedProcess`).
+            task: The message that describes its work (`rank_process.ForkedProcess`).
             work: Descriptor of the file with the pickled function, if it runs one.
             output: Where its output goes; None for this process's stdout and stderr.
             streams: Descriptors of its stdin, stdout and stderr; None for the streams that
@@ -242,7 +242,8 @@ class RankSupervisor:
         Args:
             deadline: A `time.monotonic()` time; None waits without limit.
             grace: Seconds that the ranks have to stop on request.
-            is_stop_requested: Whether to ask them to stop; called several times per second.
+            is_stop_requested: Function that returns whether to ask them to stop; called several
+                times per second.
 
         Returns:
             None, or the error of the rank that failed first, or of a rank that hangs if the

@@ -1,4 +1,4 @@
-"""What a binding is compiled for: one torch, one Python, one state of the C++ sources.
+"""The key of a binding: the torch, the Python and the C++ sources that it is compiled for.
 
 torch has no stable interface for backends of `torch.distributed`, so a binding works with one
 build of torch only. The key of a binding is stored beside it, and a process loads only a binding
