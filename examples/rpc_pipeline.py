@@ -3,11 +3,11 @@
     master     cuts the batch, calls forward, computes the loss, calls backward and step
     worker 1   conv1 ... layer2     ──activations──>     worker 2   layer3 ... fc
 
-What `torch.distributed.rpc` makes of a pipeline: modules made on their workers,
-references to their outputs, autograd and an optimizer across processes. The
-outputs of all splits come back to the master before any backward begins. It is in
-maintenance mode and its messages are not authenticated: here they stay on this
-host. The same work by `lockstep.Trainer(stages=2)` needs no master.
+A pipeline with `torch.distributed.rpc`: modules are created on their workers, and
+references to outputs, autograd and an optimizer span the processes. The outputs of
+all splits return to the master before any backward begins. `torch.distributed.rpc`
+is in maintenance mode, and its messages are not authenticated, so here they stay on
+this host. `lockstep.Trainer(stages=2)` does the same work without a master.
 
     python -m examples.rpc_pipeline --splits 1,2,4,8
 """
@@ -41,7 +41,7 @@ CUT = 11
 """The blocks of ResNet-50 in the first shard: the stem, layer1 and layer2."""
 
 SEED = 0
-THREADS = 128  # a split that waits for its inputs holds one: as many splits as threads hang
+THREADS = 128  # must exceed the splits: a split that waits for its inputs occupies a thread
 
 
 class Shard(nn.Module):
@@ -54,10 +54,10 @@ class Shard(nn.Module):
         self._lock = threading.Lock()
 
     def forward(self, inputs: Any) -> torch.Tensor:
-        """Compute what the reference `inputs` stands for; it travels here from its owner."""
+        """Fetch the inputs from the owner of the reference `inputs`, and compute the outputs."""
         here = inputs.to_here()
         with self._lock:
-            torch.set_num_threads(1)  # of this thread, one of those that serve calls
+            torch.set_num_threads(1)  # applies to this thread, one of those that serve calls
             return self.blocks(here)  # type: ignore[no-any-return]
 
     def references(self) -> list[Any]:
@@ -66,7 +66,7 @@ class Shard(nn.Module):
 
 
 class Master:
-    """Drives two shards; `build` makes the whole model, of which each worker keeps its part."""
+    """Drives two shards; each worker keeps its part of the model that `build` returns."""
 
     def __init__(self, build: Callable[[], Any], cut: int, lr: float) -> None:
         first, second = WORKERS
@@ -76,7 +76,7 @@ class Master:
         self.optimizer = optimizer_of(parameters, lr)
 
     def forward(self, inputs: torch.Tensor, splits: int) -> torch.Tensor:
-        """Return the outputs; the second worker computes one split beside the first's next."""
+        """Return the outputs; the second worker computes a split while the first has the next."""
         coming = []
         for part in inputs.chunk(splits):
             between = self.first.remote().forward(rpc.RRef(part))
@@ -93,38 +93,39 @@ class Master:
 
 
 class PlainSGD(torch.optim.SGD):
-    """SGD by another name: for torch's own, workers would use what torch deprecates."""
+    """SGD under another name: torch's own would make workers run deprecated TorchScript."""
 
 
 def optimizer_of(parameters: list[Any], lr: float) -> Any:
-    """Return SGD of parameters on other processes, each kept and stepped by its owner."""
+    """Return SGD for parameters in other processes; each owner updates its parameters."""
     with warnings.catch_warnings():
-        # Its module, when it is imported, uses what torch deprecates.
+        # The import of its module uses the deprecated torch.jit.
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import DistributedOptimizer
-    logging.getLogger(DistributedOptimizer.__module__).setLevel(logging.ERROR)  # it would miss that
+    # It warns that this optimizer does not use TorchScript.
+    logging.getLogger(DistributedOptimizer.__module__).setLevel(logging.ERROR)
     return DistributedOptimizer(PlainSGD, parameters, lr=lr)
 
 
 @contextlib.contextmanager
 def joined(rank: int, rendezvous: str, timeout: float) -> Iterator[None]:
-    """Join the master and the workers that meet at file `rendezvous`; leave together."""
+    """Join the master and the workers at the file `rendezvous`; leave together after the body."""
     for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")  # who can connect can run code here
+        os.environ.setdefault(name, "lo")  # anyone who can connect can run code here
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"file://{rendezvous}", rpc_timeout=timeout, num_worker_threads=THREADS
     )
     names = (MASTER, *WORKERS)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch itself is
+        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's own use
         rpc.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options)
     yield
-    rpc.shutdown(timeout=timeout)  # a worker serves in here, until the master is there too
+    rpc.shutdown(timeout=timeout)  # a worker serves calls in here, until the master calls it too
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the command line says."""
+    """The options of the command line."""
 
     splits: tuple[int, ...]
     batches: int
@@ -144,7 +145,7 @@ def run(job: Job, rendezvous: str) -> None:
 
 
 def measured(master: Master, job: Job, splits: int) -> float:
-    """Train on a few batches; return the mean seconds of each."""
+    """Train on a few batches; return the mean time per batch in seconds."""
     generator = torch.Generator().manual_seed(SEED)
     begun = time.perf_counter()
     for _ in range(job.batches):
@@ -170,7 +171,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Workers find functions and classes under the module's own name.
+    # Workers find functions and classes by module name, which must not be __main__.
     from examples import rpc_pipeline
 
     rpc_pipeline.main()

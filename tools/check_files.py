@@ -1,11 +1,11 @@
-"""Checks files before a commit: text ends with one newline, and no file is large.
+"""Checks files before a commit: text must be well-formed, and files must be small.
 
     python tools/check_files.py FILE ...
 
-A text must end with exactly one newline, have no trailing spaces (Markdown may: two of them
-are a line break) and no conflict markers. No file may have more than 1 MiB: data and results
-belong elsewhere. Prints one line per problem; the exit status is 1 if there is any. `make check`
-runs it on every tracked file.
+A text must end with exactly one newline, and have neither trailing spaces nor conflict markers.
+Markdown may have trailing spaces, because two of them are a line break. No file may be larger than
+1 MiB: data and results belong elsewhere. Prints one line per problem; the exit status is 1 if there
+is any. `make check` runs it on every tracked file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRAILING = re.compile(rb"[ \t]+$", re.MULTILINE)
 
 
 def find_problems(path: Path) -> Iterator[str]:
-    """Yield what is wrong with one file."""
+    """Yield the problems of one file."""
     if path.is_symlink() or not path.is_file():
         return
     content = path.read_bytes()

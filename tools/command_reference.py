@@ -107,7 +107,7 @@ def _paragraphs(context: click.Context) -> list[str]:
 
 
 def _arguments(context: click.Context) -> list[str]:
-    """Return the names of the arguments as the usage has them, without brackets."""
+    """Return the names of the arguments as in the usage line, without brackets."""
     return [
         word
         for each in context.command.params
@@ -132,7 +132,7 @@ def _list_statuses(text: str) -> str:
 
 
 def _table_of_options(contexts: Sequence[click.Context]) -> Iterator[str]:
-    """Yield the table of the options of commands; some may have an option that others lack."""
+    """Yield the table of all options of some commands; it says which commands lack an option."""
     owners: dict[tuple[str, str, str], list[str]] = {}
     for context in contexts:
         for option in context.command.params:
@@ -176,7 +176,7 @@ def _describe_option(option: click.Option, context: click.Context) -> tuple[str,
 
 
 def _split_default(text: str) -> tuple[str, str]:
-    """Return a help text without its default, and the default; "" if none is named."""
+    """Return a help text without its default, and the default; "" if there is none."""
     defaults: list[str] = []
     while match := DEFAULT.search(text):
         when = (match["a"] or match["c"] or "").strip()

@@ -4,7 +4,7 @@
     recorded run ──> lockstep report ──Chromium──> docs/pictures/report.png
 
 Runs start in an empty folder. Paths and names of this machine are replaced before they are
-drawn, and a picture in which one is left is not written.
+drawn. A picture that still contains one of them is not written.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs/pictures"
-LARGEST = 200_000  # bytes of a picture
-ROWS = 500  # of the screen: nothing scrolls out of it
+LARGEST = 200_000  # the largest size of a picture in bytes
+ROWS = 500  # rows of the screen, enough that nothing scrolls out of it
 
 CELL_WIDTH, CELL_HEIGHT, FONT_SIZE, MARGIN = 8.4, 19, 14, 16
 FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
@@ -104,7 +104,7 @@ VISIBLE_TEXT = """() => {
 
 @dataclass(frozen=True)
 class Cell:
-    """One character of a terminal; `color` is a CSS color, "" for the usual one."""
+    """One character of a terminal; `color` is a CSS color, "" for the default one."""
 
     text: str = " "
     color: str = ""
@@ -121,13 +121,14 @@ class Recording:
 
     Attributes:
         command: The command, as it is shown.
-        title: What the picture shows, for screen readers.
+        title: The description of the picture for screen readers.
         columns: The width of the terminal.
         script: The name and source of the file that `command` runs; None if it runs none.
-        until: A pattern: the picture is taken when it first appears on the screen. None: at the
+        until: A pattern; the picture is taken when it first appears on the screen. None: at the
             end of the command.
-        last: The rows from the first one that contains this text on are left out; None for none.
-        rows: How many of the last rows are kept; None for all.
+        last: A text; the first row that contains it and all rows below are left out. None for
+            no such text.
+        rows: The number of last rows that are kept; None for all.
     """
 
     command: str
@@ -224,7 +225,7 @@ def record(
     Args:
         command: The command and its arguments.
         columns: The width of the terminal.
-        folder: Where it runs.
+        folder: The working directory of the command.
         hidden: Texts to replace in the output.
         until: A pattern; also return the first screen that contains it.
     """
@@ -256,11 +257,11 @@ def _read(terminal: int) -> Iterator[str]:
     while True:
         try:
             data = os.read(terminal, 1 << 16)
-        except OSError:  # Linux: the last process has closed it
+        except OSError:  # on Linux, when the last process has closed the terminal
             return
         if not data:
             return
-        while True:  # an incomplete character
+        while True:  # until the last character is complete
             try:
                 yield data.decode()
                 break
@@ -269,7 +270,7 @@ def _read(terminal: int) -> Iterator[str]:
 
 
 def _read_screen(screen: Any) -> Screen:
-    """Return the rows of a terminal, without the empty ones below."""
+    """Return the rows of a terminal, without empty rows at the bottom."""
     rows = []
     for number in range(screen.lines):
         cells = [_read_cell(screen.buffer[number][column]) for column in range(screen.columns)]
@@ -301,7 +302,7 @@ def _list_private() -> list[str]:
 
 
 def _draw(name: str, picture: Recording, rows: Screen) -> None:
-    """Write the picture of a terminal, unless it shows something of this machine."""
+    """Write the picture of a terminal; exit if it shows a name or path of this machine."""
     prompt = [Cell("$", COLORS["green"]), *(Cell(letter) for letter in f" {picture.command}")]
     texts = ["".join(cell.text for cell in row) for row in rows]
     if picture.last is not None:
@@ -320,7 +321,7 @@ def _draw(name: str, picture: Recording, rows: Screen) -> None:
 
 
 def _hidden(folder: Path) -> dict[str, str]:
-    """Return what is replaced in outputs: paths of this machine, and its name."""
+    """Return the texts to replace in outputs: paths and names of this machine."""
     host, kernel = socket.gethostname(), platform.release()
     return {
         kernel: kernel.partition("-")[0],

@@ -47,7 +47,7 @@ BINDINGS = "lockstep/bindings/"
 REASON = f"{BINDINGS}reason.txt"  # why an installation has no binding
 RUNNING = "{}.{}".format(*sys.version_info)
 BUILD_TOOLS = ("setuptools>=77", "numpy")
-COMMAND_SECONDS = 3600.0  # for one program, such as the download of a torch
+COMMAND_SECONDS = 3600.0  # timeout of one program, such as the download of a torch
 
 SDIST = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
 TRIAL = """
@@ -63,7 +63,7 @@ class WheelError(Exception):
 
 
 def read_matrix(text: str) -> dict[str, tuple[str, ...]]:
-    """Return the versions of "python" and "torch" of a pyproject.toml, in its order."""
+    """Return the versions of "python" and "torch" in a pyproject.toml, in its order."""
     table = tomllib.loads(text)["tool"]["lockstep"]["wheels"]
     return {name: tuple(table[name]) for name in ("python", "torch")}
 
@@ -89,15 +89,16 @@ def choose(what: str, wanted: str, matrix: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_for(built: str, version: str) -> bool:
-    """Return whether a binding built for torch `built` is that of `version` in the matrix.
+    """Return whether a binding built for torch `built` belongs to `version` of the matrix.
 
-    Without a "+" in it, `version` is the build that pip chooses: "2.13.0" may be "2.13.0+cu130".
+    A `version` without "+" matches any local version, because pip chooses the build: "2.13.0" may
+    be "2.13.0+cu130".
     """
     return built == version or ("+" not in version and built.partition("+")[0] == version)
 
 
 def merge(wheels: Sequence[Path], out: Path) -> Path:
-    """Write a wheel with the bindings of several, which are equal otherwise.
+    """Merge wheels that only differ in their bindings into one wheel with all bindings.
 
     Args:
         wheels: The wheels, which have the same file name.
@@ -161,7 +162,7 @@ def build(versions: Iterable[str], out: Path, given: Path | None, folder: Path) 
     Args:
         versions: Versions of torch.
         out: The folder of the wheel.
-        given: A wheel that has bindings for some of them already.
+        given: A wheel that already has bindings for some of these versions; None for none.
         folder: An empty folder for environments, sources and wheels of one torch each.
     """
     have = list_bindings(given) if given else []
@@ -177,7 +178,7 @@ def build(versions: Iterable[str], out: Path, given: Path | None, folder: Path) 
     unpacked = folder / "unpacked"
     with ZipFile(merged) as file:
         file.extractall(unpacked)
-    no_cache = {"XDG_CACHE_HOME": str(folder / "cache")}  # only the wheel's bindings
+    no_cache = {"XDG_CACHE_HOME": str(folder / "cache")}  # loads only the wheel's bindings
     for version, python in environments.items():
         print(f"torch {version}: trying the wheel", flush=True)
         what = f"torch {version} does not load its binding of {merged.name}"
@@ -213,7 +214,7 @@ def _build_one(version: str, python: str, folder: Path) -> Path:
 
 
 def copy_sources(folder: Path) -> Path:
-    """Copy what a build of the package needs, so that a build leaves nothing in the checkout."""
+    """Copy the files that a build needs, so that the build leaves nothing in the checkout."""
     built = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so", "bindings")
     shutil.copytree(ROOT / "src", folder / "src", ignore=built)
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
@@ -247,7 +248,7 @@ def _run(
 
 
 def _delegate(version: str, options: argparse.Namespace) -> None:
-    """Build the wheel for another Python, by that Python."""
+    """Build the wheel for another Python, with that Python."""
     python = shutil.which(f"python{version}")
     if python is None:
         raise WheelError(f"there is no python{version} (leave it out with PYTHONS=...)")
@@ -257,7 +258,7 @@ def _delegate(version: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Build what the command line asks for."""
+    """Build the wheels that the command line names."""
     parser = argparse.ArgumentParser(description="Build wheels with bindings for several torches.")
     for name in ("python", "torch"):
         text = f"Versions of {name} in the matrix, separated by commas.  [default: all]"

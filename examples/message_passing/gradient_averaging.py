@@ -1,8 +1,8 @@
 """Average gradients by hand, and compare with `lockstep.DistributedDataParallel`.
 
-Every rank computes the gradient of its own samples. Divided by the number of ranks
-and summed, these gradients are the gradient of the whole batch. `DistributedDataParallel`
-does the same in buckets, during the backward pass.
+Every rank computes the gradient of its own samples. The mean of these gradients is the
+gradient of the whole batch. `DistributedDataParallel` computes the same in buckets,
+during the backward pass.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def run_example(main: Callable[[str | None], Any]) -> None:
 
 
 def init(backend: str | None) -> World:
-    """Join the other ranks over `backend` and create new tensors on this rank's device."""
+    """Join the other ranks over `backend`; new tensors are then created on this rank's device."""
     world = ls.init(backend=backend)
     torch.set_default_device(world.device)
     return world

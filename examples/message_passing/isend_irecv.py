@@ -1,7 +1,7 @@
 """Non-blocking send and receive: all neighbours exchange at the same time.
 
-`isend` and `irecv` return a request immediately. Before its `wait()` has returned, do
-not write to a tensor that is being sent, nor read one that is being received.
+`isend` and `irecv` return a request immediately. Until its `wait()` has returned, do not
+write to a tensor that is being sent, and do not read one that is being received.
 """
 
 from __future__ import annotations

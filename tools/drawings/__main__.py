@@ -2,7 +2,7 @@
 
     python -m tools.drawings          writes docs/pictures/*.svg
 
-`tests/tools/test_drawings.py` fails if a committed picture is not what this program draws.
+`tests/tools/test_drawings.py` fails if a committed picture differs from the drawn one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGE = ROOT / "docs/guides/message-passing.md"
 
 
 def draw_all() -> Mapping[str, Picture]:
-    """Return all pictures by the name of their file."""
+    """Return all pictures by file name."""
     tables = messages.read_tables(PAGE)
     found: dict[str, Callable[[], Picture]] = {
         "micro-batches": batches.draw_split,

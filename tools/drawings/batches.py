@@ -73,7 +73,7 @@ def draw_nodes(
         return (hi - lo - 1).bit_length()
 
     def place(lo: int, hi: int) -> tuple[float, float]:
-        """Draw the node with everything above it; return where it is."""
+        """Draw the node with everything above it; return its position."""
         y = top + depth(lo, hi) * row
         if hi - lo == 1:
             x = LEFT + (lo + 0.5) * step
@@ -136,7 +136,7 @@ def draw_binary_counter() -> Picture:
 
 
 def draw_tree_of_ranks() -> Picture:
-    """Draw who adds which node on 1 to 4 ranks."""
+    """Draw which rank computes which node, on 1 to 4 ranks."""
     block = 142
     picture = make_card(4 * block + 44, "The same tree on 1, 2, 3 and 4 ranks")
     for ranks in range(1, 5):
@@ -166,7 +166,7 @@ def draw_tree_of_ranks() -> Picture:
 
 
 def nodes_below(lo: int, hi: int) -> list[Node]:
-    """Return a node and all nodes that it is the sum of."""
+    """Return a node and all nodes below it, whose sum it is."""
     if hi - lo == 1:
         return [(lo, hi)]
     mid = split(lo, hi)

@@ -27,7 +27,7 @@ N = 2
 
 
 def draw_sockets() -> Picture:
-    """Draw the way of a slice over TCP."""
+    """Draw the path of a slice over TCP."""
     picture = make_card(252, "An all-reduce over TCP: each slice passes through the kernel")
     add_text(picture, LEFT, 22, "Gloo: through sockets", 13, bold=True)
     width = 104

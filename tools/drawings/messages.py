@@ -1,4 +1,4 @@
-"""Drawings of message passing: who has what before and after each call, on 4 ranks.
+"""Drawings of message passing: the values of 4 ranks before and after each call.
 
 The values come from the tables of the page, which `tests/examples/test_message_passing.py`
 compares with the output of the examples:
@@ -7,7 +7,7 @@ compares with the output of the examples:
                  before   after       columns; `a | b` is a list, `-` is None
         rank 0   1 2      11 12
 
-A value has the color of the rank that had it before the call; sums have a color of their own.
+A value has the color of the rank that had it before the call; sums have a separate color.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read_tables(page: Path) -> dict[str, Table]:
 
 
 def split_values(text: str) -> list[list[str]]:
-    """Return the tensors of a list, each as its values; none for None."""
+    """Return the tensors of a list, each as a list of its values; an empty list for None."""
     if text == "-":
         return []
     return [[part] if part == UNDEFINED else part.split() for part in text.split(" | ")]
@@ -132,7 +132,7 @@ def find_sources(
     origins: dict[str, int],
     target: int,
 ) -> list[int]:
-    """Return the ranks from which the values of a rank after the call come."""
+    """Return the ranks whose values a rank has after the call."""
     values = [value for tensor in row for value in tensor]
     if not values or values == [UNDEFINED]:
         return []
@@ -143,12 +143,15 @@ def find_sources(
 
 
 def is_sum(table: Table) -> bool:
-    """Return whether a call adds values; a sum may be equal to a value that a rank had."""
+    """Return whether a call adds values.
+
+    The values alone do not show it: a sum may be equal to a value that a rank had.
+    """
     return "reduce" in table.title or table.title.startswith("groups")
 
 
 def measure(row: list[list[str]]) -> float:
-    """Return the width of the cells of a rank."""
+    """Return the width of the cells of a rank, in points."""
     cells = sum(80 if tensor == [UNDEFINED] else len(tensor) * CELL for tensor in row)
     return cells + 5 * max(0, len(row) - 1)
 
@@ -210,7 +213,7 @@ def draw_token(table: Table) -> Picture:
     add_text(picture, LEFT, 20, "send and recv: once around the ring", 13, bold=True)
     left, top = 70.0, 44.0
     unit = (RIGHT - left - 6) / 9
-    # Rank 0 sends first; rank r receives from rank r - 1 and then sends. Each call takes a unit.
+    # Rank 0 sends first; rank r receives from rank r - 1, then sends. A call takes one time unit.
     for rank in range(ranks):
         begin = left + 2 * rank * unit
         spans = [(begin, begin + unit, "send", RANKS[rank], "#ffffff")]

@@ -98,7 +98,7 @@ def draw_schedule(name: str) -> Picture:
 
 
 def draw_held() -> Picture:
-    """Draw the activations that rank 0 holds over time, of GPipe and 1F1B."""
+    """Draw the activations that rank 0 holds over time, with GPipe and 1F1B."""
     picture = make_card(226, "Micro-batches whose activations rank 0 holds, GPipe and 1F1B")
     add_text(picture, LEFT, 22, "Activations held by rank 0", 14, bold=True)
     add_text(picture, RIGHT, 22, "in micro-batches", 12, SOFT, "end")
@@ -132,7 +132,7 @@ def draw_held() -> Picture:
 
 
 def draw_bubbles() -> Picture:
-    """Draw the bubble over the number of micro-batches, of 4 ranks."""
+    """Draw the bubble over the number of micro-batches, for 4 ranks."""
     ranks, counts = 4, (4, 8, 12, 16, 20, 24, 28, 32)
     picture = make_card(280, f"The bubble of {ranks} ranks with 4 to 32 micro-batches")
     add_text(picture, LEFT, 22, f"Bubble of {ranks} ranks", 14, bold=True)

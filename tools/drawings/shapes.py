@@ -1,8 +1,8 @@
 """The parts that all drawings share: a card, its colors, cells of data, arrows, lanes of time.
 
-A card is 400 points wide, about the width of a phone, so that its text is legible there; where
-there is room, it is drawn larger. It has a background of its own, because a reader can switch a
-page to dark colors, and an image does not follow the switch.
+A card is 400 points wide, about the width of a phone, so that its text is legible there; a page
+with more room shows it larger. It has its own background, because an image does not change its
+colors when a reader switches the page to dark colors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RANKS = ("#0b6bb8", "#b8500a", "#14825a", "#8347ad")
 SUM = "#303c52"
 """The color of values that come from several ranks."""
 HEAVY = 2.0
-BASELINE = 0.36  # of the size of a text: from its middle to its baseline
+BASELINE = 0.36  # distance from the middle of a text to its baseline, as a share of its size
 
 
 def make_card(height: int, title: str) -> Picture:
