@@ -3,7 +3,7 @@
 A *key* identifies a piece of work by integers: (seed, step, micro-batch, unit)
 in training, (seed, epoch, sample) in loading. Its 64-bit seed is
 
-    key(a, b, ...) = first 8 bytes, little-endian, of BLAKE2b over a, b, ... as int64 LE
+    key(a, b, ...) = BLAKE2b of a, b, ... as int64 LE, with 8 bytes, read as an integer LE
 
 so that the seeds of neighbouring keys are unrelated. Seeding a generator object takes about
 1 us; `torch.manual_seed` visits every device and takes 100 us.
